@@ -38,6 +38,7 @@ _REFUSED: Final = re.compile(
 )
 _NO_TABLE: Final = "42P01"
 _NO_TABLE_NUMBER: Final = 1146
+_NO_COLUMN: Final = "42703"
 _DRIVERS: Final = frozenset({"psycopg", "psycopg2", "asyncpg", "pymysql", "aiomysql", "asyncmy", "aiosqlite"})
 
 
@@ -88,6 +89,11 @@ def lacks_table(error: BaseException, name: str) -> bool:
     if sqlstate(error) == _NO_TABLE or error_number(error) == _NO_TABLE_NUMBER:
         return True
     return f"no such table: {name}" in str(error)
+
+
+def lacks_column(error: BaseException) -> bool:
+    """Tell whether a table of PostgreSQL has no such column."""
+    return sqlstate(error) == _NO_COLUMN
 
 
 def sqlstate(error: BaseException) -> str | None:

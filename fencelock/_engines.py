@@ -42,16 +42,10 @@ def blocking_engine(url: str) -> Engine:
     """Return an engine for one short look into a database, which keeps no connection.
 
     Raises:
-        SQLAlchemyError: the URL cannot be understood, or its driver is one for coroutines.
+        SQLAlchemyError: the URL cannot be understood.
         ImportError: the driver is not installed.
     """
-    made = make_url(url)
-    if made.get_dialect().is_async:
-        raise ArgumentError(
-            f"the driver {made.get_driver_name()} is for coroutines: write postgresql+psycopg://, "
-            "mysql+pymysql:// or sqlite:// instead"
-        )
-    return create_engine(made, poolclass=NullPool)
+    return create_engine(with_blocking_driver(make_url(url)), poolclass=NullPool)
 
 
 def url_of(source: object) -> URL:
@@ -76,6 +70,11 @@ def for_blocking(url: URL) -> URL:
     """Return the URL of the same database with a driver for blocking code."""
     name = url.get_backend_name()
     return url.set(drivername=_FOR_BLOCKING.get(name, name))
+
+
+def with_blocking_driver(url: URL) -> URL:
+    """Return a URL whose driver blocks: itself, unless its driver is for coroutines."""
+    return for_blocking(url) if url.get_dialect().is_async else url
 
 
 def _is(thing: object, name: str) -> bool:

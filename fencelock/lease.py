@@ -19,7 +19,7 @@ import time
 import unicodedata
 from collections.abc import Callable
 from contextvars import ContextVar
-from typing import final
+from typing import Any, final
 from weakref import ref
 
 from fencelock.errors import CommitInDoubtError, LockLostError, NotHeldError
@@ -56,6 +56,9 @@ def check_resource(resource: object) -> str:
     # A member of an enumeration, say, equals its text, and is written as its name.
     return str.__str__(resource)
 
+
+#: The session of SQLAlchemy that has begun a transaction last in this context, as far as the guard knows.
+latest_session: ContextVar[ref[Any] | None] = ContextVar("fencelock_latest_session", default=None)
 
 #: Stands for this process. A fork puts in another, and inherited leases are lost.
 _process = [object()]

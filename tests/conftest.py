@@ -35,6 +35,7 @@ from proof.servers import Node, Nodes, Postgres
 
 ROOT = Path(__file__).parent.parent
 DEFAULT_MARIADB_URL = "mysql+pymysql://root@127.0.0.1:3306/"
+MYSQL_URL = os.environ.get("FENCELOCK_TEST_MYSQL")
 
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has its background jobs ignore Ctrl-C, and the programs that tests interrupt would inherit it.
@@ -88,10 +89,20 @@ def postgres_database(postgres: Postgres) -> ReusedDatabase:
     return ReusedDatabase(postgres)
 
 
+def pytest_make_parametrize_id(val: object) -> str | None:
+    """Call a test by the server that it has: FENCELOCK_TEST_MYSQL names one of MySQL in MariaDB's place."""
+    if MYSQL_URL and isinstance(val, str) and val.startswith("mariadb"):
+        return val.replace("mariadb", "mysql", 1)
+    return None
+
+
 @pytest.fixture(scope="session")
 def mariadb_url() -> str:
-    """The URL of a MariaDB server, as an account that may create databases; no database in it."""
-    given = os.environ.get("FENCELOCK_TEST_MARIADB_URL")
+    """The URL of a MariaDB server, as an account that may create databases; no database in it.
+
+    It is that of a MySQL server where FENCELOCK_TEST_MYSQL names one.
+    """
+    given = MYSQL_URL or os.environ.get("FENCELOCK_TEST_MARIADB_URL")
     url = make_url(given or DEFAULT_MARIADB_URL).set(database="").update_query_dict({"charset": "utf8mb4"})
     if "+" not in url.drivername:
         url = url.set(drivername="mysql+pymysql")

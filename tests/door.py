@@ -11,7 +11,7 @@ from typing import Final
 
 from sqlalchemy import URL, Engine, NullPool, create_engine
 
-_PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306}
+_PORTS: Final = {"postgresql": 5432, "mysql": 3306, "mariadb": 3306, "redis": 6379}
 
 
 def connect_to(url: URL) -> socket.socket:

@@ -7,7 +7,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pkgutil import resolve_name
 from typing import Annotated, Any, Final
@@ -18,7 +18,7 @@ from redis.exceptions import RedisError
 from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
-from sqlalchemy import Connection, MetaData, inspect, text
+from sqlalchemy import Connection, MetaData, inspect
 
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.statements import SERVER_BITS
@@ -26,6 +26,8 @@ from fencelock.authority.redlock.admin import NodeState
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import split_urls
 from fencelock.cli import shared
+from fencelock.cli.database_settings import of_galera, of_granting, of_settings
+from fencelock.cli.findings import Finding, note
 from fencelock.errors import FencelockError, LockTimeoutError
 from fencelock.guard import triggers
 from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table, trigger_of
@@ -37,19 +39,6 @@ _OLDEST_SERVER: Final = (6, 2)
 _CLOCK_LOOK: Final = 1.0
 _MOST_DRIFT: Final = 0.01
 _PROBE: Final = "fencelock:doctor"
-
-
-@dataclass(frozen=True, slots=True)
-class Finding:
-    """What is so somewhere, and what to do. A note, unless locks or data are in danger."""
-
-    where: str
-    what: str
-    advice: str
-    is_problem: bool = True
-
-
-_note = partial(Finding, is_problem=False)
 
 
 def doctor(
@@ -77,7 +66,8 @@ def doctor(
             look = partial(_of_database, token=token, metadata=metadata, is_above=is_above)
             found += _look_into(its, look)
         if isinstance(authority, Database):
-            found += _look_into(given[0], _of_settings)
+            found += of_galera(authority.url)
+            found += _look_into(given[0], partial(of_granting, url=authority.url))
     if as_json:
         shared.print_json([asdict(each) for each in found])
     else:
@@ -104,7 +94,7 @@ def _new_token(authority: Redlock | Database, found: list[Finding]) -> int | Non
         with authority.lock(_PROBE, ttl=1, timeout=2, renew=False, if_lost="warn") as token:
             return token
     except LockTimeoutError as error:
-        found.append(_note(repr(authority), str(error), "another doctor is at work: try again"))
+        found.append(note(repr(authority), str(error), "another doctor is at work: try again"))
     except FencelockError as error:
         page = "docs/recover.md" if isinstance(authority, Redlock) else "docs/authorities.md"
         found.append(Finding(repr(authority), f"grants nothing: {error}", f"{page}, docs/errors.md"))
@@ -120,7 +110,7 @@ def _of_nodes(authority: Redlock, urls: list[str]) -> Iterator[Finding]:
             advice = "it votes again by itself" if node.recovering_for else "docs/recover.md"
             yield Finding(node.address, f"does not vote: {node.state.value} {node.detail}".strip(), advice)
     if (count := len(authority.nodes)) % 2 == 0:
-        yield _note("nodes", f"{count} nodes survive no more losses than {count - 1}", "use 1, 3 or 5")
+        yield note("nodes", f"{count} nodes survive no more losses than {count - 1}", "use 1, 3 or 5")
     with ThreadPoolExecutor() as threads:
         for findings in threads.map(_of_url, urls, authority.nodes):
             yield from findings
@@ -128,7 +118,7 @@ def _of_nodes(authority: Redlock, urls: list[str]) -> Iterator[Finding]:
 
 def _of_url(url: str, name: str) -> list[Finding]:
     if "+" in url.partition("://")[0]:
-        return [_note(name, "is behind Sentinel or a cluster", "ask its servers themselves")]
+        return [note(name, "is behind Sentinel or a cluster", "ask its servers themselves")]
     try:
         with Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as node:
             return list(_of_node(node, name))
@@ -146,16 +136,16 @@ def _of_node(node: Redis, name: str) -> Iterator[Finding]:
         what = f"drops keys when its memory is full ({policy}): held locks, or the record of all tokens"
         yield Finding(name, what, "CONFIG SET maxmemory-policy noeviction, and in its configuration file")
     if info.get("evicted_keys"):
-        yield _note(name, f"has dropped {info['evicted_keys']} keys since its start", "give it more memory")
+        yield note(name, f"has dropped {info['evicted_keys']} keys since its start", "give it more memory")
     if not info.get("aof_enabled"):
-        yield _note(
+        yield note(
             name,
             "writes no append-only file: after a restart it is blank",
             "appendonly yes; a single node needs it, of three or five each is admitted again by the others",
         )
     if info.get("connected_slaves") and "min_slaves_good_slaves" not in info:  # no min-replicas-to-write
         what = "has replicas, and may be replaced by one that has not heard of the last grants"
-        yield _note(name, what, "fencelock notices that and waits; independent nodes have no such outage")
+        yield note(name, what, "fencelock notices that and waits; independent nodes have no such outage")
     yield from _of_clock(node, name)
 
 
@@ -184,27 +174,6 @@ def _look_into(url: str, look: Callable[[Connection, str], Iterable[Finding]]) -
             return list(look(connection, shown))
     except typer.Exit:  # the sentence has been printed
         return [Finding(shown, "cannot be read", "see that it runs, and that the URL is right")]
-
-
-_HANGS: Final = "a transaction that hangs keeps its rows locked for ever"
-_FORGETS: Final = "a crash may lose what was committed, leases and their tokens too"
-_IDLE: Final = "idle_in_transaction_session_timeout"
-_FLUSH: Final = "innodb_flush_log_at_trx_commit"
-#: Of a dialect: how to ask, what is bad, why, what to do.
-_SETTINGS: Final[tuple[tuple[str, str, tuple[str, ...], str, str], ...]] = (
-    ("postgresql", f"SHOW {_IDLE}", ("0",), _HANGS, f"{_IDLE} = '30s' for the program's role"),
-    ("postgresql", "SHOW lock_timeout", ("0",), "a statement waits for ever", "lock_timeout = '5s'"),
-    ("postgresql", "SHOW fsync", ("off",), _FORGETS, "fsync = on"),
-    ("mysql", "SELECT @@GLOBAL.idle_transaction_timeout", ("0",), _HANGS, "idle_transaction_timeout = 30"),
-    ("mysql", f"SELECT @@GLOBAL.{_FLUSH}", ("0", "2"), _FORGETS, f"{_FLUSH} = 1"),
-)
-
-
-def _of_settings(connection: Connection, shown: str) -> Iterator[Finding]:
-    dialect = "mysql" if connection.dialect.name == "mariadb" else connection.dialect.name
-    for its, ask, bad, what, advice in _SETTINGS:
-        if its == dialect and str(connection.scalar(text(ask))) in bad:
-            yield Finding(shown, what, advice, is_problem=what is _FORGETS)
 
 
 def _is_above_nodes(seen: int, token: int) -> bool:
@@ -239,7 +208,7 @@ def _of_database(
         its = _of_table(connection, each.name, each.schema)
         yield from (found for found in its if found.is_problem or found.where not in named)
     yield from of_models
-    yield from _of_settings(connection, shown)
+    yield from of_settings(connection, shown)
 
 
 def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator[Finding]:
@@ -251,7 +220,7 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
         yield Finding(name, what, "op.add_write_id in a migration adds it")
     if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
         what = "has no trigger: SQL that names no fence, of other programs, is not refused"
-        yield _note(name, what, "op.create_fence_trigger, where others write: docs/triggers.md")
+        yield note(name, what, "op.create_fence_trigger, where others write: docs/triggers.md")
 
 
 def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:
@@ -273,7 +242,7 @@ def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Fi
         indexed += [[*filter(None, its["column_names"])] for its in inspector.get_indexes(name, **where)]
         if wanted and not any(its[0] in wanted for its in indexed if its):
             what = f"has no index that begins with {' or '.join(wanted)}, which name its resource"
-            yield _note(name, what, "add an index: claim_all of one resource reads the whole table")
+            yield note(name, what, "add an index: claim_all of one resource reads the whole table")
 
 
 def _metadata(name: str) -> MetaData | None:

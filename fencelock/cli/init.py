@@ -8,7 +8,7 @@ import typer
 from sqlalchemy import make_url
 
 from fencelock._configure import factory_of
-from fencelock._engines import blocking_engine, for_blocking
+from fencelock._engines import blocking_engine, with_blocking_driver
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.cli import shared
@@ -85,7 +85,7 @@ def init(
 
 def _init_database(url: str, above: int | None) -> None:
     with shared.refusing_databases(shared.without_password(url), "used"):
-        authority = Database(for_blocking(make_url(url)))
+        authority = Database(with_blocking_driver(make_url(url)))
     with authority:
         made = authority.init(above=above)
     shared.say(f"the table of leases {'was made' if made else 'is there'}")

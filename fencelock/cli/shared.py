@@ -15,7 +15,7 @@ from sqlalchemy import Engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._configure import factory_of
-from fencelock._engines import blocking_engine, for_blocking
+from fencelock._engines import blocking_engine, with_blocking_driver
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.files import file_of
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
@@ -76,12 +76,6 @@ def say(sentence: str, style: str = "none") -> None:
     Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, style=style, markup=False)
 
 
-def _for_blocking(url: str) -> str:
-    """Return the URL with a driver that the command line can use, where a program's is for coroutines."""
-    made = make_url(url)
-    return for_blocking(made).render_as_string(hide_password=False) if made.get_dialect().is_async else url
-
-
 @contextmanager
 def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlock | Database]:
     """Return what grants the locks; its errors are printed as sentences."""
@@ -92,7 +86,7 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlo
         made: Redlock | Database
         if factory_of(url) is Database:
             check_file(url)
-            made = Database(_for_blocking(url))
+            made = Database(with_blocking_driver(make_url(url)))
         else:
             made = Redlock(url, namespace=namespace, recover=False)
         with made:
@@ -104,7 +98,7 @@ def database_at(url: str) -> Iterator[Engine]:
     """Return an engine on a database; its errors are printed as sentences."""
     with errors_as_sentences(), refusing_databases(without_password(url), "read"):
         check_file(url)
-        engine = blocking_engine(_for_blocking(url))
+        engine = blocking_engine(url)
         try:
             yield engine
         finally:

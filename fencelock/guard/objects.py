@@ -291,7 +291,7 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     """Have an object of which only a part is loaded anew be of two versions; or follow a statement."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
-        by = 0 if state.session is None else state.session.info.get(MOVED, 0)
+        by = None if state.session is None else state.session.info.get(MOVED)
         if by and isinstance(current.get(WRITE_COLUMN), int):
             current[WRITE_COLUMN] = moved(current[WRITE_COLUMN], by)
         return

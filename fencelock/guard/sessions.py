@@ -16,6 +16,7 @@ from sqlalchemy.orm import Session
 from fencelock._owners import current_owner
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import executes_flush
+from fencelock.lease import latest_session
 
 if TYPE_CHECKING:
     from typing import TypeAlias
@@ -76,6 +77,7 @@ def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
 
 def on_begin(session: Session, _transaction: object, connection: Connection) -> None:
     join(connection, session)
+    latest_session.set(ref(session))
     session.info.setdefault(_CONNECTIONS, WeakSet()).add(connection)
 
 

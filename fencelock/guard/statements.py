@@ -92,6 +92,7 @@ def _around(
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
     if not isinstance(statement, Update) or fenced is None or fenced.write is None:
+        note_moved(connection, 0)  # of a joined sub-table, whose objects have their id elsewhere
         return statement
     brings_its_own = fenced.write.key in {
         *(conditions.key_of(column) for column, _ in private.values_in(statement)),

@@ -14,10 +14,13 @@ from fencelock._events import LockWaiting
 from fencelock._steps import block, wait_for
 from fencelock.authority.base import Authority, GivenUp, Grant, asked_here, named
 from fencelock.errors import AuthorityError, LockTimeoutError
-from fencelock.lease import held_leases
+from fencelock.lease import held_leases, latest_session
 from fencelock.lock.hold import owners_of
 
 logger = logging.getLogger("fencelock.lock")
+
+#: What was waited for when the log told of a connection that is kept meanwhile.
+_warned: list[tuple[str, ...]] = []
 
 _T = TypeVar("_T")
 
@@ -114,9 +117,11 @@ class Acquisition:
         """Tell listeners once that it waits; raise GivenUp if it was cancelled."""
         if self.given_up:
             raise GivenUp
-        if _events.listeners and not self.had_to_wait:
+        if not self.had_to_wait:
             self.had_to_wait = True
-            _events.tell(LockWaiting(*self.names))
+            _warn_of_connection(self.resources)
+            if _events.listeners:
+                _events.tell(LockWaiting(*self.names))
 
     @property
     def names(self) -> tuple[Authority, tuple[str, ...], str]:
@@ -126,6 +131,19 @@ class Acquisition:
         """Tell whether a lease stands in this context, which was copied from the context of its holder."""
         held = [lease.resource for lease in held_leases() if lease.resource in self.resources]
         return bool(held and owners_of(self.authority, held))
+
+
+def _warn_of_connection(resources: tuple[str, ...]) -> None:
+    """Tell, once in a process, that who waits for a lock keeps a connection of the program meanwhile."""
+    session = latest() if (latest := latest_session.get()) is not None else None
+    if session is not None and session.in_transaction() and not _warned:
+        _warned.append(resources)
+        logger.warning(
+            "%s: a session of this thread or task has begun a transaction, and keeps a connection while the "
+            "lock is waited for; so callers who wait can use up the pool. Call session.rollback() before the "
+            "lock, or read inside it. This is told once",
+            named(resources),
+        )
 
 
 Steps = Generator[Step | Acquisition, None, _T]

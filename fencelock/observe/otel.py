@@ -23,6 +23,7 @@ from opentelemetry.trace import SpanKind, Status, StatusCode
 from fencelock import _events
 from fencelock._events import (
     CommitInDoubt,
+    ConnectionOpened,
     Event,
     GuardEvent,
     LeaseExtended,
@@ -95,6 +96,7 @@ class _Listener:
         self._renewals = count("fencelock.renewals")
         self._remints = count("fencelock.remints")
         self._errors = count("fencelock.authority.errors")
+        self._opened = count("fencelock.connections.opened")
         self._doubts = count("fencelock.commits.in_doubt")
         self._guard = {kind: count(name) for kind, name in _GUARD.items()}
         self._notes: dict[type[Event], Callable[[Any], object]] = {
@@ -106,6 +108,7 @@ class _Listener:
             LeaseLost: self._on_lost,
             TokenReminted: self._on_reminted,
             CommitInDoubt: lambda _: self._doubts.add(1),
+            ConnectionOpened: lambda event: self._opened.add(1, {"fencelock.authority": event.authority}),
             **dict.fromkeys(_GUARD, self._on_guard),
         }
 

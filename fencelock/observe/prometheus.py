@@ -25,6 +25,7 @@ from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histo
 from fencelock import _events
 from fencelock._events import (
     CommitInDoubt,
+    ConnectionOpened,
     Event,
     LeaseExtended,
     LeaseLost,
@@ -131,6 +132,7 @@ class Metrics:
         self._doubts = made(Counter, "commits_in_doubt", "Connections lost during a COMMIT")
         self._remints = made(Counter, "remints", "Tokens exchanged for larger ones", "authority")
         self._errors = made(Counter, "authority_errors", "Undecided operations", "authority", "error")
+        self._opened = made(Counter, "connections_opened", "Connections to nodes or a database", "authority")
         self._notes: dict[type[Event], Callable[[Any], object]] = {
             LockWaiting: lambda event: self._of(event).count(1, 0),
             LockAcquired: self._on_acquired,
@@ -143,6 +145,7 @@ class Metrics:
             RowClaimed: lambda event: self._claims.labels(event.table or "").inc(),
             CommitInDoubt: lambda _: self._doubts.inc(),
             TokenReminted: lambda event: self._remints.labels(authority_of(event)).inc(),
+            ConnectionOpened: lambda event: self._opened.labels(event.authority).inc(),
         }
         _events.on_event(self)
         if textbook_names:

@@ -10,7 +10,7 @@ from typing import Any
 from tests.conftest import ROOT
 
 
-def run(program: str, url: str) -> dict[str, Any]:
+def run(program: str, url: str) -> Any:
     """Run one of the programs; return what it printed last."""
     child = subprocess.run(
         [sys.executable, "-m", "tests.authorities.programs", program, url],
@@ -21,5 +21,4 @@ def run(program: str, url: str) -> dict[str, Any]:
         cwd=ROOT,
     )
     assert child.returncode == 0, child.stderr
-    said: dict[str, Any] = json.loads(child.stdout.splitlines()[-1])
-    return said
+    return json.loads(child.stdout.splitlines()[-1])

@@ -19,7 +19,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
 import fencelock
-from fencelock import Redlock
+from fencelock import Database, Redlock
 from fencelock.authority.base import Grant
 from fencelock.errors import FencelockError, LockLostError
 from fencelock.holder import Holder
@@ -277,8 +277,24 @@ def _use(face: Face, name: str, rounds: int = 15) -> bool:
     return all(tokens[place] > tokens[place - 3] for place in range(3, rounds))
 
 
+def lock_in_many_threads(url: str) -> int:
+    """Lock in 30 threads for two seconds: other names, then one, which most of them wait for."""
+    end = time.monotonic() + 2.0
+
+    def work(number: int) -> int:
+        count = 0
+        while (now := time.monotonic()) < end:
+            with authority.lock(f"r{number}" if now < end - 1.0 else "r", timeout=20):
+                count += 1
+        return count
+
+    with Database(url) as authority, ThreadPoolExecutor(30) as threads:
+        return sum(threads.map(work, range(30)))
+
+
 PROGRAMS: Final = {
-    program.__name__: program for program in (interrupt, lock_in_handlers, fork_blocking, fork_asyncio)
+    program.__name__: program
+    for program in (interrupt, lock_in_handlers, fork_blocking, fork_asyncio, lock_in_many_threads)
 }
 
 if __name__ == "__main__":

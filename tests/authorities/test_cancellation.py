@@ -202,7 +202,7 @@ def test_a_cancelled_wait_leaves_nothing(stage: Stage) -> None:
         await is_free(client, "warm")
         await in_one_loop(*(wait(number, late) for number in range(12) for late in (False, True)))
         assert not bystander.left
-        assert bystander.strokes > 2
+        assert bystander.strokes > 1
         assert await is_free(client, "afterwards")
 
     stage.run(main())

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
+import psycopg
 import pytest
-from sqlalchemy import Engine, StaticPool, create_engine, event, inspect, text
+from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, inspect, text
+from sqlalchemy.dialects import mysql
+from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.util import await_only
 
 import fencelock
 from fencelock import (
@@ -27,6 +33,8 @@ from fencelock import (
 )
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.guard import trigger_sql
+from tests.authorities.children import run
+from tests.conftest import ReusedDatabase
 
 
 @pytest.fixture
@@ -160,6 +168,79 @@ def test_many_threads_use_few_connections(on_server: Engine) -> None:
             list(threads.map(lambda number: _lock_together(authority, meet, number), range(60)))
         assert 1 < len(opened) <= 30  # 10 at a time; what is more than 5 is closed in between
     listened.dispose()
+
+
+@pytest.mark.timed
+def test_a_server_has_to_allow_eleven_connections_for_each_process(postgres_database: ReusedDatabase) -> None:
+    """Of any number of threads: docs/authorities.md tells whoever sets `max_connections`."""
+    url, seen = postgres_database.url, list[int]()
+    ask = (
+        "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"
+    )
+    with Database(url) as authority:
+        authority.init()
+    looking = psycopg.connect(url.replace("+psycopg", ""), autocommit=True)
+    with looking, ThreadPoolExecutor(2) as threads:
+        running = [threads.submit(run, "lock_in_many_threads", url) for _ in range(2)]
+        while not all(each.done() for each in running):
+            seen.append(looking.execute(ask).fetchone()[0])  # type: ignore[index]
+            time.sleep(0.01)
+    assert all(each.result() > 30 for each in running)
+    assert 10 < max(seen) <= 22 + 2  # a server process that ends is seen for a moment
+    postgres_database.empty()
+
+
+def test_an_engine_knows_its_server_whoever_connects_first(
+    on_server: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first connection asks what the server is, once for the program's pool and the authority's."""
+    engine, begun = create_engine(on_server.url), threading.Event()
+    initialize = engine.dialect.initialize
+
+    def slowly(connection: Connection) -> None:
+        begun.set()
+        time.sleep(0.2)
+        initialize(connection)
+
+    monkeypatch.setattr(engine.dialect, "initialize", slowly)
+    with Database(on_server) as first:
+        first.init()
+    with Database(engine) as authority, ThreadPoolExecutor(1) as threads:
+        granted = threads.submit(authority.acquire, ("r",), ttl=5, timeout=0)
+        assert begun.wait(5)
+        with engine.connect():
+            assert engine.dialect.default_schema_name is not None
+        authority.release(granted.result())
+    engine.dispose()
+
+
+def test_an_engine_for_coroutines_knows_its_server_whoever_connects_first(
+    on_server: Engine, for_asyncio: Callable[[Engine], AsyncEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same in one loop."""
+    engine, begun = for_asyncio(on_server), asyncio.Event()
+    initialize = engine.dialect.initialize
+
+    def slowly(connection: Connection) -> None:
+        begun.set()
+        await_only(asyncio.sleep(0.2))
+        initialize(connection)
+
+    monkeypatch.setattr(engine.dialect, "initialize", slowly)
+    with Database(on_server) as first:
+        first.init()
+
+    async def main() -> None:
+        with closing(Database(engine)) as authority:
+            granting = asyncio.create_task(authority.aio.acquire(("r",), ttl=5, timeout=0))
+            await begun.wait()
+            async with engine.connect():
+                assert engine.dialect.default_schema_name is not None
+            await authority.aio.release(await granting)
+            await authority.aio.close()
+        await engine.dispose()
+
+    asyncio.run(main())
 
 
 def test_an_engine_is_taken_whole(on_server: Engine) -> None:
@@ -334,10 +415,13 @@ def test_leases_depend_on_no_mode_of_sql(on_server: Engine, mode: str) -> None:
 
 
 def test_words_for_mysql_are_those_that_mysql_documents() -> None:
-    """MariaDB's own are no part of them, be it in leases or in triggers."""
-    said = [str(each) for each in vars(Statements("mysql", "fencelock_leases")).values()]
+    """MariaDB's own are no part of them, be it in leases or in triggers.
+
+    Nor is the function VALUES: MySQL 8.0.20 warns of it, which aiomysql and asyncmy ask for and tell.
+    """
+    said = [str(each) for each in vars(Statements("mysql", "fencelock_leases", mysql.dialect())).values()]
     said += [*SET_UP["mysql"], *trigger_sql.CREATE["mysql"].values(), trigger_sql.DROP["mysql"]]
-    words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b"
+    words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b|\bVALUES\("
     assert [each for each in said if re.search(words, each, re.IGNORECASE)] == []
     assert sum("LAST_INSERT_ID" in each for each in said) == 2
 

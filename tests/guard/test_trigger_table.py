@@ -28,6 +28,7 @@ from sqlalchemy import (
 
 from fencelock.guard import conditional_delete, conditional_update, fence_column, write_id_column
 from fencelock.guard.tables import FenceTrigger
+from tests.conftest import MYSQL_URL
 from tests.guard.rows import empty
 from tests.guard.write_docs import check_section, grouped
 
@@ -282,7 +283,7 @@ def kind_of(message: str, *, knows: bool) -> str:
         ("mariadb", "MariaDB", MARIADB),
     ],
     indirect=["shared_url"],
-    ids=["sqlite", "postgresql", "mariadb"],
+    ids=["sqlite", "postgresql", "mysql" if MYSQL_URL else "mariadb"],
 )
 def test_every_way_past_sqlalchemy_ends_as_the_docs_say(
     lone_engine: Engine, database: str, ways: list[Way]

@@ -404,7 +404,10 @@ def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: lis
             session.commit()
     models = ("--models", "tests.observe.test_commands:Base")
     well = json.loads(fencelock("doctor", *url, *database, *models, "--json").stdout)
-    assert {each["advice"] for each in well if each["is_problem"]} <= {"fsync = on"}  # tests need none
+    assert {each["advice"] for each in well if each["is_problem"]} <= {
+        "fsync = on",  # tests need neither
+        "full_page_writes = on",
+    }
     wanting = fencelock("doctor", *url, *database, "--models", "tests.observe.test_commands:Wanting")
     assert "has not the trigger that its model wants" in wanting.stdout.replace("\n        ", " ")
     assert "has no trigger" not in wanting.stdout

@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from importlib.metadata import entry_points
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
-from fencelock import LockTimeoutError, Redlock
+from fencelock import Database, LockTimeoutError, Redlock
 from fencelock.observe.otel import FencelockInstrumentor
 
 pytestmark = pytest.mark.timed
@@ -61,6 +62,13 @@ def telemetry() -> Iterator[Telemetry]:
 
 
 ITS = {"authority": "Redlock", "lock": "order"}
+
+
+def test_connections_that_are_opened(telemetry: Telemetry, tmp_path: Path) -> None:
+    """A database that one thread uses needs one."""
+    with Database(f"sqlite:///{tmp_path}/app.db") as authority, authority.lock("order:1"):
+        pass
+    assert telemetry.value("fencelock.connections.opened", authority="Database") == 1
 
 
 def test_acquisition_is_a_span_and_two_metrics(authority: Redlock, telemetry: Telemetry) -> None:

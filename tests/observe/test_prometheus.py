@@ -20,6 +20,7 @@ from sqlalchemy import create_engine, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
+    Database,
     FencedModel,
     Lease,
     LockTimeoutError,
@@ -98,6 +99,19 @@ def test_lock_that_is_waited_for(authority: Redlock, rival: Redlock, value: Valu
     assert value("fencelock_lock_waiters", **ITS) == 0
     assert value("fencelock_lock_wait_seconds_count", **ITS, outcome="timeout") == 2
     assert value("distributed_lock_failures_total", lock="order", outcome="timeout") == 2
+
+
+@pytest.mark.parametrize("source", ["node", "database"])
+def test_connections_that_are_opened(nodes: Nodes, tmp_path: Path, value: Value, source: str) -> None:
+    """Some at first, and none by what comes later."""
+    with Redlock(nodes.urls) if source == "node" else Database(f"sqlite:///{tmp_path}/app.db") as authority:
+        its, counts = type(authority).__name__, set[float | None]()
+        authority.init()
+        for _ in range(3):
+            with authority.lock("order:1"):
+                pass
+            counts.add(value("fencelock_connections_opened_total", authority=its))
+    assert counts == {10.0 if source == "node" else 1.0}  # init has its own
 
 
 def wait_in_vain_for(lock: Any) -> None:

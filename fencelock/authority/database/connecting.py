@@ -12,8 +12,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import URL, Connection, Engine, MetaData, event
-from sqlalchemy.exc import DBAPIError, SQLAlchemyError, StatementError
+from sqlalchemy import URL, Engine, MetaData, event
+from sqlalchemy.exc import DBAPIError, SQLAlchemyError
 
 from fencelock import _events
 from fencelock._databases import (
@@ -23,15 +23,24 @@ from fencelock._databases import (
     is_elsewhere,
     is_lost,
     is_unavailable,
+    lacks_column,
     lacks_table,
 )
 from fencelock._engines import for_blocking, is_async_engine, shown, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._steps import Steps
 from fencelock.authority.base import in_use
-from fencelock.authority.database.connections import Connections, engine_of, with_own_pool
-from fencelock.authority.database.files import file_of, watch_file
+from fencelock.authority.database.connections import (
+    Connections,
+    Lent,
+    engine_of,
+    prepare_if_direct,
+    with_own_pool,
+)
+from fencelock.authority.database.files import add_queue, file_of, watch_file
+from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import LoopEnd, WithLoops
+from fencelock.authority.database.queues import Queues, ThreadBell
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingError, QuorumError
@@ -52,7 +61,7 @@ _of_parents: list[object] = []
 class Work(NamedTuple):
     """A step: work on a connection."""
 
-    body: Callable[[Connection], Any]
+    body: Callable[[Lent], Any]
     #: In one transaction; else each statement commits.
     atomic: bool = False
     #: The changes must outlive a crash of the machine.
@@ -99,7 +108,7 @@ class Connecting(WithLoops):
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
         self._schema = _schema_of(engine, schema)
         self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
-        self._says = Statements(self._dialect, self._table)
+        self._says = Statements(self._dialect, self._table, dialect)
         self._start_over()
         in_use.add(self)
 
@@ -109,6 +118,7 @@ class Connecting(WithLoops):
         self._connections: Connections | None = None
         self._threads: ThreadPoolExecutor | None = None
         self._loop_ends = {}
+        self._queues = Queues(ThreadBell, in_threads=True)
 
     def __repr__(self) -> str:
         return f"<Database {self._shown}>"
@@ -119,6 +129,8 @@ class Connecting(WithLoops):
         super().close()
         connections, self._connections = self._connections, None
         threads, self._threads = self._threads, None
+        if (ear := self._queues.ear) is not None:
+            ear.close()
         if connections is not None:
             connections.close()
         if threads is not None:
@@ -146,8 +158,6 @@ class Connecting(WithLoops):
             try:
                 return (yield work._replace(seconds=seconds, until=end))
             except (SQLAlchemyError, OSError) as error:
-                if isinstance(error, StatementError) and not isinstance(error, DBAPIError):
-                    raise (error.orig or error) from None  # SQLAlchemy's wrapping of a signal handler's error
                 if is_busy(error) and not patient:
                     raise RefusedError from None
                 may_pass = is_lost(error) or is_busy(error) or is_elsewhere(error)
@@ -167,9 +177,16 @@ class Connecting(WithLoops):
     def _explained(self, error: Exception) -> AuthorityError:
         original = error.orig if isinstance(error, DBAPIError) else error
         if lacks_table(error, LEASE_TABLE):
+            # PostgreSQL passes over a schema that the role may not use.
+            unseen = " (or the role has no USAGE on its schema)" if self._dialect == "postgresql" else ""
             return LeaseTableMissingError(
-                f"{self._shown} has no table {self._table}: call lease_table(metadata) before create_all, or "
-                f"op.create_lease_table() in a migration, or type once: fencelock init URL"
+                f"{self._shown} has no table {self._table}{unseen}: call lease_table(metadata) before "
+                f"create_all, or op.create_lease_table() in a migration, or type once: fencelock init URL"
+            )
+        if lacks_column(error):
+            return AuthorityError(
+                f"the table {self._table} of {self._shown} is of an earlier version and has no column queue: "
+                f"type once: fencelock init URL, or add it in a migration, a VARCHAR(255)"
             )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
         if is_elsewhere(error) and self._dialect == "postgresql":
@@ -180,7 +197,7 @@ class Connecting(WithLoops):
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
         return AuthorityError(f"{self._shown} refuses: {said}")
 
-    def work(self, step: Work) -> Any:
+    def work(self, step: Work | Ear) -> Any:
         self._check_process()
         if self._engine.dialect.is_async:
             raise AuthorityError(
@@ -189,12 +206,18 @@ class Connecting(WithLoops):
             )
         if (connections := self._connections) is None:
             connections = self._connections = self._connect()
+        if isinstance(step, Ear):
+            return step.hear(connections, self.run)
         return connections.run(functools.partial(self._work, step=step), step.seconds, step.until)
 
-    async def work_soon(self, step: Work) -> Any:
-        if (connections := self.loop_end().kept) is not None:
+    async def work_soon(self, step: Work | Ear) -> Any:
+        if (connections := (end := self.loop_end()).kept) is not None:
+            if isinstance(step, Ear):
+                return await step.hear_in_loop(connections, lambda steps: end.begin(self.aio.wait_for(steps)))
             work = functools.partial(self._work, step=step)
             return await connections.run_in_loop(work, step.seconds, step.until)
+        if isinstance(step, Ear):
+            return None  # a driver that blocks would keep a thread
         if (threads := self._threads) is None:
             threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
         return await asyncio.get_running_loop().run_in_executor(threads, self.work, step)
@@ -217,25 +240,24 @@ class Connecting(WithLoops):
     def _check_process(self) -> None:
         """Leave the connections to the parent, in a forked child."""
         if self._pid != os.getpid():
-            _of_parents.append((self._connections, self._threads, self._loop_ends))
+            _of_parents.append((self._connections, self._threads, self._loop_ends, self._queues))
             self._start_over()
 
-    def _work(self, connection: Connection, step: Work) -> Any:
+    def _work(self, connection: Lent, step: Work) -> Any:
         try:
             if self._dialect == "sqlite":
-                with contextlib.closing(connection.connection.cursor()) as cursor:
-                    cursor.execute(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
+                connection.execute(f"PRAGMA synchronous = {'FULL' if step.durable else 'NORMAL'}")
             if step.atomic:
-                connection.exec_driver_sql(self._says.begin)
+                connection.execute(self._says.begin)
             done = step.body(connection)
             if step.atomic:
-                connection.exec_driver_sql("COMMIT")
+                connection.execute("COMMIT")
         except _OURS as error:  # the connection can still be used
             if is_elsewhere(error):
                 connection.invalidate()
             elif step.atomic:
                 with contextlib.suppress(SQLAlchemyError):
-                    connection.exec_driver_sql("ROLLBACK")
+                    connection.execute("ROLLBACK")
             raise
         except BaseException as error:  # of a signal handler, in the midst of an exchange
             traceback.clear_frames(error.__traceback__)  # of cursors
@@ -244,7 +266,7 @@ class Connecting(WithLoops):
             raise
         return done
 
-    def _set_up(self, connection: Any, _record: object) -> None:
+    def _set_up(self, connection: Any, record: Any) -> None:
         """Prepare a new connection of the driver."""
         if _events.listeners:
             _events.tell(ConnectionOpened("Database", self._shown))
@@ -252,6 +274,9 @@ class Connecting(WithLoops):
         with contextlib.closing(connection.cursor()) as cursor:
             for statement in SET_UP.get(self._dialect, ()):
                 cursor.execute(statement)
+            if self._dialect == "sqlite":
+                add_queue(cursor)
+            prepare_if_direct(record.driver_connection, cursor)
 
 
 def is_in_doubt(error: BaseException | None) -> bool:

@@ -11,18 +11,27 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import suppress
+from contextlib import closing, suppress
 from contextvars import ContextVar
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
+from weakref import WeakSet
 
-from sqlalchemy import URL, Connection, Engine, NullPool, QueuePool, create_engine
+from sqlalchemy import URL, Engine, NullPool, QueuePool, create_engine
 from sqlalchemy import util as sa_util
-from sqlalchemy.pool import AsyncAdaptedQueuePool, SingletonThreadPool, StaticPool
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.pool import (
+    AsyncAdaptedQueuePool,
+    Pool,
+    PoolProxiedConnection,
+    SingletonThreadPool,
+    StaticPool,
+)
 
 from fencelock import _threads
+from fencelock.authority.database.statements import Statement
 
 _T = TypeVar("_T")
 
@@ -34,11 +43,10 @@ _LONGEST: Final = 5.0
 _GRACE: Final = 0.2
 #: Seconds for which the watch stays when nothing is under way.
 _IDLE: Final = 60.0
-#: What a driver is told unless the URL says otherwise. No statement is prepared, because PgBouncer may give
-#: each transaction another connection.
+#: What a driver is told unless the URL says otherwise.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
-    "psycopg": {"connect_timeout": 2, "prepare_threshold": None},
-    "psycopg_async": {"connect_timeout": 2, "prepare_threshold": None},
+    "psycopg": {"connect_timeout": 2},
+    "psycopg_async": {"connect_timeout": 2},
     "psycopg2": {"connect_timeout": 2},
     "asyncpg": {"timeout": 2, "statement_cache_size": 0},
     "pymysql": {"connect_timeout": 2, "read_timeout": 10, "write_timeout": 10},
@@ -93,9 +101,31 @@ def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
         dialect=dialect,
         _dispatch=twin.dispatch,
     )
+    _begin_in_turn(source.pool, pool)
     engine = Engine(pool, dialect, source.url)
     engine.dispatch = engine.dispatch._join(source.dispatch)  # noqa: SLF001
     return engine
+
+
+#: Pools of programs that begin in turn with one of ours. For coroutines there is no second one, because a
+#: lock of theirs belongs to one loop.
+_in_turn: Final[WeakSet[Pool]] = WeakSet()
+
+
+def _begin_in_turn(theirs: Pool, own: Pool) -> None:
+    """Have the first connections of two pools wait for each other.
+
+    The first of all asks what the server is, and tells the dialect, which both have. A pool lets its own
+    connections wait until that is done; those of the other would go on with a dialect that knows nothing.
+    """
+    is_async = isinstance(own, AsyncAdaptedQueuePool)
+    if is_async and theirs in _in_turn:
+        return
+    _in_turn.add(theirs)
+    its: Any = theirs.dispatch.connect.for_modify(theirs.dispatch)
+    ours: Any = own.dispatch.connect.for_modify(own.dispatch)
+    make = getattr(its, "_get_exec_once_mutex", None)  # older versions make it when it is read
+    ours._exec_once_mutex = its._exec_once_mutex if make is None else make()  # noqa: SLF001
 
 
 def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
@@ -131,6 +161,62 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
     return connect
 
 
+class Answer(NamedTuple):
+    """What a statement has returned."""
+
+    rows: Sequence[Any]
+    changed: int
+    lastrowid: int | None
+
+
+class Lent:
+    """A connection that the pool has lent.
+
+    The driver is told what to do without SQLAlchemy's Core, which would take three times as long.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self._dialect = engine.dialect
+        self._pool = engine.pool
+        driver: Any = engine.dialect.dbapi
+        self._error = driver.Error
+        self.engine = engine
+        try:
+            self.lent = engine.raw_connection()
+        except self._error as error:
+            raise self._wrapped(error, None) from error
+
+    def execute(self, statement: Statement | str, values: dict[str, Any] | None = None) -> Answer:
+        sql, told = (statement, None) if isinstance(statement, str) else statement.of(values or {})
+        with closing(self.lent.cursor()) as cursor:
+            try:
+                cursor.execute(sql) if told is None else cursor.execute(sql, told)
+                rows = cursor.fetchall() if cursor.description else ()
+                return Answer(rows, cursor.rowcount, getattr(cursor, "lastrowid", None))
+            except self._error as error:
+                raise self._wrapped(error, cursor) from error
+
+    def scalar(self, statement: Statement, values: dict[str, Any] | None = None) -> Any:
+        """Return the first value of the first row, or None."""
+        rows = self.execute(statement, values).rows
+        return rows[0][0] if rows else None
+
+    def invalidate(self) -> None:
+        """Have the pool forget this connection."""
+        self.lent.invalidate()
+
+    def _wrapped(self, error: Exception, cursor: Any) -> Exception:
+        """Return SQLAlchemy's error for a driver's; the pool forgets a lost connection, and older ones."""
+        dialect: Any = self._dialect
+        is_lost = dialect.is_disconnect(error, self.lent.dbapi_connection if cursor else None, cursor)
+        if is_lost and cursor is not None:
+            pool: Any = self._pool
+            pool._invalidate(self.lent, error)  # noqa: SLF001 - it is what SQLAlchemy does
+        return DBAPIError.instance(
+            None, None, error, self._error, connection_invalidated=is_lost, dialect=dialect
+        )
+
+
 class Connections:
     """A pool that lends a connection for one piece of work, which has to end in time.
 
@@ -143,21 +229,19 @@ class Connections:
         self._hang_up = _HANG_UP.get(engine.dialect.driver)
         self._watch = _watch_in_loop if engine.dialect.is_async else Watch().begin
 
-    def run(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
+    def run(self, work: Callable[[Lent], _T], seconds: float, until: float) -> _T:
         """Return what work returns that takes so many seconds at most, on a connection opened until then."""
         _until.set(until)
         try:
-            connection = self._engine.connect()
-            lent = connection.connection
-            driver, hang_up = lent.driver_connection, self._hang_up
+            connection = Lent(self._engine)
+            driver, hang_up = connection.lent.driver_connection, self._hang_up
             over = time.monotonic() + seconds
             end = self._watch(over, lambda: hang_up(driver)) if hang_up is not None else _nothing
             try:
                 return work(connection)
             finally:
                 end()
-                if not connection.invalidated:
-                    lent.close()  # and not the other, which rolls back: the driver commits each statement
+                connection.lent.close()
         except self._expected:
             raise
         except BaseException:
@@ -166,11 +250,26 @@ class Connections:
                 self._engine.dispose()
             raise
 
-    async def run_in_loop(self, work: Callable[[Connection], _T], seconds: float, until: float) -> _T:
+    async def run_in_loop(self, work: Callable[[Lent], _T], seconds: float, until: float) -> _T:
         """Return what work on a connection of a driver for coroutines returns."""
         longest = max(seconds, min(_LONGEST, until - time.monotonic()))
         async with asyncio.timeout(longest + _GRACE):  # for what opens a connection
             return await sa_util.greenlet_spawn(self.run, work, seconds, until)
+
+    def detached(self, prepare: Callable[[Any], object]) -> tuple[PoolProxiedConnection, Any]:
+        """Return a connection that the pool forgets, and the driver's, when a cursor of it was prepared."""
+        _until.set(time.monotonic() + _LONGEST)
+        lent = self._engine.raw_connection()
+        driver = lent.driver_connection
+        lent.detach()
+        with closing(lent.cursor()) as cursor:
+            prepare(cursor)
+        return lent, driver
+
+    def hang_up(self, driver: Any) -> None:
+        """End a connection of the driver without waiting."""
+        if self._hang_up is not None:
+            self._hang_up(driver)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -232,6 +331,17 @@ class Watch:
 
 def _watch_in_loop(until: float, hang_up: Callable[[], None]) -> Callable[[], None]:
     return asyncio.get_running_loop().call_later(max(0.0, until - time.monotonic()), hang_up).cancel
+
+
+def prepare_if_direct(driver: Any, cursor: Any) -> None:
+    """Have psycopg prepare no statement where PgBouncer may give each transaction another connection.
+
+    It tells another process id than that of the server.
+    """
+    if hasattr(driver, "prepare_threshold"):
+        cursor.execute("SELECT pg_backend_pid()")
+        if cursor.fetchone()[0] != driver.info.backend_pid:
+            driver.prepare_threshold = None
 
 
 def _nothing() -> None:

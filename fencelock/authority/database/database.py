@@ -9,10 +9,11 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from sqlalchemy import URL, Connection, Engine, MetaData, TextClause, inspect
+from sqlalchemy import URL, Connection, Engine, MetaData, inspect
 from sqlalchemy.exc import DBAPIError
 
 from fencelock._owners import name_of_process
@@ -26,8 +27,11 @@ from fencelock.authority.database.connecting import (
     Work,
     is_in_doubt,
 )
+from fencelock.authority.database.connections import Lent
+from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import Abandon, AsyncWithLoops, Later, Wait, pauses
-from fencelock.authority.database.statements import SERVER_BITS
+from fencelock.authority.database.queues import QUEUES, Place, Queues
+from fencelock.authority.database.statements import SERVER_BITS, Statement
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.holder import Holder, LockInfo
@@ -38,8 +42,12 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fencelock.authority")
 
-#: Seconds between two looks at what another holds. They grow from the first, at most to the second.
-_PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.005, 0.1), "sqlite": (0.001, 0.05)}
+#: Seconds between two looks at what another holds: where the database calls; or they grow from the first, at
+#: most to the second.
+_HEARING: Final = 0.25
+_PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.005, 0.05), "sqlite": (0.001, 0.05)}
+#: Some world, for which a resource may be kept.
+_ANOTHER: Final = "another"
 #: Resources that one statement extends or releases.
 _BATCH: Final = 500
 #: Milliseconds by which new tokens are above those of another authority, and by which own ones may be ahead.
@@ -133,7 +141,7 @@ class Database(Connecting):
         if not _HOUR <= older_than * 1000 < math.inf:
             raise ValueError(f"rows are pruned after an hour at least, 3600, not after {older_than!r} s")
         age = {"age": int(older_than * 1000)}
-        work = Work(lambda connection: connection.execute(self._says.prune, age).rowcount, seconds=60.0)
+        work = Work(lambda connection: connection.execute(self._says.prune, age).changed, seconds=60.0)
         return self.asking(work)
 
     def acquiring(
@@ -145,55 +153,77 @@ class Database(Connecting):
         fair: bool = False,  # noqa: ARG002 - was refused
     ) -> Steps[Grant]:
         nonce = secrets.token_hex(16)
+        queues: Queues = yield QUEUES
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        waiting = _Waiting(resources, end, queues, queues.new_place(nonce, ttl), self._looks())
         try:
-            return (yield from self._attempts(resources, nonce, ttl, timeout))
+            return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except QuorumError as error:
-            if is_in_doubt(error.__cause__):
+            if is_in_doubt(error.__cause__) or waiting.place.is_offered:
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
             raise
-        except (FencelockError, GeneratorExit):
+        except GeneratorExit:
             raise
-        except BaseException:
-            yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
+        except BaseException as error:
+            if not isinstance(error, FencelockError) or waiting.place.is_offered:
+                yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
             raise
 
-    def _attempts(
-        self, resources: tuple[str, ...], nonce: str, ttl: float, timeout: float | None
-    ) -> Steps[Grant]:
-        began = 0.0
+    def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
+        """Take these steps behind the callers of this world that wait for the same resource."""
+        resources, end, queues, place, _ = waiting
+        try:
+            if len(resources) == 1 and end > time.monotonic():
+                queues.join(resources[0], place)
+            return (yield from steps)
+        except QuorumError as error:
+            if error.__cause__ is not None:
+                queues.fail(place, error)
+            raise
+        finally:
+            queues.leave(resources[0], place)
 
-        def attempt(connection: Connection) -> Grant:
-            tokens = self._mint(connection, resources, nonce, ttl)
+    def _attempts(self, waiting: _Waiting, nonce: str, ttl: float) -> Steps[Grant]:
+        resources, end, queues, place, _ = waiting
+        began = time.monotonic()
+
+        def attempt(connection: Lent) -> Grant:
+            tokens = self._mint(connection, resources, nonce, ttl, queues.name)
             return Grant(resources, tuple(tokens), validity(began, ttl), nonce)
 
-        end = math.inf if timeout is None else time.monotonic() + timeout
-        looks = self._looks()
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
-        if len(resources) > 1:  # an attempt on one that is held would lock the rows of the others meanwhile
-            yield from self._waiting(resources, end, looks)
-        waits_since: float | None = None
+        waited = yield from self._standing(waiting)
+        # An attempt on several, one of which is held, would lock the rows of the others meanwhile.
+        if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
+            waited = (yield from self._waiting(waiting)) or waited
+        first = began
         while True:
+            place.is_due = False
             began = time.monotonic()
             try:
-                grant: Grant = yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
+                grant: Grant = place.grant or (
+                    yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
+                )
             except RefusedError:
-                waits_since = began if waits_since is None else waits_since
+                waited = True
                 if time.monotonic() >= end:
-                    yield from self._refusing(resources, end)
-                yield from self._waiting(resources, end, looks)
+                    yield from self._refusing(waiting)
+                yield from self._waiting(waiting)
                 continue
             if time.monotonic() < grant.expires_at:
-                if waits_since is not None:
-                    self._waits += (time.monotonic() - waits_since - self._waits) / 8
+                queues.waited = waited
+                if waited:
+                    self._waits += (time.monotonic() - first - self._waits) / 8
+                place.queue.note_grant()
                 return grant
             yield from self._giving_back(resources, nonce)
             raise too_slow(self._shown, ttl, resources)
 
     def _mint(
-        self, connection: Connection, resources: tuple[str, ...], nonce: str, ttl: float
+        self, connection: Lent, resources: tuple[str, ...], nonce: str, ttl: float, world: str
     ) -> Iterator[int]:
         """Acquire the resources for this nonce; return a token for each."""
-        asked = {"nonce": nonce, "ttl": ttl, "holder": _holder()}
+        asked = {"nonce": nonce, "ttl": ttl, "holder": _holder(), "world": world}
         tokens = {}
         for resource in sorted(resources):
             token = self._token(connection, self._says.acquire, {**asked, "resource": resource})
@@ -202,59 +232,129 @@ class Database(Connecting):
             tokens[resource] = token
         return map(tokens.__getitem__, resources)
 
-    def _token(self, connection: Connection, statement: TextClause, asked: dict[str, Any]) -> int | None:
+    def _token(self, connection: Lent, statement: Statement, asked: dict[str, Any]) -> int | None:
         """Execute a statement that mints; return the token, or None where the resource is not ours."""
         made = connection.execute(statement, asked)
         if self._dialect == "mysql":
             return made.lastrowid or None
-        token = made.scalar() if made.returns_rows else connection.scalar(self._says.token, asked)
-        return None if token is None else int(token)
+        if self._dialect == "sqlite":
+            token = connection.scalar(self._says.token, asked)
+            return None if token is None else int(token)
+        return made.rows[0][0] if made.rows else None
 
-    def _waiting(self, resources: tuple[str, ...], end: float, looks: Iterator[float]) -> Steps[None]:
-        """Wait until all of the resources look free."""
-        while held := (yield from self._held(resources, end)):
-            now = time.monotonic()
-            if now >= end:
-                raise held_by_another(held, max(held.values()))
-            pause = min(next(looks), max(held.values()), end - now)
-            yield Wait(now + pause, named(resources))
+    def _standing(self, waiting: _Waiting) -> Steps[bool]:
+        """Wait until the callers before this one have the resource, or have given up; tell if any were."""
+        place, was_first = waiting.place, waiting.place.is_first
+        while not place.is_first and place.error is None:
+            if time.monotonic() >= waiting.end:
+                raise held_by_another(waiting.resources, place.queue.held_for)
+            yield Wait(waiting.end, named(waiting.resources), place.bell)
+        if place.error is not None:
+            raise QuorumError(str(place.error), nodes=place.error.nodes)
+        if not was_first:
+            yield from self._pausing(waiting, next(waiting.looks))
+            yield from self._waiting(waiting)
+        return not was_first
+
+    def _waiting(self, waiting: _Waiting) -> Steps[bool]:
+        """Wait until all of the resources look free; tell if it took any time."""
+        waited = False
+        if self._says.can_call and waiting.queues.has_to_listen:
+            with suppress(RuntimeError):  # no thread can be started
+                yield Later(functools.partial(self._listening, waiting.queues))
+        if waiting.place.is_offered:  # the database may say that it is held by this very acquisition
+            yield from self._pausing(waiting, next(waiting.looks))
+            return True
+        while not waiting.place.is_due and (held := (yield from self._held(waiting))):
+            longest, now = max(held.values()), time.monotonic()
+            if now >= waiting.end:
+                raise held_by_another(held, longest)
+            waited = True
+            pause = _HEARING if waiting.is_called else next(waiting.looks)
+            yield from self._pausing(waiting, min(pause, longest))
+        return waited
+
+    def _pausing(self, waiting: _Waiting, seconds: float) -> Steps[None]:
+        """Wait for so long, or until this place is called."""
+        place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
+        while time.monotonic() < until and not place.is_due and not place.looks:
+            yield Wait(until, named(waiting.resources), place.bell)
+        place.looks = False
 
     def _looks(self) -> Iterator[float]:
         """Yield the pauses between looks: short ones where waits were short so far."""
         shortest, longest = _PAUSES[self._dialect]
         return pauses(shortest, min(longest, max(2 * shortest, self._waits / 4)))
 
-    def _refusing(self, resources: tuple[str, ...], end: float) -> Steps[None]:
-        held = yield from self._held(resources, end)
-        raise held_by_another(held or resources, max(held.values(), default=None))
+    def _refusing(self, waiting: _Waiting) -> Steps[None]:
+        held = yield from self._held(waiting, calls=False)
+        raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
-    def _held(self, resources: tuple[str, ...], end: float) -> Steps[dict[str, float]]:
-        """Return those of the resources that are held, with the seconds for which they are."""
-        found: list[LockInfo] = yield from self._looking(resources, max(end, time.monotonic() + ANSWER[0]))
-        return {info.resource: info.remaining for info in found}
+    def _listening(self, queues: Queues) -> Steps[None]:
+        """Hear the calls for a world, until nobody has waited for a while."""
+
+        def calling(channel: str) -> Steps[Any]:
+            return self.asking(
+                Work(lambda connection: connection.execute(self._says.call, {"channel": channel}))
+            )
+
+        def passing_on(resource: str) -> Steps[Any]:
+            asked = {"resources": (resource,), "nonce": queues.name}
+            return self.asking(Work(lambda connection: connection.execute(self._says.release, asked)))
+
+        queues.ear = Ear(queues, calling, passing_on)
+        try:
+            yield queues.ear
+        finally:
+            queues.ear.close()
+
+    def _held(self, waiting: _Waiting, *, calls: bool = True) -> Steps[dict[str, float]]:
+        """Return those of the resources that are held, with the seconds for which they are.
+
+        The world takes a place in the queue for one that is held.
+        """
+        resources, queue, world = waiting.resources, waiting.place.queue, waiting.queues.name
+        queues_up = calls and len(resources) == 1 and queue.has_to_queue
+
+        def look(connection: Lent) -> list[Any]:
+            if queues_up:
+                asked = {"resource": resources[0], "world": world}
+                queued = connection.execute(self._says.queue_up, asked)
+                if self._says.can_call:
+                    return [(resources[0], *row) for row in queued.rows]
+            return [
+                row
+                for part in _parts(resources)
+                for row in connection.execute(self._says.occupied, {"resources": part, "world": world}).rows
+            ]
+
+        until = max(waiting.end, time.monotonic() + ANSWER[0])
+        held = {
+            name: float(left)
+            for name, left in (yield from self.asking(Work(look, durable=False), until=until))
+        }
+        if held:
+            queue.held_until = time.monotonic() + max(held.values())
+        return held
 
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the locks that are held; refuse a standby, which may not have heard of the last ones."""
-        return self._looking(resources, None, is_live=True)
 
-    def _looking(
-        self, resources: tuple[str, ...], until: float | None, *, is_live: bool = False
-    ) -> Steps[list[LockInfo]]:
-        def rows(connection: Connection) -> Iterator[Any]:
+        def rows(connection: Lent) -> Iterator[Any]:
             if not resources:
-                yield from connection.execute(self._says.holders)
+                yield from connection.execute(self._says.holders).rows
             for part in _parts(resources):
-                yield from connection.execute(self._says.holders_of, {"resources": part})
+                yield from connection.execute(self._says.holders_of, {"resources": part}).rows
 
-        def look(connection: Connection) -> list[LockInfo]:
-            if is_live and connection.scalar(self._says.is_standby):
+        def look(connection: Lent) -> list[LockInfo]:
+            if connection.scalar(self._says.is_standby):
                 raise QuorumError(f"{self._shown} does not know of all locks{STANDBY}")
             return [
                 LockInfo(name, int(minted), Holder.of(holder, float(since)), float(left), None)
                 for name, minted, holder, since, left in rows(connection)
             ]
 
-        return self.asking(Work(look), until=until)
+        return self.asking(Work(look))
 
     def forcing(self, resource: str) -> Steps[LockInfo | None]:
         found = yield from self.inspecting((resource,))
@@ -281,9 +381,9 @@ class Database(Connecting):
             "nonces": [grant.proof for grant in grants],
         }
 
-        def extend(connection: Connection) -> set[tuple[str, str]]:
+        def extend(connection: Lent) -> set[tuple[str, str]]:
             connection.execute(self._says.extend, {**asked, "ttl": ttl})
-            return {(row[0], row[1]) for row in connection.execute(self._says.ours, asked)}
+            return {(row[0], row[1]) for row in connection.execute(self._says.ours, asked).rows}
 
         began = time.monotonic()
         try:
@@ -301,7 +401,7 @@ class Database(Connecting):
         }
 
     def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
-        def remint(connection: Connection) -> dict[str, int]:
+        def remint(connection: Lent) -> dict[str, int]:
             tokens = {}
             for resource in sorted(grant.resources):
                 row = {"resource": resource, "nonce": grant.proof, "ttl": ttl}
@@ -318,7 +418,10 @@ class Database(Connecting):
         return replace(grant, tokens=tuple(map(tokens.__getitem__, grant.resources)), expires_at=expires_at)
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
+        queues: Queues = yield QUEUES
         try:
+            if (place := queues.offer(grant.resources)) is not None:
+                return (yield from self._transferring(grant, queues, place))
             return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
         except QuorumError as error:
             yield from self._owe(grant.proof, _Owed(grant.resources, grant.expires_at, in_doubt=False))
@@ -331,6 +434,35 @@ class Database(Connecting):
             ends = grant.expires_at
             yield Abandon(functools.partial(self._abandoning, grant.resources, grant.proof, ends))
             raise
+
+    def _transferring(self, grant: Grant, queues: Queues, place: Place) -> Steps[bool | None]:
+        """Release a lease and acquire it for the next caller of this world, by one statement."""
+        (resource,) = grant.resources
+        asked = {"resource": resource, "nonce": grant.proof, "next_nonce": place.nonce, "ttl": place.ttl}
+        asked |= {"holder": _holder(), "world": queues.name}
+
+        def transfer(connection: Lent) -> int | None:
+            return self._token(connection, self._says.transfer, asked)
+
+        began = time.monotonic()
+        until = min(grant.expires_at, began + ANSWER[0]) if grant.expires_at > began else began + ANSWER[1]
+        again: list[object] = []
+        is_delivered = False
+        try:
+            token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
+            if token is None:
+                # What is sent again finds nothing where the first one has arrived.
+                place.is_offered = bool(again)
+                return None if again else False
+            place.is_offered = False
+            transferred = Grant(grant.resources, (token,), validity(began, place.ttl), place.nonce)
+            is_delivered = queues.deliver(place, transferred)
+            if not is_delivered:
+                yield from self._giving_back(grant.resources, place.nonce)
+            return True
+        finally:
+            if not is_delivered:
+                queues.released(resource, queues.name)  # the next caller asks what has become of it
 
     def _owe(self, nonce: str, owed: _Owed) -> Steps[None]:
         """Have something released while the caller goes on."""
@@ -377,40 +509,33 @@ class Database(Connecting):
     def _giving_back(
         self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
     ) -> Steps[bool | None]:
-        """Release; with little patience where the lease ends at a time that is over."""
+        """Release, and wake who is next; with little patience where the lease ends at a time that is over."""
+        queues: Queues = yield QUEUES
+        kept: dict[str, str] = {}
+        asked = {"nonce": nonce}
 
-        def release(connection: Connection) -> int:
-            return sum(
-                connection.execute(self._says.release, {"resources": part, "nonce": nonce}).rowcount
-                for part in _parts(resources)
-            )
+        def release(connection: Lent) -> int:
+            count = 0
+            for part in _parts(resources):
+                done = connection.execute(self._says.release, {**asked, "resources": part})
+                kept.update(done.rows)
+                count += done.changed
+            return count
 
         again: list[object] = []
         now = time.monotonic()
         until = min(ends, now + ANSWER[0]) if ends > now else now + ANSWER[1]
         count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
+        for resource in resources:
+            queues.released(resource, kept.get(resource, _ANOTHER))
         # What is sent again finds nothing where the first one has arrived.
         return True if count == len(resources) else None if again else False
 
     def initialising(self, above: int | None) -> Steps[bool]:
         highest = 0 if not above else check(above) >> SERVER_BITS
 
-        def create(connection: Connection) -> bool:
-            def is_there() -> bool:
-                return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
-
-            if is_there():
-                return False
-            try:
-                lease_table(MetaData(), schema=self._schema).create(connection)
-            except DBAPIError:
-                if not is_there():  # as it is where another one was quicker
-                    raise
-                return False
-            return True
-
-        def raise_base(connection: Connection) -> None:
-            noted, own, now = map(int, connection.execute(self._says.floor).one())
+        def raise_base(connection: Lent) -> None:
+            noted, own, now = map(int, connection.execute(self._says.floor).rows[0])
             if (own >> SERVER_BITS) < now + _HOUR:  # or else they were minted in another way
                 own = 0
             if (ahead := max(highest, own >> SERVER_BITS) - now) >= 0:
@@ -418,9 +543,46 @@ class Database(Connecting):
                 connection.execute(self._says.forget)
                 connection.execute(self._says.note, {"token": base << SERVER_BITS})
 
-        made: bool = yield from self.asking(Work(create))
+        made: bool = yield from self.asking(Work(self._create))
         yield from self.asking(Work(raise_base, atomic=True))
         return made
+
+    def _create(self, lent: Lent) -> bool:
+        """Make the table, or give it what an earlier version has not; return False where it was there."""
+
+        def is_there() -> bool:
+            return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
+
+        connection = Connection(lent.engine, lent.lent)
+        if self._dialect == "sqlite":
+            return False
+        if not is_there():
+            try:
+                lease_table(MetaData(), schema=self._schema).create(connection)
+            except DBAPIError:
+                if not is_there():  # as it is where another one was quicker
+                    raise
+            else:
+                return True
+        columns = inspect(connection).get_columns(LEASE_TABLE, schema=self._schema)
+        if all(column["name"] != "queue" for column in columns):
+            lent.execute(f"ALTER TABLE {self._table} ADD COLUMN queue VARCHAR(255)")
+        return False
+
+
+class _Waiting(NamedTuple):
+    """What an acquisition waits for, until when, and where it stands."""
+
+    resources: tuple[str, ...]
+    end: float
+    queues: Queues
+    place: Place
+    looks: Iterator[float]
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the database calls when it is the turn of this world."""
+        return self.queues.hears and len(self.resources) == 1
 
 
 class AsyncDatabase(AsyncWithLoops):

@@ -14,6 +14,8 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import URL, Engine, event
 from sqlalchemy.exc import DisconnectionError
 
+from fencelock.authority.database.table import LEASE_TABLE
+
 #: The folder of the files for databases in memory, and the process that has made it.
 _folder: dict[int, Path] = {}
 _of_engines: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
@@ -49,6 +51,14 @@ def _temporary(engine: object) -> str:
 def _remove(pid: int) -> None:
     if os.getpid() == pid:  # and not a forked child
         shutil.rmtree(_folder.pop(pid), ignore_errors=True)
+
+
+def add_queue(cursor: Any) -> None:
+    """Give a table of an earlier version the column that it has not."""
+    cursor.execute(f"PRAGMA table_info({LEASE_TABLE})")
+    if all(column[1] != "queue" for column in cursor.fetchall()):
+        with suppress(Exception):  # another one was quicker
+            cursor.execute(f"ALTER TABLE {LEASE_TABLE} ADD COLUMN queue TEXT")
 
 
 def watch_file(engine: Engine) -> None:

@@ -11,12 +11,13 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from fencelock import _threads
 from fencelock._steps import Steps, wait_for
 from fencelock.authority.base import go_on_waiting
+from fencelock.authority.database.queues import QUEUES, LoopBell, Queues, ThreadBell
 from fencelock.authority.stepped import AsyncView, Stepped, warn_of_blocked_loop
 from fencelock.errors import FencelockError
 
@@ -26,10 +27,14 @@ logger = logging.getLogger("fencelock.authority")
 
 
 class Wait(NamedTuple):
-    """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`."""
+    """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`.
+
+    A ring ends it. It may also end early without one.
+    """
 
     until: float
     key: str
+    bell: Any = None
 
 
 class Abandon(NamedTuple):
@@ -56,6 +61,10 @@ def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[flo
         pause = min(longest, pause * growth)
 
 
+#: The longest sleep, after which one looks whether it is to wait any more.
+_SLEEP: Final = 1.0
+
+
 class LoopEnd:
     """What an event loop does before it closes: it waits until these tasks have ended, then it calls `close`.
 
@@ -69,6 +78,7 @@ class LoopEnd:
         self.later: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.kept = kept
         self.over = False
+        self.queues = Queues(LoopBell, in_threads=False)
         self._close = close
         self._generator = self._wait_for_end()
         with contextlib.suppress(StopIteration):  # it has come to its `yield`
@@ -111,6 +121,7 @@ class WithLoops(Stepped):
 
     def __init__(self) -> None:
         self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
+        self._queues = Queues(ThreadBell, in_threads=True)
 
     @abc.abstractmethod
     def work(self, step: Any) -> Any:
@@ -143,8 +154,10 @@ class WithLoops(Stepped):
     def do(self, step: Any) -> Any:
         if isinstance(step, Wait):
             warn_of_blocked_loop(step.key)
-            time.sleep(max(0.0, step.until - time.monotonic()))
+            (time.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
             return go_on_waiting()
+        if step is QUEUES:
+            return self._queues
         if isinstance(step, Later):
             # An empty context: it must not keep the leases that its starter happens to hold.
             run = contextvars.Context().run
@@ -175,8 +188,10 @@ class AsyncWithLoops(AsyncView):
         async def do(step: Any) -> Any:
             nonlocal latest
             if isinstance(step, Wait):
-                await asyncio.sleep(max(0.0, step.until - time.monotonic()))
+                await (asyncio.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
                 return go_on_waiting()
+            if step is QUEUES:
+                return end.queues
             if isinstance(step, Abandon):
                 return end.begin(self._abandon(step, latest))
             if isinstance(step, Later):
@@ -196,6 +211,10 @@ class AsyncWithLoops(AsyncView):
             raise
         except FencelockError as error:
             _note_left(error)
+
+
+def _seconds_of(step: Wait) -> float:
+    return min(_SLEEP, max(0.0, step.until - time.monotonic()))
 
 
 def _note_left(error: FencelockError) -> None:

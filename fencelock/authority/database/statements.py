@@ -16,9 +16,10 @@ was rolled back. So the token comes back in the answer's `lastrowid`, which the 
 
 from __future__ import annotations
 
-from typing import Final
+import functools
+from typing import Any, Final
 
-from sqlalchemy import TextClause, bindparam, text
+from sqlalchemy import Dialect, text
 
 from fencelock.authority.database.table import LEASE_TABLE
 
@@ -33,31 +34,51 @@ SELECT CAST(:resource AS VARCHAR), {first}, CAST(:nonce AS VARCHAR),
 FROM (SELECT {durable} AS settings) AS its WHERE settings IS NOT NULL
 ON CONFLICT (resource) DO UPDATE SET
     token = CASE WHEN l.nonce = excluded.nonce THEN l.token ELSE {later}({next}, excluded.token) END,
-    nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder, since = excluded.since
-WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce = excluded.nonce
+    nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder,
+    since = excluded.since, queue = replace(l.queue, CAST(:world AS VARCHAR), '')
+WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce IN (excluded.nonce, CAST(:world AS VARCHAR))
 """
-# `LAST_INSERT_ID(x)` keeps x for the answer and for the assignments behind it: the token, or 0 where another
-# holds the resource. No assignment reads a column that an earlier one has changed.
+# `LAST_INSERT_ID(x)` keeps x for the answer and for the expressions behind it: the token, or 0 where another
+# holds the resource. Until an assignment keeps another one, it is the token of a row that would be new. No
+# assignment reads a column that an earlier one has changed. MySQL deprecates the function VALUES.
 _ON_DUPLICATE_KEY: Final = """
 INSERT INTO {table} (resource, token, nonce, expires_at, holder, since)
 VALUES (:resource, LAST_INSERT_ID({first}), :nonce, {until}, :holder, {now})
 ON DUPLICATE KEY UPDATE
-    token = IF(nonce = VALUES(nonce), LAST_INSERT_ID(token),
-               IF(nonce IS NULL OR expires_at <= {now}, LAST_INSERT_ID(GREATEST({next}, VALUES(token))),
-                  token + LAST_INSERT_ID(0))),
-    nonce = IF(LAST_INSERT_ID() > 0, VALUES(nonce), nonce),
-    expires_at = IF(LAST_INSERT_ID() > 0, VALUES(expires_at), expires_at),
-    holder = IF(LAST_INSERT_ID() > 0, VALUES(holder), holder),
-    since = IF(LAST_INSERT_ID() > 0, VALUES(since), since)
+    token = IF(nonce = :nonce, LAST_INSERT_ID(token),
+               IF(nonce IS NULL OR nonce = :world OR expires_at <= {now},
+                  LAST_INSERT_ID(GREATEST({next}, LAST_INSERT_ID())), token + LAST_INSERT_ID(0))),
+    queue = IF(LAST_INSERT_ID() > 0, REPLACE(queue, :world, ''), queue),
+    nonce = IF(LAST_INSERT_ID() > 0, :nonce, nonce),
+    expires_at = IF(LAST_INSERT_ID() > 0, {until}, expires_at),
+    holder = IF(LAST_INSERT_ID() > 0, :holder, holder),
+    since = IF(LAST_INSERT_ID() > 0, {now}, since)
 """
 _REMINT: Final = (
     "UPDATE {table} AS l SET token = {minted}, expires_at = {later}(expires_at, {until}) WHERE {held}"
 )
+_TRANSFER: Final = """
+UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {until}, holder = :holder,
+    since = {now} WHERE {held}{durably}"""
+# What is released is kept for the first of the queue, for a moment. No assignment reads a column that an
+# earlier one has changed.
+_RELEASE: Final = """
+UPDATE {table} SET expires_at = CASE WHEN COALESCE(queue, '') = '' THEN expires_at ELSE {moment} END,
+    nonce = NULLIF(SUBSTR(queue, 1, 8), ''), queue = SUBSTR(queue, 9) WHERE {ours}"""
+_QUEUE_UP: Final = """
+UPDATE {table} SET queue = CASE WHEN {joined} > 0 OR LENGTH(queue) > 240 THEN queue ELSE {longer} END
+WHERE resource = :resource AND expires_at > {now} AND nonce <> :world"""
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "postgresql": {
         "acquire": _UPSERT + "RETURNING token",
-        "remint": _REMINT + " AND {durable} IS NOT NULL RETURNING token",
-        "release": "UPDATE {table} SET nonce = NULL WHERE {ours} AND {lazy} IS NOT NULL",
+        "remint": _REMINT + "{durably} RETURNING token",
+        "transfer": _TRANSFER + " RETURNING token",
+        "durably": " AND {durable} IS NOT NULL",
+        "release": _RELEASE + " AND {lazy} IS NOT NULL AND (COALESCE(queue, '') = '' "
+        "OR pg_notify('fencelock_' || left(queue, 7), resource) IS NOT NULL) RETURNING resource, nonce",
+        "moment": "{now} + INTERVAL '0.1 second'",
+        "queue_up": _QUEUE_UP + " AND {lazy} IS NOT NULL RETURNING {left}",
+        "joined": "strpos(COALESCE(queue, ''), CAST(:world AS VARCHAR))",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
         "standby": "pg_is_in_recovery()",
         # What is granted must outlive a crash and a failover, whatever the server does by default.
@@ -77,9 +98,14 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "own": "token",
         "remint": "UPDATE {table} SET token = LAST_INSERT_ID({minted}), "
         "expires_at = {later}(expires_at, {until}) WHERE {held}",
+        "transfer": "UPDATE {table} SET token = LAST_INSERT_ID({minted}), nonce = :next_nonce, "
+        "expires_at = {until}, holder = :holder, since = {now} WHERE {held}",
         "begin": "START TRANSACTION",
         "now": "UTC_TIMESTAMP(6)",
         "until": "UTC_TIMESTAMP(6) + INTERVAL :ttl SECOND",
+        "moment": "UTC_TIMESTAMP(6) + INTERVAL 100000 MICROSECOND",
+        "joined": "LOCATE(:world, COALESCE(queue, ''))",
+        "longer": "CONCAT(COALESCE(queue, ''), :world)",
         "left": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
         "since": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', since) / 1e6",
         "milliseconds": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) DIV 1000",
@@ -94,6 +120,8 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "durable": "1",
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
         "until": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+' || :ttl || ' seconds')",
+        "moment": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+0.1 seconds')",
+        "joined": "instr(COALESCE(queue, ''), :world)",
         "left": "(julianday(expires_at) - julianday('now')) * 86400.0",
         "since": "(julianday(since) - 2440587.5) * 86400.0",
         "later": "MAX",
@@ -113,18 +141,51 @@ SET_UP: Final[dict[str, tuple[str, ...]]] = {
         "PRAGMA journal_mode = WAL",
         "PRAGMA synchronous = FULL",
         f"CREATE TABLE IF NOT EXISTS {LEASE_TABLE} (resource TEXT PRIMARY KEY, token INTEGER NOT NULL, "  # noqa: ISC004
-        "nonce TEXT, expires_at TEXT, holder TEXT, since TEXT, CHECK (typeof(token) = 'integer'))",
+        "nonce TEXT, expires_at TEXT, holder TEXT, since TEXT, queue TEXT, "
+        "CHECK (typeof(token) = 'integer'))",
     ),
 }
+
+
+class Statement:
+    """A statement for a driver. `:name` is the place of a value, `:name…` in brackets that of a list."""
+
+    def __init__(self, template: str, dialect: Dialect) -> None:
+        self._template = template
+        self._dialect = dialect
+        self._lists = tuple(name for name in ("resources", "nonces") if f"(:{name}…)" in template)
+        self._compiled = functools.lru_cache(32)(self._compile)
+
+    def __str__(self) -> str:
+        return self._template
+
+    def of(self, values: dict[str, Any]) -> tuple[str, Any]:
+        """Return what the driver is told: the statement, and values by name or in order."""
+        sql, order = self._compiled(tuple(len(values[name]) for name in self._lists))
+        if self._lists:
+            listed = {f"{name}_{at}": each for name in self._lists for at, each in enumerate(values[name])}
+            values = {**values, **listed}
+        return sql, values if order is None else tuple(values[name] for name in order)
+
+    def _compile(self, lengths: tuple[int, ...]) -> tuple[str, list[str] | None]:
+        sql = self._template
+        for name, length in zip(self._lists, lengths, strict=True):
+            sql = sql.replace(f":{name}…", ", ".join(f":{name}_{at}" for at in range(length)))
+        compiled: Any = text(sql).compile(dialect=self._dialect)
+        return str(compiled), compiled.positiontup
 
 
 class Statements:
     """What is said to a database of this dialect, about its table of leases (quoted where that has to be)."""
 
-    def __init__(self, dialect: str, table: str) -> None:
+    def __init__(self, dialect: str, table: str, driver: Dialect) -> None:
         words = {
             "remint": _REMINT,
-            "release": "UPDATE {table} SET nonce = NULL WHERE {ours}",
+            "transfer": _TRANSFER,
+            "durably": "",
+            "release": _RELEASE,
+            "queue_up": _QUEUE_UP,
+            "longer": "COALESCE(queue, '') || CAST(:world AS VARCHAR)",
             "later": "GREATEST",
             "own": "l.token",
             "standby": "0",
@@ -132,8 +193,8 @@ class Statements:
             **_WORDS[dialect],
             "table": table,
             "held": "resource = :resource AND nonce = :nonce",
-            "ours": "resource IN :resources AND nonce = :nonce",
-            "of_grants": "resource IN :resources AND nonce IN :nonces",
+            "ours": "resource IN (:resources…) AND nonce = :nonce",
+            "of_grants": "resource IN (:resources…) AND nonce IN (:nonces…)",
             "time": "({noted} >> {bits}) + {milliseconds}",
             "first": "((({time}) << {bits}) | {server})",
             "next": "(((({own} >> {bits}) + 1) << {bits}) | {server})",
@@ -141,32 +202,40 @@ class Statements:
             "bits": str(SERVER_BITS),
         }
 
-        def said(template: str, *lists: str) -> TextClause:
+        def said(template: str) -> Statement:
             while "{" in template:
                 template = template.format(**words)
-            return text(template).bindparams(*(bindparam(name, expanding=True) for name in lists))
+            return Statement(template, driver)
 
         self.begin = words["begin"]
+        #: Whether a release calls who waits.
+        self.can_call = dialect == "postgresql"
         #: May return a row with the token if the resource is ours, or tell the token as `lastrowid`.
         self.acquire = said(words["acquire"])
         #: Of the locks that are held: resource, token, holder, since when in Unix time, and how many seconds.
         holders = (
             "SELECT resource, token, holder, {since}, {left} FROM {table} "
-            "WHERE nonce IS NOT NULL AND expires_at > {now}"
+            "WHERE LENGTH(nonce) = 32 AND expires_at > {now}"
         )
-        self.holders_of = said(holders + " AND resource IN :resources ORDER BY resource", "resources")
+        self.holders_of = said(holders + " AND resource IN (:resources…) ORDER BY resource")
         self.holders = said(holders + " ORDER BY resource")
-        self.extend = said(
-            "UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}",
-            "resources",
-            "nonces",
+        #: Of the resources that this world cannot have: resource, and for how many seconds.
+        self.occupied = said(
+            "SELECT resource, {left} FROM {table} "
+            "WHERE nonce IS NOT NULL AND nonce <> :world AND expires_at > {now} AND resource IN (:resources…)"
         )
-        self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}", "resources", "nonces")
+        self.extend = said("UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}")
+        self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
+        #: Joins the queue of what is held; PostgreSQL tells the seconds for which it is.
+        self.queue_up = said(words["queue_up"])
+        self.call = said("SELECT pg_notify(:channel, '')")
         self.is_standby = said("SELECT {standby}")
+        #: Releases, and acquires for the next nonce; tells the token as `acquire` does.
+        self.transfer = said(words["transfer"])
         #: Tells the token as `acquire` does.
         self.remint = said(words["remint"])
         self.token = said("SELECT token FROM {table} WHERE {held}")
-        self.release = said(words["release"], "resources")
+        self.release = said(words["release"])
         self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource")
         #: What the row of no resource notes, the largest token, and the time of a token that is minted now.
         self.floor = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")

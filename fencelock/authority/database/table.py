@@ -20,7 +20,8 @@ def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     its own, which makes its table itself. In a migration it is `op.create_lease_table()`.
 
     A row has the last `token` of its `resource`, the `nonce` of the acquisition that holds it (NULL where it
-    is free), its `holder` (host, process id, program) and times, on MariaDB in UTC.
+    is free), its `holder` (host, process id, program) and times, on MariaDB in UTC. On PostgreSQL `queue` has
+    the names of those that wait.
 
     Args:
         metadata: of the models.
@@ -35,6 +36,7 @@ def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
         Column("expires_at", _TIME),
         Column("holder", String(255)),
         Column("since", _TIME),
+        Column("queue", String(255)),
         schema=schema,
         keep_existing=True,
     )

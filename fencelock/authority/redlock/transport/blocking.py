@@ -22,6 +22,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from fencelock._owners import current_stack
+from fencelock._threads import sleep_until_rung
 from fencelock.authority.base import go_on_waiting
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.protocol.queue import QUEUE
@@ -34,7 +35,6 @@ from fencelock.authority.redlock.transport.waits import (
     WaitForAnswers,
     WaitForCall,
     ring,
-    sleep_until_rung,
 )
 from fencelock.authority.redlock.wire.connection import Connection
 

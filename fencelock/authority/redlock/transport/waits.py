@@ -4,17 +4,11 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from contextlib import suppress
-from typing import Final
 
-from fencelock._owners import blocks_greenlets
 from fencelock.authority.redlock.protocol.messages import Broadcast
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
-
-#: How often a lock is looked at that cannot be waited for.
-_GLANCE: Final = 0.01
 
 
 class WaitForAnswers(PendingBroadcast):
@@ -63,14 +57,3 @@ def ring(waiting: Wait) -> None:
     if waiting.bell is not None:
         with suppress(RuntimeError):  # it is awake
             waiting.bell.release()
-
-
-def sleep_until_rung(bell: threading.Lock, seconds: float) -> None:
-    """Return when a bell has been rung, at the latest after so many seconds."""
-    if blocks_greenlets(bell.acquire) and not blocks_greenlets(time.sleep):
-        # `threading` alone is not patched: the greenlet that is to ring could never run.
-        deadline = time.monotonic() + seconds
-        while not bell.acquire(blocking=False) and (left := deadline - time.monotonic()) > 0:
-            time.sleep(min(_GLANCE, left))
-    else:
-        bell.acquire(timeout=seconds)

@@ -1,0 +1,145 @@
+"""How PostgreSQL's calls reach a world whose callers wait: by a connection of its own, which listens.
+
+PgBouncer in transaction mode passes no calls on. So a world believes that it hears when a call to itself,
+sent over another connection, has arrived. Until then, and where it does not, its callers look again and
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import selectors
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import util as sa_util
+
+from fencelock._steps import Steps
+from fencelock.authority.database.queues import Queues
+
+if TYPE_CHECKING:
+    from fencelock.authority.database.connections import Connections
+
+logger = logging.getLogger("fencelock.authority")
+
+#: Seconds without anybody who waits, after which the connection is closed.
+_IDLE: Final = 60.0
+#: Seconds in which a world has to hear itself.
+_PROOF: Final = 2.0
+#: Seconds between two looks whether it is over.
+_LOOK: Final = 1.0
+
+
+class Ear:
+    """A step: hear the calls for a world, until nobody has waited for a while.
+
+    Args:
+        queues: of the world.
+        calling: makes the steps that call this world, over another connection.
+        passing_on: makes the steps that pass a resource on that is kept for this world, where nobody waits.
+    """
+
+    def __init__(
+        self, queues: Queues, calling: Callable[[str], Steps[Any]], passing_on: Callable[[str], Steps[Any]]
+    ) -> None:
+        self._queues = queues
+        self._calling = calling
+        self._passing_on = passing_on
+        self._began = time.monotonic()
+        self._bell: Any = queues.new_bell()
+        self._channel = f"fencelock_{queues.name.rstrip(',')}"
+        self._hang_up: Callable[[], object] = _nothing
+        self._is_over = False
+        self._thread: threading.Thread | None = None
+
+    def close(self) -> None:
+        """Have it end; wait for a thread, which could open connections again."""
+        self._is_over = True
+        self._bell.ring()
+        self._hang_up()
+        if self._thread not in (None, threading.current_thread()):
+            self._thread.join(_LOOK)
+
+    def hear(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
+        """Hear in a thread of its own, by a driver of libpq."""
+        self._thread = threading.current_thread()
+        if self._is_over:
+            return
+        lent, driver = connections.detached(self._listen)
+        self._hang_up = lambda: connections.hang_up(driver)
+        try:
+            run(self._calling(self._channel))
+            with selectors.DefaultSelector() as selector:
+                selector.register(driver.fileno(), selectors.EVENT_READ)
+                while self._goes_on():
+                    if selector.select(_LOOK):
+                        self._take(driver, run)
+        except Exception as error:  # noqa: BLE001 - whatever a driver says of a lost connection
+            logger.info("no calls are heard any more: %s", error)
+        finally:
+            self._hang_up = _nothing
+            self._queues.go_deaf()
+            lent.close()
+
+    async def hear_in_loop(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
+        """Hear in a task."""
+        _lent, driver = await sa_util.greenlet_spawn(connections.detached, self._listen)
+        loop = asyncio.get_running_loop()
+        libpq = None if hasattr(driver, "add_listener") else driver.fileno()
+
+        def take() -> None:
+            try:
+                self._take(driver, run)
+            except Exception as error:  # noqa: BLE001 - whatever a driver says of a lost connection
+                logger.info("no calls are heard any more: %s", error)
+                self.close()
+
+        try:
+            if libpq is None:
+                await driver.add_listener(self._channel, lambda *call: self._hear(call[-1], run))
+                driver.add_termination_listener(lambda _: self.close())
+            else:
+                loop.add_reader(libpq, take)
+            run(self._calling(self._channel))
+            while self._goes_on():
+                await self._bell.sleep(_LOOK)
+        finally:
+            self._queues.go_deaf()
+            if libpq is not None:
+                loop.remove_reader(libpq)
+                await driver.close()
+            else:
+                driver.terminate()
+
+    def _listen(self, cursor: Any) -> None:
+        cursor.execute(f'LISTEN "{self._channel}"')
+
+    def _goes_on(self) -> bool:
+        if not self._queues.hears and time.monotonic() > self._began + _PROOF:
+            logger.info("no calls arrive, as behind PgBouncer: who waits for a lock looks again and again")
+            return False
+        return not self._is_over and not self._queues.is_idle(_IDLE)
+
+    def _take(self, driver: Any, run: Callable[[Steps[Any]], object]) -> None:
+        """Take the calls that have arrived from a driver of libpq."""
+        if hasattr(driver, "pgconn"):
+            driver.pgconn.consume_input()
+            while (call := driver.pgconn.notifies()) is not None:
+                self._hear(call.extra.decode(), run)
+        else:
+            driver.poll()
+            while driver.notifies:
+                self._hear(driver.notifies.pop(0).payload, run)
+
+    def _hear(self, resource: str, run: Callable[[Steps[Any]], object]) -> None:
+        if not resource:
+            self._queues.hears = True
+        elif not self._queues.call(resource):
+            run(self._passing_on(resource))
+
+
+def _nothing() -> None:
+    """Hang up what is not connected."""

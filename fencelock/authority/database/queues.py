@@ -1,0 +1,279 @@
+"""Who waits for a resource: the callers of one world stand in a queue, and only the first asks the database.
+
+A world is the blocking code of a process, or an event loop. So a thousand callers cost the database as
+little as one. A caller transfers what it has to the next one of its world, for a short turn.
+
+The worlds have a queue, too: the column `queue` has the names of those that wait. What is released behind a
+turn is kept for the first of them for a moment, and PostgreSQL calls it by NOTIFY. All of this is hints. What
+is lost, late or made up costs time, never a token.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+from weakref import ref
+
+from fencelock._owners import current_stack
+from fencelock._threads import sleep_until_rung
+from fencelock.authority.base import Grant
+from fencelock.errors import QuorumError
+
+#: A step: return the `Queues` of the caller's world.
+QUEUES: Final = object()
+#: For how many seconds a lock goes from one caller of a world to the next while other processes wait.
+_TURN: Final = 0.01
+#: The same where a world that waits is not called, but looks.
+_LONG_TURN: Final = 0.05
+#: Seconds after which a world takes its place in the queue of worlds again.
+_KEPT: Final = 0.25
+#: Seconds until a world that could not be called tries to listen again.
+_DEAF: Final = 30.0
+#: Characters of a name in the column `queue`.
+NAME_LENGTH: Final = 8
+
+
+class Bell(Protocol):
+    """Wakes a caller that sleeps; a ring before it sleeps counts, too."""
+
+    def ring(self) -> None:
+        """Wake it, from any thread."""
+
+
+class ThreadBell:
+    """Wakes a thread."""
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()  # and no Event: a signal handler may ring in the midst of it
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        with suppress(RuntimeError):  # it has been rung
+            self._silent.release()
+
+    def sleep(self, seconds: float) -> None:
+        sleep_until_rung(self._silent, seconds)
+
+
+class LoopBell:
+    """Wakes a task of the running loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rung = asyncio.Event()
+
+    def ring(self) -> None:
+        with suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._rung.set)
+
+    async def sleep(self, seconds: float) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._rung.wait()
+        self._rung.clear()
+
+
+class Place:
+    """A caller's place in a queue: at first in one of its own.
+
+    Attributes:
+        bell: rings when one of the following has changed.
+        is_due: the resource has been released, or the database keeps it for this world.
+        looks: the database keeps it for another world.
+        error: why the first of the queue could not ask.
+        grant: what the holder before has transferred to this caller.
+        is_offered: a transfer may be on its way to the database.
+        nonce, ttl: of the acquisition.
+    """
+
+    def __init__(self, bell: Bell, nonce: str, ttl: float) -> None:
+        self.nonce = nonce
+        self.ttl = ttl
+        self.grant: Grant | None = None
+        self.is_offered = False
+        self.bell = bell
+        self.is_due = False
+        self.looks = False
+        self.error: QuorumError | None = None
+        self.stack = current_stack()
+        self.queue = Queue(deque([ref(self)]))
+
+    @property
+    def is_first(self) -> bool:
+        return self.queue.first is self
+
+
+@dataclass(eq=False, slots=True)
+class Queue:
+    """The callers of a world that wait for a resource.
+
+    Attributes:
+        held_until: the end of the other holder's lease, as far as it is known.
+    """
+
+    #: Weak, because a signal handler may keep a caller from leaving.
+    places: deque[ref[Place]]
+    held_until: float | None = None
+    turn_began: float | None = None
+    _queued_at: float = -math.inf
+
+    @property
+    def first(self) -> Place | None:
+        while self.places:
+            if (place := self.places[0]()) is not None:
+                return place
+            self.places.popleft()
+        return None
+
+    @property
+    def held_for(self) -> float | None:
+        """For how many seconds the other holder's lease lasts, as far as it is known."""
+        return None if self.held_until is None else max(0.0, self.held_until - time.monotonic())
+
+    def note_grant(self) -> None:
+        """Note that a caller of this world has the resource."""
+        if self.turn_began is None:
+            self.turn_began = time.monotonic()
+        self._queued_at = -math.inf
+
+    def end_turn(self) -> None:
+        """Note that another world may have the resource next."""
+        self.turn_began = None
+        self._queued_at = -math.inf
+
+    @property
+    def has_to_queue(self) -> bool:
+        """Whether the world is to take a place in the queue of worlds now; then not again for a while."""
+        if (now := time.monotonic()) < self._queued_at + _KEPT:
+            return False
+        self._queued_at = now
+        return True
+
+    def wake(self) -> None:
+        """Have the first attempt it now."""
+        if (place := self.first) is not None:
+            place.is_due = True
+            place.bell.ring()
+
+
+class Queues:
+    """The queues of a world.
+
+    Attributes:
+        name: of the world, in the queues of PostgreSQL.
+        hears: PostgreSQL's calls arrive.
+        waited: the last acquisition had to wait, so the next one will, mostly.
+    """
+
+    def __init__(self, bell: Callable[[], Bell], *, in_threads: bool) -> None:
+        self.name = f"{secrets.token_hex(4)[: NAME_LENGTH - 1]},"
+        self.hears = False
+        self.waited = False
+        #: What hears the calls.
+        self.ear: Any = None
+        self.new_bell = bell
+        self._in_threads = in_threads
+        self._mutex = threading.RLock()  # for signal handlers that strike in the midst of it
+        self._queues: dict[str, Queue] = {}
+        self._listens_again = 0.0
+        self._last_wait = 0.0
+
+    def new_place(self, nonce: str, ttl: float) -> Place:
+        return Place(self.new_bell(), nonce, ttl)
+
+    def join(self, resource: str, place: Place) -> None:
+        """Make it the last in the queue; not that of a signal handler that has interrupted one who waits."""
+        with self._mutex:
+            queue = self._queues.setdefault(resource, place.queue)
+            before = [each for each in (known() for known in queue.places) if each is not None]
+            if queue is not place.queue and not (
+                self._in_threads and any(each.stack == place.stack for each in before)
+            ):
+                place.queue = queue
+                queue.places.append(ref(place))
+
+    def leave(self, resource: str, place: Place) -> None:
+        """Give a place up; the next one is woken where it was the first."""
+        with self._mutex:
+            queue, was_first = place.queue, place.is_first
+            with suppress(ValueError):
+                queue.places.remove(ref(place))
+            if (first := queue.first) is not None:
+                if was_first:
+                    first.bell.ring()
+            elif self._queues.get(resource) is queue:
+                del self._queues[resource]
+
+    def fail(self, place: Place, error: QuorumError) -> None:
+        """Have all in the queue raise what the first has met."""
+        with self._mutex:
+            for other in (known() for known in place.queue.places):
+                if other is not None and other is not place:
+                    other.error = error
+                    other.bell.ring()
+
+    def offer(self, resources: tuple[str, ...]) -> Place | None:
+        """Return the caller of this world to whom a holder may transfer its lease, if there is one."""
+        with self._mutex:
+            queue = self._queues.get(resources[0]) if len(resources) == 1 else None
+            turn = _TURN if self.hears else _LONG_TURN
+            if queue is None or queue.turn_began is None or time.monotonic() > queue.turn_began + turn:
+                return None
+            if (place := queue.first) is not None:
+                place.is_offered = True
+            return place
+
+    def deliver(self, place: Place, grant: Grant) -> bool:
+        """Give a place what was transferred to it; return False where its caller has given up."""
+        with self._mutex:
+            if place.queue.first is not place:
+                return False
+            place.grant = grant
+            place.queue.wake()
+            return True
+
+    def released(self, resource: str, kept_for: str | None) -> None:
+        """Wake the first, behind a release that has kept the resource for a world; None for nobody."""
+        with self._mutex:
+            if (queue := self._queues.get(resource)) is None:
+                return
+            queue.end_turn()
+            if kept_for in (None, self.name):
+                queue.wake()
+            elif (place := queue.first) is not None:
+                place.looks = True
+                place.bell.ring()
+
+    def call(self, resource: str) -> bool:
+        """Wake who waits for a resource that is kept for this world; return False where nobody does."""
+        with self._mutex:
+            if (queue := self._queues.get(resource)) is None or queue.first is None:
+                return False
+            queue.wake()
+            return True
+
+    @property
+    def has_to_listen(self) -> bool:
+        """Whether it is to begin to listen now; it is not asked again for a while."""
+        now = self._last_wait = time.monotonic()
+        if self.hears or now < self._listens_again:
+            return False
+        self._listens_again = now + _DEAF
+        return True
+
+    def is_idle(self, seconds: float) -> bool:
+        """Return whether nobody has waited for so long."""
+        return not self._queues and time.monotonic() > self._last_wait + seconds
+
+    def go_deaf(self) -> None:
+        """Note that no calls arrive any more."""
+        self.hears = False
+        self._listens_again = time.monotonic() + _DEAF

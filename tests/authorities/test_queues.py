@@ -1,0 +1,281 @@
+"""Who waits for a resource: one caller of a process asks for all, and PostgreSQL calls the next process."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, create_engine, text
+
+from fencelock import Database
+from fencelock.authority.base import Grant
+from fencelock.authority.database.connections import Lent
+from fencelock.errors import AuthorityError, LockTimeoutError
+from tests.authorities.kinds import EACH_DATABASE
+from tests.authorities.stage import Stage, in_one_loop, together
+from tests.conftest import ReusedDatabase
+from tests.polling import eventually
+
+pytestmark = pytest.mark.timed
+
+#: Those that PostgreSQL calls, in each world.
+CALLED = ("postgresql, blocking", "psycopg_async, asyncio", "asyncpg, asyncio")
+
+
+@pytest.fixture
+def said(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
+    """How often a statement was sent, by its first word."""
+    counts: Counter[str] = Counter()
+    execute = Lent.execute
+
+    def count(self: Lent, statement: Any, values: dict[str, Any] | None = None) -> Any:
+        counts[str(statement).split(maxsplit=1)[0]] += 1
+        return execute(self, statement, values)
+
+    monkeypatch.setattr(Lent, "execute", count)
+    return counts
+
+
+def queue_of(engine: Engine) -> str:
+    """Return the names of the worlds that wait."""
+    with engine.connect() as connection:
+        return connection.scalar(text("SELECT queue FROM fencelock_leases WHERE resource = 'r'")) or ""
+
+
+@pytest.fixture
+def server(stage: Stage) -> Iterator[Engine]:
+    """The database, by a driver for blocking code."""
+    engine = create_engine(stage.kind.url.replace("psycopg_async", "psycopg").replace("asyncpg", "psycopg"))
+    yield engine
+    engine.dispose()
+
+
+def wait_in_order(stage: Stage, server: Engine, count: int) -> tuple[Grant, Callable[[], list[int]]]:
+    """Have so many clients wait, one after the other, for what another holds.
+
+    Returns the grant of the holder, and what tells in which order they got it when it is released.
+    """
+    holder, waiting = stage.new(), [stage.new() for _ in range(count)]
+    grant = holder.acquire("r", ttl=60.0)
+    order: list[int] = []
+
+    def wait(number: int) -> None:
+        its = waiting[number].acquire("r", timeout=20.0)
+        order.append(number)
+        assert waiting[number].release(its) is True
+
+    threads = []
+    for number in range(count):
+        threads.append(threading.Thread(target=wait, args=(number,), daemon=True))
+        threads[-1].start()
+        assert eventually(lambda so_far=number + 1: len(queue_of(server)) == 8 * so_far)  # type: ignore[misc]
+
+    def release() -> list[int]:
+        holder.release(grant)
+        for thread in threads:
+            thread.join(20.0)
+        return order
+
+    return grant, release
+
+
+@pytest.mark.parametrize("stage", CALLED, indirect=True)
+def test_who_waits_longest_is_called_first(stage: Stage, server: Engine) -> None:
+    """Each client is a world of its own."""
+    _, release = wait_in_order(stage, server, 5)
+    began = time.monotonic()
+    assert release() == [0, 1, 2, 3, 4]
+    assert time.monotonic() - began < 1.0
+    assert queue_of(server) == ""
+
+
+@pytest.mark.parametrize("stage", CALLED, indirect=True)
+def test_who_is_called_asks_once(stage: Stage, server: Engine, said: Counter[str]) -> None:
+    """It need not look again and again, however long it takes."""
+    _, release = wait_in_order(stage, server, 1)
+    said.clear()
+    time.sleep(1.0)
+    assert said.total() < 10, "it looks again and again"
+    assert release() == [0]
+    assert said["INSERT"] == 1
+
+
+@pytest.mark.parametrize("stage", CALLED[:1], indirect=True)
+def test_who_comes_later_does_not_push_in(stage: Stage, server: Engine) -> None:
+    """What is released is kept for the first in the queue, for a moment."""
+    grant, release = wait_in_order(stage, server, 1)
+    with server.begin() as connection:  # as the release does, to someone who is slow
+        connection.execute(
+            text(
+                "UPDATE fencelock_leases SET nonce = left(queue, 8), expires_at = now() + interval '1 second'"
+                " WHERE resource = 'r'"
+            )
+        )
+    with pytest.raises(LockTimeoutError):
+        stage.new().acquire("r", timeout=0)
+    client: Any = stage.new().client
+    assert client.inspect("r") is None, "nobody holds it"
+    assert release() == [0]
+    assert grant.tokens[0] > 0
+
+
+@pytest.mark.parametrize("stage", CALLED[:1], indirect=True)
+def test_who_was_called_and_does_not_come_costs_a_moment(stage: Stage, server: Engine) -> None:
+    """Another process that has ended, or that stands still."""
+    _, release = wait_in_order(stage, server, 1)
+    with server.begin() as connection:
+        connection.execute(
+            text("UPDATE fencelock_leases SET queue = 'deadbee,' || queue WHERE resource = 'r'")
+        )
+    began = time.monotonic()
+    assert release() == [0]
+    assert time.monotonic() - began < 1.0
+
+
+@pytest.mark.parametrize("stage", CALLED, indirect=True)
+def test_what_is_kept_for_one_who_has_given_up_is_passed_on(stage: Stage, server: Engine) -> None:
+    """Its world hears the call, and calls the next."""
+    holder, impatient, patient = stage.new(), stage.new(), stage.new()
+    grant = holder.acquire("r", ttl=60.0)
+    acquired: list[float] = []
+
+    def give_up() -> None:
+        with pytest.raises(LockTimeoutError):
+            impatient.acquire("r", timeout=1.0)
+
+    def wait() -> None:
+        assert eventually(lambda: len(queue_of(server)) == 8)
+        patient.acquire("r", timeout=20.0)
+        acquired.append(time.monotonic())
+
+    def release() -> float:
+        assert eventually(lambda: len(queue_of(server)) == 16)
+        time.sleep(1.5)
+        began = time.monotonic()
+        assert holder.release(grant) is True
+        return began
+
+    began = together(give_up, wait, release)[2]
+    assert began is not None
+    assert acquired[0] - began < 0.5
+
+
+@pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
+def test_callers_of_one_client_ask_for_each_other(stage: Stage, said: Counter[str]) -> None:
+    """Thirty that wait cost the database as little as one, and each gets it."""
+    holder, client = stage.new(), stage.new()
+    grant = holder.acquire("r", ttl=60.0)
+    callers = 30
+    tokens: list[int] = []
+
+    def work() -> None:
+        its = client.acquire("r", timeout=20.0)
+        tokens.append(its.tokens[0])
+        assert client.release(its) is True
+
+    def release() -> None:
+        time.sleep(0.5)
+        said.clear()
+        time.sleep(0.5)
+        assert said.total() < 0.5 / 0.001
+        assert holder.release(grant) is True
+
+    together(release, *[work] * callers)
+    assert tokens == sorted(set(tokens))
+    assert len(tokens) == callers
+
+
+@pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
+def test_the_first_of_a_queue_may_give_up(stage: Stage) -> None:
+    """At its timeout; those behind it wait for as long as they want to."""
+    holder, client = stage.new(), stage.new()
+    grant = holder.acquire("r", ttl=60.0)
+
+    def give_up() -> None:
+        with pytest.raises(LockTimeoutError):
+            client.acquire("r", timeout=0.3)
+
+    def follow() -> None:
+        time.sleep(0.1)
+        with pytest.raises(LockTimeoutError) as caught:
+            client.acquire("r", timeout=0.4)
+        assert caught.value.holder_ttl == pytest.approx(59.5, abs=1.0)
+
+    def wait() -> None:
+        time.sleep(0.15)
+        client.release(client.acquire("r", timeout=20.0))
+
+    def release() -> None:
+        time.sleep(1.0)
+        assert holder.release(grant) is True
+
+    together(give_up, follow, wait, release)
+
+
+@pytest.mark.parametrize(
+    "stage", ["asyncpg, asyncio", "aiomysql, asyncio", "aiosqlite, asyncio"], indirect=True
+)
+def test_the_first_of_a_queue_may_be_cancelled(stage: Stage) -> None:
+    """The next one takes its place."""
+    client = stage.new_client().aio
+
+    async def story() -> None:
+        grant = await client.acquire(("r",), ttl=60.0, timeout=1.0)
+        tasks = [asyncio.ensure_future(client.acquire(("r",), ttl=60.0, timeout=20.0)) for _ in range(3)]
+        await asyncio.sleep(0.3)
+        tasks[0].cancel()
+        await client.release(grant)
+        second = await tasks[1]
+        await client.release(second)
+        third = await tasks[2]
+        assert third.tokens > second.tokens > grant.tokens
+        await client.release(third)
+
+    stage.run(in_one_loop(story()))
+
+
+def test_a_handler_is_not_behind_the_caller_that_it_has_interrupted(
+    postgres_database: ReusedDatabase,
+) -> None:
+    """It cannot go on before the handler has ended, so it must not be waited for."""
+    with Database(postgres_database.url) as client, Database(postgres_database.url) as holder:
+        client.init()
+        grant = holder.acquire(("r",), ttl=60.0, timeout=1.0)
+        seen: list[bool] = []
+
+        def handle(_number: int, _frame: FrameType | None) -> None:
+            holder.release(grant)
+            its = client.acquire(("r",), ttl=60.0, timeout=2.0)
+            seen.append(bool(client.release(its)))
+
+        before = signal.signal(signal.SIGALRM, handle)
+        signal.setitimer(signal.ITIMER_REAL, 0.4)
+        try:
+            its = client.acquire(("r",), ttl=60.0, timeout=10.0)
+        finally:
+            signal.signal(signal.SIGALRM, before)
+        assert seen == [True]
+        assert client.release(its) is True
+    postgres_database.empty()
+
+
+def test_a_table_of_an_earlier_version_is_named_and_mended(postgres_database: ReusedDatabase) -> None:
+    """It has no queue; `init` adds the column."""
+    with Database(postgres_database.url) as authority:
+        authority.init()
+        engine = create_engine(postgres_database.url)
+        with engine.begin() as connection:
+            connection.execute(text("ALTER TABLE fencelock_leases DROP COLUMN queue"))
+        engine.dispose()
+        with pytest.raises(AuthorityError, match=r"earlier version.*fencelock init"):
+            authority.acquire(("r",), ttl=5.0, timeout=0)
+        assert authority.init() is False
+        assert authority.release(authority.acquire(("r",), ttl=5.0, timeout=0)) is True
+    postgres_database.empty()
