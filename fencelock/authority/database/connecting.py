@@ -142,7 +142,7 @@ class Connecting(WithLoops):
         *,
         until: float | None = None,
         patient: bool = True,
-        again: list[object] | None = None,
+        again: list[BaseException] | None = None,
     ) -> Steps[Any]:
         """Have work done, and again where its connection was lost (noted in `again`) or a lock in the way.
 

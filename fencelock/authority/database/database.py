@@ -33,7 +33,7 @@ from fencelock.authority.database.loops import Abandon, AsyncWithLoops, Later, W
 from fencelock.authority.database.queues import QUEUES, Place, Queues
 from fencelock.authority.database.statements import SERVER_BITS, Statement
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
+from fencelock.errors import AuthorityError, FencelockError, LockLostError, LockTimeoutError, QuorumError
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import check
 
@@ -158,7 +158,7 @@ class Database(Connecting):
         waiting = _Waiting(resources, end, queues, queues.new_place(nonce, ttl), self._looks())
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
-        except QuorumError as error:
+        except (QuorumError, LockTimeoutError) as error:
             if is_in_doubt(error.__cause__) or waiting.place.is_offered:
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
             raise
@@ -200,12 +200,17 @@ class Database(Connecting):
         while True:
             place.is_due = False
             began = time.monotonic()
+            again: list[BaseException] = []
             try:
                 grant: Grant = place.grant or (
-                    yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
+                    yield from self.asking(
+                        work, until=max(end, began + ANSWER[0]), patient=False, again=again
+                    )
                 )
             except RefusedError:
                 waited = True
+                # What is in the way may be the statement that was sent before, and still be carried out.
+                place.is_offered = place.is_offered or any(map(is_in_doubt, again))
                 if time.monotonic() >= end:
                     yield from self._refusing(waiting)
                 yield from self._waiting(waiting)
@@ -446,7 +451,7 @@ class Database(Connecting):
 
         began = time.monotonic()
         until = min(grant.expires_at, began + ANSWER[0]) if grant.expires_at > began else began + ANSWER[1]
-        again: list[object] = []
+        again: list[BaseException] = []
         is_delivered = False
         try:
             token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
@@ -522,7 +527,7 @@ class Database(Connecting):
                 count += done.changed
             return count
 
-        again: list[object] = []
+        again: list[BaseException] = []
         now = time.monotonic()
         until = min(ends, now + ANSWER[0]) if ends > now else now + ANSWER[1]
         count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)

@@ -90,7 +90,7 @@ class Place:
         looks: the database keeps it for another world.
         error: why the first of the queue could not ask.
         grant: what the holder before has transferred to this caller.
-        is_offered: a transfer may be on its way to the database.
+        is_offered: a transfer, or a grant, may be on its way to the database.
         nonce, ttl: of the acquisition.
     """
 
