@@ -238,6 +238,7 @@ class Database(Connecting):
         if self._dialect == "mysql":
             return made.lastrowid or None
         if self._dialect == "sqlite":
+            asked = {**asked, "nonce": asked.get("next_nonce", asked["nonce"])}
             token = connection.scalar(self._says.token, asked)
             return None if token is None else int(token)
         return made.rows[0][0] if made.rows else None
