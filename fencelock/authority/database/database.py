@@ -159,13 +159,13 @@ class Database(Connecting):
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except QuorumError as error:
-            if is_in_doubt(error.__cause__) or waiting.place.is_offered:
+            if is_in_doubt(error.__cause__) or waiting.place.may_hold:
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
             raise
         except GeneratorExit:
             raise
         except BaseException as error:
-            if not isinstance(error, FencelockError) or waiting.place.is_offered:
+            if not isinstance(error, FencelockError) or waiting.place.may_hold:
                 yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
             raise
 
@@ -288,7 +288,7 @@ class Database(Connecting):
         return pauses(shortest, min(longest, max(2 * shortest, self._waits / 4)))
 
     def _refusing(self, waiting: _Waiting) -> Steps[None]:
-        held = yield from self._held(waiting, calls=False)
+        held = yield from self._held(waiting, gives_up=True)
         raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
     def _listening(self, queues: Queues) -> Steps[None]:
@@ -309,13 +309,13 @@ class Database(Connecting):
         finally:
             queues.ear.close()
 
-    def _held(self, waiting: _Waiting, *, calls: bool = True) -> Steps[dict[str, float]]:
+    def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are.
 
-        The world takes a place in the queue for one that is held.
+        Who does not give up queues up for what is held, if it is one resource.
         """
         resources, queue, world = waiting.resources, waiting.place.queue, waiting.queues.name
-        queues_up = calls and len(resources) == 1 and queue.has_to_queue
+        queues_up = not gives_up and len(resources) == 1 and queue.has_to_queue
 
         def look(connection: Lent) -> list[Any]:
             if queues_up:
@@ -330,10 +330,8 @@ class Database(Connecting):
             ]
 
         until = max(waiting.end, time.monotonic() + ANSWER[0])
-        held = {
-            name: float(left)
-            for name, left in (yield from self.asking(Work(look, durable=False), until=until))
-        }
+        rows = yield from self.asking(Work(look, durable=False), until=until)
+        held = {name: float(left) for name, left in rows}
         if held:
             queue.held_until = time.monotonic() + max(held.values())
         return held

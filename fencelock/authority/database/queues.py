@@ -107,6 +107,11 @@ class Place:
         self.queue = Queue(deque([ref(self)]))
 
     @property
+    def may_hold(self) -> bool:
+        """Whether the database may have the resource down as this caller's, by a transfer."""
+        return self.is_offered or self.grant is not None
+
+    @property
     def is_first(self) -> bool:
         return self.queue.first is self
 
@@ -168,7 +173,7 @@ class Queues:
     """The queues of a world.
 
     Attributes:
-        name: of the world, in the queues of PostgreSQL.
+        name: of the world, in the column `queue`.
         hears: PostgreSQL's calls arrive.
         waited: the last acquisition had to wait, so the next one will, mostly.
     """
@@ -193,10 +198,10 @@ class Queues:
         """Make it the last in the queue; not that of a signal handler that has interrupted one who waits."""
         with self._mutex:
             queue = self._queues.setdefault(resource, place.queue)
-            before = [each for each in (known() for known in queue.places) if each is not None]
-            if queue is not place.queue and not (
-                self._in_threads and any(each.stack == place.stack for each in before)
-            ):
+            if queue is place.queue:
+                return
+            known = (each() for each in queue.places)
+            if not (self._in_threads and any(each and each.stack == place.stack for each in known)):
                 place.queue = queue
                 queue.places.append(ref(place))
 
