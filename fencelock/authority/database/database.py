@@ -155,18 +155,24 @@ class Database(Connecting):
         nonce = secrets.token_hex(16)
         queues: Queues = yield QUEUES
         end = math.inf if timeout is None else time.monotonic() + timeout
-        waiting = _Waiting(resources, end, queues, queues.new_place(nonce, ttl), self._looks())
+        waiting = _Waiting(resources, end, queues, queues.new_place(ttl), self._looks())
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except QuorumError as error:
-            if is_in_doubt(error.__cause__) or waiting.place.may_hold:
+            if is_in_doubt(error.__cause__):
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
+            if (unused := waiting.place.grant) is not None:
+                yield from self._owe(unused.proof, _Owed(resources, unused.expires_at, in_doubt=False))
             raise
         except GeneratorExit:
             raise
         except BaseException as error:
-            if not isinstance(error, FencelockError) or waiting.place.may_hold:
-                yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
+            nonces = [] if isinstance(error, FencelockError) else [nonce]
+            if (unused := waiting.place.grant) is not None:
+                nonces.append(unused.proof)
+            if nonces:
+                until = time.monotonic() + ttl
+                yield Abandon(functools.partial(self._abandoning, resources, nonces, until))
             raise
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
@@ -216,7 +222,7 @@ class Database(Connecting):
                     self._waits += (time.monotonic() - first - self._waits) / 8
                 place.queue.note_grant()
                 return grant
-            yield from self._giving_back(resources, nonce)
+            yield from self._giving_back(resources, grant.proof)
             raise too_slow(self._shown, ttl, resources)
 
     def _mint(
@@ -263,9 +269,6 @@ class Database(Connecting):
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
                 yield Later(functools.partial(self._listening, waiting.queues))
-        if waiting.place.is_offered:  # the database may say that it is held by this very acquisition
-            yield from self._pausing(waiting, next(waiting.looks))
-            return True
         while not waiting.place.is_due and (held := (yield from self._held(waiting))):
             longest, now = max(held.values()), time.monotonic()
             if now >= waiting.end:
@@ -418,27 +421,32 @@ class Database(Connecting):
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         queues: Queues = yield QUEUES
+        #: The nonces of the lease and of the one that it may become, and when these end.
+        ends = {grant.proof: grant.expires_at}
         try:
-            if (place := queues.offer(grant.resources)) is not None:
-                return (yield from self._transferring(grant, queues, place))
+            if (place := queues.next_of(grant.resources)) is not None:
+                ends[nonce := secrets.token_hex(16)] = time.monotonic() + place.ttl
+                return (yield from self._transferring(grant, nonce, queues, place))
             return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
         except QuorumError as error:
-            yield from self._owe(grant.proof, _Owed(grant.resources, grant.expires_at, in_doubt=False))
+            for each, until in ends.items():
+                yield from self._owe(each, _Owed(grant.resources, until, in_doubt=each != grant.proof))
             raise QuorumError(
                 f"{error}; it is released when the database answers", nodes=error.nodes
             ) from error
         except (AuthorityError, GeneratorExit):
             raise
         except BaseException:
-            ends = grant.expires_at
-            yield Abandon(functools.partial(self._abandoning, grant.resources, grant.proof, ends))
+            yield Abandon(
+                functools.partial(self._abandoning, grant.resources, list(ends), max(ends.values()))
+            )
             raise
 
-    def _transferring(self, grant: Grant, queues: Queues, place: Place) -> Steps[bool | None]:
+    def _transferring(self, grant: Grant, nonce: str, queues: Queues, place: Place) -> Steps[bool | None]:
         """Release a lease and acquire it for the next caller of this world, by one statement."""
         (resource,) = grant.resources
-        asked = {"resource": resource, "nonce": grant.proof, "next_nonce": place.nonce, "ttl": place.ttl}
-        asked |= {"holder": _holder(), "world": queues.name}
+        asked = {"resource": resource, "nonce": grant.proof, "next_nonce": nonce, "ttl": place.ttl}
+        asked["holder"] = _holder()
 
         def transfer(connection: Lent) -> int | None:
             return self._token(connection, self._says.transfer, asked)
@@ -446,22 +454,16 @@ class Database(Connecting):
         began = time.monotonic()
         until = min(grant.expires_at, began + ANSWER[0]) if grant.expires_at > began else began + ANSWER[1]
         again: list[object] = []
-        is_delivered = False
-        try:
-            token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
-            if token is None:
-                # What is sent again finds nothing where the first one has arrived.
-                place.is_offered = bool(again)
-                return None if again else False
-            place.is_offered = False
-            transferred = Grant(grant.resources, (token,), validity(began, place.ttl), place.nonce)
-            is_delivered = queues.deliver(place, transferred)
-            if not is_delivered:
-                yield from self._giving_back(grant.resources, place.nonce)
-            return True
-        finally:
-            if not is_delivered:
-                queues.released(resource, queues.name)  # the next caller asks what has become of it
+        token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
+        if token is not None:
+            transferred = Grant(grant.resources, (token,), validity(began, place.ttl), nonce)
+            if queues.deliver(place, transferred):
+                return True
+        # What is sent again finds nothing where the first one has arrived.
+        if token is not None or again:
+            yield from self._giving_back(grant.resources, nonce)
+        queues.released(resource, _ANOTHER)
+        return True if token is not None else None if again else False
 
     def _owe(self, nonce: str, owed: _Owed) -> Steps[None]:
         """Have something released while the caller goes on."""
@@ -473,12 +475,13 @@ class Database(Connecting):
             except RuntimeError:  # no thread can be started, as when the interpreter ends
                 self._settles = False
 
-    def _abandoning(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[None]:
+    def _abandoning(self, resources: tuple[str, ...], nonces: list[str], until: float) -> Steps[None]:
         """Release what an interrupted operation may have left; later, where that is not possible now."""
-        try:
-            yield from self._giving_back(resources, nonce)
-        except QuorumError:
-            yield from self._owe(nonce, _Owed(resources, until, in_doubt=True))
+        for nonce in nonces:
+            try:
+                yield from self._giving_back(resources, nonce)
+            except QuorumError:
+                yield from self._owe(nonce, _Owed(resources, until, in_doubt=True))
 
     def _settling(self) -> Steps[None]:
         """Send the releases that are owed, until each is done or its lease has ended."""

@@ -90,26 +90,18 @@ class Place:
         looks: the database keeps it for another world.
         error: why the first of the queue could not ask.
         grant: what the holder before has transferred to this caller.
-        is_offered: a transfer may be on its way to the database.
-        nonce, ttl: of the acquisition.
+        ttl: of the acquisition, in seconds.
     """
 
-    def __init__(self, bell: Bell, nonce: str, ttl: float) -> None:
-        self.nonce = nonce
+    def __init__(self, bell: Bell, ttl: float) -> None:
+        self.bell = bell
         self.ttl = ttl
         self.grant: Grant | None = None
-        self.is_offered = False
-        self.bell = bell
         self.is_due = False
         self.looks = False
         self.error: QuorumError | None = None
         self.stack = current_stack()
         self.queue = Queue(deque([ref(self)]))
-
-    @property
-    def may_hold(self) -> bool:
-        """Whether the database may have the resource down as this caller's, by a transfer."""
-        return self.is_offered or self.grant is not None
 
     @property
     def is_first(self) -> bool:
@@ -191,8 +183,8 @@ class Queues:
         self._listens_again = 0.0
         self._last_wait = 0.0
 
-    def new_place(self, nonce: str, ttl: float) -> Place:
-        return Place(self.new_bell(), nonce, ttl)
+    def new_place(self, ttl: float) -> Place:
+        return Place(self.new_bell(), ttl)
 
     def join(self, resource: str, place: Place) -> None:
         """Make it the last in the queue; not that of a signal handler that has interrupted one who waits."""
@@ -225,16 +217,14 @@ class Queues:
                     other.error = error
                     other.bell.ring()
 
-    def offer(self, resources: tuple[str, ...]) -> Place | None:
+    def next_of(self, resources: tuple[str, ...]) -> Place | None:
         """Return the caller of this world to whom a holder may transfer its lease, if there is one."""
         with self._mutex:
             queue = self._queues.get(resources[0]) if len(resources) == 1 else None
             turn = _TURN if self.hears else _LONG_TURN
             if queue is None or queue.turn_began is None or time.monotonic() > queue.turn_began + turn:
                 return None
-            if (place := queue.first) is not None:
-                place.is_offered = True
-            return place
+            return queue.first
 
     def deliver(self, place: Place, grant: Grant) -> bool:
         """Give a place what was transferred to it; return False where its caller has given up."""
