@@ -281,6 +281,7 @@ def _on(database: str, name: str, make: Make, **more: Any) -> OnDatabase:
 
 BARE = f"{FENCELOCK}, without a lock object"
 TWO_STATEMENTS = "two bare statements"
+NOT_PREPARED = f"{TWO_STATEMENTS}, not prepared"
 TWO_TRANSACTIONS = "two bare transactions"
 DLOCK, DLOCK_KEPT = "sqlalchemy-dlock", "sqlalchemy-dlock, connection kept"
 MITHRIL = "mithril-locks"
@@ -293,7 +294,7 @@ ALONE = {
         _on(POSTGRESQL, TWO_STATEMENTS, _two_statements),
         _on(
             POSTGRESQL,
-            f"{TWO_STATEMENTS}, not prepared",
+            NOT_PREPARED,
             functools.partial(_two_statements, is_prepared=False),
         ),
         _on(POSTGRESQL, "SELECT … FOR UPDATE, COMMIT", _for_update),
@@ -318,7 +319,7 @@ ALONE = {
     ),
 }
 _HELD_TRANSACTION = _on(SQLITE, "BEGIN IMMEDIATE, COMMIT", _held_transaction)
-_CONNECTION_KEPT = {DLOCK_KEPT, BARE, f"{TWO_STATEMENTS}, not prepared"}
+_CONNECTION_KEPT = {DLOCK_KEPT, BARE, NOT_PREPARED}
 #: Those of them that can wait for each other.
 CONTENDING = {
     POSTGRESQL: tuple(

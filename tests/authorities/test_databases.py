@@ -136,6 +136,9 @@ def test_ended_connections_are_replaced(on_server: Engine, end_all: Callable[[],
         assert not isinstance(extended, Exception)
         end_all()
         assert authority.release(extended) is True
+        several = authority.acquire(("a", "b"), ttl=5, timeout=0)
+        end_all()
+        assert authority.release(authority.remint(several, 5)) is True  # it is one transaction
 
 
 def test_all_idle_connections_are_given_up_together(on_server: Engine, end_all: Callable[[], None]) -> None:
@@ -423,7 +426,7 @@ def test_words_for_mysql_are_those_that_mysql_documents() -> None:
     said += [*SET_UP["mysql"], *trigger_sql.CREATE["mysql"].values(), trigger_sql.DROP["mysql"]]
     words = r"\bRETURNING\b|\bSET STATEMENT\b|:=|\bOR REPLACE\b|\bIF NOT EXISTS\b|\bSYSDATE\b|\bVALUES\("
     assert [each for each in said if re.search(words, each, re.IGNORECASE)] == []
-    assert sum("LAST_INSERT_ID" in each for each in said) == 2
+    assert sum("LAST_INSERT_ID" in each for each in said) == 3
 
 
 @pytest.mark.parametrize(

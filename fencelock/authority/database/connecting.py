@@ -255,7 +255,7 @@ class Connecting(WithLoops):
         except _OURS as error:  # the connection can still be used
             if is_elsewhere(error):
                 connection.invalidate()
-            elif step.atomic:
+            elif step.atomic and not is_lost(error):
                 with contextlib.suppress(SQLAlchemyError):
                     connection.execute("ROLLBACK")
             raise

@@ -33,7 +33,7 @@ from fencelock.authority.database.loops import Abandon, AsyncWithLoops, Later, W
 from fencelock.authority.database.queues import QUEUES, Place, Queues
 from fencelock.authority.database.statements import SERVER_BITS, Statement
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.errors import AuthorityError, FencelockError, LockLostError, LockTimeoutError, QuorumError
+from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import check
 
@@ -155,18 +155,26 @@ class Database(Connecting):
         nonce = secrets.token_hex(16)
         queues: Queues = yield QUEUES
         end = math.inf if timeout is None else time.monotonic() + timeout
-        waiting = _Waiting(resources, end, queues, queues.new_place(nonce, ttl), self._looks())
+        waiting = _Waiting(resources, end, queues, queues.new_place(ttl), self._looks())
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
-        except (QuorumError, LockTimeoutError) as error:
-            if is_in_doubt(error.__cause__) or waiting.place.is_offered:
+        except QuorumError as error:
+            if is_in_doubt(error.__cause__) or waiting.place.is_late:
                 yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
+            if (unused := waiting.place.grant) is not None:
+                yield from self._owe(unused.proof, _Owed(resources, unused.expires_at, in_doubt=False))
             raise
         except GeneratorExit:
             raise
         except BaseException as error:
-            if not isinstance(error, FencelockError) or waiting.place.is_offered:
-                yield Abandon(functools.partial(self._abandoning, resources, nonce, time.monotonic() + ttl))
+            nonces = [] if isinstance(error, FencelockError) else [nonce]
+            if waiting.place.is_late and not nonces:
+                yield from self._owe(nonce, _Owed(resources, time.monotonic() + ttl, in_doubt=True))
+            if (unused := waiting.place.grant) is not None:
+                nonces.append(unused.proof)
+            if nonces:
+                until = time.monotonic() + ttl
+                yield Abandon(functools.partial(self._abandoning, resources, nonces, until))
             raise
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
@@ -209,8 +217,7 @@ class Database(Connecting):
                 )
             except RefusedError:
                 waited = True
-                # What is in the way may be the statement that was sent before, and still be carried out.
-                place.is_offered = place.is_offered or any(map(is_in_doubt, again))
+                place.is_late = place.is_late or any(map(is_in_doubt, again))
                 if time.monotonic() >= end:
                     yield from self._refusing(waiting)
                 yield from self._waiting(waiting)
@@ -221,7 +228,7 @@ class Database(Connecting):
                     self._waits += (time.monotonic() - first - self._waits) / 8
                 place.queue.note_grant()
                 return grant
-            yield from self._giving_back(resources, nonce)
+            yield from self._giving_back(resources, grant.proof)
             raise too_slow(self._shown, ttl, resources)
 
     def _mint(
@@ -243,6 +250,7 @@ class Database(Connecting):
         if self._dialect == "mysql":
             return made.lastrowid or None
         if self._dialect == "sqlite":
+            asked = {**asked, "nonce": asked.get("next_nonce", asked["nonce"])}
             token = connection.scalar(self._says.token, asked)
             return None if token is None else int(token)
         return made.rows[0][0] if made.rows else None
@@ -267,7 +275,7 @@ class Database(Connecting):
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
                 yield Later(functools.partial(self._listening, waiting.queues))
-        if waiting.place.is_offered:  # the database may say that it is held by this very acquisition
+        if waiting.place.is_late:  # the database may say that it is held by this very acquisition
             yield from self._pausing(waiting, next(waiting.looks))
             return True
         while not waiting.place.is_due and (held := (yield from self._held(waiting))):
@@ -292,7 +300,7 @@ class Database(Connecting):
         return pauses(shortest, min(longest, max(2 * shortest, self._waits / 4)))
 
     def _refusing(self, waiting: _Waiting) -> Steps[None]:
-        held = yield from self._held(waiting, calls=False)
+        held = yield from self._held(waiting, gives_up=True)
         raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
     def _listening(self, queues: Queues) -> Steps[None]:
@@ -313,13 +321,13 @@ class Database(Connecting):
         finally:
             queues.ear.close()
 
-    def _held(self, waiting: _Waiting, *, calls: bool = True) -> Steps[dict[str, float]]:
+    def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are.
 
-        The world takes a place in the queue for one that is held.
+        Who does not give up queues up for what is held, if it is one resource.
         """
         resources, queue, world = waiting.resources, waiting.place.queue, waiting.queues.name
-        queues_up = calls and len(resources) == 1 and queue.has_to_queue
+        queues_up = not gives_up and len(resources) == 1 and queue.has_to_queue
 
         def look(connection: Lent) -> list[Any]:
             if queues_up:
@@ -334,10 +342,8 @@ class Database(Connecting):
             ]
 
         until = max(waiting.end, time.monotonic() + ANSWER[0])
-        held = {
-            name: float(left)
-            for name, left in (yield from self.asking(Work(look, durable=False), until=until))
-        }
+        rows = yield from self.asking(Work(look, durable=False), until=until)
+        held = {name: float(left) for name, left in rows}
         if held:
             queue.held_until = time.monotonic() + max(held.values())
         return held
@@ -424,27 +430,32 @@ class Database(Connecting):
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         queues: Queues = yield QUEUES
+        #: The nonces of the lease and of the one that it may become, and when these end.
+        ends = {grant.proof: grant.expires_at}
         try:
-            if (place := queues.offer(grant.resources)) is not None:
-                return (yield from self._transferring(grant, queues, place))
+            if (place := queues.next_of(grant.resources)) is not None:
+                ends[nonce := secrets.token_hex(16)] = time.monotonic() + place.ttl
+                return (yield from self._transferring(grant, nonce, queues, place))
             return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
         except QuorumError as error:
-            yield from self._owe(grant.proof, _Owed(grant.resources, grant.expires_at, in_doubt=False))
+            for each, until in ends.items():
+                yield from self._owe(each, _Owed(grant.resources, until, in_doubt=each != grant.proof))
             raise QuorumError(
                 f"{error}; it is released when the database answers", nodes=error.nodes
             ) from error
         except (AuthorityError, GeneratorExit):
             raise
         except BaseException:
-            ends = grant.expires_at
-            yield Abandon(functools.partial(self._abandoning, grant.resources, grant.proof, ends))
+            yield Abandon(
+                functools.partial(self._abandoning, grant.resources, list(ends), max(ends.values()))
+            )
             raise
 
-    def _transferring(self, grant: Grant, queues: Queues, place: Place) -> Steps[bool | None]:
+    def _transferring(self, grant: Grant, nonce: str, queues: Queues, place: Place) -> Steps[bool | None]:
         """Release a lease and acquire it for the next caller of this world, by one statement."""
         (resource,) = grant.resources
-        asked = {"resource": resource, "nonce": grant.proof, "next_nonce": place.nonce, "ttl": place.ttl}
-        asked |= {"holder": _holder(), "world": queues.name}
+        asked = {"resource": resource, "nonce": grant.proof, "next_nonce": nonce, "ttl": place.ttl}
+        asked["holder"] = _holder()
 
         def transfer(connection: Lent) -> int | None:
             return self._token(connection, self._says.transfer, asked)
@@ -452,22 +463,16 @@ class Database(Connecting):
         began = time.monotonic()
         until = min(grant.expires_at, began + ANSWER[0]) if grant.expires_at > began else began + ANSWER[1]
         again: list[BaseException] = []
-        is_delivered = False
-        try:
-            token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
-            if token is None:
-                # What is sent again finds nothing where the first one has arrived.
-                place.is_offered = bool(again)
-                return None if again else False
-            place.is_offered = False
-            transferred = Grant(grant.resources, (token,), validity(began, place.ttl), place.nonce)
-            is_delivered = queues.deliver(place, transferred)
-            if not is_delivered:
-                yield from self._giving_back(grant.resources, place.nonce)
-            return True
-        finally:
-            if not is_delivered:
-                queues.released(resource, queues.name)  # the next caller asks what has become of it
+        token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
+        if token is not None:
+            transferred = Grant(grant.resources, (token,), validity(began, place.ttl), nonce)
+            if queues.deliver(place, transferred):
+                return True
+        # What is sent again finds nothing where the first one has arrived.
+        if token is not None or again:
+            yield from self._giving_back(grant.resources, nonce)
+        queues.released(resource, _ANOTHER)
+        return True if token is not None else None if again else False
 
     def _owe(self, nonce: str, owed: _Owed) -> Steps[None]:
         """Have something released while the caller goes on."""
@@ -479,12 +484,13 @@ class Database(Connecting):
             except RuntimeError:  # no thread can be started, as when the interpreter ends
                 self._settles = False
 
-    def _abandoning(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[None]:
+    def _abandoning(self, resources: tuple[str, ...], nonces: list[str], until: float) -> Steps[None]:
         """Release what an interrupted operation may have left; later, where that is not possible now."""
-        try:
-            yield from self._giving_back(resources, nonce)
-        except QuorumError:
-            yield from self._owe(nonce, _Owed(resources, until, in_doubt=True))
+        for nonce in nonces:
+            try:
+                yield from self._giving_back(resources, nonce)
+            except QuorumError:
+                yield from self._owe(nonce, _Owed(resources, until, in_doubt=True))
 
     def _settling(self) -> Steps[None]:
         """Send the releases that are owed, until each is done or its lease has ended."""

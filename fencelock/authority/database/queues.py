@@ -90,17 +90,16 @@ class Place:
         looks: the database keeps it for another world.
         error: why the first of the queue could not ask.
         grant: what the holder before has transferred to this caller.
-        is_offered: a transfer, or a grant, may be on its way to the database.
-        nonce, ttl: of the acquisition.
+        is_late: a statement that was hung up may still grant it to this caller.
+        ttl: of the acquisition, in seconds.
     """
 
-    def __init__(self, bell: Bell, nonce: str, ttl: float) -> None:
-        self.nonce = nonce
+    def __init__(self, bell: Bell, ttl: float) -> None:
+        self.bell = bell
         self.ttl = ttl
         self.grant: Grant | None = None
-        self.is_offered = False
-        self.bell = bell
         self.is_due = False
+        self.is_late = False
         self.looks = False
         self.error: QuorumError | None = None
         self.stack = current_stack()
@@ -168,7 +167,7 @@ class Queues:
     """The queues of a world.
 
     Attributes:
-        name: of the world, in the queues of PostgreSQL.
+        name: of the world, in the column `queue`.
         hears: PostgreSQL's calls arrive.
         waited: the last acquisition had to wait, so the next one will, mostly.
     """
@@ -186,17 +185,17 @@ class Queues:
         self._listens_again = 0.0
         self._last_wait = 0.0
 
-    def new_place(self, nonce: str, ttl: float) -> Place:
-        return Place(self.new_bell(), nonce, ttl)
+    def new_place(self, ttl: float) -> Place:
+        return Place(self.new_bell(), ttl)
 
     def join(self, resource: str, place: Place) -> None:
         """Make it the last in the queue; not that of a signal handler that has interrupted one who waits."""
         with self._mutex:
             queue = self._queues.setdefault(resource, place.queue)
-            before = [each for each in (known() for known in queue.places) if each is not None]
-            if queue is not place.queue and not (
-                self._in_threads and any(each.stack == place.stack for each in before)
-            ):
+            if queue is place.queue:
+                return
+            known = (each() for each in queue.places)
+            if not (self._in_threads and any(each and each.stack == place.stack for each in known)):
                 place.queue = queue
                 queue.places.append(ref(place))
 
@@ -220,16 +219,14 @@ class Queues:
                     other.error = error
                     other.bell.ring()
 
-    def offer(self, resources: tuple[str, ...]) -> Place | None:
+    def next_of(self, resources: tuple[str, ...]) -> Place | None:
         """Return the caller of this world to whom a holder may transfer its lease, if there is one."""
         with self._mutex:
             queue = self._queues.get(resources[0]) if len(resources) == 1 else None
             turn = _TURN if self.hears else _LONG_TURN
             if queue is None or queue.turn_began is None or time.monotonic() > queue.turn_began + turn:
                 return None
-            if (place := queue.first) is not None:
-                place.is_offered = True
-            return place
+            return queue.first
 
     def deliver(self, place: Place, grant: Grant) -> bool:
         """Give a place what was transferred to it; return False where its caller has given up."""
