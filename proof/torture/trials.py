@@ -2,6 +2,8 @@
 
     python -m proof.torture.trials --docs docs      # half an hour; writes docs/long-run.md
     python -m proof.torture.trials --databases      # five minutes; prints what came of each run
+    python -m proof.torture.trials --galera         # six minutes; the same of three nodes of Galera
+    python -m proof.torture.trials --patroni        # ten minutes; the same of three nodes of Patroni
 
 PostgreSQL is embedded, SQLite is a file. MariaDB takes part where FENCELOCK_TEST_MARIADB_URL names one or one
 answers at its standard port. `--folder` keeps the histories; a run whose history is there already is judged
@@ -24,6 +26,8 @@ from pathlib import Path
 
 from benchmarks.guard import mariadb
 from proof.torture.checker import Verdict, check_file, describe
+from proof.torture.history import Fault, read_records
+from proof.torture.service import OUTAGE
 
 #: Workers that are paused again and again with little to lock.
 PAUSED = (
@@ -40,6 +44,12 @@ NAIVE_TABLE = (
 CORE = ("--style", "core", *PAUSED, "--resources", "1", "--pause", "0.5", "--every", "0.05")
 #: Short leases, and faults that follow each other closely.
 DENSE = ("--ttl", "0.5", "--pause", "1.5", "--every", "0.3", "--workers", "4", "--tasks", "8")
+#: Two workers for each of three servers, one of them with tasks.
+CLUSTER = (
+    *("--ttl", "1", "--pause", "2", "--every", "3", "--workers", "6", "--tasks", "4"),
+    *("--acquisitions", "2000"),
+)
+OVER = ("--authority", "database", "--database")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +60,32 @@ class Trial:
     right: bool = True
 
 
+CLUSTERS = {
+    "galera": (
+        Trial("galera", "Galera: all faults", (*OVER, "galera", *CLUSTER)),
+        Trial(
+            "galera-naive",
+            "Galera, control: a naive table",
+            (*OVER, "galera", *NAIVE_TABLE, "--duration", "15"),
+            right=False,
+        ),
+    ),
+    # What an asynchronous failover loses is lost: there the tokens are judged, and no writes.
+    "patroni": (
+        Trial("patroni", "Patroni: all faults", (*OVER, "patroni", "--writes", "0", *CLUSTER)),
+        Trial(
+            "patroni-synchronous",
+            "Patroni, synchronous_mode: all faults, and writes",
+            (*OVER, "patroni", "--synchronous", *CLUSTER),
+        ),
+        Trial(
+            "patroni-naive",
+            "Patroni, control: a naive table",
+            (*OVER, "patroni", *NAIVE_TABLE, "--duration", "15"),
+            right=False,
+        ),
+    ),
+}
 LONG = (
     Trial(
         "million",
@@ -76,10 +112,9 @@ LONG = (
 
 
 def databases(stack: ExitStack) -> dict[str, tuple[str, ...]]:
-    over = ("--authority", "database", "--database")
-    found: dict[str, tuple[str, ...]] = {"PostgreSQL": (*over, "postgresql"), "SQLite": (*over, "sqlite")}
+    found: dict[str, tuple[str, ...]] = {"PostgreSQL": (*OVER, "postgresql"), "SQLite": (*OVER, "sqlite")}
     if (url := mariadb(stack)) is not None:
-        found["MariaDB"] = (*over, url.render_as_string(hide_password=False), "--yes")
+        found["MariaDB"] = (*OVER, url.render_as_string(hide_password=False), "--yes")
     return found
 
 
@@ -109,7 +144,7 @@ def judge(trial: Trial, folder: Path) -> Verdict:
     return verdict
 
 
-def section(trial: Trial, verdict: Verdict) -> str:
+def section(trial: Trial, verdict: Verdict, outages: Sequence[str]) -> str:
     servers = ", ".join(sorted(verdict.run.servers.values()))
     missing = [fault for fault in verdict.run.settings["faults"] if fault not in verdict.faults]
     without = (
@@ -127,14 +162,28 @@ def section(trial: Trial, verdict: Verdict) -> str:
             "",
             "```text",
             *describe(verdict),
+            *outages,
             "```",
         ]
     )
 
 
+def outages_of(history: Path) -> list[str]:
+    """Return what each fault of a cluster cost, as it was measured."""
+    with history.open(encoding="utf-8") as lines:
+        faults = [record for record in read_records(lines) if isinstance(record, Fault)]
+    # Of a fault of two nodes there are two records.
+    found = {f"  {fault.fault:<16}{fault.detail}": None for fault in faults if OUTAGE in fault.detail}
+    return ["outages", *sorted(found)] if found else []
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--databases", action="store_true", help="runs over databases that grant leases")
+    for cluster, trials in CLUSTERS.items():
+        parser.add_argument(
+            f"--{cluster}", dest="trials", action="store_const", const=trials, help="runs over its nodes"
+        )
     parser.add_argument("--folder", type=Path, help="where histories are kept; nowhere by default")
     parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write long-run.md there")
     options = parser.parse_args()
@@ -142,8 +191,9 @@ def main() -> None:
     page = ["# Long runs", f"Written by `make torture`, not by hand, from the histories of the runs. {about}"]
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for trial in database_trials(stack) if options.databases else LONG:
-            page.append(section(trial, judge(trial, folder)))
+        for trial in options.trials or (database_trials(stack) if options.databases else LONG):
+            verdict = judge(trial, folder)
+            page.append(section(trial, verdict, outages_of(folder / trial.name / "history.jsonl")))
             print(page[-1], end="\n\n", flush=True)
     if options.docs is not None:
         (options.docs / "long-run.md").write_text("\n\n".join(page) + "\n")
