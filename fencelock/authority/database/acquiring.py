@@ -173,7 +173,7 @@ class Acquiring(Releasing):
         return waited
 
     def _pausing(self, waiting: _Waiting, seconds: float) -> Steps[None]:
-        """Wait for so long, or until this place is called."""
+        """Wait for these seconds, or until this place is called."""
         place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
         while time.monotonic() < until and not place.is_due and not place.looks:
             yield Wait(until, named(waiting.resources), place.bell)
@@ -189,7 +189,7 @@ class Acquiring(Releasing):
         raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
     def _listening(self, queues: Queues) -> Steps[None]:
-        """Hear the calls for a world, until nobody has waited for a while."""
+        """Hear the calls for a world, until no caller has waited for a while."""
 
         def calling(channel: str) -> Steps[Any]:
             return self.asking(
@@ -209,7 +209,7 @@ class Acquiring(Releasing):
     def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are.
 
-        Who does not give up queues up for what is held, if it is one resource.
+        A caller that does not give up queues up for one that is held, if it wants no other.
         """
         resources, queue, world = waiting.resources, waiting.place.queue, waiting.queues.name
         queues_up = not gives_up and len(resources) == 1 and queue.has_to_queue

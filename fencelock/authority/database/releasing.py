@@ -1,4 +1,4 @@
-"""How leases are released, or given to the next caller of the process; what is owed beside a silent server."""
+"""How leases are released, or transferred to the next caller; what a silent server leaves owed."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ class Releasing(Connecting):
             transferred = Grant(grant.resources, (token,), validity(began, place.ttl), nonce)
             if queues.deliver(place, transferred):
                 return True
-        # What is sent again finds nothing where the first one has arrived.
+        # A statement that is sent again finds nothing where the first one has arrived.
         if token is not None or again:
             yield from self._giving_back(grant.resources, nonce)
         queues.released(resource, _ANOTHER)
@@ -139,7 +139,7 @@ class Releasing(Connecting):
     def _giving_back(
         self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
     ) -> Steps[bool | None]:
-        """Release, and wake who is next; with little patience where the lease ends at a time that is over."""
+        """Release, and wake the next; with little patience where the lease ends at a time that is over."""
         queues: Queues = yield QUEUES
         kept: dict[str, str] = {}
         asked = {"nonce": nonce}
@@ -158,7 +158,7 @@ class Releasing(Connecting):
         count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
         for resource in resources:
             queues.released(resource, kept.get(resource, _ANOTHER))
-        # What is sent again finds nothing where the first one has arrived.
+        # A statement that is sent again finds nothing where the first one has arrived.
         return True if count == len(resources) else None if again else False
 
     def token_of(self, connection: Lent, statement: Statement, asked: dict[str, Any]) -> int | None:
