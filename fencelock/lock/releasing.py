@@ -188,10 +188,10 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
                 if hold.extended_behind:
                     yield ask_to_release(hold.authority, hold.grant)
         if released.answer is None:
-            logger.warning("%s: too few nodes answered to release it; it ends by itself", hold.name)
+            logger.warning("%s: too few answers to its release; it ends by itself at the latest", hold.name)
     except AuthorityError as error:
         failure = error
-        logger.warning("%s could not be released and ends by itself: %s", hold.name, error)
+        logger.warning("%s was not released, and ends by itself at the latest: %s", hold.name, error)
     except BaseException:  # a cancellation, or of a signal handler; it was sent all the same
         hold.note_released()
         raise

@@ -9,17 +9,28 @@ from __future__ import annotations
 import os
 import pwd
 import shutil
-import socket
+import signal
 import subprocess
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+import psutil
 import pymysql
 from sqlalchemy import URL
 
-from proof.servers.workspace import POLL_SECONDS, ServerError, Servers, Workspace, tail
+from proof.servers.workspace import (
+    POLL_SECONDS,
+    ServerError,
+    Servers,
+    Workspace,
+    end,
+    free_ports,
+    tail,
+)
 
 _LIBRARIES: Final = tuple(
     Path(folder) / "libgalera_smm.so" for folder in ("/usr/lib/galera", "/usr/lib64/galera-4", "/usr/lib")
@@ -75,14 +86,6 @@ def _has_account(name: str) -> bool:
     return True
 
 
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [each.getsockname()[1] for each in sockets]
-    for each in sockets:
-        each.close()
-    return ports
-
-
 class Galera(Servers):
     """A cluster of three nodes with an empty database each client may write to, at any node.
 
@@ -93,6 +96,7 @@ class Galera(Servers):
     def __init__(self, *, start_timeout: float = 60.0) -> None:
         self._start_timeout = start_timeout
         self._account = "mysql" if os.geteuid() == 0 else None
+        self._nodes: dict[int, subprocess.Popen[bytes]] = {}
 
     def _make_workspace(self) -> Workspace:
         program = shutil.which("mariadbd")
@@ -103,23 +107,29 @@ class Galera(Servers):
 
     def _start(self, workspace: Workspace) -> None:
         workspace.folder.chmod(0o711)
-        ports = _free_ports(12)
+        ports = free_ports(12)
         self._ports, bases = ports[:3], ports[3:6]
-        for number in (1, 2, 3):
-            folder = workspace.folder / f"n{number}"
-            (folder / "data").mkdir(parents=True)
+        for node in range(3):
+            folder = workspace.folder / f"n{node}"
+            folder.mkdir()
             settings = _SETTINGS.format(
                 folder=folder,
-                port=self._ports[number - 1],
-                number=number,
+                port=self._ports[node],
+                number=node + 1,
                 library=next(each for each in _LIBRARIES if each.exists()),
                 peers=",".join(f"127.0.0.1:{base}" for base in bases),
-                base=bases[number - 1],
-                transfer=ports[5 + number],
-                increment=ports[8 + number],
+                base=bases[node],
+                transfer=ports[6 + node],
+                increment=ports[9 + node],
             )
             (folder / "settings").write_text(settings)
-            self._start_node(workspace, folder, first=number == 1)
+            (folder / "accounts.sql").write_text(
+                "CREATE USER IF NOT EXISTS app@'127.0.0.1' IDENTIFIED BY 'app';\n"
+                "GRANT ALL ON *.* TO app@'127.0.0.1';\n"
+            )
+            self._make_data(folder)
+            self._start_node(workspace, node, first=node == 0)
+            self._await_synced(workspace, node)
         with self._connect(0) as connection, connection.cursor() as cursor:
             cursor.execute("CREATE DATABASE fencelock")
         self.urls = [
@@ -129,7 +139,8 @@ class Galera(Servers):
             for port in self._ports
         ]
 
-    def _start_node(self, workspace: Workspace, folder: Path, *, first: bool) -> None:
+    def _make_data(self, folder: Path) -> None:
+        (folder / "data").mkdir()
         install = ["mariadb-install-db", f"--defaults-file={folder}/settings", "--wsrep-on=OFF"]
         install += ["--auth-root-authentication-method=normal", "--skip-test-db"]
         if self._account is not None:
@@ -139,35 +150,72 @@ class Galera(Servers):
             raise ServerError(f"mariadb-install-db failed:\n{done.stdout}{done.stderr}")
         if self._account is not None:
             shutil.chown(folder, self._account)
-        program = shutil.which("mariadbd")
+
+    def _start_node(self, workspace: Workspace, node: int, *, first: bool = False) -> None:
+        folder, program = workspace.folder / f"n{node}", shutil.which("mariadbd")
         assert program is not None
         command = [program, f"--defaults-file={folder}/settings"]
         if self._account is not None:
             command.append(f"--user={self._account}")
-        (folder / "accounts.sql").write_text(
-            "CREATE USER IF NOT EXISTS app@'127.0.0.1' IDENTIFIED BY 'app';\n"
-            "GRANT ALL ON *.* TO app@'127.0.0.1';\n"
-        )
         if first:
             command += ["--wsrep-new-cluster", f"--init-file={folder}/accounts.sql"]
-        workspace.spawn(command, folder=folder, log=folder / "output")
-        number = int(folder.name[1:]) - 1
+        self._nodes[node] = workspace.spawn(command, folder=folder, log=folder / "output")
+
+    def _await_synced(self, workspace: Workspace, node: int) -> None:
         deadline = time.monotonic() + self._start_timeout
-        while not self._is_synced(number):
+        while not self.is_synced(node):
             if time.monotonic() > deadline:
+                folder = workspace.folder / f"n{node}"
                 said = tail(folder / "log.err") + tail(folder / "output")
                 raise ServerError(f"{folder.name} of the cluster did not join:\n{said}")
             time.sleep(POLL_SECONDS * 20)
 
-    def _connect(self, number: int) -> pymysql.Connection[pymysql.cursors.Cursor]:
-        port = self._ports[number]
-        return pymysql.connect(host="127.0.0.1", port=port, user="app", password="app", connect_timeout=2)  # noqa: S106 - of a server that is thrown away
+    def _connect(self, node: int) -> pymysql.Connection[pymysql.cursors.Cursor]:
+        return pymysql.connect(
+            host="127.0.0.1",
+            port=self._ports[node],
+            user="app",
+            password="app",  # noqa: S106 - of a server that is thrown away
+            connect_timeout=2,
+            read_timeout=10,
+        )
 
-    def _is_synced(self, number: int) -> bool:
-        try:
-            with self._connect(number) as connection, connection.cursor() as cursor:
-                cursor.execute("SHOW STATUS LIKE 'wsrep_local_state_comment'")
-                row = cursor.fetchone()
-                return row is not None and row[1] == "Synced"
-        except pymysql.Error:
-            return False
+    def is_synced(self, node: int) -> bool:
+        """Tell whether a node is up to date, in a group of the majority."""
+        status = "SELECT variable_value FROM information_schema.global_status WHERE variable_name = "
+        found: list[tuple[object, ...]] = []
+        with suppress(pymysql.Error), self._connect(node) as connection, connection.cursor() as cursor:
+            for name in ("wsrep_local_state_comment", "wsrep_cluster_status"):
+                cursor.execute(f"{status}'{name}'")
+                found += cursor.fetchall()
+        return found == [("Synced",), ("Primary",)]
+
+    def is_healthy(self) -> bool:
+        return all(map(self.is_synced, range(3)))
+
+    def process(self, node: int) -> psutil.Process:
+        return psutil.Process(self._nodes[node].pid)
+
+    def end_node(self, node: int, farewell: signal.Signals) -> None:
+        """Send a node this signal, and wait for its end."""
+        end(self._nodes[node], farewell)
+
+    def come_back(self, node: int, *, blank: bool = False) -> None:
+        """Start a node that has ended, if wanted without its data, which it then takes from another."""
+        assert self._workspace is not None
+        if blank:
+            folder = self._workspace.folder / f"n{node}"
+            shutil.rmtree(folder / "data")
+            self._make_data(folder)
+        self._start_node(self._workspace, node)
+
+    @contextmanager
+    def isolated(self, node: int) -> Iterator[None]:
+        """Cut a node off its group for as long as the block; clients still reach it."""
+        said = "SET GLOBAL wsrep_provider_options = 'gmcast.isolate={:d}'"
+        with self._connect(node) as connection, connection.cursor() as cursor:
+            cursor.execute(said.format(1))
+            try:
+                yield
+            finally:
+                cursor.execute(said.format(0))

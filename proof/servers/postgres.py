@@ -43,14 +43,14 @@ INITDB_OPTIONS: Final = (
 
 
 @dataclass(frozen=True, slots=True)
-class _Account:
+class Account:
     """Whom PostgreSQL runs as. It refuses root, so root's servers run as `nobody`."""
 
     uid: int
     gid: int
 
     @classmethod
-    def for_servers(cls) -> _Account | None:
+    def for_servers(cls) -> Account | None:
         """Return the account to change to, or None to stay who we are."""
         if os.geteuid() != 0:
             return None
@@ -74,7 +74,7 @@ def installed() -> Path:
     return max(installations, key=lambda folder: int(folder.name.removeprefix("pginstall") or 0))
 
 
-def _open_to_all(path: Path) -> bool:
+def open_to_all(path: Path) -> bool:
     """Whether every user may run this program, or enter this folder, judging by permission bits."""
     resolved = path.resolve()
     return all(step.stat().st_mode & 0o001 for step in (resolved, *resolved.parents))
@@ -84,10 +84,10 @@ def can_be_run(installation: Path) -> bool:
     """Whether the programs can be run where they are: by the server's account, and through a shell."""
     if _SPOILS_DOUBLE_QUOTES.search(str(installation)):
         return False
-    return os.geteuid() != 0 or _open_to_all(installation / "bin" / "postgres")
+    return os.geteuid() != 0 or open_to_all(installation / "bin" / "postgres")
 
 
-def parent_folder(account: _Account | None, *, for_programs: bool) -> Path:
+def parent_folder(account: Account | None, *, for_programs: bool) -> Path:
     """Return a folder to work in, whose path a socket can have, and programs if they are copied."""
     candidates = [Path(tempfile.gettempdir()), Path("/tmp")]  # noqa: S108 - mkdtemp makes our folder in it
     for folder in candidates:
@@ -96,12 +96,31 @@ def parent_folder(account: _Account | None, *, for_programs: bool) -> Path:
         is_usable = len(socket_path) <= MAX_SOCKET_PATH and "," not in path  # libpq splits at commas
         if for_programs and _SPOILS_DOUBLE_QUOTES.search(path):
             continue
-        if is_usable and (account is None or _open_to_all(folder)):
+        if is_usable and (account is None or open_to_all(folder)):
             return folder
     raise ServerError(
         "PostgreSQL needs a temporary folder with a short path without commas and double quotes, which every "
         f"user can enter; {' and '.join(map(str, candidates))} will not do: set TMPDIR to one"
     )
+
+
+def copy_programs(installation: Path, account: Account | None, folder: Path) -> Path:
+    """Copy the programs where the account can run them, and return their folder."""
+    copy = folder / "postgresql"
+    package = installation.parent
+    # Next to the installation, where its programs look for them, lie the libraries that the wheel brings.
+    libraries = (package.with_name(f"{package.name}.libs"), package / ".dylibs")
+    for part in (installation, *filter(Path.exists, libraries)):
+        shutil.copytree(
+            part,
+            copy / part.relative_to(package.parent),
+            symlinks=True,
+            ignore=shutil.ignore_patterns("include"),
+        )
+    if account is not None:
+        for path in (copy, *copy.rglob("*")):
+            os.chown(path, account.uid, account.gid, follow_symlinks=False)
+    return copy / package.name / installation.name / "bin"
 
 
 class Postgres(Servers):
@@ -132,17 +151,17 @@ class Postgres(Servers):
         self._server: subprocess.Popen[bytes] | None = None
 
     def _make_workspace(self) -> Workspace:
-        folder = parent_folder(_Account.for_servers(), for_programs=not can_be_run(self._installation))
+        folder = parent_folder(Account.for_servers(), for_programs=not can_be_run(self._installation))
         programs = self._installation / "bin"
         return Workspace(folder, [programs / name for name in ("initdb", "postgres")])
 
     def _start(self, workspace: Workspace) -> None:
-        account = _Account.for_servers()
+        account = Account.for_servers()
         if account is not None:
             workspace.folder.chmod(0o711)
         programs = self._installation / "bin"
         if not can_be_run(self._installation):
-            programs = self._copy(account, workspace)
+            programs = copy_programs(self._installation, account, workspace.folder)
         self._initialise(programs, account, workspace)
         self._launch(programs, account, workspace)
 
@@ -194,25 +213,7 @@ class Postgres(Servers):
         port = self._settings["port"]
         return f"{driver}://postgres@/{quote(database, safe='')}?host={socket_folder}&port={port}"
 
-    def _copy(self, account: _Account | None, workspace: Workspace) -> Path:
-        """Copy the programs where the account can run them, and return their folder."""
-        copy = workspace.folder / "postgresql"
-        package = self._installation.parent
-        # Next to the installation, where its programs look for them, lie the libraries that the wheel brings.
-        libraries = (package.with_name(f"{package.name}.libs"), package / ".dylibs")
-        for part in (self._installation, *filter(Path.exists, libraries)):
-            shutil.copytree(
-                part,
-                copy / part.relative_to(package.parent),
-                symlinks=True,
-                ignore=shutil.ignore_patterns("include"),
-            )
-        if account is not None:
-            for path in (copy, *copy.rglob("*")):
-                os.chown(path, account.uid, account.gid, follow_symlinks=False)
-        return copy / package.name / self._installation.name / "bin"
-
-    def _initialise(self, programs: Path, account: _Account | None, workspace: Workspace) -> None:
+    def _initialise(self, programs: Path, account: Account | None, workspace: Workspace) -> None:
         data = workspace.folder / "data"
         data.mkdir(mode=0o700)
         if account is not None:
@@ -231,7 +232,7 @@ class Postgres(Servers):
         """Return the command that makes the cluster, but for its folder; a standby has another one."""
         return [programs / "initdb", *INITDB_OPTIONS]
 
-    def _launch(self, programs: Path, account: _Account | None, workspace: Workspace) -> None:
+    def _launch(self, programs: Path, account: Account | None, workspace: Workspace) -> None:
         data = workspace.folder / "data"
         log = workspace.folder / "server.log"
         # The server reads a list of folders, hence the quotes.
@@ -252,7 +253,7 @@ class Postgres(Servers):
             time.sleep(POLL_SECONDS)
 
 
-def _popen(account: _Account | None) -> dict[str, Any]:
+def _popen(account: Account | None) -> dict[str, Any]:
     # Variables such as PGDATA or PGPORT would change what they do, and a broken LC_ALL would stop them.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PG")}
     identity = {} if account is None else {"user": account.uid, "group": account.gid, "extra_groups": []}

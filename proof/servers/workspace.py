@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import socket
@@ -252,6 +253,21 @@ def pause(server: subprocess.Popen[bytes]) -> None:
                 return
         time.sleep(POLL_SECONDS)
     raise ServerError(f"process {server.pid} does not stop at SIGSTOP")
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nothing listens at, also while a server is away.
+
+    They are below those that a system gives to clients.
+    """
+    found: list[int] = []
+    for port in random.SystemRandom().sample(range(20_000, 32_000), 12_000):
+        if len(found) == count:
+            break
+        with suppress(OSError):
+            socket.create_server(("127.0.0.1", port)).close()
+            found.append(port)
+    return found
 
 
 def tail(log: Path, lines: int = 20) -> str:

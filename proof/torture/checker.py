@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from proof.torture.history import (
+    TWO_PRIMARIES,
     WORKER_KILL,
     Acquisition,
     Cut,
@@ -101,6 +102,7 @@ class Verdict:
     lost_updates: int  #: acknowledged additions that are missing in the rows at the end
     rows: int  #: how many were looked at at the end
     faults: Mapping[str, int]  #: by their kind
+    disorders: int  #: tokens below earlier ones while two primaries granted, which is no violation
     unavailable: Gap  #: the longest time in which somebody wanted a lock and nobody anywhere got one
     lasted: Gap  #: from the first attempt to the end of the last one
     cut: int  #: lines that a killed worker left unfinished
@@ -144,9 +146,10 @@ def check(records: Iterable[Record]) -> Verdict:
     """
     facts = _Facts(records)
     holds = _Holds(facts)
+    found, disorders = _without_disorders(_violations(facts), _split_brains(facts))
     return Verdict(
         run=facts.of(Run)[0],
-        violations=tuple(sorted(_violations(facts), key=attrgetter("at"))),
+        violations=tuple(sorted(found, key=attrgetter("at"))),
         acquisitions=len(facts.of(Acquisition)),
         resources=len(facts.acquired),
         overstayed=holds.overstayed(),
@@ -160,6 +163,7 @@ def check(records: Iterable[Record]) -> Verdict:
         lost_updates=sum(_missing(row, facts.written.get(name, [])) for name, row in facts.rows.items()),
         rows=len(facts.rows),
         faults=Counter(fault.fault for fault in facts.of(Fault)),
+        disorders=disorders,
         unavailable=_unavailable(facts),
         lasted=_lasted(facts),
         cut=len(facts.of(Cut)),
@@ -198,6 +202,31 @@ def _by_resource(records: Iterable[_Named]) -> dict[str, list[_Named]]:
     for record in records:
         found[record.resource].append(record)
     return found
+
+
+def _split_brains(facts: _Facts) -> list[Fault]:
+    """Return the faults in which two primaries granted beside each other.
+
+    With synchronous replication the old one grants nothing, so that tokens have to be in order.
+    """
+    if facts.of(Run)[0].settings.get("synchronous"):
+        return []
+    return [fault for fault in facts.of(Fault) if fault.fault == TWO_PRIMARIES]
+
+
+def _without_disorders(
+    violations: Iterable[Violation], split_brains: Sequence[Fault]
+) -> tuple[list[Violation], int]:
+    """Leave out those of the order between two primaries, which is not promised; count them."""
+    found, disorders = [], 0
+    for each in violations:
+        if each.rule is Rule.ORDERED_TOKENS and any(
+            fault.began < each.at < fault.ended for fault in split_brains
+        ):
+            disorders += 1
+        else:
+            found.append(each)
+    return found, disorders
 
 
 def _violations(facts: _Facts) -> Iterator[Violation]:
@@ -478,6 +507,11 @@ def describe(verdict: Verdict) -> Iterator[str]:
         f"overlaps        {verdict.overlaps:,} began while another still worked (no violation), "
         f"{verdict.valid_overlaps:,} of them within the other's lease"
     )
+    if verdict.disorders:
+        yield (
+            f"disorders       {verdict.disorders:,} tokens were below earlier ones of the other primary (no "
+            "violation)"
+        )
     yield f"unavailable     {verdict.unavailable.seconds:.1f} s at most without any acquisition"
     if verdict.acknowledged and verdict.rows:
         share = verdict.lost_updates / verdict.acknowledged

@@ -29,10 +29,16 @@ from proof.torture.settings import FAULTS, NODES, PROMISED, Settings, default_fa
 from proof.torture.table import has_fence_table
 
 _RIGHT, _WRONG, _NO_RUN = 0, 1, 2
-_FAULT = f"One kind of fault, may be given again; all by default: {', '.join(FAULTS)}."
+_FAULT = (
+    f"One kind of fault, may be given again; all by default: {', '.join(FAULTS)}, and those of a cluster."
+)
 _STYLE = (
     "How writers come by what they write back, may be given again; by default all for which something is "
     "promised. core is a control, and must end WRONG."
+)
+_DATABASE = (
+    "postgresql (embedded), sqlite, galera or patroni (three nodes that are set up), or the SQLAlchemy URL "
+    "of your own."
 )
 _USE = "[bold red]This is going to use servers of yours.[/] It is for test deployments only:"
 _USE_NODES = (
@@ -75,9 +81,7 @@ def torture(
         Option(help="Your own nodes, once each, instead of embedded ones: redis://host:6379"),
     ] = None,
     nodes_count: Annotated[int, Option(help="How many embedded nodes.")] = 5,
-    database: Annotated[
-        str, Option(help="postgresql (embedded), sqlite, or the SQLAlchemy URL of your own.")
-    ] = "postgresql",
+    database: Annotated[str, Option(help=_DATABASE)] = "postgresql",
     seed: Annotated[int | None, Option(help="Of all that is chosen at random; random by default.")] = None,
     output: Annotated[Path | None, Option(help="A new folder; named by the time by default.")] = None,
     style: Annotated[list[Style] | None, Option(help=_STYLE)] = None,
@@ -86,6 +90,9 @@ def torture(
     ] = False,
     naive_tokens: Annotated[
         bool, Option("--naive-tokens", help="A control: tokens are minted the obvious way. Must end WRONG.")
+    ] = False,
+    synchronous: Annotated[
+        bool, Option("--synchronous", help="With --database patroni: synchronous_mode on.")
     ] = False,
     yes: Annotated[bool, Option("--yes", help="Do not ask before using servers of yours.")] = False,
 ) -> None:
@@ -97,7 +104,7 @@ def torture(
     try:
         settings = Settings(
             output=output or Path(f"torture-{datetime.now(UTC).astimezone():%Y%m%d-%H%M%S}"),
-            faults=tuple(dict.fromkeys(fault or default_faults(authority))),
+            faults=tuple(dict.fromkeys(fault or default_faults(authority, database))),
             duration=60.0 if duration is None and acquisitions is None else duration,
             acquisitions=acquisitions,
             workers=workers,
@@ -116,6 +123,7 @@ def torture(
             styles=tuple(dict.fromkeys(style or PROMISED)),
             guard=not without_guard,
             quorum=not naive_tokens,
+            synchronous=synchronous,
         )
     except ValueError as error:
         _refuse(console, str(error))

@@ -19,6 +19,8 @@ from typing import Any, ClassVar
 VERSION = 1
 #: The fault that ends a process, and with it its holds.
 WORKER_KILL = "worker-kill"
+#: The fault that makes a second primary of a database, beside one that lives on.
+TWO_PRIMARIES = "two-primaries"
 #: What stands for the error where a lease was lost while its process was held up by the machine's other work.
 HELD_UP = "HeldUp"
 

@@ -35,21 +35,25 @@ _PROCESSES: Final = text(
 
 
 class LeaseConnections:
-    """The connections of the workers' authorities: those that were made with `url` bear a name."""
+    """The connections of the workers' authorities: those that were made with one of `urls` bear a name."""
 
-    def __init__(self, url: str, *, ours: bool) -> None:
-        made = make_url(url)
-        self._is_postgresql = made.get_backend_name() == "postgresql"
+    def __init__(self, urls: Sequence[str], *, ours: bool) -> None:
+        made = [make_url(url) for url in urls]
+        self._is_postgresql = made[0].get_backend_name() == "postgresql"
         self._name = f"fencelock-torture-{secrets.token_hex(4)}"
         self._holds_up = ours and self._is_postgresql
-        self._engine = create_engine(made, poolclass=NullPool, isolation_level="AUTOCOMMIT")
+        self._engines = [create_engine(url, poolclass=NullPool, isolation_level="AUTOCOMMIT") for url in made]
         if self._is_postgresql:
-            made = made.update_query_dict({"application_name": self._name})
-        self.url = made.render_as_string(hide_password=False)
+            made = [url.update_query_dict({"application_name": self._name}) for url in made]
+        self.urls = [url.render_as_string(hide_password=False) for url in made]
 
     def end(self, pids: Sequence[int], rng: random.Random, over: Callable[[], bool]) -> str:
-        """End some of them, if possible in the middle of a statement; return what was ended, for a person."""
-        with self._engine.connect() as connection:
+        """End some of them, if possible in the middle of a statement; return what was ended, for a person.
+
+        Raises:
+            DBAPIError: the database did not answer.
+        """
+        with rng.choice(self._engines).connect() as connection:
             if self._holds_up and rng.random() < 1 / 2:
                 with waiting_for_a_standby(connection):
                     ended = self._end_held_up(connection, over)

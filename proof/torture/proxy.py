@@ -1,4 +1,4 @@
-"""A network between workers and nodes that can be made bad: it delays, drops and duplicates.
+"""A network between workers and nodes, or databases, that can be made bad: it delays, drops and duplicates.
 
 A connection through it stays what TCP promises, a stream without holes: who drops something drops all that
 follows, until the connection ends. What arrives twice arrives the second time on a connection of its own,
@@ -19,6 +19,7 @@ from urllib.parse import urlsplit, urlunsplit
 
 _HOST: Final = "127.0.0.1"
 _REDIS_PORT: Final = 6379
+_REDIS: Final = ("redis", "rediss")
 _READ_SIZE: Final = 65536
 _VOTES: Final = (b"EVALSHA", b"EVAL")
 #: Seconds after which nobody waits for the answer to a duplicate any more.
@@ -107,7 +108,7 @@ class Proxy:
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, task: asyncio.Task[None]
     ) -> None:
         opening = b""
-        voted = lost = False
+        voted, lost = self._upstream.scheme not in _REDIS, False
         while piece := await reader.read(_READ_SIZE):
             weather = self._weather
             await self._wait(weather)

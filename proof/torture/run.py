@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Final
+from urllib.parse import urlsplit
 
 import redis
 from sqlalchemy import Engine
@@ -20,9 +21,12 @@ from sqlalchemy import Engine
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import Redlock
 from proof.servers import Nodes, Postgres
+from proof.servers.galera import Galera
+from proof.servers.patroni import Patroni
 from proof.torture import clocks, table
 from proof.torture.checker import Verdict, check_file
 from proof.torture.clocks import Clocks
+from proof.torture.clusters import CLUSTER_FAULTS
 from proof.torture.crew import Crew
 from proof.torture.doubt import Doubt
 from proof.torture.faults import start_lanes
@@ -32,7 +36,8 @@ from proof.torture.lease_connections import LeaseConnections
 from proof.torture.naive import NaiveLeases
 from proof.torture.plan import names
 from proof.torture.proxy import Proxies
-from proof.torture.settings import Settings
+from proof.torture.service import Service
+from proof.torture.settings import CLUSTERS, Settings
 from proof.torture.stage import Stage
 from proof.torture.worker import IMPATIENT, Places
 
@@ -83,10 +88,22 @@ def run(settings: Settings, tell: Callable[[float, int], None] = lambda *_: None
         finally:
             stage.over.set()
             crew.stop()
+        if not interrupted:
+            _await_healthy(servers.tools)
+        servers.engine.dispose()  # connections that a fault has ended
         rows = table.read_rows(servers.engine, guard=settings.guard)
     history = settings.output / "history.jsonl"
     _merge(history, began, crew, fault_journal, rows)
     return Result(check_file(history), history, skipped, (*crew.broken, *stage.trouble), interrupted)
+
+
+def _await_healthy(tools: Sequence[object]) -> None:
+    """Wait until a cluster of databases has got over its last fault."""
+    deadline = time.monotonic() + STALLED_AFTER
+    for cluster in tools:
+        if isinstance(cluster, Galera | Patroni):
+            while not cluster.is_healthy() and time.monotonic() < deadline:
+                time.sleep(_TICK)
 
 
 def _merge(history: Path, began: Run, crew: Crew, faults: Path, rows: Sequence[Row]) -> None:
@@ -109,7 +126,7 @@ def _supervise(stage: Stage, faults: Sequence[str], tell: Callable[[float, int],
     try:
         _wait_for_the_first(stage.crew)
         lanes = start_lanes(stage, faults)
-        _watch(stage, tell)
+        _watch(stage, CLUSTER_FAULTS.keys() & set(faults), tell)
     except KeyboardInterrupt:
         return True
     finally:
@@ -125,8 +142,11 @@ def _wait_for_the_first(crew: Crew) -> None:
         time.sleep(_TICK)
 
 
-def _watch(stage: Stage, tell: Callable[[float, int], None]) -> None:
-    """Return when it is enough, or when something went wrong with the run itself."""
+def _watch(stage: Stage, awaited: set[str], tell: Callable[[float, int], None]) -> None:
+    """Return when it is enough, or when something went wrong with the run itself.
+
+    Acquisitions are enough when each of the awaited faults was made as well.
+    """
     settings, crew = stage.settings, stage.crew
     began = last = time.monotonic()
     before = -1
@@ -139,7 +159,7 @@ def _watch(stage: Stage, tell: Callable[[float, int], None]) -> None:
             stage.trouble.append(f"nothing was acquired for {STALLED_AFTER:g} s")
         if settings.duration is not None and now - began >= settings.duration:
             return
-        if settings.acquisitions is not None and acquired >= settings.acquisitions:
+        if settings.acquisitions is not None and acquired >= settings.acquisitions and awaited <= stage.made:
             return
         time.sleep(_TICK)
 
@@ -171,7 +191,8 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
             authority.init(max_ttl=settings.ttl)
             if settings.nodes:
                 stack.callback(_remove_keys, urls, namespace)
-        database = stack.enter_context(_database(settings, folder))
+        databases = stack.enter_context(_databases(settings, folder, faults, tools))
+        database = databases[0]
         engine = table.engine_on(database)
         stack.callback(engine.dispose)
         fences = Style.GATE in settings.styles
@@ -184,14 +205,17 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         if "database-kill" in faults:
             tools.append(doubt := Doubt(database))
             doubt.prepare(each.name for each in table.tables(fences=fences))
-        leases = ""
+        leases: Sequence[str] = ()
         if settings.on_database:
             _prepare_leases(settings, database, stack)
-            leases = database
+            leases = databases
         if "connection-end" in faults:
-            tools.append(connections := LeaseConnections(database, ours=settings.embedded_database))
-            leases = connections.url
-        places = Places(urls, behind, namespace, database, leases, settings.output)
+            ours = settings.database == "postgresql"
+            tools.append(connections := LeaseConnections(databases, ours=ours))
+            leases = connections.urls
+        if settings.database in CLUSTERS and settings.quorum and settings.guard:
+            tools.append(stack.enter_context(Service(databases, names(settings))))
+        places = Places(urls, behind, namespace, databases, leases, settings.output)
         yield _Servers(places, authority, engine, tools)
 
 
@@ -217,15 +241,31 @@ def _nodes(settings: Settings, faults: Sequence[str], tools: Sequence[object]) -
 
 
 @contextmanager
-def _database(settings: Settings, folder: Path) -> Iterator[str]:
+def _databases(
+    settings: Settings, folder: Path, faults: Sequence[str], tools: list[object]
+) -> Iterator[Sequence[str]]:
+    """Yield URLs of the run's database, for the workers in turn; add what is broken to the tools."""
     if settings.database == "postgresql":
         # So that a COMMIT can be held up after it has taken place: see `doubt`.
         with Postgres(settings={"synchronous_commit": "on"}) as server:
-            yield server.create_database()
+            yield [server.create_database()]
     elif settings.database == "sqlite":
-        yield f"sqlite:///{folder}/rows.sqlite"
+        yield [f"sqlite:///{folder}/rows.sqlite"]
+    elif settings.database == "galera":
+        with Galera() as nodes:
+            tools.append(nodes)
+            yield nodes.urls
+    elif settings.database == "patroni":
+        with ExitStack() as stack:
+            tools.append(cluster := stack.enter_context(Patroni(synchronous=settings.synchronous)))
+            ports = cluster.ports
+            if "silence" in faults:
+                upstream = [f"tcp://127.0.0.1:{port}" for port in ports]
+                tools.append(proxies := stack.enter_context(Proxies(upstream, random.Random(settings.seed))))
+                ports = [urlsplit(url).port or 0 for url in proxies.urls]
+            yield cluster.urls(ports)
     else:
-        yield settings.database
+        yield [settings.database]
 
 
 def _remove_keys(urls: Sequence[str], namespace: str) -> None:

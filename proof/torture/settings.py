@@ -24,6 +24,28 @@ FAULTS: Final = {
     "database-kill": "have the database end connections in the middle of a COMMIT",
     "connection-end": "end connections over which a database grants leases",
 }
+#: What a cluster of databases is, and the faults that only it has. Each is made once at least.
+CLUSTERS: Final = {
+    "galera": {
+        "galera-kill": "SIGKILL a node, which comes back with its data",
+        "galera-leave": "SIGTERM a node, which leaves its group and joins again",
+        "galera-blank": "SIGKILL a node, which comes back without its data",
+        "galera-pause": "SIGSTOP a node for longer than its group waits for it",
+        "galera-minority": "SIGSTOP two nodes, so that the third has no majority",
+        "galera-isolate": "cut a node off its group, while clients reach it",
+    },
+    "patroni": {
+        "switchover": "ask Patroni to make another node the primary",
+        "primary-kill": "SIGKILL the primary's PostgreSQL, which Patroni starts again",
+        "primary-crash": "SIGKILL the primary's PostgreSQL and its Patroni, which come back later",
+        "primary-pause": "SIGSTOP the primary's PostgreSQL and its Patroni until another node leads",
+        "two-primaries": "SIGSTOP the primary's Patroni until another node leads beside the old primary",
+        "etcd-pause": "SIGSTOP two of three members of etcd for longer than Patroni's ttl",
+        "silence": "keep connections open and pass nothing on, for all clients and nodes",
+        "lag": "SIGSTOP the processes that feed the standbys, then SIGKILL the primary and its Patroni",
+    },
+}
+_OF_CLUSTERS: Final = {fault: cluster for cluster, faults in CLUSTERS.items() for fault in faults}
 #: Those that break nodes, fewer than a majority at a time.
 _OF_NODES: Final = frozenset(
     {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
@@ -36,11 +58,12 @@ AUTHORITIES: Final = (NODES, DATABASE)
 #: Styles of writing for which something is promised.
 PROMISED: Final = tuple(style for style in Style if style is not Style.CORE)
 #: The servers that are started unless others are named.
-EMBEDDED: Final = ("postgresql", "sqlite")
+EMBEDDED: Final = ("postgresql", "sqlite", *CLUSTERS)
 
 
-def default_faults(authority: str) -> tuple[str, ...]:
-    return tuple(each for each in FAULTS if authority == DATABASE or each != "connection-end")
+def default_faults(authority: str, database: str = "") -> tuple[str, ...]:
+    general = (each for each in FAULTS if authority == DATABASE or each != "connection-end")
+    return (*general, *CLUSTERS.get(database, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +90,14 @@ class Settings:
     styles: tuple[Style, ...] = PROMISED
     guard: bool = True
     quorum: bool = True
+    synchronous: bool = False
 
     def __post_init__(self) -> None:
         for fault in self.faults:
-            if fault not in FAULTS:
-                raise ValueError(f"there is no fault {fault!r}; choose from {', '.join(FAULTS)}")
+            if fault not in FAULTS and fault not in _OF_CLUSTERS:
+                raise ValueError(
+                    f"there is no fault {fault!r}; choose from {', '.join((*FAULTS, *_OF_CLUSTERS))}"
+                )
         self._check_authority()
         if self.duration is None and self.acquisitions is None:
             raise ValueError("when is it enough? Give --duration, --acquisitions, or both")
@@ -95,6 +121,8 @@ class Settings:
             raise ValueError(f"--authority is one of {', '.join(AUTHORITIES)}, not {self.authority!r}")
         if self.on_database and self.nodes:
             raise ValueError("--nodes are for --authority nodes: with --authority database there are none")
+        if self.synchronous and self.database != "patroni":
+            raise ValueError("--synchronous is for --database patroni")
 
     @property
     def on_database(self) -> bool:
@@ -117,8 +145,10 @@ class Settings:
         """Return which of the faults cannot be had with these settings, and why."""
         return {fault: why for fault in self.faults if (why := self._reason_against(fault))}
 
-    def _reason_against(self, fault: str) -> str:  # noqa: PLR0911 - a table, in effect
+    def _reason_against(self, fault: str) -> str:  # noqa: C901, PLR0911 - a table, in effect
         match fault:
+            case str() if _OF_CLUSTERS.get(fault, self.database) != self.database:
+                return f"it is for --database {_OF_CLUSTERS[fault]}"
             case str() if fault in _WITH_NODES and self.on_database:
                 return "the database grants the leases, and there are no nodes"
             case str() if fault in _OF_NODES | {"clock"} and self.nodes:

@@ -47,6 +47,8 @@ class Stage:
     over: threading.Event = field(default_factory=threading.Event)
     #: Sentences about faults that could not be made, or were not got over.
     trouble: list[str] = field(default_factory=list)
+    #: The faults that were made.
+    made: set[str] = field(default_factory=set)
     #: One lock a node, held by the fault that breaks it.
     busy: list[threading.Lock] = field(init=False)
 
@@ -76,6 +78,7 @@ class Stage:
         finally:
             for target in targets:
                 self.journal.note(Fault(fault, target, began, time.monotonic_ns(), note.detail))
+            self.made.add(fault)
 
     @contextmanager
     def some_nodes(self, rng: random.Random, most: int, fault: str) -> Iterator[tuple[list[int], Note]]:

@@ -27,7 +27,7 @@ from weakref import WeakSet
 from fencelock._steps import Steps
 from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
-from fencelock.errors import FencelockError, LockError, LockLostError
+from fencelock.errors import FencelockError, LockLostError
 from fencelock.lease import Lease
 from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
@@ -55,8 +55,8 @@ class Places:
     nodes: Sequence[str]
     proxies: Sequence[str]
     namespace: str
-    database: str
-    leases: str  #: URL of the database that grants them, if one does
+    databases: Sequence[str]  #: URLs, for the workers in turn
+    leases: Sequence[str]  #: the same of the database that grants them, if one does
     folder: Path
 
 
@@ -76,6 +76,14 @@ class Assignment:
     @property
     def urls(self) -> Sequence[str]:
         return self.places.proxies if self.proxied else self.places.nodes
+
+    @property
+    def database(self) -> str:
+        return self.places.databases[self.number % len(self.places.databases)]
+
+    @property
+    def leases(self) -> str:
+        return self.places.leases[self.number % len(self.places.leases)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +140,8 @@ class Worker:
         self._rng = random.Random(f"{assignment.settings.seed}/{assignment.number}/{assignment.life}")
         self._notes = Notes(assignment.number, journal := Journal(assignment.journal))
         self._storage = Storage(
-            engine_on(assignment.places.database),
-            async_engine_on(assignment.places.database) if assignment.tasks else None,
+            engine_on(assignment.database),
+            async_engine_on(assignment.database) if assignment.tasks else None,
             journal,
             assignment.number,
             guard=assignment.settings.guard,
@@ -178,7 +186,7 @@ class Worker:
     def _settle(self, lock: FencedLock[Any], plan: Plan) -> Steps[None]:
         """After a COMMIT in doubt, mint a new token and add with that."""
         old, stopped = _tokens(lock), time.monotonic_ns()
-        with suppress(LockError):
+        with suppress(FencelockError):
             yield Step(lock.remint, lock.aio.remint)
             self._note_acquisition(lock, stopped)
             self._notes.released(old, stopped)
@@ -221,8 +229,8 @@ def _authority(assignment: Assignment) -> Authority:
     settings = assignment.settings
     if settings.on_database:
         if not settings.quorum:
-            return NaiveLeases(assignment.places.leases)
-        return authority_on(assignment.places.leases, for_tasks=bool(assignment.tasks))
+            return NaiveLeases(assignment.leases)
+        return authority_on(assignment.leases, for_tasks=bool(assignment.tasks))
     if not settings.quorum:
         return NaiveRedlock(assignment.urls)
     return Redlock(

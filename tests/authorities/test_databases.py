@@ -136,6 +136,9 @@ def test_ended_connections_are_replaced(on_server: Engine, end_all: Callable[[],
         assert not isinstance(extended, Exception)
         end_all()
         assert authority.release(extended) is True
+        several = authority.acquire(("a", "b"), ttl=5, timeout=0)
+        end_all()
+        assert authority.release(authority.remint(several, 5)) is True  # it is one transaction
 
 
 def test_all_idle_connections_are_given_up_together(on_server: Engine, end_all: Callable[[], None]) -> None:

@@ -8,13 +8,17 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, contextmanager
 from typing import Final
 
 import pytest
-from sqlalchemy import create_engine, make_url
+from sqlalchemy import NullPool, create_engine, make_url
 from sqlalchemy.ext.asyncio import create_async_engine
 
-from fencelock import Database, FencedLock, LockLostError, QuorumError
+from fencelock import Database, FencedLock, LockLostError, LockTimeoutError, QuorumError
+from proof.servers import Postgres
+from proof.torture.doubt import waiting_for_a_standby
 from tests.authorities.faces import AsyncFace, BlockingFace, Face, Loop, is_held
 from tests.polling import eventually
 from tests.silence import Proxy
@@ -177,6 +181,47 @@ def test_what_a_loop_left_owed_is_released_by_the_next(proxy: Proxy, beside: Fac
         proxy.speak()
         assert is_held(beside, "first")
         asyncio.run(asyncio.wait_for(release_twice(), 20))
+
+
+@pytest.fixture
+def hold_up() -> Iterator[tuple[Face, Callable[[], AbstractContextManager[None]]]]:
+    """A client of a server of this test, and a block in which COMMITs of grants wait for a standby."""
+    with Postgres(settings={"synchronous_commit": "on"}) as server, Database(server.url) as authority:
+        authority.init()
+        face = BlockingFace(authority)
+        face.release(face.acquire("r"))
+        engine = create_engine(server.url, isolation_level="AUTOCOMMIT", poolclass=NullPool)
+        with engine.connect() as connection:
+
+            @contextmanager
+            def held_up() -> Iterator[None]:
+                with waiting_for_a_standby(connection):
+                    time.sleep(0.5)  # until the server has read its settings
+                    yield
+
+            yield face, held_up
+
+
+HoldUp = tuple[Face, Callable[[], AbstractContextManager[None]]]
+
+
+def test_timeout_leaves_nothing_though_a_grant_comes_late(hold_up: HoldUp) -> None:
+    """The statement was hung up and sent again, and the second one met the row lock of the first."""
+    face, held_up = hold_up
+    with held_up(), pytest.raises(LockTimeoutError):
+        face.acquire("r", ttl=60.0, timeout=4.0)
+    assert eventually(lambda: not is_held(face, "r"))
+    assert took(lambda: face.acquire("r", timeout=5.0)) < 5.0
+
+
+def test_acquisition_does_not_wait_for_its_own_late_grant(hold_up: HoldUp) -> None:
+    """What holds the lock is a statement that it has sent itself."""
+    face, held_up = hold_up
+    with ThreadPoolExecutor() as threads:
+        with held_up():
+            late = threads.submit(face.acquire, "r", ttl=60.0, timeout=30.0)
+            time.sleep(4.0)
+        assert took(late.result) < 3.0
 
 
 @_each_driver

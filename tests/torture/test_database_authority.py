@@ -62,8 +62,8 @@ def is_there(connection: Connection) -> bool:
 def test_connections_of_others_do_not_end(postgres: Postgres) -> None:
     """Only those that bear the name of the run's leases."""
     url = postgres.create_database()
-    ends = LeaseConnections(url, ours=False)
-    mine, others = (create_engine(each, poolclass=NullPool) for each in (ends.url, url))
+    ends = LeaseConnections([url], ours=False)
+    mine, others = (create_engine(each, poolclass=NullPool) for each in (ends.urls[0], url))
     with mine.connect() as ended, others.connect() as kept:
         assert ends.end([], random.Random(1), lambda: False) == "1 connections"
         assert (is_there(ended), is_there(kept)) == (False, True)
@@ -74,7 +74,7 @@ def test_connections_of_others_do_not_end(postgres: Postgres) -> None:
 @pytest.mark.parametrize("database_url", ["mariadb"], indirect=True)
 def test_connections_of_other_processes_do_not_end(database_url: str) -> None:
     """MariaDB shows the port that a connection comes from: only a worker's connections are ended."""
-    ends = LeaseConnections(database_url, ours=False)
+    ends = LeaseConnections([database_url], ours=False)
     engine = create_engine(database_url, poolclass=NullPool)
     with engine.connect() as connection:
         connection.execute(text("SELECT 1"))

@@ -64,7 +64,7 @@ class Acquiring(Releasing):
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except QuorumError as error:
-            if is_in_doubt(error.__cause__):
+            if is_in_doubt(error.__cause__) or waiting.place.is_late:
                 yield from self._owe(nonce, Owed(resources, time.monotonic() + ttl, in_doubt=True))
             if (unused := waiting.place.grant) is not None:
                 yield from self._owe(unused.proof, Owed(resources, unused.expires_at, in_doubt=False))
@@ -73,6 +73,8 @@ class Acquiring(Releasing):
             raise
         except BaseException as error:
             nonces = [] if isinstance(error, FencelockError) else [nonce]
+            if waiting.place.is_late and not nonces:
+                yield from self._owe(nonce, Owed(resources, time.monotonic() + ttl, in_doubt=True))
             if (unused := waiting.place.grant) is not None:
                 nonces.append(unused.proof)
             if nonces:
@@ -111,12 +113,15 @@ class Acquiring(Releasing):
         while True:
             place.is_due = False
             began = time.monotonic()
+            again: list[BaseException] = []
+            until = max(end, began + ANSWER[0])
             try:
                 grant: Grant = place.grant or (
-                    yield from self.asking(work, until=max(end, began + ANSWER[0]), patient=False)
+                    yield from self.asking(work, until=until, patient=False, again=again)
                 )
             except RefusedError:
                 waited = True
+                place.is_late = place.is_late or any(map(is_in_doubt, again))
                 if time.monotonic() >= end:
                     yield from self._refusing(waiting)
                 yield from self._waiting(waiting)
@@ -163,6 +168,9 @@ class Acquiring(Releasing):
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
                 yield Later(functools.partial(self._listening, waiting.queues))
+        if waiting.place.is_late:  # the database may say that it is held by this very acquisition
+            yield from self._pausing(waiting, next(waiting.looks))
+            return True
         while not waiting.place.is_due and (held := (yield from self._held(waiting))):
             longest, now = max(held.values()), time.monotonic()
             if now >= waiting.end:

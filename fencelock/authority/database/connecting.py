@@ -142,7 +142,7 @@ class Connecting(WithLoops):
         *,
         until: float | None = None,
         patient: bool = True,
-        again: list[object] | None = None,
+        again: list[BaseException] | None = None,
     ) -> Steps[Any]:
         """Have work done, and again where its connection was lost (noted in `again`) or a lock in the way.
 
@@ -255,7 +255,7 @@ class Connecting(WithLoops):
         except _OURS as error:  # the connection can still be used
             if is_elsewhere(error):
                 connection.invalidate()
-            elif step.atomic:
+            elif step.atomic and not is_lost(error):
                 with contextlib.suppress(SQLAlchemyError):
                     connection.execute("ROLLBACK")
             raise

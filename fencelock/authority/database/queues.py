@@ -91,6 +91,8 @@ class Place:
         self.ttl = ttl
         #: The holder before has transferred this to the caller.
         self.grant: Grant | None = None
+        #: A statement that was hung up may still grant the resource to this caller.
+        self.is_late = False
         #: The resource has been released, or the database keeps it for this world.
         self.is_due = False
         #: The database keeps it for another world.

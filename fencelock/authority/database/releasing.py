@@ -81,7 +81,7 @@ class Releasing(Connecting):
 
         began = time.monotonic()
         until = min(grant.expires_at, began + ANSWER[0]) if grant.expires_at > began else began + ANSWER[1]
-        again: list[object] = []
+        again: list[BaseException] = []
         token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
         if token is not None:
             transferred = Grant(grant.resources, (token,), validity(began, place.ttl), nonce)
@@ -152,7 +152,7 @@ class Releasing(Connecting):
                 count += done.changed
             return count
 
-        again: list[object] = []
+        again: list[BaseException] = []
         now = time.monotonic()
         until = min(ends, now + ANSWER[0]) if ends > now else now + ANSWER[1]
         count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
