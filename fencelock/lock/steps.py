@@ -134,13 +134,13 @@ class Acquisition:
 
 
 def _warn_of_connection(resources: tuple[str, ...]) -> None:
-    """Tell, once in a process, that who waits for a lock keeps a connection of the program meanwhile."""
+    """Tell, once in a process, that a caller keeps a connection of the program while it waits."""
     session = latest() if (latest := latest_session.get()) is not None else None
     if session is not None and session.in_transaction() and not _warned:
         _warned.append(resources)
         logger.warning(
             "%s: a session of this thread or task has begun a transaction, and keeps a connection while the "
-            "lock is waited for; so callers who wait can use up the pool. Call session.rollback() before the "
+            "lock is waited for; so waiting callers can use up the pool. Call session.rollback() before the "
             "lock, or read inside it. This is told once",
             named(resources),
         )

@@ -1,7 +1,7 @@
 """The connections of a database that grants leases: a bounded pool, and an end for each statement.
 
-No connection is pinged before it is used. Where one was lost, SQLAlchemy throws away all that are older, and
-the statement is sent again.
+No connection is pinged before it is used. Behind a lost one, older ones are thrown away, and the statement is
+sent again.
 """
 
 from __future__ import annotations
@@ -115,8 +115,8 @@ _in_turn: Final[WeakSet[Pool]] = WeakSet()
 def _begin_in_turn(theirs: Pool, own: Pool) -> None:
     """Have the first connections of two pools wait for each other.
 
-    The first of all asks what the server is, and tells the dialect, which both have. A pool lets its own
-    connections wait until that is done; those of the other would go on with a dialect that knows nothing.
+    The first of all asks what the server is, and tells the dialect, which both have. The other pool would go
+    on with a dialect that knows nothing.
     """
     is_async = isinstance(own, AsyncAdaptedQueuePool)
     if is_async and theirs in _in_turn:

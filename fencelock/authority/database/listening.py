@@ -1,8 +1,6 @@
 """How PostgreSQL's calls reach a world whose callers wait: by a connection of its own, which listens.
 
-PgBouncer in transaction mode passes no calls on. So a world believes that it hears when a call to itself,
-sent over another connection, has arrived. Until then, and where it does not, its callers look again and
-again.
+PgBouncer in transaction mode passes no calls on. So a world believes that it hears after a call to itself.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fencelock.authority")
 
-#: Seconds without anybody who waits, after which the connection is closed.
+#: Seconds without a caller that waits, after which the connection is closed.
 _IDLE: Final = 60.0
 #: Seconds in which a world has to hear itself.
 _PROOF: Final = 2.0
@@ -34,19 +32,15 @@ _LOOK: Final = 1.0
 
 
 class Ear:
-    """A step: hear the calls for a world, until nobody has waited for a while.
-
-    Args:
-        queues: of the world.
-        calling: makes the steps that call this world, over another connection.
-        passing_on: makes the steps that pass a resource on that is kept for this world, where nobody waits.
-    """
+    """A step: hear the calls for a world, until no caller has waited for a while."""
 
     def __init__(
         self, queues: Queues, calling: Callable[[str], Steps[Any]], passing_on: Callable[[str], Steps[Any]]
     ) -> None:
         self._queues = queues
+        #: Makes the steps that call this world, over another connection.
         self._calling = calling
+        #: Makes the steps that pass on a resource that is kept for this world, though no caller waits.
         self._passing_on = passing_on
         self._began = time.monotonic()
         self._bell: Any = queues.new_bell()
@@ -119,7 +113,7 @@ class Ear:
 
     def _goes_on(self) -> bool:
         if not self._queues.hears and time.monotonic() > self._began + _PROOF:
-            logger.info("no calls arrive, as behind PgBouncer: who waits for a lock looks again and again")
+            logger.info("no calls arrive, as behind PgBouncer: a caller that waits looks again and again")
             return False
         return not self._is_over and not self._queues.is_idle(_IDLE)
 
@@ -142,4 +136,4 @@ class Ear:
 
 
 def _nothing() -> None:
-    """Hang up what is not connected."""
+    """Hang up nothing, before there is a connection."""

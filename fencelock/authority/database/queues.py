@@ -1,12 +1,4 @@
-"""Who waits for a resource: the callers of one world stand in a queue, and only the first asks the database.
-
-A world is the blocking code of a process, or an event loop. So a thousand callers cost the database as
-little as one. A caller transfers what it has to the next one of its world, for a short turn.
-
-The worlds have a queue, too: the column `queue` has the names of those that wait. What is released behind a
-turn is kept for the first of them for a moment, and PostgreSQL calls it by NOTIFY. All of this is hints. What
-is lost, late or made up costs time, never a token.
-"""
+"""The queues of callers that wait for a resource: one in each world, and one of worlds in the database."""
 
 from __future__ import annotations
 
@@ -26,6 +18,14 @@ from fencelock._owners import current_stack
 from fencelock._threads import sleep_until_rung
 from fencelock.authority.base import Grant
 from fencelock.errors import QuorumError
+
+# A world is the blocking code of a process, or an event loop. Only the first caller of its queue asks the
+# database, so a thousand callers cost as little as one. A holder transfers its lease to the next caller of
+# its world, for a short turn.
+#
+# The column `queue` has the names of the worlds that wait. Behind a turn, the resource is kept for the first
+# of them for a moment, and PostgreSQL calls that world by NOTIFY. All of this is hints: a hint that is lost,
+# late or made up costs time, never a token.
 
 #: A step: return the `Queues` of the caller's world.
 QUEUES: Final = object()
@@ -82,25 +82,22 @@ class LoopBell:
 
 
 class Place:
-    """A caller's place in a queue: at first in one of its own.
-
-    Attributes:
-        bell: rings when one of the following has changed.
-        is_due: the resource has been released, or the database keeps it for this world.
-        looks: the database keeps it for another world.
-        error: why the first of the queue could not ask.
-        grant: what the holder before has transferred to this caller.
-        is_late: a statement that was hung up may still grant it to this caller.
-        ttl: of the acquisition, in seconds.
-    """
+    """A caller's place in a queue: at first in one of its own."""
 
     def __init__(self, bell: Bell, ttl: float) -> None:
+        #: Rings when one of the following has changed.
         self.bell = bell
+        #: Seconds, of the lease that is wanted.
         self.ttl = ttl
+        #: The holder before has transferred this to the caller.
         self.grant: Grant | None = None
-        self.is_due = False
+        #: A statement that was hung up may still grant the resource to this caller.
         self.is_late = False
+        #: The resource has been released, or the database keeps it for this world.
+        self.is_due = False
+        #: The database keeps it for another world.
         self.looks = False
+        #: Why the first of the queue could not ask.
         self.error: QuorumError | None = None
         self.stack = current_stack()
         self.queue = Queue(deque([ref(self)]))
@@ -164,17 +161,13 @@ class Queue:
 
 
 class Queues:
-    """The queues of a world.
-
-    Attributes:
-        name: of the world, in the column `queue`.
-        hears: PostgreSQL's calls arrive.
-        waited: the last acquisition had to wait, so the next one will, mostly.
-    """
+    """The queues of a world."""
 
     def __init__(self, bell: Callable[[], Bell], *, in_threads: bool) -> None:
         self.name = f"{secrets.token_hex(4)[: NAME_LENGTH - 1]},"
+        #: PostgreSQL's calls arrive.
         self.hears = False
+        #: The last acquisition had to wait, so the next one will, mostly.
         self.waited = False
         #: What hears the calls.
         self.ear: Any = None
@@ -189,7 +182,7 @@ class Queues:
         return Place(self.new_bell(), ttl)
 
     def join(self, resource: str, place: Place) -> None:
-        """Make it the last in the queue; not that of a signal handler that has interrupted one who waits."""
+        """Make it the last in the queue, unless it is that of a signal handler inside a caller that waits."""
         with self._mutex:
             queue = self._queues.setdefault(resource, place.queue)
             if queue is place.queue:
@@ -238,7 +231,7 @@ class Queues:
             return True
 
     def released(self, resource: str, kept_for: str | None) -> None:
-        """Wake the first, behind a release that has kept the resource for a world; None for nobody."""
+        """Wake the first, behind a release that has kept the resource for a world, or for none."""
         with self._mutex:
             if (queue := self._queues.get(resource)) is None:
                 return
@@ -250,7 +243,7 @@ class Queues:
                 place.bell.ring()
 
     def call(self, resource: str) -> bool:
-        """Wake who waits for a resource that is kept for this world; return False where nobody does."""
+        """Wake the first caller for a resource that is kept for this world; return False if there is none."""
         with self._mutex:
             if (queue := self._queues.get(resource)) is None or queue.first is None:
                 return False
@@ -267,7 +260,7 @@ class Queues:
         return True
 
     def is_idle(self, seconds: float) -> bool:
-        """Return whether nobody has waited for so long."""
+        """Return whether no caller has waited for this time."""
         return not self._queues and time.monotonic() > self._last_wait + seconds
 
     def go_deaf(self) -> None:

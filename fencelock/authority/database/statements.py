@@ -60,8 +60,8 @@ _REMINT: Final = (
 _TRANSFER: Final = """
 UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {until}, holder = :holder,
     since = {now} WHERE {held}{durably}"""
-# What is released is kept for the first of the queue, for a moment. No assignment reads a column that an
-# earlier one has changed.
+# A resource that is released is kept for the first of the queue, for a moment. No assignment reads a column
+# that an earlier one has changed.
 _RELEASE: Final = """
 UPDATE {table} SET expires_at = CASE WHEN COALESCE(queue, '') = '' THEN expires_at ELSE {moment} END,
     nonce = NULLIF(SUBSTR(queue, 1, 8), ''), queue = SUBSTR(queue, 9) WHERE {ours}"""
@@ -208,7 +208,7 @@ class Statements:
             return Statement(template, driver)
 
         self.begin = words["begin"]
-        #: Whether a release calls who waits.
+        #: Whether a release calls the next world.
         self.can_call = dialect == "postgresql"
         #: May return a row with the token if the resource is ours, or tell the token as `lastrowid`.
         self.acquire = said(words["acquire"])
@@ -226,7 +226,7 @@ class Statements:
         )
         self.extend = said("UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}")
         self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
-        #: Joins the queue of what is held; PostgreSQL tells the seconds for which it is.
+        #: Joins the queue of a resource that is held; PostgreSQL tells for how many seconds it is.
         self.queue_up = said(words["queue_up"])
         self.call = said("SELECT pg_notify(:channel, '')")
         self.is_standby = said("SELECT {standby}")

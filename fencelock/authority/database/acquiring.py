@@ -1,0 +1,242 @@
+"""How leases are acquired: by an attempt, or behind a wait in the queues."""
+
+from __future__ import annotations
+
+import functools
+import math
+import secrets
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import Any, Final, NamedTuple
+
+from fencelock._steps import Steps
+from fencelock.authority.base import Grant, held_by_another, named, too_slow, validity
+from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, is_in_doubt
+from fencelock.authority.database.connections import Lent
+from fencelock.authority.database.listening import Ear
+from fencelock.authority.database.loops import Abandon, Later, Wait, pauses
+from fencelock.authority.database.queues import QUEUES, Place, Queues
+from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
+from fencelock.errors import FencelockError, QuorumError
+
+#: Seconds between two looks at what another holds: where the database calls; or they grow from the first, at
+#: most to the second.
+_HEARING: Final = 0.25
+_PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.005, 0.05), "sqlite": (0.001, 0.05)}
+
+
+class _Waiting(NamedTuple):
+    """What an acquisition waits for, until when, and where it stands."""
+
+    resources: tuple[str, ...]
+    end: float
+    queues: Queues
+    place: Place
+    looks: Iterator[float]
+
+    @property
+    def is_called(self) -> bool:
+        """Whether the database calls when it is the turn of this world."""
+        return self.queues.hears and len(self.resources) == 1
+
+
+class Acquiring(Releasing):
+    """A database that grants leases."""
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        #: For how many seconds acquisitions have waited that had to, about.
+        self._waits = 1.0
+
+    def acquiring(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = False,  # noqa: ARG002 - was refused
+    ) -> Steps[Grant]:
+        nonce = secrets.token_hex(16)
+        queues: Queues = yield QUEUES
+        end = math.inf if timeout is None else time.monotonic() + timeout
+        waiting = _Waiting(resources, end, queues, queues.new_place(ttl), self._looks())
+        try:
+            return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
+        except QuorumError as error:
+            if is_in_doubt(error.__cause__) or waiting.place.is_late:
+                yield from self._owe(nonce, Owed(resources, time.monotonic() + ttl, in_doubt=True))
+            if (unused := waiting.place.grant) is not None:
+                yield from self._owe(unused.proof, Owed(resources, unused.expires_at, in_doubt=False))
+            raise
+        except GeneratorExit:
+            raise
+        except BaseException as error:
+            nonces = [] if isinstance(error, FencelockError) else [nonce]
+            if waiting.place.is_late and not nonces:
+                yield from self._owe(nonce, Owed(resources, time.monotonic() + ttl, in_doubt=True))
+            if (unused := waiting.place.grant) is not None:
+                nonces.append(unused.proof)
+            if nonces:
+                until = time.monotonic() + ttl
+                yield Abandon(functools.partial(self._abandoning, resources, nonces, until))
+            raise
+
+    def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
+        """Take these steps behind the callers of this world that wait for the same resource."""
+        resources, end, queues, place, _ = waiting
+        try:
+            if len(resources) == 1 and end > time.monotonic():
+                queues.join(resources[0], place)
+            return (yield from steps)
+        except QuorumError as error:
+            if error.__cause__ is not None:
+                queues.fail(place, error)
+            raise
+        finally:
+            queues.leave(resources[0], place)
+
+    def _attempts(self, waiting: _Waiting, nonce: str, ttl: float) -> Steps[Grant]:
+        resources, end, queues, place, _ = waiting
+        began = time.monotonic()
+
+        def attempt(connection: Lent) -> Grant:
+            tokens = self._mint(connection, resources, nonce, ttl, queues.name)
+            return Grant(resources, tuple(tokens), validity(began, ttl), nonce)
+
+        work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
+        waited = yield from self._standing(waiting)
+        # An attempt on several, one of which is held, would lock the rows of the others meanwhile.
+        if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
+            waited = (yield from self._waiting(waiting)) or waited
+        first = began
+        while True:
+            place.is_due = False
+            began = time.monotonic()
+            again: list[BaseException] = []
+            until = max(end, began + ANSWER[0])
+            try:
+                grant: Grant = place.grant or (
+                    yield from self.asking(work, until=until, patient=False, again=again)
+                )
+            except RefusedError:
+                waited = True
+                place.is_late = place.is_late or any(map(is_in_doubt, again))
+                if time.monotonic() >= end:
+                    yield from self._refusing(waiting)
+                yield from self._waiting(waiting)
+                continue
+            if time.monotonic() < grant.expires_at:
+                queues.waited = waited
+                if waited:
+                    self._waits += (time.monotonic() - first - self._waits) / 8
+                place.queue.note_grant()
+                return grant
+            yield from self._giving_back(resources, grant.proof)
+            raise too_slow(self._shown, ttl, resources)
+
+    def _mint(
+        self, connection: Lent, resources: tuple[str, ...], nonce: str, ttl: float, world: str
+    ) -> Iterator[int]:
+        """Acquire the resources for this nonce; return a token for each."""
+        asked = {"nonce": nonce, "ttl": ttl, "holder": holder(), "world": world}
+        tokens = {}
+        for resource in sorted(resources):
+            token = self.token_of(connection, self._says.acquire, {**asked, "resource": resource})
+            if token is None:
+                raise RefusedError
+            tokens[resource] = token
+        return map(tokens.__getitem__, resources)
+
+    def _standing(self, waiting: _Waiting) -> Steps[bool]:
+        """Wait until the callers before this one have the resource, or have given up; tell if any were."""
+        place, was_first = waiting.place, waiting.place.is_first
+        while not place.is_first and place.error is None:
+            if time.monotonic() >= waiting.end:
+                raise held_by_another(waiting.resources, place.queue.held_for)
+            yield Wait(waiting.end, named(waiting.resources), place.bell)
+        if place.error is not None:
+            raise QuorumError(str(place.error), nodes=place.error.nodes)
+        if not was_first:
+            yield from self._pausing(waiting, next(waiting.looks))
+            yield from self._waiting(waiting)
+        return not was_first
+
+    def _waiting(self, waiting: _Waiting) -> Steps[bool]:
+        """Wait until all of the resources look free; tell if it took any time."""
+        waited = False
+        if self._says.can_call and waiting.queues.has_to_listen:
+            with suppress(RuntimeError):  # no thread can be started
+                yield Later(functools.partial(self._listening, waiting.queues))
+        if waiting.place.is_late:  # the database may say that it is held by this very acquisition
+            yield from self._pausing(waiting, next(waiting.looks))
+            return True
+        while not waiting.place.is_due and (held := (yield from self._held(waiting))):
+            longest, now = max(held.values()), time.monotonic()
+            if now >= waiting.end:
+                raise held_by_another(held, longest)
+            waited = True
+            pause = _HEARING if waiting.is_called else next(waiting.looks)
+            yield from self._pausing(waiting, min(pause, longest))
+        return waited
+
+    def _pausing(self, waiting: _Waiting, seconds: float) -> Steps[None]:
+        """Wait for these seconds, or until this place is called."""
+        place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
+        while time.monotonic() < until and not place.is_due and not place.looks:
+            yield Wait(until, named(waiting.resources), place.bell)
+        place.looks = False
+
+    def _looks(self) -> Iterator[float]:
+        """Yield the pauses between looks: short ones where waits were short so far."""
+        shortest, longest = _PAUSES[self._dialect]
+        return pauses(shortest, min(longest, max(2 * shortest, self._waits / 4)))
+
+    def _refusing(self, waiting: _Waiting) -> Steps[None]:
+        held = yield from self._held(waiting, gives_up=True)
+        raise held_by_another(held or waiting.resources, max(held.values(), default=None))
+
+    def _listening(self, queues: Queues) -> Steps[None]:
+        """Hear the calls for a world, until no caller has waited for a while."""
+
+        def calling(channel: str) -> Steps[Any]:
+            return self.asking(
+                Work(lambda connection: connection.execute(self._says.call, {"channel": channel}))
+            )
+
+        def passing_on(resource: str) -> Steps[Any]:
+            asked = {"resources": (resource,), "nonce": queues.name}
+            return self.asking(Work(lambda connection: connection.execute(self._says.release, asked)))
+
+        queues.ear = Ear(queues, calling, passing_on)
+        try:
+            yield queues.ear
+        finally:
+            queues.ear.close()
+
+    def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
+        """Return those of the resources that are held, with the seconds for which they are.
+
+        A caller that does not give up queues up for one that is held, if it wants no other.
+        """
+        resources, queue, world = waiting.resources, waiting.place.queue, waiting.queues.name
+        queues_up = not gives_up and len(resources) == 1 and queue.has_to_queue
+
+        def look(connection: Lent) -> list[Any]:
+            if queues_up:
+                asked = {"resource": resources[0], "world": world}
+                queued = connection.execute(self._says.queue_up, asked)
+                if self._says.can_call:
+                    return [(resources[0], *row) for row in queued.rows]
+            return [
+                row
+                for part in parts(resources)
+                for row in connection.execute(self._says.occupied, {"resources": part, "world": world}).rows
+            ]
+
+        until = max(waiting.end, time.monotonic() + ANSWER[0])
+        rows = yield from self.asking(Work(look, durable=False), until=until)
+        held = {name: float(left) for name, left in rows}
+        if held:
+            queue.held_until = time.monotonic() + max(held.values())
+        return held

@@ -1,0 +1,182 @@
+"""How leases are released, or transferred to the next caller; what a silent server leaves owed."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import math
+import os
+import secrets
+import time
+from collections.abc import Iterator
+from typing import Any, Final, NamedTuple
+
+from fencelock._owners import name_of_process
+from fencelock._steps import Steps
+from fencelock.authority.base import Grant, named, validity
+from fencelock.authority.database.connecting import ANSWER, Connecting, Work
+from fencelock.authority.database.connections import Lent
+from fencelock.authority.database.loops import Abandon, Later, Wait, pauses
+from fencelock.authority.database.queues import QUEUES, Place, Queues
+from fencelock.authority.database.statements import Statement
+from fencelock.errors import AuthorityError, QuorumError
+
+logger = logging.getLogger("fencelock.authority")
+
+#: Some world, for which a resource may be kept.
+_ANOTHER: Final = "another"
+#: Resources that one statement extends or releases.
+BATCH: Final = 500
+
+
+class Owed(NamedTuple):
+    """A release that is to come."""
+
+    resources: tuple[str, ...]
+    #: When the lease ends by itself, on the clock of `time.monotonic`.
+    until: float
+    #: The acquisition may still be on its way to the server: a release that finds nothing has come too early.
+    in_doubt: bool
+
+
+class Releasing(Connecting):
+    """A database that releases leases."""
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._owed: dict[str, Owed] = {}
+        self._settles = False
+
+    def releasing(self, grant: Grant) -> Steps[bool | None]:
+        queues: Queues = yield QUEUES
+        #: The nonces of the lease and of the one that it may become, and when these end.
+        ends = {grant.proof: grant.expires_at}
+        try:
+            if (place := queues.next_of(grant.resources)) is not None:
+                ends[nonce := secrets.token_hex(16)] = time.monotonic() + place.ttl
+                return (yield from self._transferring(grant, nonce, queues, place))
+            return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
+        except QuorumError as error:
+            for each, until in ends.items():
+                yield from self._owe(each, Owed(grant.resources, until, in_doubt=each != grant.proof))
+            raise QuorumError(
+                f"{error}; it is released when the database answers", nodes=error.nodes
+            ) from error
+        except (AuthorityError, GeneratorExit):
+            raise
+        except BaseException:
+            yield Abandon(
+                functools.partial(self._abandoning, grant.resources, list(ends), max(ends.values()))
+            )
+            raise
+
+    def _transferring(self, grant: Grant, nonce: str, queues: Queues, place: Place) -> Steps[bool | None]:
+        """Release a lease and acquire it for the next caller of this world, by one statement."""
+        (resource,) = grant.resources
+        asked = {"resource": resource, "nonce": grant.proof, "next_nonce": nonce, "ttl": place.ttl}
+        asked["holder"] = holder()
+
+        def transfer(connection: Lent) -> int | None:
+            return self.token_of(connection, self._says.transfer, asked)
+
+        began = time.monotonic()
+        until = min(grant.expires_at, began + ANSWER[0]) if grant.expires_at > began else began + ANSWER[1]
+        again: list[BaseException] = []
+        token: int | None = yield from self.asking(Work(transfer), until=until, again=again)
+        if token is not None:
+            transferred = Grant(grant.resources, (token,), validity(began, place.ttl), nonce)
+            if queues.deliver(place, transferred):
+                return True
+        # A statement that is sent again finds nothing where the first one has arrived.
+        if token is not None or again:
+            yield from self._giving_back(grant.resources, nonce)
+        queues.released(resource, _ANOTHER)
+        return True if token is not None else None if again else False
+
+    def _owe(self, nonce: str, owed: Owed) -> Steps[None]:
+        """Have something released while the caller goes on."""
+        self._owed[nonce] = owed
+        if not self._settles:
+            self._settles = True
+            try:
+                yield Later(self._settling)
+            except RuntimeError:  # no thread can be started, as when the interpreter ends
+                self._settles = False
+
+    def _abandoning(self, resources: tuple[str, ...], nonces: list[str], until: float) -> Steps[None]:
+        """Release what an interrupted operation may have left; later, where that is not possible now."""
+        for nonce in nonces:
+            try:
+                yield from self._giving_back(resources, nonce)
+            except QuorumError:
+                yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
+
+    def _settling(self) -> Steps[None]:
+        """Send the releases that are owed, until each is done or its lease has ended."""
+        looks = pauses(0.1, 1.0)
+        try:
+            while self._owed:
+                yield Wait(time.monotonic() + next(looks), "")
+                yield from self._settling_once()
+        finally:  # also where its event loop ends: the next one that is owed begins again
+            self._settles = False
+
+    def _settling_once(self) -> Steps[None]:
+        for nonce, owed in list(self._owed.items()):
+            if time.monotonic() < owed.until:
+                try:
+                    found = yield from self._giving_back(owed.resources, nonce)
+                except QuorumError:
+                    return
+                except AuthorityError as error:
+                    name = named(owed.resources)
+                    logger.warning("%s could not be released and ends by itself: %s", name, error)
+                else:
+                    if owed.in_doubt and not found:
+                        continue
+            self._owed.pop(nonce, None)
+
+    def _giving_back(
+        self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
+    ) -> Steps[bool | None]:
+        """Release, and wake the next; with little patience where the lease ends at a time that is over."""
+        queues: Queues = yield QUEUES
+        kept: dict[str, str] = {}
+        asked = {"nonce": nonce}
+
+        def release(connection: Lent) -> int:
+            count = 0
+            for part in parts(resources):
+                done = connection.execute(self._says.release, {**asked, "resources": part})
+                kept.update(done.rows)
+                count += done.changed
+            return count
+
+        again: list[BaseException] = []
+        now = time.monotonic()
+        until = min(ends, now + ANSWER[0]) if ends > now else now + ANSWER[1]
+        count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
+        for resource in resources:
+            queues.released(resource, kept.get(resource, _ANOTHER))
+        # A statement that is sent again finds nothing where the first one has arrived.
+        return True if count == len(resources) else None if again else False
+
+    def token_of(self, connection: Lent, statement: Statement, asked: dict[str, Any]) -> int | None:
+        """Execute a statement that mints; return the token, or None where the resource is not ours."""
+        made = connection.execute(statement, asked)
+        if self._dialect == "mysql":
+            return made.lastrowid or None
+        if self._dialect == "sqlite":
+            asked = {**asked, "nonce": asked.get("next_nonce", asked["nonce"])}
+            token = connection.scalar(self._says.token, asked)
+            return None if token is None else int(token)
+        return made.rows[0][0] if made.rows else None
+
+
+def holder() -> str:
+    """Return this process in ASCII, because a database may know no other letters."""
+    return name_of_process(os.getpid()).encode("ascii", "backslashreplace").decode()[:255]
+
+
+def parts(resources: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
+    return (resources[start : start + BATCH] for start in range(0, len(resources), BATCH))
