@@ -33,6 +33,9 @@ TTL: Final = 20
 _POLL: Final = 0.2
 _DATABASE: Final = "fencelock"
 _CLIENTS: Final = ("local all all", "host all all 127.0.0.1/32", "host replication all 127.0.0.1/32")
+_STREAMS: Final = (
+    "SELECT sync_state FROM pg_stat_replication WHERE state = 'streaming' AND NOT pg_is_in_recovery()"
+)
 _TRUSTED: Final = {"username": "postgres", "password": "none"}  # which nobody asks for
 
 
@@ -96,9 +99,9 @@ class Patroni(Servers):
             self._start_patroni(workspace, node)
             if node == 0:
                 self._await(workspace, lambda: self.leader() is not None, "the first node did not lead")
+                with psycopg.connect(self.dsn(0).replace(_DATABASE, "postgres"), autocommit=True) as first:
+                    first.execute(f"CREATE DATABASE {_DATABASE}")
         self._await(workspace, self.is_healthy, "the nodes did not join")
-        with psycopg.connect(self.dsn(0).replace(_DATABASE, "postgres"), autocommit=True) as first:
-            first.execute(f"CREATE DATABASE {_DATABASE}")
 
     def _start_etcd(self, workspace: Workspace, clients: Sequence[int], peers: Sequence[int]) -> None:
         peer_urls = [f"http://127.0.0.1:{port}" for port in peers]
@@ -226,19 +229,17 @@ class Patroni(Servers):
         return next((node for node in range(3) if node != other_than and self.leads(node)), None)
 
     def is_healthy(self) -> bool:
-        """Tell whether there is one leader, which two standbys of the same timeline follow."""
+        """Tell whether there is one leader, which two standbys follow; one of them as it has to be."""
         if (leader := self.leader()) is None:
             return False
-        members = (self.ask(leader, "cluster") or {"members": []})["members"]
-        roles = sorted((each["role"] == "leader", each["state"]) for each in members)
-        standbys = {state for leads, state in roles if not leads}
-        return (
-            len(roles) == 3
-            and roles[-1] == (True, "running")
-            and standbys == {"streaming"}
-            and len({each.get("timeline") for each in members}) == 1
-            and (not self.synchronous or any(each["role"] == "sync_standby" for each in members))
-        )
+        # What Patroni says may be some seconds old.
+        with suppress(psycopg.Error), psycopg.connect(self.dsn(leader), connect_timeout=2) as connection:
+            streams = connection.execute(_STREAMS).fetchall()
+            members = (self.ask(leader, "cluster") or {"members": []})["members"]
+            leaders = [each["name"] for each in members if each["role"] == "leader"]
+            is_safe = {"sync_standby"} <= {each["role"] for each in members} and ("sync",) in streams
+            return len(streams) == 2 and leaders == [f"n{leader}"] and (is_safe or not self.synchronous)
+        return False
 
     def postgres(self, node: int) -> list[psutil.Process]:
         """Return the server of a node with its children, the postmaster first."""
