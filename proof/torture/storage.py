@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy import Engine, select, update
 from sqlalchemy.exc import DBAPIError
@@ -21,6 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
+from fencelock._databases import error_number
 from fencelock._steps import Steps
 from fencelock.errors import FencelockError, StaleTokenError
 from fencelock.guard import claim, gate
@@ -30,6 +31,8 @@ from proof.torture.plan import Plan
 from proof.torture.steps import Step, run, run_in_task, sleep
 from proof.torture.table import Counter, PlainCounter, VersionedCounter, name_of_versioned
 
+#: A node of Galera that has left its group does not know what has become of a COMMIT.
+_LEFT_ITS_GROUP: Final = 1180
 _Object = Counter | VersionedCounter | PlainCounter
 
 
@@ -208,7 +211,9 @@ class Storage:
         return True
 
     def _note_commit(self, additions: list[_Addition], error: Exception | None = None) -> bool:
-        lost = isinstance(error, DBAPIError) and error.connection_invalidated
+        lost = isinstance(error, DBAPIError) and (
+            error.connection_invalidated or error_number(error) == _LEFT_ITS_GROUP
+        )
         outcome = Outcome.ACKNOWLEDGED if error is None else Outcome.UNKNOWN if lost else Outcome.FAILED
         self._note(additions, outcome, error)
         return not lost

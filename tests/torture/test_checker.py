@@ -167,6 +167,20 @@ def test_the_sweep_finds_what_comparing_every_pair_finds(facts: list[tuple[int, 
     assert found.get(Rule.UNIQUE_TOKENS, 0) == len(records) - len({one.token for one in records})
 
 
+def test_two_primaries_have_no_order_and_give_no_token_twice() -> None:
+    """While they live beside each other, and unless replication is synchronous, as promised."""
+    split = Fault("two-primaries", "database 0", 2500, 9000)
+    history = [acquisition(9, 1000, 2000), acquisition(8, 3000, 4000), acquisition(8, 5000, 6000, worker=1)]
+    verdict = check([RUN, split, *history])
+    assert (verdict.broken, verdict.disorders) == ({Rule.UNIQUE_TOKENS: 1}, 2)
+    assert broken(*history, split, acquisition(7, 9500, 9600)) == {
+        Rule.UNIQUE_TOKENS: 1,
+        Rule.ORDERED_TOKENS: 1,
+    }
+    synchronous = replace(RUN, settings={"synchronous": True})
+    assert check([synchronous, split, *history]).broken[Rule.ORDERED_TOKENS] == 2
+
+
 def test_overlapping_holders_are_counted_and_are_no_violation() -> None:
     """Those within the first one's validity apart. Who was killed held until then."""
     for valid_until, counts in ((30, (1, 0, 1)), (1_000_000, (1, 1, 0))):

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from proof.torture.settings import FAULTS, Settings
+from proof.torture.clusters import CLUSTER_FAULTS
+from proof.torture.settings import CLUSTERS, DATABASE, FAULTS, Settings, default_faults
 
 
 @pytest.mark.parametrize(
@@ -27,6 +28,7 @@ from proof.torture.settings import FAULTS, Settings
         ({"quorum": False}, "--tasks 0 --writes 0"),
         ({"authority": "oracle"}, "--authority is one of nodes, database, not 'oracle'"),
         ({"authority": "database", "nodes": ("redis://a",)}, "--nodes are for --authority nodes"),
+        ({"authority": "database", "synchronous": True}, "--synchronous is for --database patroni"),
     ],
 )
 def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tmp_path: Path) -> None:
@@ -67,3 +69,14 @@ def test_faults_that_cannot_be_had_are_skipped_with_a_reason(
     found = Settings(tmp_path, **settings).skipped()
     assert set(found) == skipped
     assert all(found.values())
+
+
+@pytest.mark.parametrize("cluster", CLUSTERS)
+def test_faults_of_a_cluster_are_for_that_cluster(cluster: str, tmp_path: Path) -> None:
+    """There they are made by default; each has a function that makes it."""
+    faults = default_faults(DATABASE, cluster)
+    skipped = Settings(tmp_path, faults, authority=DATABASE, database=cluster).skipped()
+    assert set(CLUSTERS[cluster]) <= set(faults) - set(skipped)
+    elsewhere = Settings(tmp_path, faults, authority=DATABASE, database="postgresql").skipped()
+    assert set(CLUSTERS[cluster]) <= set(elsewhere)
+    assert set(CLUSTERS[cluster]) <= set(CLUSTER_FAULTS)
