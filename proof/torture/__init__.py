@@ -8,6 +8,7 @@ workers work and faults happen (`settings.py` says how much of each), and puts t
 keeps the worker processes, `worker.py` is one: it chooses how to behave (`plan.py`), locks, adds to a row
 (`storage.py`, `table.py`), and writes its journal (`journal.py`). `faults.py` breaks what stands on the stage
 (`stage.py`), with a network (`proxy.py`), clocks (`clocks.py`) and COMMITs (`doubt.py`) made for it.
+`clusters.py` breaks nodes of Galera and Patroni, and `service.py` measures what that costs a client.
 `lease_connections.py` ends connections over which a database grants leases. `naive.py` has locks that must
 fail.
 """

@@ -10,6 +10,7 @@ import pytest
 from sqlalchemy import Engine, MetaData, NullPool, create_engine, make_url, text
 
 from proof.servers import Postgres
+from proof.servers.galera import Galera, missing
 from tests.guard.rows import InMemory
 
 
@@ -23,6 +24,11 @@ def shared_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         url = server.create_database()
         yield url
         server.drop_database(url)
+    elif request.param == "galera":
+        if lacks := missing():
+            pytest.skip(f"no cluster of Galera: this machine lacks {lacks}")
+        with Galera() as cluster:
+            yield cluster.urls[0]
     else:
         yield from _mariadb(request.getfixturevalue("mariadb_url"))
 

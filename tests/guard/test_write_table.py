@@ -236,7 +236,7 @@ def set_triggers(engine: Engine, *, trigger: FenceTrigger) -> None:
     ("shared_url", "driver", "trigger"),
     [
         (database, driver, trigger)
-        for database, drivers in DRIVERS.items()
+        for database, drivers in (*DRIVERS.items(), ("galera", DRIVERS["mariadb"]))
         for driver in drivers
         for trigger in (False, True, "strict")
         if trigger is not True or driver not in ASYNC  # what plain ones refuse is refused by strict ones, too
