@@ -93,6 +93,8 @@ class Place:
         self.grant: Grant | None = None
         #: A statement that was hung up may still grant the resource to this caller.
         self.is_late = False
+        #: Since when no world is known to come before this one, on the clock of `time.monotonic`.
+        self.next_since = time.monotonic()
         #: The resource has been released, or the database keeps it for this world.
         self.is_due = False
         #: The database keeps it for another world.
