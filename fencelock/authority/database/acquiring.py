@@ -17,12 +17,14 @@ from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, 
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import Abandon, Later, Wait
-from fencelock.authority.database.queues import QUEUES, Place, Queues
+from fencelock.authority.database.queues import NAME_LENGTH, QUEUES, Place, Queues
 from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
 from fencelock.errors import FencelockError, QuorumError
 
 #: Seconds between two looks at what another holds: where the database calls; or at least, and at most.
 _HEARING: Final = 0.25
+#: The same for each world that comes before.
+_BEHIND: Final = 0.01
 _PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.002, 0.05), "sqlite": (0.001, 0.05)}
 
 
@@ -178,11 +180,15 @@ class Acquiring(Releasing):
         place.looks = False
 
     def _pause(self, waiting: _Waiting) -> float:
-        """Return for how long to wait before the next look: for half of the time since it is the next."""
+        """Return for how long to wait before the next look.
+
+        The next world looks often: after half of the time since it is the next. Those behind it look seldom.
+        """
         if waiting.is_called:
             return _HEARING
         shortest, longest = _PAUSES[self._dialect]
-        pause = (time.monotonic() - waiting.place.next_since) / 2
+        place = waiting.place
+        pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2
         # Others look at other moments.
         return min(longest, max(shortest, pause)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
@@ -231,7 +237,8 @@ class Acquiring(Releasing):
         until = max(waiting.end, time.monotonic() + ANSWER[0])
         rows = yield from self.asking(Work(look, durable=False), until=until)
         held = {name: float(left) for name, left, _ in rows}
-        if any(place > 1 for *_, place in rows):
+        waiting.place.worlds_ahead = max((place // NAME_LENGTH for *_, place in rows), default=0)
+        if waiting.place.worlds_ahead:
             waiting.place.next_since = time.monotonic()
         if held:
             queue.held_until = time.monotonic() + max(held.values())
