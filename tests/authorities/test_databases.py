@@ -288,7 +288,7 @@ def test_holder_is_told_in_letters_that_every_database_has(
     authority: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A table may have another character set, and a text that only informs fails no acquisition."""
-    named = "fencelock.authority.database.database.name_of_process"
+    named = "fencelock.authority.database.releasing.name_of_process"
     monkeypatch.setattr(named, lambda _pid: "host 1 订单.py")
     authority.acquire(("r",), ttl=5, timeout=0)
     found = authority.inspect("r")

@@ -111,10 +111,10 @@ def test_who_is_called_asks_once(stage: Stage, server: Engine, said: Counter[str
 def test_who_comes_later_does_not_push_in(stage: Stage, server: Engine) -> None:
     """What is released is kept for the first in the queue, for a moment."""
     grant, release = wait_in_order(stage, server, 1)
-    with server.begin() as connection:  # as the release does, to someone who is slow
+    with server.begin() as connection:  # as the release does, for a world that is slow
         connection.execute(
             text(
-                "UPDATE fencelock_leases SET nonce = left(queue, 8), expires_at = now() + interval '1 second'"
+                "UPDATE fencelock_leases SET nonce = 'deadbee,', expires_at = now() + interval '1 second'"
                 " WHERE resource = 'r'"
             )
         )

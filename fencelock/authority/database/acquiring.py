@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import math
+import random
 import secrets
 import time
 from collections.abc import Iterator
@@ -15,15 +16,16 @@ from fencelock.authority.base import Grant, held_by_another, named, too_slow, va
 from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, is_in_doubt
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
-from fencelock.authority.database.loops import Abandon, Later, Wait, pauses
-from fencelock.authority.database.queues import QUEUES, Place, Queues
+from fencelock.authority.database.loops import Abandon, Later, Wait
+from fencelock.authority.database.queues import NAME_LENGTH, QUEUES, Place, Queues
 from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
 from fencelock.errors import FencelockError, QuorumError
 
-#: Seconds between two looks at what another holds: where the database calls; or they grow from the first, at
-#: most to the second.
+#: Seconds between two looks at what another holds: where the database calls; or at least, and at most.
 _HEARING: Final = 0.25
-_PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.005, 0.05), "sqlite": (0.001, 0.05)}
+#: The same for each world that comes before.
+_BEHIND: Final = 0.01
+_PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.002, 0.05), "sqlite": (0.001, 0.05)}
 
 
 class _Waiting(NamedTuple):
@@ -33,7 +35,6 @@ class _Waiting(NamedTuple):
     end: float
     queues: Queues
     place: Place
-    looks: Iterator[float]
 
     @property
     def is_called(self) -> bool:
@@ -43,11 +44,6 @@ class _Waiting(NamedTuple):
 
 class Acquiring(Releasing):
     """A database that grants leases."""
-
-    def _start_over(self) -> None:
-        super()._start_over()
-        #: For how many seconds acquisitions have waited that had to, about.
-        self._waits = 1.0
 
     def acquiring(
         self,
@@ -60,7 +56,7 @@ class Acquiring(Releasing):
         nonce = secrets.token_hex(16)
         queues: Queues = yield QUEUES
         end = math.inf if timeout is None else time.monotonic() + timeout
-        waiting = _Waiting(resources, end, queues, queues.new_place(ttl), self._looks())
+        waiting = _Waiting(resources, end, queues, queues.new_place(ttl))
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except QuorumError as error:
@@ -84,7 +80,7 @@ class Acquiring(Releasing):
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
         """Take these steps behind the callers of this world that wait for the same resource."""
-        resources, end, queues, place, _ = waiting
+        resources, end, queues, place = waiting
         try:
             if len(resources) == 1 and end > time.monotonic():
                 queues.join(resources[0], place)
@@ -97,7 +93,7 @@ class Acquiring(Releasing):
             queues.leave(resources[0], place)
 
     def _attempts(self, waiting: _Waiting, nonce: str, ttl: float) -> Steps[Grant]:
-        resources, end, queues, place, _ = waiting
+        resources, end, queues, place = waiting
         began = time.monotonic()
 
         def attempt(connection: Lent) -> Grant:
@@ -109,7 +105,6 @@ class Acquiring(Releasing):
         # An attempt on several, one of which is held, would lock the rows of the others meanwhile.
         if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
             waited = (yield from self._waiting(waiting)) or waited
-        first = began
         while True:
             place.is_due = False
             began = time.monotonic()
@@ -128,8 +123,6 @@ class Acquiring(Releasing):
                 continue
             if time.monotonic() < grant.expires_at:
                 queues.waited = waited
-                if waited:
-                    self._waits += (time.monotonic() - first - self._waits) / 8
                 place.queue.note_grant()
                 return grant
             yield from self._giving_back(resources, grant.proof)
@@ -158,7 +151,7 @@ class Acquiring(Releasing):
         if place.error is not None:
             raise QuorumError(str(place.error), nodes=place.error.nodes)
         if not was_first:
-            yield from self._pausing(waiting, next(waiting.looks))
+            yield from self._pausing(waiting, self._pause(waiting))
             yield from self._waiting(waiting)
         return not was_first
 
@@ -169,15 +162,14 @@ class Acquiring(Releasing):
             with suppress(RuntimeError):  # no thread can be started
                 yield Later(functools.partial(self._listening, waiting.queues))
         if waiting.place.is_late:  # the database may say that it is held by this very acquisition
-            yield from self._pausing(waiting, next(waiting.looks))
+            yield from self._pausing(waiting, self._pause(waiting))
             return True
         while not waiting.place.is_due and (held := (yield from self._held(waiting))):
             longest, now = max(held.values()), time.monotonic()
             if now >= waiting.end:
                 raise held_by_another(held, longest)
             waited = True
-            pause = _HEARING if waiting.is_called else next(waiting.looks)
-            yield from self._pausing(waiting, min(pause, longest))
+            yield from self._pausing(waiting, min(self._pause(waiting), longest))
         return waited
 
     def _pausing(self, waiting: _Waiting, seconds: float) -> Steps[None]:
@@ -187,10 +179,18 @@ class Acquiring(Releasing):
             yield Wait(until, named(waiting.resources), place.bell)
         place.looks = False
 
-    def _looks(self) -> Iterator[float]:
-        """Yield the pauses between looks: short ones where waits were short so far."""
+    def _pause(self, waiting: _Waiting) -> float:
+        """Return for how long to wait before the next look.
+
+        The next world looks often: after half of the time since it is the next. Those behind it look seldom.
+        """
+        if waiting.is_called:
+            return _HEARING
         shortest, longest = _PAUSES[self._dialect]
-        return pauses(shortest, min(longest, max(2 * shortest, self._waits / 4)))
+        place = waiting.place
+        pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2
+        # Others look at other moments.
+        return min(longest, max(shortest, pause)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
     def _refusing(self, waiting: _Waiting) -> Steps[None]:
         held = yield from self._held(waiting, gives_up=True)
@@ -236,7 +236,10 @@ class Acquiring(Releasing):
 
         until = max(waiting.end, time.monotonic() + ANSWER[0])
         rows = yield from self.asking(Work(look, durable=False), until=until)
-        held = {name: float(left) for name, left in rows}
+        held = {name: float(left) for name, left, _ in rows}
+        waiting.place.worlds_ahead = max((place // NAME_LENGTH for *_, place in rows), default=0)
+        if waiting.place.worlds_ahead:
+            waiting.place.next_since = time.monotonic()
         if held:
             queue.held_until = time.monotonic() + max(held.values())
         return held

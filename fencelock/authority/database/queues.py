@@ -93,6 +93,10 @@ class Place:
         self.grant: Grant | None = None
         #: A statement that was hung up may still grant the resource to this caller.
         self.is_late = False
+        #: Worlds that are known to come before this one.
+        self.worlds_ahead = 0
+        #: Since when there are none, on the clock of `time.monotonic`.
+        self.next_since = time.monotonic()
         #: The resource has been released, or the database keeps it for this world.
         self.is_due = False
         #: The database keeps it for another world.

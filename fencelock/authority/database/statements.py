@@ -77,7 +77,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "release": _RELEASE + " AND {lazy} IS NOT NULL AND (COALESCE(queue, '') = '' "
         "OR pg_notify('fencelock_' || left(queue, 7), resource) IS NOT NULL) RETURNING resource, nonce",
         "moment": "{now} + INTERVAL '0.1 second'",
-        "queue_up": _QUEUE_UP + " AND {lazy} IS NOT NULL RETURNING {left}",
+        "queue_up": _QUEUE_UP + " AND {lazy} IS NOT NULL RETURNING {left}, {joined}",
         "joined": "strpos(COALESCE(queue, ''), CAST(:world AS VARCHAR))",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
         "standby": "pg_is_in_recovery()",
@@ -219,14 +219,15 @@ class Statements:
         )
         self.holders_of = said(holders + " AND resource IN (:resources…) ORDER BY resource")
         self.holders = said(holders + " ORDER BY resource")
-        #: Of the resources that this world cannot have: resource, and for how many seconds.
+        #: Of the resources that this world cannot have: resource, for how many seconds, and where its name
+        #: begins in the queue, from 1 on.
         self.occupied = said(
-            "SELECT resource, {left} FROM {table} "
+            "SELECT resource, {left}, {joined} FROM {table} "
             "WHERE nonce IS NOT NULL AND nonce <> :world AND expires_at > {now} AND resource IN (:resources…)"
         )
         self.extend = said("UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}")
         self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
-        #: Joins the queue of a resource that is held; PostgreSQL tells for how many seconds it is.
+        #: Joins the queue of a resource that is held; PostgreSQL tells the seconds and the place, too.
         self.queue_up = said(words["queue_up"])
         self.call = said("SELECT pg_notify(:channel, '')")
         self.is_standby = said("SELECT {standby}")
