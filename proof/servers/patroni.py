@@ -163,6 +163,7 @@ class Patroni(Servers):
                 "authentication": {"superuser": _TRUSTED, "replication": _TRUSTED, "rewind": _TRUSTED},
                 "pg_hba": [f"{clients} trust" for clients in _CLIENTS],
                 "parameters": {"unix_socket_directories": str(folder)},
+                "basebackup": [{"checkpoint": "fast"}],
             },
         }
 

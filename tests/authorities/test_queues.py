@@ -9,7 +9,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from sqlalchemy import Engine, create_engine, text
@@ -17,6 +17,8 @@ from sqlalchemy import Engine, create_engine, text
 from fencelock import Database
 from fencelock.authority.base import Grant
 from fencelock.authority.database.connections import Lent
+from fencelock.authority.database.listening import Ear
+from fencelock.authority.database.queues import Queues, ThreadBell
 from fencelock.errors import AuthorityError, LockTimeoutError
 from tests.authorities.kinds import EACH_DATABASE
 from tests.authorities.stage import Stage, in_one_loop, together
@@ -55,6 +57,21 @@ def server(stage: Stage) -> Iterator[Engine]:
     engine = create_engine(stage.kind.url.replace("psycopg_async", "psycopg").replace("asyncpg", "psycopg"))
     yield engine
     engine.dispose()
+
+
+def test_who_cannot_listen_looks() -> None:
+    """A server that is away when a process wants to hear its calls ends no thread with a traceback."""
+
+    class Away:
+        def detached(self, _prepare: object) -> None:
+            raise OSError("refused")
+
+    queues = Queues(ThreadBell, in_threads=True)
+    nothing = cast("Any", None)
+    ear = Ear(queues, nothing, nothing)
+    ear.hear(cast("Any", Away()), lambda _: None)
+    asyncio.run(ear.hear_in_loop(cast("Any", Away()), lambda _: None))
+    assert not queues.hears
 
 
 def wait_in_order(stage: Stage, server: Engine, count: int) -> tuple[Grant, Callable[[], list[int]]]:

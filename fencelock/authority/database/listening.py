@@ -62,7 +62,11 @@ class Ear:
         self._thread = threading.current_thread()
         if self._is_over:
             return
-        lent, driver = connections.detached(self._listen)
+        try:
+            lent, driver = connections.detached(self._listen)
+        except Exception as error:  # noqa: BLE001 - whatever a driver says of a server that is away
+            logger.info("no calls are heard: %s", error)
+            return
         self._hang_up = lambda: connections.hang_up(driver)
         try:
             run(self._calling(self._channel))
@@ -80,7 +84,11 @@ class Ear:
 
     async def hear_in_loop(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
         """Hear in a task."""
-        _lent, driver = await sa_util.greenlet_spawn(connections.detached, self._listen)
+        try:
+            _lent, driver = await sa_util.greenlet_spawn(connections.detached, self._listen)
+        except Exception as error:  # noqa: BLE001 - whatever a driver says of a server that is away
+            logger.info("no calls are heard: %s", error)
+            return
         loop = asyncio.get_running_loop()
         libpq = None if hasattr(driver, "add_listener") else driver.fileno()
 
