@@ -167,6 +167,7 @@ class Database(Connecting):
         except GeneratorExit:
             raise
         except BaseException as error:
+            queues.leave(resources[0], waiting.place)  # where a handler has struck in the midst of that
             nonces = [] if isinstance(error, FencelockError) else [nonce]
             if (unused := waiting.place.grant) is not None:
                 nonces.append(unused.proof)
@@ -306,11 +307,14 @@ class Database(Connecting):
             asked = {"resources": (resource,), "nonce": queues.name}
             return self.asking(Work(lambda connection: connection.execute(self._says.release, asked)))
 
-        queues.ear = Ear(queues, calling, passing_on)
-        try:
-            yield queues.ear
-        finally:
-            queues.ear.close()
+        def listen(ear: Ear) -> Steps[None]:
+            try:
+                yield ear
+            finally:
+                ear.close()
+
+        queues.ear = Ear(queues, calling, passing_on)  # now, so that who closes the client finds it
+        return listen(queues.ear)
 
     def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are.
@@ -423,6 +427,7 @@ class Database(Connecting):
         queues: Queues = yield QUEUES
         #: The nonces of the lease and of the one that it may become, and when these end.
         ends = {grant.proof: grant.expires_at}
+        place: Place | None = None
         try:
             if (place := queues.next_of(grant.resources)) is not None:
                 ends[nonce := secrets.token_hex(16)] = time.monotonic() + place.ttl
@@ -437,6 +442,9 @@ class Database(Connecting):
         except (AuthorityError, GeneratorExit):
             raise
         except BaseException:
+            if place is not None and (given := place.grant) is not None and given.proof in ends:
+                del ends[given.proof]  # it is the next one's, who may not have been woken
+                queues.deliver(place, given)
             yield Abandon(
                 functools.partial(self._abandoning, grant.resources, list(ends), max(ends.values()))
             )
