@@ -18,7 +18,7 @@ from fencelock import Database
 from fencelock.authority.base import Grant
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
-from fencelock.authority.database.queues import Queues, ThreadBell
+from fencelock.authority.database.queues import Queue, Queues, ThreadBell
 from fencelock.errors import AuthorityError, LockTimeoutError
 from tests.authorities.kinds import EACH_DATABASE
 from tests.authorities.stage import Stage, in_one_loop, together
@@ -281,6 +281,70 @@ def test_a_handler_is_not_behind_the_caller_that_it_has_interrupted(
         assert seen == [True]
         assert client.release(its) is True
     postgres_database.empty()
+
+
+@pytest.fixture
+def pair(postgres_database: ReusedDatabase) -> Iterator[tuple[Database, Database]]:
+    """Two clients of one server."""
+    with Database(postgres_database.url) as client, Database(postgres_database.url) as other:
+        client.init()
+        yield client, other
+    postgres_database.empty()
+
+
+def strike_once(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, *, late: bool = False) -> None:
+    """Have a method be interrupted in the main thread, once, as by a signal handler."""
+    method = getattr(kind, name)
+    struck: list[bool] = []
+
+    def strike(self: Any, *its: Any) -> Any:
+        if struck or threading.current_thread() is not threading.main_thread():
+            return method(self, *its)
+        struck.append(True)
+        if late:
+            method(self, *its)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kind, name, strike)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_an_interrupted_release_takes_nothing_back_from_the_next(
+    pair: tuple[Database, Database], monkeypatch: pytest.MonkeyPatch, late: bool
+) -> None:
+    """It has transferred the lease already, and the next one holds it, without waiting for its end."""
+    client, other = pair
+    grant = client.acquire(("r",), ttl=60.0, timeout=1.0)
+    got: list[Grant] = []
+    waiting = threading.Thread(
+        target=lambda: got.append(client.acquire(("r",), ttl=60.0, timeout=20.0)), daemon=True
+    )
+    waiting.start()
+    assert eventually(lambda: client._queues.next_of(("r",)) is None and bool(client._queues._queues))
+    client._queues._queues["r"].turn_began = time.monotonic() + 5.0
+    strike_once(monkeypatch, Queue, "wake", late=late)
+    with pytest.raises(KeyboardInterrupt):
+        client.release(grant)
+    waiting.join(2.0)
+    assert got, "it was not woken"
+    with pytest.raises(LockTimeoutError):
+        other.acquire(("r",), ttl=5.0, timeout=0.2)
+    assert client.release(got[0]) is True
+
+
+def test_who_was_interrupted_as_it_left_is_in_nobodys_way(
+    pair: tuple[Database, Database], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Though the error is kept, and its traceback with it."""
+    client, other = pair
+    grant = other.acquire(("r",), ttl=60.0, timeout=1.0)
+    strike_once(monkeypatch, Queues, "leave")
+    with pytest.raises(KeyboardInterrupt) as kept:
+        client.acquire(("r",), ttl=60.0, timeout=0.2)
+    other.release(grant)
+    (its,) = together(lambda: client.acquire(("r",), ttl=60.0, timeout=2.0))
+    assert client.release(its) is True
+    assert kept.tb is not None
 
 
 def test_a_table_of_an_earlier_version_is_named_and_mended(postgres_database: ReusedDatabase) -> None:

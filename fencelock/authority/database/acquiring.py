@@ -68,6 +68,7 @@ class Acquiring(Releasing):
         except GeneratorExit:
             raise
         except BaseException as error:
+            queues.leave(resources[0], waiting.place)  # where a handler has struck in the midst of that
             nonces = [] if isinstance(error, FencelockError) else [nonce]
             if waiting.place.is_late and not nonces:
                 yield from self._owe(nonce, Owed(resources, time.monotonic() + ttl, in_doubt=True))
@@ -208,11 +209,14 @@ class Acquiring(Releasing):
             asked = {"resources": (resource,), "nonce": queues.name}
             return self.asking(Work(lambda connection: connection.execute(self._says.release, asked)))
 
-        queues.ear = Ear(queues, calling, passing_on)
-        try:
-            yield queues.ear
-        finally:
-            queues.ear.close()
+        def listen(ear: Ear) -> Steps[None]:
+            try:
+                yield ear
+            finally:
+                ear.close()
+
+        queues.ear = Ear(queues, calling, passing_on)  # now, so that closing the client finds it
+        return listen(queues.ear)
 
     def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are.

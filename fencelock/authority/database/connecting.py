@@ -127,10 +127,10 @@ class Connecting(WithLoops):
         """Close the connections. Leases that are held end by themselves; using it again connects again."""
         self._check_process()
         super().close()
+        if (ear := self._queues.ear) is not None:
+            ear.close()  # first: it would connect again
         connections, self._connections = self._connections, None
         threads, self._threads = self._threads, None
-        if (ear := self._queues.ear) is not None:
-            ear.close()
         if connections is not None:
             connections.close()
         if threads is not None:

@@ -258,12 +258,22 @@ class Connections:
 
     def detached(self, prepare: Callable[[Any], object]) -> tuple[PoolProxiedConnection, Any]:
         """Return a connection that the pool forgets, and the driver's, when a cursor of it was prepared."""
-        _until.set(time.monotonic() + _LONGEST)
+        until = time.monotonic() + _LONGEST
+        _until.set(until)
         lent = self._engine.raw_connection()
         driver = lent.driver_connection
         lent.detach()
-        with closing(lent.cursor()) as cursor:
-            prepare(cursor)
+        end = self._watch(until, lambda: self.hang_up(driver))
+        try:
+            with closing(lent.cursor()) as cursor:
+                prepare(cursor)
+        except BaseException:
+            self.hang_up(driver)
+            with suppress(Exception):
+                lent.close()
+            raise
+        finally:
+            end()
         return lent, driver
 
     def hang_up(self, driver: Any) -> None:

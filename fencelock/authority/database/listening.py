@@ -1,6 +1,7 @@
 """How PostgreSQL's calls reach a world whose callers wait: by a connection of its own, which listens.
 
-PgBouncer in transaction mode passes no calls on. So a world believes that it hears after a call to itself.
+PgBouncer in transaction mode passes no calls on, and a firewall may forget a connection. So a world calls
+itself now and then, and believes that it hears when that has arrived.
 """
 
 from __future__ import annotations
@@ -19,6 +20,8 @@ from fencelock._steps import Steps
 from fencelock.authority.database.queues import Queues
 
 if TYPE_CHECKING:
+    from sqlalchemy.pool import PoolProxiedConnection
+
     from fencelock.authority.database.connections import Connections
 
 logger = logging.getLogger("fencelock.authority")
@@ -27,6 +30,8 @@ logger = logging.getLogger("fencelock.authority")
 _IDLE: Final = 60.0
 #: Seconds in which a world has to hear itself.
 _PROOF: Final = 2.0
+#: Seconds until it has to hear itself again.
+_AGAIN: Final = 20.0
 #: Seconds between two looks whether it is over.
 _LOOK: Final = 1.0
 
@@ -42,7 +47,9 @@ class Ear:
         self._calling = calling
         #: Makes the steps that pass on a resource that is kept for this world, though no caller waits.
         self._passing_on = passing_on
-        self._began = time.monotonic()
+        #: When it was to hear itself last, and whether it did.
+        self._called_at = time.monotonic()
+        self._heard = False
         self._bell: Any = queues.new_bell()
         self._channel = f"fencelock_{queues.name.rstrip(',')}"
         self._hang_up: Callable[[], object] = _nothing
@@ -60,19 +67,17 @@ class Ear:
     def hear(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
         """Hear in a thread of its own, by a driver of libpq."""
         self._thread = threading.current_thread()
-        if self._is_over:
-            return
+        lent: PoolProxiedConnection | None = None
         try:
+            if self._is_over:
+                return
             lent, driver = connections.detached(self._listen)
-        except Exception as error:  # noqa: BLE001 - whatever a driver says of a server that is away
-            logger.info("no calls are heard: %s", error)
-            return
-        self._hang_up = lambda: connections.hang_up(driver)
-        try:
-            run(self._calling(self._channel))
+            self._hang_up = lambda: connections.hang_up(driver)
+            if not self._is_over:
+                run(self._calling(self._channel))
             with selectors.DefaultSelector() as selector:
                 selector.register(driver.fileno(), selectors.EVENT_READ)
-                while self._goes_on():
+                while self._goes_on(run):
                     if selector.select(_LOOK):
                         self._take(driver, run)
         except Exception as error:  # noqa: BLE001 - whatever a driver says of a lost connection
@@ -80,7 +85,8 @@ class Ear:
         finally:
             self._hang_up = _nothing
             self._queues.go_deaf()
-            lent.close()
+            if lent is not None:
+                lent.close()
 
     async def hear_in_loop(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
         """Hear in a task."""
@@ -106,7 +112,7 @@ class Ear:
             else:
                 loop.add_reader(libpq, take)
             run(self._calling(self._channel))
-            while self._goes_on():
+            while self._goes_on(run):
                 await self._bell.sleep(_LOOK)
         finally:
             self._queues.go_deaf()
@@ -119,18 +125,25 @@ class Ear:
     def _listen(self, cursor: Any) -> None:
         cursor.execute(f'LISTEN "{self._channel}"')
 
-    def _goes_on(self) -> bool:
-        if not self._queues.hears and time.monotonic() > self._began + _PROOF:
+    def _goes_on(self, run: Callable[[Steps[Any]], object]) -> bool:
+        now = time.monotonic()
+        if not self._heard and now > self._called_at + _PROOF:
             logger.info("no calls arrive, as behind PgBouncer: a caller that waits looks again and again")
             return False
-        return not self._is_over and not self._queues.is_idle(_IDLE)
+        if self._is_over or self._queues.is_idle(_IDLE):
+            return False
+        if self._heard and now > self._called_at + _AGAIN:
+            self._called_at, self._heard = now, False
+            run(self._calling(self._channel))
+        return True
 
     def _take(self, driver: Any, run: Callable[[Steps[Any]], object]) -> None:
         """Take the calls that have arrived from a driver of libpq."""
         if hasattr(driver, "pgconn"):
             driver.pgconn.consume_input()
+            letters = "utf-8" if driver.info.encoding == "ascii" else driver.info.encoding
             while (call := driver.pgconn.notifies()) is not None:
-                self._hear(call.extra.decode(), run)
+                self._hear(call.extra.decode(letters), run)
         else:
             driver.poll()
             while driver.notifies:
@@ -138,7 +151,7 @@ class Ear:
 
     def _hear(self, resource: str, run: Callable[[Steps[Any]], object]) -> None:
         if not resource:
-            self._queues.hears = True
+            self._heard = self._queues.hears = True
         elif not self._queues.call(resource):
             run(self._passing_on(resource))
 

@@ -88,9 +88,10 @@ class LoopEnd:
         try:
             yield
         finally:
-            for task in self.later:
-                task.cancel()
             while self.tasks:
+                for task in list(self.later):  # also those that have begun meanwhile
+                    if not task.cancelling():
+                        task.cancel()
                 await asyncio.wait(self.tasks)
             self.over = True
             if self._close is not None:
@@ -141,7 +142,7 @@ class WithLoops(Stepped):
         if (end := self._loop_ends.get(loop)) is None or end.over:
             for each in list(self._loop_ends):
                 if each.is_closed():  # before everything was over
-                    del self._loop_ends[each]
+                    self._loop_ends.pop(each, None)  # another loop may do so, too
             end = self._loop_ends[loop] = self.open_in_loop()
         return end
 
@@ -195,7 +196,8 @@ class AsyncWithLoops(AsyncView):
             if isinstance(step, Abandon):
                 return end.begin(self._abandon(step, latest))
             if isinstance(step, Later):
-                return end.later.add(end.begin(self.wait_for(step.steps())))
+                present = self._authority.loop_end()  # the other may be over
+                return present.later.add(present.begin(self.wait_for(step.steps())))
             latest = end.begin(self._authority.work_soon(step))
             return await asyncio.shield(latest)
 

@@ -127,11 +127,8 @@ class Queue:
 
     @property
     def first(self) -> Place | None:
-        while self.places:
-            if (place := self.places[0]()) is not None:
-                return place
-            self.places.popleft()
-        return None
+        # It takes none away that is dead: another thread could do so meanwhile, and the next would be lost.
+        return next((place for each in tuple(self.places) if (place := each()) is not None), None)
 
     @property
     def held_for(self) -> float | None:

@@ -51,6 +51,7 @@ class Releasing(Connecting):
         queues: Queues = yield QUEUES
         #: The nonces of the lease and of the one that it may become, and when these end.
         ends = {grant.proof: grant.expires_at}
+        place: Place | None = None
         try:
             if (place := queues.next_of(grant.resources)) is not None:
                 ends[nonce := secrets.token_hex(16)] = time.monotonic() + place.ttl
@@ -65,6 +66,9 @@ class Releasing(Connecting):
         except (AuthorityError, GeneratorExit):
             raise
         except BaseException:
+            if place is not None and (given := place.grant) is not None and given.proof in ends:
+                del ends[given.proof]  # it is that of the next caller, which may not have been woken
+                queues.deliver(place, given)
             yield Abandon(
                 functools.partial(self._abandoning, grant.resources, list(ends), max(ends.values()))
             )
