@@ -97,7 +97,7 @@ def test_a_client_that_is_closed_before_it_begins_to_listen_connects_no_more(
 
     monkeypatch.setattr(threading.Thread, "start", hold_back)
     client = Database(url)
-    wait_in_vain(client, 0.1)
+    wait_in_vain(client, 0.5)
     client.close()
     assert held_back
     for thread in held_back:

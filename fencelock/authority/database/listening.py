@@ -1,7 +1,6 @@
 """How PostgreSQL's calls reach a world whose callers wait: by a connection of its own, which listens.
 
-PgBouncer in transaction mode passes no calls on, and a firewall may forget a connection. So a world calls
-itself now and then, and believes that it hears when that has arrived.
+PgBouncer in transaction mode passes no calls on. So a world calls itself now and then, to know that it hears.
 """
 
 from __future__ import annotations
