@@ -8,6 +8,7 @@ from typing import Any
 
 import psycopg
 import pytest
+from sqlalchemy import make_url
 
 from fencelock import Database, LockTimeoutError, QuorumError
 from proof.servers import Postgres
@@ -73,3 +74,28 @@ def test_promoted_standby_mints_larger_tokens(primary: Postgres) -> None:
             (token,) = after.acquire((name,), ttl=30, timeout=5).tokens
             assert token > max(granted)
             assert token & 1023 != granted[0] & 1023, "a server that lives on could mint the same token"
+
+
+def test_release_that_a_failover_has_lost_is_sent_again(primary: Postgres) -> None:
+    """The old primary has confirmed it, and the new one believes that the lock is held for a minute."""
+    with Standby(primary) as standby:
+        hosts = [dict(make_url(server.url).query) for server in (primary, standby)]
+        query = {name: [str(each[name]) for each in hosts] for name in ("host", "port")}
+        query["host"] = [":".join(pair) for pair in zip(query["host"], query.pop("port"), strict=True)]
+        url = make_url(primary.url).set(query={**query, "target_session_attrs": "read-write"})
+        with Database(url) as authority:
+            grant = authority.acquire(("r",), ttl=60, timeout=0)
+            ask = "SELECT count(*) FROM fencelock_leases WHERE resource = 'r'"
+            assert eventually(lambda: bool(standby.ask(ask) == 1))
+            standby.follow_no_more()
+            assert authority.release(grant) is True
+            primary.stop()
+            standby.ask("SELECT pg_promote()")
+
+            def is_granted() -> bool:
+                try:
+                    return bool(authority.acquire(("r",), ttl=60, timeout=1))
+                except (LockTimeoutError, QuorumError):
+                    return False
+
+            assert eventually(is_granted)

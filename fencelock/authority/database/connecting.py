@@ -160,6 +160,8 @@ class Connecting(WithLoops):
             except (SQLAlchemyError, OSError) as error:
                 if is_busy(error) and not patient:
                     raise RefusedError from None
+                if is_unavailable(error):
+                    yield from self._losing()
                 may_pass = is_lost(error) or is_busy(error) or is_elsewhere(error)
                 may_pass = may_pass or isinstance(error, TimeoutError)
                 if first is None and is_in_doubt(error):
@@ -173,6 +175,10 @@ class Connecting(WithLoops):
                     raise
                 raise self._explained(error) from error
         raise AssertionError  # the last one raises
+
+    def _losing(self) -> Steps[None]:
+        """Take the steps that follow when a server did not answer."""
+        yield from ()
 
     def _explained(self, error: Exception) -> AuthorityError:
         original = error.orig if isinstance(error, DBAPIError) else error

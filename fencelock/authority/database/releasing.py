@@ -8,7 +8,9 @@ import math
 import os
 import secrets
 import time
+from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from fencelock._owners import name_of_process
@@ -25,6 +27,8 @@ logger = logging.getLogger("fencelock.authority")
 
 #: Some world, for which a resource may be kept.
 _ANOTHER: Final = "another"
+#: For how many seconds a release that was confirmed is one that a failover may lose.
+_MAY_BE_LOST: Final = 5.0
 #: Resources that one statement extends or releases.
 BATCH: Final = 500
 
@@ -46,6 +50,8 @@ class Releasing(Connecting):
         super()._start_over()
         self._owed: dict[str, Owed] = {}
         self._settles = False
+        #: The last releases that a server has confirmed, and when. A failover may lose them.
+        self._confirmed: deque[tuple[float, str, Owed]] = deque(maxlen=256)
 
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         queues: Queues = yield QUEUES
@@ -56,7 +62,7 @@ class Releasing(Connecting):
             if (place := queues.next_of(grant.resources)) is not None:
                 ends[nonce := secrets.token_hex(16)] = time.monotonic() + place.ttl
                 return (yield from self._transferring(grant, nonce, queues, place))
-            return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
+            done = yield from self._giving_back(grant.resources, grant.proof, grant.expires_at)
         except QuorumError as error:
             for each, until in ends.items():
                 yield from self._owe(each, Owed(grant.resources, until, in_doubt=each != grant.proof))
@@ -73,6 +79,9 @@ class Releasing(Connecting):
                 functools.partial(self._abandoning, grant.resources, list(ends), max(ends.values()))
             )
             raise
+        owed = Owed(grant.resources, grant.expires_at, in_doubt=False)
+        self._confirmed.append((time.monotonic(), grant.proof, owed))
+        return done
 
     def _transferring(self, grant: Grant, nonce: str, queues: Queues, place: Place) -> Steps[bool | None]:
         """Release a lease and acquire it for the next caller of this world, by one statement."""
@@ -96,6 +105,15 @@ class Releasing(Connecting):
             yield from self._giving_back(grant.resources, nonce)
         queues.released(resource, _ANOTHER)
         return True if token is not None else None if again else False
+
+    def _losing(self) -> Steps[None]:
+        """Send again what was released just now: the server that comes next may not know of it."""
+        since = time.monotonic() - _MAY_BE_LOST
+        with suppress(IndexError):  # another thread was quicker
+            while self._confirmed:
+                at, nonce, owed = self._confirmed.popleft()
+                if at > since:
+                    yield from self._owe(nonce, owed)
 
     def _owe(self, nonce: str, owed: Owed) -> Steps[None]:
         """Have something released while the caller goes on."""
