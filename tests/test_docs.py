@@ -52,6 +52,13 @@ def urls_for(text: str, nodes: Nodes, postgres: Postgres) -> Iterator[tuple[str,
         yield "postgresql+psycopg://user@host/shop", url
         yield "postgresql+asyncpg://user@host/shop", url.replace("+psycopg", "+asyncpg")
         yield "postgresql://user@host/shop", url.replace("+psycopg", "")
+    if "@/shop?host=pg1" in text:
+        hosts = "&".join(f"host=pg{number}:5432" for number in (1, 2, 3))
+        attributes = "target_session_attrs=read-write"
+        yield (
+            f"postgresql+psycopg://user@/shop?{hosts}&{attributes}",
+            f"{postgres.create_database()}&{attributes}",
+        )
     for port in ("8000", "5000"):
         if f"--port {port}" in text:
             with socket.socket() as free:

@@ -14,6 +14,15 @@ from proof.servers.galera import Galera, missing
 from tests.guard.rows import InMemory
 
 
+@pytest.fixture(scope="session")
+def galera() -> Iterator[Galera]:
+    """Three nodes of MariaDB Galera."""
+    if lacks := missing():
+        pytest.skip(f"no cluster of Galera: this machine lacks {lacks}")
+    with Galera() as cluster:
+        yield cluster
+
+
 @pytest.fixture(scope="module", params=["sqlite", "postgresql", "mariadb"])
 def shared_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The URL of a database that the tests of one file share, one for each kind of database."""
@@ -25,10 +34,8 @@ def shared_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         yield url
         server.drop_database(url)
     elif request.param == "galera":
-        if lacks := missing():
-            pytest.skip(f"no cluster of Galera: this machine lacks {lacks}")
-        with Galera() as cluster:
-            yield cluster.urls[0]
+        cluster: Galera = request.getfixturevalue("galera")
+        yield cluster.urls[0]
     else:
         yield from _mariadb(request.getfixturevalue("mariadb_url"))
 
