@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import signal
 import threading
 import time
@@ -207,6 +208,29 @@ def test_callers_of_one_client_ask_for_each_other(stage: Stage, said: Counter[st
     together(release, *[work] * callers)
     assert tokens == sorted(set(tokens))
     assert len(tokens) == callers
+
+
+@pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
+def test_who_waits_for_several_is_not_passed_over_for_ever(stage: Stage) -> None:
+    """Though those who want one of them always have a next one."""
+    crowd, several = [stage.new(), stage.new()], stage.new()
+    is_over = threading.Event()
+
+    def want_one(number: int) -> None:
+        while not is_over.is_set():
+            its = crowd[number % 2].acquire("r", timeout=20.0)
+            time.sleep(0.002)
+            crowd[number % 2].release(its)
+
+    def want_several() -> None:
+        time.sleep(0.3)
+        try:
+            for _ in range(2):
+                assert several.release(several.acquire("r", "s", timeout=5.0)) is True
+        finally:
+            is_over.set()
+
+    together(want_several, *[functools.partial(want_one, number) for number in range(8)])
 
 
 @pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)

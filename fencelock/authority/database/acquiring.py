@@ -17,12 +17,16 @@ from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, 
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import Abandon, Later, Wait
-from fencelock.authority.database.queues import NAME_LENGTH, QUEUES, Place, Queues
+from fencelock.authority.database.queues import NAME_LENGTH, QUEUES, Place, Queues, new_name
 from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
 from fencelock.errors import FencelockError, QuorumError
 
 #: Seconds between two looks at what another holds: where the database calls; or at least, and at most.
 _HEARING: Final = 0.25
+#: The same at most, for several resources at once.
+_SEVERAL: Final = 0.03
+#: Queues in which a caller stands at most that waits for many resources at once.
+_FEW: Final = 10
 #: The same for each world that comes before.
 _BEHIND: Final = 0.01
 _PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.002, 0.05), "sqlite": (0.001, 0.05)}
@@ -35,6 +39,8 @@ class _Waiting(NamedTuple):
     end: float
     queues: Queues
     place: Place
+    #: The name in the queue of worlds.
+    world: str
 
     @property
     def is_called(self) -> bool:
@@ -56,7 +62,9 @@ class Acquiring(Releasing):
         nonce = secrets.token_hex(16)
         queues: Queues = yield QUEUES
         end = math.inf if timeout is None else time.monotonic() + timeout
-        waiting = _Waiting(resources, end, queues, queues.new_place(ttl))
+        waiting = _Waiting(resources, end, queues, queues.new_place(ttl), queues.name)
+        if len(resources) > 1:
+            waiting = waiting._replace(world=new_name())
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except QuorumError as error:
@@ -81,7 +89,7 @@ class Acquiring(Releasing):
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
         """Take these steps behind the callers of this world that wait for the same resource."""
-        resources, end, queues, place = waiting
+        resources, end, queues, place, _ = waiting
         try:
             if len(resources) == 1 and end > time.monotonic():
                 queues.join(resources[0], place)
@@ -94,14 +102,16 @@ class Acquiring(Releasing):
             queues.leave(resources[0], place)
 
     def _attempts(self, waiting: _Waiting, nonce: str, ttl: float) -> Steps[Grant]:
-        resources, end, queues, place = waiting
+        resources, end, queues, place, _ = waiting
         began = time.monotonic()
 
         def attempt(connection: Lent) -> Grant:
-            tokens = self._mint(connection, resources, nonce, ttl, queues.name)
+            tokens = self._mint(connection, resources, nonce, ttl, waiting.world)
             return Grant(resources, tuple(tokens), validity(began, ttl), nonce)
 
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
+        if len(resources) > 1:
+            place.queue.put_off()  # others would wait for a caller that looks from time to time
         waited = yield from self._standing(waiting)
         # An attempt on several, one of which is held, would lock the rows of the others meanwhile.
         if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
@@ -188,6 +198,8 @@ class Acquiring(Releasing):
         if waiting.is_called:
             return _HEARING
         shortest, longest = _PAUSES[self._dialect]
+        if len(waiting.resources) > 1:  # they have to be found while they are kept
+            longest = min(longest, _SEVERAL)
         place = waiting.place
         pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2
         # Others look at other moments.
@@ -221,22 +233,26 @@ class Acquiring(Releasing):
     def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
         """Return those of the resources that are held, with the seconds for which they are.
 
-        A caller that does not give up queues up for one that is held, if it wants no other.
+        A caller that does not give up queues up for them.
         """
-        resources, queue, world = waiting.resources, waiting.place.queue, waiting.queues.name
-        queues_up = not gives_up and len(resources) == 1 and queue.has_to_queue
+        resources, queue, world = waiting.resources, waiting.place.queue, waiting.world
+        queues_up = not gives_up and queue.has_to_queue
 
         def look(connection: Lent) -> list[Any]:
-            if queues_up:
+            if queues_up and len(resources) == 1:
                 asked = {"resource": resources[0], "world": world}
                 queued = connection.execute(self._says.queue_up, asked)
                 if self._says.can_call:
                     return [(resources[0], *row) for row in queued.rows]
-            return [
+            rows = [
                 row
                 for part in parts(resources)
                 for row in connection.execute(self._says.occupied, {"resources": part, "world": world}).rows
             ]
+            if queues_up and len(resources) > 1:
+                for row in rows[:_FEW]:
+                    connection.execute(self._says.queue_up, {"resource": row[0], "world": world})
+            return rows
 
         until = max(waiting.end, time.monotonic() + ANSWER[0])
         rows = yield from self.asking(Work(look, durable=False), until=until)

@@ -41,6 +41,11 @@ _DEAF: Final = 30.0
 NAME_LENGTH: Final = 8
 
 
+def new_name() -> str:
+    """Return a name for the column `queue`."""
+    return f"{secrets.token_hex(4)[: NAME_LENGTH - 1]},"
+
+
 class Bell(Protocol):
     """Wakes a caller that sleeps; a ring before it sleeps counts, too."""
 
@@ -146,6 +151,10 @@ class Queue:
         self.turn_began = None
         self._queued_at = -math.inf
 
+    def put_off(self) -> None:
+        """Have the world take a place in the queue of worlds after a while only."""
+        self._queued_at = time.monotonic()
+
     @property
     def has_to_queue(self) -> bool:
         """Whether the world is to take a place in the queue of worlds now; then not again for a while."""
@@ -165,7 +174,7 @@ class Queues:
     """The queues of a world."""
 
     def __init__(self, bell: Callable[[], Bell], *, in_threads: bool) -> None:
-        self.name = f"{secrets.token_hex(4)[: NAME_LENGTH - 1]},"
+        self.name = new_name()
         #: PostgreSQL's calls arrive.
         self.hears = False
         #: The last acquisition had to wait, so the next one will, mostly.
