@@ -34,7 +34,7 @@ _POLL: Final = 0.2
 _DATABASE: Final = "fencelock"
 _CLIENTS: Final = ("local all all", "host all all 127.0.0.1/32", "host replication all 127.0.0.1/32")
 _STREAMS: Final = (
-    "SELECT sync_state FROM pg_stat_replication WHERE state = 'streaming' AND NOT pg_is_in_recovery()"
+    "SELECT sync_state FROM pg_stat_replication WHERE state = 'streaming' AND application_name LIKE 'n_'"
 )
 _TRUSTED: Final = {"username": "postgres", "password": "none"}  # which nobody asks for
 

@@ -6,14 +6,16 @@ import os
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import psycopg
 import pytest
-from sqlalchemy import URL, make_url
+from sqlalchemy import URL, create_engine, make_url
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import Database
+from fencelock import Database, FencedModel, fenced_lock
 from tests.authorities import test_cancellation, test_leases, test_tokens, test_waiting
 from tests.authorities.kinds import Kind
 from tests.authorities.stage import Stage
@@ -109,3 +111,38 @@ def test_connections_change_between_transactions(bouncer: URL) -> None:
         with other.transaction():
             other.execute("SELECT 1")  # on the connection that was free last
             assert one.execute("SELECT pg_backend_pid()").fetchone() != before
+
+
+class Base(DeclarativeBase):
+    """The tables of a program."""
+
+
+class Account(FencedModel, Base):
+    """A fenced row."""
+
+    __tablename__ = "bounced_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    balance: Mapped[int] = mapped_column(default=0)
+
+
+def test_the_guard_holds_behind_pgbouncer(bouncer: URL) -> None:
+    """By an engine of the program that prepares no statement, as docs/postgresql-ha.md says."""
+    engine = create_engine(bouncer, connect_args={"prepare_threshold": None})
+    Base.metadata.create_all(engine)
+    with Database(engine) as authority:
+        authority.init()
+
+        def add(_: int) -> None:
+            with fenced_lock("account:1", authority=authority), Session(engine) as session:
+                session.get_one(Account, 1).balance += 1
+                session.commit()
+
+        with fenced_lock("account:1", authority=authority), Session(engine) as session, session.begin():
+            session.add(Account(id=1))
+        with ThreadPoolExecutor(4) as threads:
+            list(threads.map(add, range(40)))
+    with Session(engine) as session:
+        assert session.get_one(Account, 1).balance == 40
+    Base.metadata.drop_all(engine)
+    engine.dispose()
