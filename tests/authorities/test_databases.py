@@ -17,6 +17,7 @@ from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, ins
 from sqlalchemy.dialects import mysql
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import DeclarativeBase
+from sqlalchemy.schema import CreateSchema, DropSchema
 from sqlalchemy.util import await_only
 
 import fencelock
@@ -495,3 +496,17 @@ def test_configure_goes_by_the_scheme(tmp_path: Path, monkeypatch: pytest.Monkey
     plain = create_engine(url)
     assert not inspect(plain).get_table_names()
     plain.dispose()
+
+
+@pytest.mark.parametrize("schema", ["a :b", "br{ace}", "a%b", 'q"x', "My Schema"])
+def test_a_schema_may_have_any_name(postgres_database: ReusedDatabase, schema: str) -> None:
+    """Also with letters that mean something to SQLAlchemy, or to us."""
+    engine = create_engine(postgres_database.url)
+    with engine.begin() as connection:
+        connection.execute(CreateSchema(schema))
+    with Database(engine, schema=schema) as authority:
+        authority.init()
+        assert authority.release(authority.acquire(("r", "s"), ttl=5, timeout=1)) is True
+    with engine.begin() as connection:
+        connection.execute(DropSchema(schema, cascade=True))
+    engine.dispose()

@@ -175,6 +175,10 @@ class Statement:
         return str(compiled), compiled.positiontup
 
 
+#: Stands for the table, whose name may have any letters, while words are put in.
+_NAME: Final = "\0"
+
+
 class Statements:
     """What is said to a database of this dialect, about its table of leases (quoted where that has to be)."""
 
@@ -191,7 +195,7 @@ class Statements:
             "standby": "0",
             "noted": "COALESCE((SELECT m.token FROM {table} AS m WHERE m.resource = ''), 0)",
             **_WORDS[dialect],
-            "table": table,
+            "table": _NAME,
             "held": "resource = :resource AND nonce = :nonce",
             "ours": "resource IN (:resources…) AND nonce = :nonce",
             "of_grants": "resource IN (:resources…) AND nonce IN (:nonces…)",
@@ -202,10 +206,15 @@ class Statements:
             "bits": str(SERVER_BITS),
         }
 
+        doubles: bool = getattr(driver.identifier_preparer, "_double_percents", False)
+        name = (table.replace("%%", "%") if doubles else table).replace(
+            ":", r"\:"
+        )  # `text` doubles them, too
+
         def said(template: str) -> Statement:
             while "{" in template:
                 template = template.format(**words)
-            return Statement(template, driver)
+            return Statement(template.replace(_NAME, name), driver)
 
         self.begin = words["begin"]
         #: Whether a release calls the next world.
