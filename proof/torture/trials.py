@@ -2,8 +2,8 @@
 
     python -m proof.torture.trials --docs docs      # half an hour; writes docs/long-run.md
     python -m proof.torture.trials --databases      # five minutes; prints what came of each run
-    python -m proof.torture.trials --galera         # six minutes; the same of three nodes of Galera
-    python -m proof.torture.trials --patroni        # ten minutes; the same of three nodes of Patroni
+    python -m proof.torture.trials --galera         # four minutes; the same of three nodes of Galera
+    python -m proof.torture.trials --patroni        # eleven minutes; the same of three nodes of Patroni
 
 PostgreSQL is embedded, SQLite is a file. MariaDB takes part where FENCELOCK_TEST_MARIADB_URL names one or one
 answers at its standard port. `--folder` keeps the histories; a run whose history is there already is judged
