@@ -160,7 +160,7 @@ class Connecting(WithLoops):
             except (SQLAlchemyError, OSError) as error:
                 if is_busy(error) and not patient:
                     raise RefusedError from None
-                if is_unavailable(error):
+                if is_unavailable(error) and not is_busy(error):
                     yield from self._losing()
                 may_pass = is_lost(error) or is_busy(error) or is_elsewhere(error)
                 may_pass = may_pass or isinstance(error, TimeoutError)
