@@ -15,7 +15,7 @@ import signal
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,10 @@ from sqlalchemy import URL, Engine, NullPool, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
-from fencelock import Redlock
+from fencelock import Database, Redlock
 from fencelock.alembic.plugin import PLUGIN_NAME, plugin
 from proof.servers import Node, Nodes, Postgres
+from proof.servers.galera import Galera, missing
 
 ROOT = Path(__file__).parent.parent
 DEFAULT_MARIADB_URL = "mysql+pymysql://root@127.0.0.1:3306/"
@@ -52,6 +53,17 @@ def postgres() -> Iterator[Postgres]:
     """The PostgreSQL that all tests share; `postgres.create_database()` gives an empty database."""
     with Postgres(settings={"max_prepared_transactions": "10"}) as server:
         yield server
+
+
+@contextmanager
+def galera_with_leases() -> Iterator[Galera]:
+    """Three nodes of MariaDB Galera, with the table of leases."""
+    if lacks := missing():
+        pytest.skip(f"no cluster of Galera: this machine lacks {lacks}")
+    with Galera() as cluster:
+        with Database(cluster.urls[0]) as authority:
+            authority.init()
+        yield cluster
 
 
 class ReusedDatabase:

@@ -11,23 +11,20 @@ import pytest
 from sqlalchemy import create_engine, make_url, text
 
 from fencelock import Database
-from proof.servers.galera import Galera, missing
+from proof.servers.galera import Galera
 from tests.authorities import test_cancellation, test_leases, test_tokens, test_waiting
 from tests.authorities.kinds import Kind
 from tests.authorities.race import Habits, assert_exclusive, assert_in_order, assert_unique, race
 from tests.authorities.stage import Stage, together
+from tests.conftest import galera_with_leases
 
 pytestmark = pytest.mark.timed
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Galera]:
-    """Three nodes with the table of leases."""
-    if lacks := missing():
-        pytest.skip(f"no cluster of Galera: this machine lacks {lacks}")
-    with Galera() as made:
-        with Database(made.urls[0]) as authority:
-            authority.init()
+    """A cluster that these tests share."""
+    with galera_with_leases() as made:
         yield made
 
 

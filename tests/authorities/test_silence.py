@@ -227,12 +227,17 @@ def test_acquisition_does_not_wait_for_its_own_late_grant(hold_up: HoldUp) -> No
 @_each_driver
 def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: RunLock) -> None:
     """The renewal has no answer. The callback hears of the end in time, and the block is left in time."""
+    check_lost_lease(face, proxy.silence, run_lock)
+
+
+def check_lost_lease(face: Face, silence: Callable[[], None], run_lock: RunLock) -> None:
+    """Have a silence end a lease, and see who is told when."""
     told: list[float] = []
     lock: FencedLock[int] = FencedLock(("r",), lambda: face.client, ttl=3.0)
     lock.on_lost(lambda _lease: told.append(time.monotonic()))
 
     def body() -> float:
-        proxy.silence()
+        silence()
         assert eventually(lambda: bool(told))
         return time.monotonic()
 
@@ -245,15 +250,19 @@ def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: Run
 @pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
 def test_process_ends_beside_a_silent_server(proxy: Proxy) -> None:
     """Though it holds a lock, and has threads that renew it."""
+    check_end_of_process(proxy.silence, proxy.url.render_as_string(hide_password=False))
+
+
+def check_end_of_process(silence: Callable[[], None], url: str) -> None:
+    """Have a silence begin while a process holds a lock, and see how long it takes to end."""
     program = """
         import sys, time, fencelock
-        lock = fencelock.Database(sys.argv[1]).lock("r", ttl=30)
+        lock = fencelock.configure(sys.argv[1]).lock("r", ttl=30)
         lock.acquire()
         print("held", flush=True)
         sys.stdin.readline()
         print(time.time())
     """
-    url = proxy.url.render_as_string(hide_password=False)
     process = subprocess.Popen(
         [sys.executable, "-c", textwrap.dedent(program), url],
         stdin=subprocess.PIPE,
@@ -262,7 +271,7 @@ def test_process_ends_beside_a_silent_server(proxy: Proxy) -> None:
     )
     assert process.stdout is not None
     assert process.stdout.readline() == "held\n"
-    proxy.silence()
+    silence()
     said, _ = process.communicate("end\n", timeout=30)
     assert time.time() - float(said) < 4.0
     assert process.returncode == 0

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import subprocess
-import sys
-import textwrap
 import time
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -13,10 +10,16 @@ from typing import Final
 import pytest
 from sqlalchemy import make_url
 
-from fencelock import AuthorityError, FencedLock, Redlock
+from fencelock import AuthorityError, Redlock
 from proof.servers import Nodes
 from tests.authorities.faces import AsyncFace, BlockingFace, Face, Loop, is_held
-from tests.authorities.test_silence import RunLock, run_lock, took
+from tests.authorities.test_silence import (
+    RunLock,
+    check_end_of_process,
+    check_lost_lease,
+    run_lock,
+    took,
+)
 from tests.polling import eventually
 from tests.silence import Proxy
 
@@ -130,40 +133,9 @@ def test_release_that_meets_a_silence_comes_when_it_ends(face: Face, silence: Si
 
 def test_lost_lease_is_told_by_the_clock(face: Face, silence: Silence, run_lock: RunLock) -> None:
     """The renewal has no answer. The callback hears of the end in time, and the block is left in time."""
-    told: list[float] = []
-    lock: FencedLock[int] = FencedLock(("r",), lambda: face.client, ttl=3.0)
-    lock.on_lost(lambda _lease: told.append(time.monotonic()))
-
-    def body() -> float:
-        silence.silence()
-        assert eventually(lambda: bool(told))
-        return time.monotonic()
-
-    began = time.monotonic()
-    leaving = run_lock(face, lock, body)
-    assert told[0] - began < 4.0  # 3.1 where nothing else runs
-    assert time.monotonic() - leaving < 2.7
+    check_lost_lease(face, silence.silence, run_lock)
 
 
 def test_process_ends_beside_a_silent_majority(silence: Silence) -> None:
     """Though it holds a lock, and has threads that renew it."""
-    program = """
-        import sys, time, fencelock
-        lock = fencelock.Redlock(sys.argv[1:]).lock("r", ttl=30)
-        lock.acquire()
-        print("held", flush=True)
-        sys.stdin.readline()
-        print(time.time())
-    """
-    process = subprocess.Popen(
-        [sys.executable, "-c", textwrap.dedent(program), *silence.urls],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert process.stdout is not None
-    assert process.stdout.readline() == "held\n"
-    silence.silence()
-    said, _ = process.communicate("end\n", timeout=30)
-    assert time.time() - float(said) < 4.0
-    assert process.returncode == 0
+    check_end_of_process(silence.silence, ",".join(silence.urls))

@@ -10,16 +10,15 @@ import pytest
 from sqlalchemy import Engine, MetaData, NullPool, create_engine, make_url, text
 
 from proof.servers import Postgres
-from proof.servers.galera import Galera, missing
+from proof.servers.galera import Galera
+from tests.conftest import galera_with_leases
 from tests.guard.rows import InMemory
 
 
 @pytest.fixture(scope="session")
 def galera() -> Iterator[Galera]:
-    """Three nodes of MariaDB Galera."""
-    if lacks := missing():
-        pytest.skip(f"no cluster of Galera: this machine lacks {lacks}")
-    with Galera() as cluster:
+    """A cluster that the guard's tests share."""
+    with galera_with_leases() as cluster:
         yield cluster
 
 

@@ -15,8 +15,9 @@ from fencelock import Database
 from fencelock.cli import database_settings
 from fencelock.cli.database_settings import of_galera, of_settings
 from proof.servers import Postgres
-from proof.servers.galera import Galera, missing
+from proof.servers.galera import Galera
 from tests.authorities.test_standby import Standby
+from tests.conftest import galera_with_leases
 from tests.polling import eventually
 from tests.test_cli import fencelock
 
@@ -175,12 +176,8 @@ def test_a_log_of_transactions_that_is_not_flushed(
 
 @pytest.fixture
 def cluster() -> Iterator[Galera]:
-    """Three nodes with the table of leases."""
-    if lacks := missing():
-        pytest.skip(f"no cluster of Galera: this machine lacks {lacks}")
-    with Galera() as made:
-        with Database(made.urls[0]) as authority:
-            authority.init()
+    """A cluster whose nodes a test may end."""
+    with galera_with_leases() as made:
         yield made
 
 
