@@ -57,6 +57,11 @@ def bouncer(postgres_database: ReusedDatabase) -> Iterator[URL]:
             process.wait(10)
 
 
+def _through(bouncer: URL, database: ReusedDatabase) -> URL:
+    """Return its URL by its present name: PgBouncer has a client wait for one that is not there."""
+    return bouncer.set(database=make_url(database.url).database)
+
+
 def _answers(url: URL) -> bool:
     plain = url.set(drivername="postgresql", database="postgres").render_as_string(hide_password=False)
     try:
@@ -72,7 +77,7 @@ def stage(request: pytest.FixtureRequest, bouncer: URL, postgres_database: Reuse
     driver, world = request.param.split(", ")
     with Database(postgres_database.url) as first:
         first.init()
-    its = bouncer.set(database=make_url(postgres_database.url).database)
+    its = _through(bouncer, postgres_database)
     url = its.set(drivername=f"postgresql+{driver}").render_as_string(hide_password=False)
     with Stage(Kind(driver, lambda: Database(url), url), world) as made:
         yield made
@@ -126,9 +131,10 @@ class Account(FencedModel, Base):
     balance: Mapped[int] = mapped_column(default=0)
 
 
-def test_the_guard_holds_behind_pgbouncer(bouncer: URL) -> None:
+def test_the_guard_holds_behind_pgbouncer(bouncer: URL, postgres_database: ReusedDatabase) -> None:
     """By an engine of the program that prepares no statement, as docs/postgresql-ha.md says."""
-    engine = create_engine(bouncer, connect_args={"prepare_threshold": None})
+    url = _through(bouncer, postgres_database)
+    engine = create_engine(url, connect_args={"prepare_threshold": None})
     Base.metadata.create_all(engine)
     with Database(engine) as authority:
         authority.init()
