@@ -8,6 +8,8 @@ JOBS ?= 3
 RETRIES ?= --seconds 600
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
+# A process of tests that crashes ends the run: pytest-xdist would start another one and may wait forever (its issue 784).
+BY_FILE := --dist loadfile --max-worker-restart 0
 
 .PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases torture-galera torture-patroni retries spec spec-long proof mutation clean
 
@@ -54,8 +56,8 @@ test: $(VENV)/installed
 ifeq ($(JOBS),0)
 	$(RUN)python -m pytest -n 0 $(PYTEST)
 else
-	@$(RUN)python -m pytest -n $(JOBS) --dist loadfile -m 'not timed' $(PYTEST); untimed=$$?; \
-	$(RUN)python -m pytest -n 2 --dist loadfile -m timed $(subst .xml,-timed.xml,$(PYTEST)); timed=$$?; \
+	@$(RUN)python -m pytest -n $(JOBS) $(BY_FILE) -m 'not timed' $(PYTEST); untimed=$$?; \
+	$(RUN)python -m pytest -n 2 $(BY_FILE) -m timed $(subst .xml,-timed.xml,$(PYTEST)); timed=$$?; \
 	case $$untimed,$$timed in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 endif
 
@@ -63,7 +65,7 @@ CHECKED := tests/guard tests/redlock/test_scripts.py $(addprefix tests/test_,$(a
 	architecture async_lock decorator lock release sentences transaction))
 
 check: lint
-	$(RUN)python -m pytest -n 2 --dist loadfile -q $(CHECKED) \
+	$(RUN)python -m pytest -n 2 $(BY_FILE) -q $(CHECKED) \
 		-k 'not postgresql and not mariadb and not histories' $(PYTEST)
 
 test-sqlalchemy: $(VENV)/installed

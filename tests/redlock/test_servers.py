@@ -96,7 +96,8 @@ def test_node_that_restarted_is_admitted_again(server_program: Path, keep_data: 
         authority.init(base=0, max_ttl=MAX_TTL)
         assert token_within(authority) == 1
         nodes[0].restart(keep_data=keep_data)
-        assert split(token_within(authority)) == (0, 2)
+        epoch, counter = split(token_within(authority))
+        assert (epoch, counter > 1) == (0, True)  # an attempt that a slow disk failed has minted, too
         assert authority.recover()
         nodes[1].kill()
         assert split(token_within(authority))[0] >= 1  # it may have been begun in the background as well

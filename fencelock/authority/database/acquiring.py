@@ -21,14 +21,15 @@ from fencelock.authority.database.queues import NAME_LENGTH, QUEUES, Place, Queu
 from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
 from fencelock.errors import FencelockError, QuorumError
 
-#: Seconds between two looks at what another holds: where the database calls; or at least, and at most.
-_HEARING: Final = 0.25
-#: The same at most, for several resources at once.
-_SEVERAL: Final = 0.03
 #: Queues in which a caller stands at most that waits for many resources at once.
 _FEW: Final = 10
-#: The same for each world that comes before.
+#: Seconds between two looks at what another holds: where the database calls,
+_HEARING: Final = 0.25
+#: for each world that comes before,
 _BEHIND: Final = 0.01
+#: at most where several resources are wanted at once,
+_SEVERAL: Final = 0.03
+#: and else at least, and at most.
 _PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.002, 0.05), "sqlite": (0.001, 0.05)}
 
 
@@ -67,23 +68,17 @@ class Acquiring(Releasing):
             waiting = waiting._replace(world=new_name())
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
-        except QuorumError as error:
-            if is_in_doubt(error.__cause__) or waiting.place.is_late:
-                yield from self._owe(nonce, Owed(resources, time.monotonic() + ttl, in_doubt=True))
-            if (unused := waiting.place.grant) is not None:
-                yield from self._owe(unused.proof, Owed(resources, unused.expires_at, in_doubt=False))
-            raise
         except GeneratorExit:
             raise
         except BaseException as error:
             queues.leave(resources[0], waiting.place)  # where a handler has struck in the midst of that
+            until = time.monotonic() + ttl
             nonces = [] if isinstance(error, FencelockError) else [nonce]
-            if waiting.place.is_late and not nonces:
-                yield from self._owe(nonce, Owed(resources, time.monotonic() + ttl, in_doubt=True))
+            if not nonces and (waiting.place.is_late or is_in_doubt(error.__cause__)):
+                yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
             if (unused := waiting.place.grant) is not None:
                 nonces.append(unused.proof)
             if nonces:
-                until = time.monotonic() + ttl
                 yield Abandon(functools.partial(self._abandoning, resources, nonces, until))
             raise
 

@@ -40,7 +40,6 @@ from fencelock.authority.database.connections import (
 from fencelock.authority.database.files import add_queue, file_of, watch_file
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.loops import LoopEnd, WithLoops
-from fencelock.authority.database.queues import Queues, ThreadBell
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingError, QuorumError
@@ -93,7 +92,6 @@ class Connecting(WithLoops):
         pool_size: int,
         max_overflow: int,
     ) -> None:
-        super().__init__()
         #: The database that was named; shown, it hides the password.
         self.url = url_of(source)
         name = self.url.get_backend_name()
@@ -113,12 +111,10 @@ class Connecting(WithLoops):
         in_use.add(self)
 
     def _start_over(self) -> None:
-        """Begin without connections: at first, and in a forked child."""
+        super()._start_over()
         self._pid = os.getpid()
         self._connections: Connections | None = None
         self._threads: ThreadPoolExecutor | None = None
-        self._loop_ends = {}
-        self._queues = Queues(ThreadBell, in_threads=True)
 
     def __repr__(self) -> str:
         return f"<Database {self._shown}>"

@@ -120,7 +120,8 @@ class LoopEnd:
 class WithLoops(Stepped):
     """An authority whose steps are `Wait`, `Abandon`, and what `work` and `work_soon` do."""
 
-    def __init__(self) -> None:
+    def _start_over(self) -> None:
+        """Begin without connections: at first, and in a forked child."""
         self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
         self._queues = Queues(ThreadBell, in_threads=True)
 
