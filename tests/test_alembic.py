@@ -22,7 +22,15 @@ from sqlalchemy import Column, Engine, ForeignKey, Integer, MetaData, String, Ta
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, declarative_base
 
-from fencelock import Database, Lease, LockTimeoutError, StaleTokenError, UnfencedWriteError, lease_table
+from fencelock import (
+    Database,
+    FenceError,
+    Lease,
+    LockTimeoutError,
+    StaleTokenError,
+    UnfencedWriteError,
+    lease_table,
+)
 from fencelock.alembic.operations import (
     AddFenceOp,
     CreateFenceTableOp,
@@ -466,7 +474,7 @@ def test_rows_of_strict_tables_are_migrated_with_a_new_write_id(project: Project
     project.write(moving.format(MOVE))
     with pytest.raises((UnfencedWriteError, DBAPIError), match="changes neither"):
         project.upgrade()
-    rewrite_head(project, moving.format(f"{MOVE}, last_write_id = last_write_id + 1"))
+    rewrite(project, "head", moving.format(f"{MOVE}, last_write_id = last_write_id + 1"))
     project.upgrade()
     with engine.connect() as connection:
         moved = connection.execute(text("SELECT status, last_fencing_token, last_write_id FROM orders")).one()
@@ -504,9 +512,9 @@ def test_add_fence_makes_no_strict_trigger(engine: Engine) -> None:
             op.add_fence("orders", trigger="strict")
 
 
-def rewrite_head(project: Project, upgrade: str) -> None:
-    """Have the last migration do something else."""
-    path = Path(ScriptDirectory.from_config(project.config).get_revision("head").path)
+def rewrite(project: Project, revision: str, upgrade: str) -> None:
+    """Have a migration do something else."""
+    path = Path(ScriptDirectory.from_config(project.config).get_revision(revision).path)
     before, _, after = path.read_text().partition("def upgrade():")
     after = after[after.index("def downgrade") :]
     path.write_text(f"{before}def upgrade():\n{textwrap.indent(upgrade, '    ')}\n{after}")
@@ -515,10 +523,10 @@ def rewrite_head(project: Project, upgrade: str) -> None:
 def test_the_fence_table_has_a_trigger_where_it_is_wanted(project: Project, engine: Engine) -> None:
     """Its fences never go down, whoever writes; and gates are passed as before."""
     project.means(orders(), partial(fence_table, trigger=True))
-    assert "op.create_fence_trigger('fencelock_fences')" in project.revision()
+    assert "op.create_fence_trigger('fencelock_fences', ids=True)" in project.revision()
     project.upgrade()
     project.check()
-    assert found(engine, "fencelock_fences") == (True, "fence")
+    assert found(engine, "fencelock_fences") == (True, True)
     with Session(engine) as session:
         for token in (5, 5, 6):
             bind(session, Lease("order:1", token))
@@ -528,6 +536,30 @@ def test_the_fence_table_has_a_trigger_where_it_is_wanted(project: Project, engi
         execute(engine, "UPDATE fencelock_fences SET last_fencing_token = 5")
     with pytest.raises(ValueError, match="False or True"):
         fence_table(MetaData(), trigger="strict")  # type: ignore[arg-type]
+
+
+def test_an_older_fence_table_is_given_write_ids(project: Project, engine: Engine) -> None:
+    """Until then gates say what is missing. Both revisions run on an empty database, too."""
+    project.write("op.create_fence_table()\nop.drop_write_id('fencelock_fences')", "op.drop_fence_table()")
+    project.upgrade()
+    project.means(orders(), fence_table)
+    with Session(engine) as session:
+        bind(session, Lease("order:1", 5))
+        with pytest.raises(FenceError, match=r"op.add_write_id\(\"fencelock_fences\"\)"):
+            gate(session)
+    written = project.revision()
+    assert "op.add_write_id('fencelock_fences')" in written
+    assert "op.drop_write_id('fencelock_fences')" in written
+    project.upgrade()
+    project.check()
+    with Session(engine) as session:
+        bind(session, Lease("order:1", 5))
+        gate(session)
+        session.commit()
+    command.downgrade(project.config, "base")
+    rewrite(project, previous(project), "op.create_fence_table()")
+    project.upgrade()
+    project.check()
 
 
 def previous(project: Project) -> str:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
 from alembic.autogenerate.render import renderers
 from alembic.operations.base import BatchOperations, Operations
 from alembic.operations.ops import AddColumnOp, CreateTableOp, DropColumnOp, DropTableOp, MigrateOperation
-from sqlalchemy import MetaData, Table
+from sqlalchemy import MetaData, Table, inspect
 
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import triggers
@@ -246,6 +246,10 @@ def _drop_fence(operations: Operations, op: FenceOperation) -> None:
 
 @Operations.implementation_for(AddWriteIdOp)
 def _add_write_id(operations: Operations, op: FenceOperation) -> None:
+    if op.table_name == FENCE_TABLE and not operations.migration_context.as_sql:
+        columns = inspect(operations.get_bind()).get_columns(op.table_name, schema=op.schema)
+        if WRITE_COLUMN in {column["name"] for column in columns}:
+            return  # an older revision that says `op.create_fence_table()` made a new one
     operations.invoke(AddColumnOp(op.table_name, new_column(WRITE_COLUMN, {}), schema=op.schema))
 
 

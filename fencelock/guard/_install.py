@@ -14,7 +14,7 @@ from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
 from fencelock.guard import leases, objects, sessions, statements, text, triggers
-from fencelock.guard._sqlalchemy import execute_by, hear_ends, hear_merges, load_with
+from fencelock.guard._sqlalchemy import execute_by, hear_ends, hear_merges, hear_rows, load_with
 from fencelock.guard.tables import WRITE_COLUMN, note_column
 
 _lock = Lock()
@@ -30,6 +30,7 @@ def install() -> None:
         execute_by(UpdateBase, statements.guarding)
         hear_ends(leases.on_end)
         load_with(WRITE_COLUMN)
+        hear_rows(WRITE_COLUMN, objects.on_row)
         hear_merges(WRITE_COLUMN, objects.on_merged)
         listen()
         _installed = True
@@ -41,6 +42,7 @@ def listen() -> None:
     event.listen(Engine, "handle_error", triggers.explain)
     event.listen(Column, "after_parent_attach", note_column)
     event.listen(Session, "after_begin", sessions.on_begin)
+    event.listen(Session, "after_soft_rollback", sessions.on_soft_rollback)
     event.listen(Session, "before_flush", objects.on_flush)
     event.listen(Session, "persistent_to_transient", objects.on_undone)
     event.listen(Session, "pending_to_transient", objects.on_undone)

@@ -6,8 +6,9 @@ what is relied on.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import wraps
+from functools import partial, wraps
 from operator import attrgetter, methodcaller
 from typing import Any
 
@@ -124,13 +125,14 @@ def always_load(mapper: Mapper[Any], column: Any) -> None:
 
 
 def load_with(name: str) -> None:
-    """Have a SELECT of a part of an object load an attribute as well, where the object does not have it.
+    """Have a SELECT of a part of an object load an attribute as well.
 
-    Such a SELECT is that of a deferred column or of `Session.refresh(instance, names)`.
+    Such a SELECT is that of a deferred column, of `Session.refresh(instance, names)`, or of the sub-tables
+    that `selectin_polymorphic()` asks for.
     """
 
     def wanted(state: InstanceState[Any], names: Iterable[str]) -> Iterable[str]:
-        return names if name in state.dict or name not in state.manager else {*names, name}
+        return {*names, name} if name in state.manager else names
 
     def with_names(load: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(load)
@@ -151,6 +153,76 @@ def load_with(name: str) -> None:
     for function, around in (("load_scalar_attributes", with_names), ("load_on_ident", with_refreshed)):
         own = function if hasattr(loading, function) else f"_{function}"  # SQLAlchemy 2.0, or 2.1
         setattr(loading, own, around(getattr(loading, own)))
+    of_sub_table: Callable[..., Any] = Mapper._subclass_load_via_in
+
+    @wraps(of_sub_table)
+    def with_sub_table(*given: Any) -> tuple[Any, Any, Any]:
+        query, wanting, leaving_out = of_sub_table(*given)
+        leaving_out.context = tuple(
+            [each for each in leaving_out.context if getattr(each.path.path[-1], "key", None) != name]
+        )
+        return query, wanting, leaving_out
+
+    setattr(Mapper, "_subclass_load_via_in", with_sub_table)  # noqa: B010  mypy knows no other way
+
+
+def _populators(
+    name: str, read: Callable[[Any], Any] | None, heard: Callable[..., Any], *, of_new: bool
+) -> tuple[Callable[..., None], Callable[..., None]]:
+    """Return what takes a row's value for an object, and what only compares it with that of an object."""
+
+    def take(state: InstanceState[Any], current: dict[str, Any], row: Any) -> None:
+        before, found = current.get(name), read and read(row)
+        if before != found and (of_new or before is not None):
+            found = heard(state, before, found)
+        if read is not None:
+            current[name] = found
+
+    def compare(state: InstanceState[Any], current: dict[str, Any], row: Any) -> None:
+        before, found = current.get(name), read and read(row)
+        if before != found:
+            heard(state, before, found)
+
+    return take, compare
+
+
+def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], Any]) -> None:
+    """Call `heard(context, state, before, found)` when a row and an object differ in an attribute.
+
+    A value is None where the row does not have the column, or the object had none. Where the query loads the
+    attribute, the object gets what `heard` returns. New objects are not told of.
+    """
+    setup = ColumnProperty.setup
+    create: Any = ColumnProperty.create_row_processor
+
+    @wraps(setup)
+    def setting_up(prop: ColumnProperty[Any], *given: Any, **options: Any) -> None:
+        setup(prop, *given, **options)
+        if prop.key == name:  # else `create_row_processor` is not asked
+            options["memoized_populators"].pop(prop, None)
+
+    @wraps(create)
+    def creating(prop: Any, *given: Any) -> None:
+        if prop.key != name:
+            create(prop, *given)
+            return
+        context, query_entity, path, *others, populators = given
+        own: dict[str, list[Any]] = defaultdict(list)
+        plain = prop._get_strategy((("deferred", False), ("instrument", True)))
+        plain.create_row_processor(context, query_entity, path, None, *others, own)
+        read = own.pop("quick")[0][1] if "quick" in own else None
+        if read is None:  # the query does not have it
+            own.clear()
+            create(prop, *given[:-1], own)
+        again = context.populate_existing or prop.parent.always_refresh or context.refresh_state is not None
+        take, compare = _populators(name, read, partial(heard, context), of_new=again)
+        own["new"].append((name, take))
+        own["eager"].append((name, compare))
+        for kind, each in own.items():
+            populators[kind].extend(each)
+
+    setattr(ColumnProperty, "setup", setting_up)  # noqa: B010  mypy knows no other way
+    setattr(ColumnProperty, "create_row_processor", creating)  # noqa: B010
 
 
 def hear_merges(name: str, heard: Callable[..., None]) -> None:

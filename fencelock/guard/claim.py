@@ -24,8 +24,8 @@ from fencelock.guard.conditions import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_
 from fencelock.guard.dialects import LOCKING_READS, TOKEN_BIND, SameText, is_text, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
-from fencelock.guard.sessions import BYPASS, of_task, session_of
-from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, new_write_id, trigger_of
+from fencelock.guard.sessions import BYPASS, note_claimed, of_task, session_of
+from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, new_write_id
 from fencelock.guard.verdict import is_one_of
 
 T = TypeVar("T")
@@ -64,7 +64,8 @@ def claim(
 ) -> T | None:
     """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
 
-    From then on older holders are refused, and no other transaction changes the row until this one ends.
+    From then on older holders are refused, and no other transaction changes the row until this one ends. The
+    row gets a new write id, so what others have loaded of it is stale.
     Make the claim the first act of the transaction: under REPEATABLE READ (MariaDB's default) *other* rows
     are read as they were when the transaction first read anything, and on SQLite a transaction that has read
     before cannot wait for its turn to write (see `fencelock.guard.begin_immediate`). A claim that has
@@ -111,6 +112,7 @@ def claim(
                     f"{asked!r} was asked for and led to the row of {fenced.name!r} that {actual!r} guards; "
                     f"lock it by the name that the row itself has"
                 )
+            note_claimed(session, [found])
             report_claim(fenced.name, key, asked, token)
             return found  # else it was inserted after the UPDATE
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
@@ -159,6 +161,7 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         report_claim(fenced.name, row[:width], fenced.template.render(row[width:]), token)
     token_of = {row[:width]: token for token, row in rows}
     loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
+    note_claimed(session, loaded)
     # Not one that was deleted meanwhile, and inserted again.
     return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
 
@@ -250,20 +253,17 @@ def _naming_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
     """Claim and load a row by one statement; return None if that is not possible, or has found no row.
 
-    PostgreSQL alone returns a row as a trigger leaves it. `do_orm_execute` may add criteria to a SELECT.
+    `do_orm_execute` may add criteria to a SELECT.
     """
     dialect: Any = target.connection.dialect
-    shows_row = dialect.update_returning and (dialect.name == "postgresql" or not trigger_of(fenced.table))
-    if not shows_row or target.session.dispatch.do_orm_execute:
+    if not dialect.update_returning or target.session.dispatch.do_orm_execute:
         return None
     if mapper not in fenced.statements:
         fenced.statements[mapper] = _claiming(mapper, fenced)
     statement = fenced.statements[mapper]
     if statement is None:
         return None
-    parameters = {**_parameters(row), TOKEN_BIND: token}
-    if fenced.is_strict:
-        parameters[_WRITE_BIND] = new_write_id()
+    parameters = {**_parameters(row), TOKEN_BIND: token, _WRITE_BIND: new_write_id()}
     return target.session.scalar(statement, parameters, bind_arguments=target.bind_arguments)
 
 
@@ -283,9 +283,8 @@ def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update | None:
     is_named = criteria[len(fenced.table.primary_key) :]
     criteria += [SameText(each.left, each.right) for each in is_named if is_text(each.left)]
     criteria.append(fenced.fence <= token)
-    values = {**unchanged_by_raising(fenced.table), fenced.fence: token}
-    if fenced.is_strict and fenced.write is not None:
-        values[fenced.write] = bindparam(_WRITE_BIND, type_=BigInteger)
+    write_id = bindparam(_WRITE_BIND, type_=BigInteger)
+    values = {**unchanged_by_raising(fenced.table), fenced.fence: token, fenced.write: write_id}
     options = {"fencelock": BYPASS, CLAIM_OPTION: True, "synchronize_session": False}
     claiming = update(mapper.class_).where(*criteria).values(values).returning(mapper.class_)
     return claiming.execution_options(populate_existing=True, **options)

@@ -37,7 +37,7 @@ LOADED_BIND: Final = "fencelock_loaded"
 """Carries the write id that was loaded into the condition; NULL lets any pass."""
 
 CLAIM_OPTION: Final = "fencelock_claim"
-"""Execution option of a statement that only raises fences, and writes no row anew."""
+"""Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
 
 TOKEN_OPTION: Final = "fencelock_given_token"  # noqa: S105  no password
 """Execution option with which `execute_fenced` hands over an explicit token."""
@@ -104,9 +104,7 @@ def pins(
     return found
 
 
-def compared(
-    part: Any, column: sa.ColumnElement[int] | None, operator: object
-) -> sa.BindParameter[int] | None:
+def compared(part: Any, column: sa.ColumnElement[int], operator: object) -> sa.BindParameter[int] | None:
     """Return the parameter that a part of a WHERE clause compares a column with, if it does that alone."""
     is_so = (
         isinstance(part, sa.BinaryExpression)
@@ -221,7 +219,7 @@ def _texts_in(clause: Any) -> Iterator[str]:
 
 Kind: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
 """Whose statement it is: a flush's, or one of a flush that does not know what all objects were loaded from;
-the program's own, or that with a token that its caller vouches for; one that only raises fences.
+the program's own, or that with a token that its caller vouches for; one that claims.
 """
 
 _forms: WeakKeyDictionary[sa.ClauseElement, dict[Kind, Form]] = WeakKeyDictionary()
@@ -246,9 +244,9 @@ class Form:
     assigns: bool  # an UPDATE; else a DELETE
 
     @property
-    def write(self) -> sa.ColumnElement[int] | None:
-        """The column of the write id; None in the fence table."""
-        return None if self.fenced.write is None else self.source.c[self.fenced.write.key]
+    def write(self) -> sa.ColumnElement[int]:
+        """The column of the write id."""
+        return self.source.c[self.fenced.write.key]
 
     def identity(self, row: Row) -> tuple[Any, ...]:
         """Return the primary key of the row that an execution names."""
@@ -257,7 +255,7 @@ class Form:
     def accepts(self, row: Row) -> tuple[int, ...] | None:
         """Return which write ids a row may have, once it may have been written; None where any will do."""
         loaded = row.get(LOADED_BIND) if self.loaded is None else values_of([self.loaded], row)[0]
-        if loaded is None or self.fenced.write is None:
+        if loaded is None:
             return None
         by = row.get(MOVE_BIND)
         return loaded, row.get(self.fenced.write.key, loaded) if by is None else moved(loaded, by)
@@ -283,7 +281,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
         refuse_fence_assignment(map(key_of, assigned), fenced)
     refuse_unguardable(statement, fenced, source)
     fence, assigns = source.c[fenced.fence.key], isinstance(statement, sa.Update)
-    write: Any = None if fenced.write is None else source.c[fenced.write.key]
+    write = source.c[fenced.write.key]
     where: list[Any] = []
     own: list[Any] = []
     has_token, given = False, None
@@ -314,7 +312,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
     if kind in {"objects", "blind"}:
         by: Any = sa.bindparam(LOADED_BIND, type_=sa.BigInteger)
         statement = statement.where(write == (by if kind == "objects" else sa.func.coalesce(by, write)))
-    moves = assigns and write is not None and kind in {"core", "explicit"} and not keeps_order(statement)
+    moves = assigns and kind in {"core", "explicit"} and not keeps_order(statement)
     if moves:
         statement = moving(statement, fenced, sa.bindparam(MOVE_BIND, type_=sa.BigInteger))
     if not has_token:
@@ -349,7 +347,6 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
 
 def moving(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
     """Have a statement move the ids of what it writes: an object follows if it was of the version found."""
-    assert fenced.write is not None  # noqa: S101  the fence table has none, and is not written so
     source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
     write = source.c[fenced.write.key]
     return statement.values({write.key: (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)})

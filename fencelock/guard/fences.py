@@ -14,14 +14,14 @@ from sqlalchemy.engine import Connection
 from fencelock._databases import RESOURCE
 from fencelock.guard import tables
 from fencelock.guard._install import install
-from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN
 
 
 def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
     """Return the fence table as part of `metadata`, defining it there at the first call.
 
-    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too),
-    `last_fencing_token BIGINT NOT NULL DEFAULT 0`. It is fenced itself: each row by its own resource.
+    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two of a
+    fenced model. It is fenced itself: each row by its own resource.
 
     Where all calls of a program name one schema (as `metadata` may do), `gate` looks for the table there;
     else in the default schema of the connection, or where its `schema_translate_map` has that.
@@ -59,6 +59,7 @@ def _define(metadata: MetaData, schema: str | None) -> Table:
         metadata,
         Column("resource", RESOURCE, primary_key=True),
         tables.new_column(FENCE_COLUMN, {}),
+        tables.new_column(WRITE_COLUMN, tables.WRITE_MARK),
         schema=schema,
         keep_existing=True,
     )

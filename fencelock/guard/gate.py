@@ -25,7 +25,7 @@ from fencelock.guard.events import report_claim
 from fencelock.guard.fences import FENCES, fences_of
 from fencelock.guard.leases import NOT_INHERITED, Writing, report_refusal, writing_on
 from fencelock.guard.sessions import BYPASS, of_task, session_of
-from fencelock.guard.tables import FENCE_COLUMN, fenced_table
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_table, new_write_id
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
@@ -71,7 +71,7 @@ def gate(
     returns = connection.dialect.insert_returning
     result = connection.execute(
         _passing(fences, connection.dialect.name, returns=returns),
-        {"resource": name, FENCE_COLUMN: token},
+        {"resource": name, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()},
         execution_options={"fencelock": BYPASS},
     )
     if not returns:  # MySQL
@@ -109,13 +109,15 @@ def _only_resource(connection: Connection) -> str:
 def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     """Return the statement that makes a resource's fence, or raises it, and locks its row either way.
 
-    A higher fence stays, and shuts the gate. One statement, because two deadlock: InnoDB's shared lock of a
-    missed INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
+    A higher fence stays, and shuts the gate. The write id is new each time, so that Galera also replicates
+    what passes again under one token. One statement, because two deadlock: InnoDB's shared lock of a missed
+    INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
     """
     fence, is_mysql = fences.c[FENCE_COLUMN], dialect in LOCKING_READS
     made: Any = (mysql if is_mysql else postgresql if dialect == "postgresql" else sqlite).insert(fences)
-    new = (made.inserted if is_mysql else made.excluded)[FENCE_COLUMN]
-    higher = {FENCE_COLUMN: case((fence > new, fence), else_=new)}
+    given = made.inserted if is_mysql else made.excluded
+    new = given[FENCE_COLUMN]
+    higher = {FENCE_COLUMN: case((fence > new, fence), else_=new), WRITE_COLUMN: given[WRITE_COLUMN]}
     if is_mysql:
         made = made.on_duplicate_key_update(higher)
     else:

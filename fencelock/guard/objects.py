@@ -287,6 +287,14 @@ def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: d
         current[WRITE_COLUMN] = MIXED
 
 
+def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
+    """Note that a row is of another version than the object of which it brings something."""
+    if type(before) is Stamp and found == before.loaded:
+        return before  # the object is being written, and the row is not yet
+    context.attributes[WRITE_COLUMN, state] = found
+    return found
+
+
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
     """Have an object of which only a part is loaded anew be of two versions; or follow a statement."""
     current = state.dict
@@ -298,9 +306,12 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     for made in state.mapper.composites:
         if names is None or not {column.key for column in made.props}.isdisjoint(names):
             current.pop(made.key, None)  # made anew, from the columns
-    if names is None:
-        left_out = left_out_of(context, state.mapper)
-    else:
-        left_out = set(state.mapper.columns.keys()) - set(names) if WRITE_COLUMN in names else set()
-    if any(_was_loaded(state, key) for key in left_out):
-        current[WRITE_COLUMN] = MIXED
+    attributes: dict[Any, Any] = getattr(context, "attributes", {})
+    if (WRITE_COLUMN, state) not in attributes:
+        return  # what is loaded and what was are of one version
+    found, aging = attributes.pop((WRITE_COLUMN, state)), _aging_of(state.mapper)
+    asked = {*aging, WRITE_COLUMN} if names is None else {*names}
+    old = left_out_of(context, state.mapper) if names is None else aging - asked
+    if not any(key in current for key in asked & {*aging, WRITE_COLUMN}):
+        return  # found, and not loaded
+    current[WRITE_COLUMN] = MIXED if any(_was_loaded(state, key) for key in old & aging) else found

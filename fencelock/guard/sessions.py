@@ -5,13 +5,14 @@ It is noted on the connection itself. Every room that asks for the session asks 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakSet, ref
 
+from sqlalchemy import inspect
 from sqlalchemy.engine import Connection
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Session, SessionTransaction
 
 from fencelock._owners import current_owner
 from fencelock.errors import UnfencedWriteError
@@ -38,6 +39,9 @@ _SESSIONS: Final = "_fencelock_sessions"
 
 _CONNECTIONS: Final = "fencelock.connections"
 """Where a session has the connections that it has begun on."""
+
+_CLAIMED: Final = "fencelock.claimed"
+"""Where a session has what was claimed in a savepoint."""
 
 MOVED: Final = "fencelock.moved"
 """Where a session has by how much its last statement moves write ids."""
@@ -105,6 +109,19 @@ def _uses(session: Session, connection: Connection) -> bool:
 def connections_of(session: Session) -> list[Connection]:
     begun = session.info.get(_CONNECTIONS, ()) if session.in_transaction() else ()
     return [each for each in begun if each.in_transaction()]
+
+
+def note_claimed(session: Session, claimed: Iterable[object]) -> None:
+    """Note what a savepoint has claimed: its rollback takes the new write ids back, and objects keep them."""
+    if session.in_nested_transaction():
+        session.info.setdefault(_CLAIMED, WeakSet()).update(map(inspect, claimed))
+
+
+def on_soft_rollback(session: Session, transaction: SessionTransaction) -> None:
+    if transaction.nested:
+        for state in session.info.pop(_CLAIMED, ()):
+            if (known := state.obj()) in session:
+                session.expire(known)
 
 
 def note_moved(connection: Connection, by: int) -> None:

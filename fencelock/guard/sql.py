@@ -24,7 +24,7 @@ from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION
 from fencelock.guard.dialects import TOKEN_BIND
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import session_of
-from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FencedTable, new_write_id
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id
 from fencelock.tokens import check as check_token
 
 
@@ -103,7 +103,7 @@ def _conditional(statement: _Write, loaded: int | BindParameter[int] | None) -> 
     source = target if isinstance(target, AliasedReturnsRows) else fenced.table
     fence = source.c[fenced.fence.key]
     statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
-    if loaded is not None and fenced.write is not None:
+    if loaded is not None:
         statement = statement.where(source.c[fenced.write.key] == _loaded(loaded))
     return statement.execution_options(synchronize_session=False)
 
@@ -130,7 +130,9 @@ def known(target: FromClause) -> FencedTable:
             f"{getattr(table, 'name', target)!r} is not fenced: it has no column {FENCE_COLUMN!r}; give the "
             f"model the mixin FencedModel, or the Table a fence_column()"
         )
-    return tables.register(FencedTable(table, tables.template_of(table, table.name)))
+    template = tables.template_of(table, table.name)
+    tables.check_write_column(table, table.name)
+    return tables.register(FencedTable(table, template))
 
 
 _QUOTES: Final[Mapping[str, str]] = {"postgresql": '"', "mysql": "`", "mariadb": "`", "sqlite": '"'}
@@ -186,8 +188,6 @@ def conditional_update(
     write = _RawWrite(paramstyle, dialect)
     _check_raw(values, key, token)
     sets = {**values, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()}
-    if write.table(table).endswith(write.name(FENCE_TABLE)):
-        del sets[WRITE_COLUMN]
     assignments = ", ".join(write.equal(sets))
     where = write.where(key, token)
     sql = f"UPDATE {write.table(table)} SET {assignments} WHERE {where}"  # noqa: S608  see name()

@@ -91,7 +91,7 @@ def _around(
     """Return a statement that goes around the guard. An UPDATE gives what it writes new ids all the same."""
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
-    if not isinstance(statement, Update) or fenced is None or fenced.write is None:
+    if not isinstance(statement, Update) or fenced is None:
         note_moved(connection, 0)  # of a joined sub-table, whose objects have their id elsewhere
         return statement
     brings_its_own = fenced.write.key in {
@@ -136,7 +136,6 @@ def _unpack_stamps(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: Tokens
 ) -> tuple[Sequence[dict[str, Any]], Kind]:
     """Take the stamps of a flush's rows apart. The unit of work has made the rows for this statement."""
-    assert fenced.write is not None  # noqa: S101  a model has it
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, kind = isinstance(statement, Update), "objects"
     if assigns and fenced.is_strict and write not in rows[0]:
@@ -166,10 +165,9 @@ def _stamp_of(
     The first is that of DELETE and `post_update`, or of an object that a listener has changed since; the
     second of a new object that takes the place of a deleted one.
     """
-    write: Any = form.fenced.write
     state = object_of(connection, form.fenced, form.identity(row)) if form.key else None
     known = None if state is None else state.dict.get(WRITE_COLUMN)
-    stamp = row.get(write.key)
+    stamp = row.get(form.fenced.write.key)
     if type(stamp) is Stamp:
         stamp.loaded = None if known is stamp or known is None else int(known)
         if type(known) is Stamp:  # that of the deleted object
@@ -187,8 +185,7 @@ def _stamp_of(
 def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tokens) -> list[dict[str, Any]]:
     """Return the parameters of a statement of the program's own, with tokens and write ids."""
     fenced = form.fenced
-    moves = form.assigns and fenced.write is not None and (form.kind != "claim" or fenced.is_strict)
-    by = new_write_id() if moves else None
+    by = new_write_id()
     stamped = []
     for given in rows:
         row = dict(given)
@@ -196,10 +193,9 @@ def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tok
         row[TOKEN_BIND] = token if isinstance(token, int) else _token_of(form, token, row, state)
         if form.assigns:
             row[fenced.fence.key] = row[TOKEN_BIND]
-        if by is not None and fenced.write is not None:
             row[conditions.MOVE_BIND if form.moves else fenced.write.key] = by
         stamped.append(row)
-    note_moved(connection, by if by is not None and form.moves else 0)
+    note_moved(connection, by if form.moves else 0)
     return stamped
 
 
@@ -270,15 +266,14 @@ def _stamp_insert(
     write_id = token.write_id if isinstance(token, Tokens) else new_write_id()
     for row in rows:
         made = {**row}
-        stamp = None if fenced.write is None else row.get(fenced.write.key)
+        stamp = row.get(fenced.write.key)
         if type(stamp) is Stamp:
             made[fenced.fence.key] = stamp.token
             stamp.loaded = write_id  # what a second statement of the flush finds
         else:
             new = token if isinstance(token, int) else _new_row_token(token, {**own, **row})
             made[fenced.fence.key] = new
-        if fenced.write is not None:
-            made[fenced.write.key] = write_id
+        made[fenced.write.key] = write_id
         stamped.append(made)
     return stamped
 

@@ -162,24 +162,24 @@ def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
 
 @dataclass(eq=False, slots=True)
 class FencedTable:
-    """What the guard knows of one fenced table; only the fence table has no column `write`."""
+    """What the guard knows of one fenced table."""
 
     table: Table
     template: ResourceTemplate
     of_models: list[ReferenceType[Mapper[Any]]] = field(default_factory=list)
     name: str = field(init=False)
     fence: Column[int] = field(init=False)
-    write: Column[int] | None = field(init=False)
+    write: Column[int] = field(init=False)
     statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.name = self.table.name
         self.fence = self.table.c[FENCE_COLUMN]
-        self.write = self.table.c.get(WRITE_COLUMN)
+        self.write = self.table.c[WRITE_COLUMN]
 
     @property
     def is_strict(self) -> bool:
-        """Whether its trigger wants each UPDATE to change fence or write id, so that claims do."""
+        """Whether its trigger refuses an UPDATE that changes neither fence nor write id."""
         return trigger_of(self.table) == "strict"
 
     def mappers(self) -> list[Mapper[Any]]:

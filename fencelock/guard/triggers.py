@@ -119,7 +119,7 @@ def create(
         dialect: the name of the engine's dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`.
         strict: refuse an UPDATE that changes neither fence nor write id. The fence table has no strict one.
         ids: where it is not strict: give a new write id to each UPDATE that brings none. SQLite finds the row
-            by its rowid. The fence table has no write ids.
+            by its rowid.
         schema: where the table is, if it is given by its name.
 
     Raises:
@@ -136,7 +136,7 @@ def create(
     target = _table(table, schema)
     forms: tuple[Form, ...] = ("refuse", "strict")
     if not strict:
-        has_ids = ids and (WRITE_COLUMN in target.c if target.c else target.name != FENCE_TABLE)
+        has_ids = ids and (not target.c or WRITE_COLUMN in target.c)
         forms = ("refuse", "fence", "renew", "ids") if has_ids else ("refuse", "fence")
     templates = sql.CREATE[_family(dialect)]
     made = [FenceDDL(templates[form], target) for form in forms if form in templates]
@@ -246,12 +246,13 @@ def _lack(message: str, statement: str) -> FenceError | None:
             f"Base.metadata.create_all(engine), or op.create_fence_table() in a migration; or pass no gate "
             f"(gate=False), and claim before you read"
         )
+    table = FENCE_TABLE if FENCE_TABLE in statement else "<table>"
     for column, operation in ((FENCE_COLUMN, "add_fence"), (WRITE_COLUMN, "add_write_id")):
         if column in message and _MISSING_COLUMN.search(message):
             return FenceError(
-                f"the database lacks the column {column!r} of a fenced model ({message}); add it with a "
-                f'migration: op.{operation}("<table>"), which fencelock[alembic] brings, or '
-                f'op.add_column("<table>", sa.Column("{column}", sa.BigInteger(), nullable=False, '
+                f"the database lacks the column {column!r} of a fenced table ({message}); add it with a "
+                f'migration: op.{operation}("{table}"), which fencelock[alembic] brings, or '
+                f'op.add_column("{table}", sa.Column("{column}", sa.BigInteger(), nullable=False, '
                 f'server_default=sa.text("0")))'
             )
     return None

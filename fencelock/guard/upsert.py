@@ -88,7 +88,7 @@ def upsert(
     for _, keys in groupby(sorted(by_key, key=columns), columns):
         some = sorted(keys)
         statement = _statement(connection.dialect.name, fenced, by_key[some[0]])
-        own = {} if fenced.write is None else {fenced.write.key: new_write_id()}
+        own = {fenced.write.key: new_write_id()}
         stamped = [{**by_key[key], fenced.fence.key: token_of[key], **own} for key in some]
         connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
     try:
@@ -148,7 +148,7 @@ def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Ins
     table = fenced.table
     kept = {column.key for column in _identifying(fenced)}
     names = [name for name in row if name not in kept]
-    own = [column.key for column in (fenced.write, fenced.fence) if column is not None]
+    own = fenced.write.key, fenced.fence.key
     if dialect in LOCKING_READS:
         made = mysql.insert(table)
         new, passes = made.inserted, _lets_pass(fenced, made.inserted)

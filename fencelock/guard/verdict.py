@@ -88,7 +88,7 @@ class Verdict:
         for row in self.rows:
             accepted, named = self.form.accepts(row), self._naming()
             turned_away = [fence > row[TOKEN_BIND], fence.is_(None)]
-            if accepted is not None and write is not None:
+            if accepted is not None:
                 turned_away.append(write.not_in(accepted))
             for column, value in zip(named, values_of(self.form.naming or (), row), strict=False):
                 turned_away.append(not_(holds(column, literal(value, column.type))))
@@ -117,8 +117,7 @@ class Verdict:
     def _asked(self) -> Select[Any]:
         """Return a query of what `_error` wants to know of rows, without any criteria."""
         source, fenced = self.form.source, self.form.fenced
-        fence = source.c[fenced.fence.key]
-        write = fence if self.form.write is None else self.form.write
+        fence, write = source.c[fenced.fence.key], self.form.write
         return select(
             *(source.c[each.key] for each in fenced.table.primary_key), fence, write, *self._naming()
         )

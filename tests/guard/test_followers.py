@@ -1,0 +1,212 @@
+"""A part of an object that is loaded later may be older than the rest: from a follower that is behind.
+
+The write id comes with every part. Where it differs from that of the object, the object is of two versions,
+and no row has such a one.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Delete, Engine, Insert, Update, create_engine, select
+from sqlalchemy.orm import Session, joinedload, load_only, selectin_polymorphic, undefer
+
+from fencelock.errors import StaleReadError
+from fencelock.guard import bind
+from fencelock.lease import Lease
+from tests.guard.write_ids import (
+    MINE,
+    Account,
+    Entry,
+    Joined,
+    Load,
+    Row,
+    Step,
+    change,
+    fill,
+    get,
+    query,
+)
+
+
+class Routing(Session):
+    """Sends each SELECT to the next of `reads`, and all that come later to the last of them."""
+
+    leader: Engine
+    reads: list[Engine]
+
+    def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
+        """Return where a statement goes."""
+        if self._flushing or isinstance(clause, Insert | Update | Delete):
+            return self.leader
+        return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]
+
+
+@pytest.fixture
+def leader(tmp_path: Path) -> Iterator[Engine]:
+    """What is written to."""
+    engine = create_engine(f"sqlite:///{tmp_path}/leader.sqlite")
+    Row.metadata.create_all(engine)
+    yield fill(engine)
+    engine.dispose()
+
+
+@pytest.fixture
+def follower(leader: Engine, tmp_path: Path) -> Iterator[Engine]:
+    """A copy, which hears of nothing that is written later."""
+    leader.dispose()
+    shutil.copy(tmp_path / "leader.sqlite", tmp_path / "follower.sqlite")
+    engine = create_engine(f"sqlite:///{tmp_path}/follower.sqlite")
+    yield engine
+    engine.dispose()
+
+
+def expire_and_load(name: str) -> Step:
+    """Have one attribute loaded again by itself."""
+
+    def load(session: Session, row: Any) -> None:
+        session.expire(row, [name])
+        getattr(row, name)
+
+    return load
+
+
+def ask(name: str) -> Step:
+    """Load what is not loaded yet."""
+    return lambda _session, row: getattr(row, name)
+
+
+def find(statement: Any) -> Step:
+    """Have a query come across the object, and fill in what it has not loaded."""
+    return lambda session, _row: session.scalars(statement).unique().all()
+
+
+def expire_and_find(session: Session, row: Any) -> None:
+    """Have a query fill in what was loaded before, and expired."""
+    session.expire(row, ["balance"])
+    find(select(Row))(session, row)
+
+
+def refresh(*names: str) -> Step:
+    """Load some attributes anew."""
+    return lambda session, row: session.refresh(row, names)
+
+
+by_the_base = query(select(Account).where(Account.id == 2))
+#: How an object is loaded, how a part of it is loaded later, and which attribute is written then.
+PARTS: dict[str, tuple[type[Any], Load, Step, str]] = {
+    "deferred column": (Row, get(), ask("note"), "note"),
+    "deferred column of a sub-table": (Joined, get(Account, 2), ask("deep_extra"), "deep_extra"),
+    "columns of a sub-table": (Joined, by_the_base, ask("extra"), "extra"),
+    "refresh": (Row, get(), refresh("balance"), "balance"),
+    "refresh of a sub-table": (Joined, get(Joined, 2), refresh("extra"), "extra"),
+    "refresh of a collection, then a column": (Account, get(Account), refresh("entries"), "balance"),
+    "expire": (Row, get(), expire_and_load("balance"), "balance"),
+    "expire of a sub-table": (Joined, get(Joined, 2), expire_and_load("extra"), "extra"),
+    "populate_existing": (
+        Row,
+        get(),
+        find(select(Row).options(load_only(Row.balance)).execution_options(populate_existing=True)),
+        "balance",
+    ),
+    "a query that fills in": (Row, get(), find(select(Row).options(undefer(Row.note))), "note"),
+    "a query that fills in after expire": (
+        Row,
+        get(),
+        expire_and_find,
+        "balance",
+    ),
+    "a relationship that fills in": (
+        Account,
+        get(Account),
+        find(select(Entry).options(joinedload(Entry.account).undefer(Account.z))),
+        "z",
+    ),
+}
+
+
+def play(first: Engine, later: Engine, leader: Engine, part: str) -> None:
+    """Load an object, then a part of it from elsewhere, and write that."""
+    _, load, step, name = PARTS[part]
+    with Routing(expire_on_commit=False) as session:
+        session.leader, session.reads = leader, [first]
+        bind(session, Lease("rows", MINE))
+        row = load(session)
+        session.reads = [later]
+        step(session, row)
+        old = getattr(row, name)
+        setattr(row, name, old - 30 if isinstance(old, int) else f"{old}A")
+        session.commit()
+
+
+@pytest.mark.parametrize("part", PARTS)
+@pytest.mark.parametrize("order", ["older", "newer"])
+def test_a_part_of_another_version_is_refused(
+    leader: Engine, follower: Engine, part: str, order: str
+) -> None:
+    """Whether it is older than the rest or newer."""
+    model, *_ = PARTS[part]
+    key = 2 if model is Joined else 1
+    change(leader, model, key)
+    first, later = (leader, follower) if order == "older" else (follower, leader)
+    with pytest.raises(StaleReadError, match="is of two versions"):
+        play(first, later, leader, part)
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_a_part_of_the_same_version_is_accepted(leader: Engine, follower: Engine, part: str) -> None:
+    """From a follower that is up to date."""
+    play(leader, follower, leader, part)
+
+
+@pytest.mark.parametrize("is_behind", [True, False])
+def test_sub_tables_by_a_select_of_their_own(leader: Engine, follower: Engine, *, is_behind: bool) -> None:
+    """One query, two SELECTs, two databases."""
+    if is_behind:
+        change(leader, Joined, 2)
+    with Routing() as session:
+        session.leader, session.reads = leader, [leader, follower]
+        bind(session, Lease("rows", MINE))
+        of_both = select(Account).where(Account.id == 2).options(selectin_polymorphic(Account, [Joined]))
+        row = session.scalars(of_both).one()
+        assert session.reads == [follower]
+        assert isinstance(row, Joined)
+        row.extra -= 30
+        if is_behind:
+            with pytest.raises(StaleReadError, match="is of two versions"):
+                session.commit()
+        else:
+            session.commit()
+
+
+def test_a_part_from_before_ones_own_commit_is_refused(leader: Engine, follower: Engine) -> None:
+    """The follower has not heard of it."""
+    with Routing(expire_on_commit=False) as session:
+        session.leader, session.reads = leader, [leader]
+        bind(session, Lease("rows", MINE))
+        row = session.get_one(Row, 1)
+        row.balance -= 30
+        session.commit()
+        session.reads = [follower]
+        row.note += "A"
+        with pytest.raises(StaleReadError, match="is of two versions"):
+            session.commit()
+
+
+def test_an_object_that_is_found_again_and_not_filled_stays_of_its_version(
+    leader: Engine, follower: Engine
+) -> None:
+    """A query that comes across it in another database changes nothing about it."""
+    change(leader)
+    with Routing() as session:
+        session.leader, session.reads = leader, [leader]
+        bind(session, Lease("rows", MINE))
+        row = session.get_one(Row, 1)
+        session.reads = [follower]
+        assert session.scalars(select(Row)).all()[0] is row
+        row.balance -= 30
+        session.commit()
