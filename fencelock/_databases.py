@@ -31,6 +31,11 @@ _ELSEWHERE_NUMBERS: Final = frozenset({1047, 1180, 1290, 1792, 1836})
 #: What servers say that start, stop, or have too many connections; class 08 is of connections.
 _AWAY_STATES: Final = frozenset({"57P01", "57P02", "57P03", "57P05", "53300", *_ELSEWHERE_STATES})
 _AWAY_NUMBERS: Final = frozenset({1040, 1053, 1158, 1159, 1160, 1161, 1203, *_ELSEWHERE_NUMBERS})
+#: Classes of SQLSTATE, and numbers, with which a database refuses a COMMIT and has rolled back. Of class 40,
+#: 40003 says that it does not know; of class 57, 57014 says that a statement was cancelled.
+_ROLLED_BACK_CLASSES: Final = frozenset({"22", "23", "25", "40", "42", "44", "53", "54", "55", "57014", "P0"})
+_ROLLED_BACK_NUMBERS: Final = frozenset({1020, 1205, 1213, 1290, 1402, 1613, 1614, 1792, 1836, 3101})
+_SQLITE_IO_ERROR: Final = 10
 _CLIENT_NUMBERS: Final = range(2000, 2100)
 #: What a server says to a client whose account or database is wrong, where the driver tells no SQLSTATE.
 _REFUSED: Final = re.compile(
@@ -59,6 +64,22 @@ def is_busy(error: BaseException) -> bool:
 def is_lost(error: BaseException | None) -> bool:
     """Tell whether the connection was lost: what was sent may have been done all the same."""
     return isinstance(error, DBAPIError) and error.connection_invalidated
+
+
+def leaves_doubt(error: BaseException) -> bool:
+    """Tell whether an error of a COMMIT leaves open what became of it.
+
+    That is any error of a driver or of the network, but for one with which the database says that the
+    transaction is rolled back.
+    """
+    if not (isinstance(error, DBAPIError | OSError) or is_driver_error(error)):
+        return False
+    if (state := sqlstate(error)) is not None:
+        return state == "40003" or _ROLLED_BACK_CLASSES.isdisjoint({state, state[:2]})
+    code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
+    if code is not None:
+        return int(code) & 0xFF == _SQLITE_IO_ERROR
+    return error_number(error) not in _ROLLED_BACK_NUMBERS
 
 
 def is_elsewhere(error: BaseException) -> bool:

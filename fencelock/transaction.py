@@ -22,9 +22,10 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine, event, update
-from sqlalchemy.exc import DBAPIError, UnboundExecutionError
+from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session, sessionmaker
 
+from fencelock._databases import leaves_doubt
 from fencelock._engines import is_async_engine, is_async_maker, is_async_scoped
 from fencelock._owners import current_owner
 from fencelock.errors import CommitInDoubtError, FenceError
@@ -168,6 +169,7 @@ def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
         with _only_this_transaction(session, plan.gates), _noted(made, plan):
             yield made
             if _has_work(session):
+                session.flush()  # its errors are none of the COMMIT
                 with _telling_doubt(plan.resources):
                     session.commit()
     finally:
@@ -240,18 +242,18 @@ def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator
 
 @contextmanager
 def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
-    """Turn the driver's error of a COMMIT whose answer was lost into the error that says what to do."""
+    """Turn the driver's error of a COMMIT that may have taken place into the error that says what to do."""
     try:
         yield
-    except DBAPIError as error:
-        if not error.connection_invalidated or error.statement is not None:  # a flush has its statement
+    except Exception as error:
+        if not leaves_doubt(error):
             raise
         names = ", ".join(map(repr, resources))
         raise CommitInDoubtError(
-            f"the answer to the COMMIT was lost, so it may have taken place. The lock of {names} is being "
-            f"released: lock again, and look what is written before you write it again. Where an outer block "
-            f"still holds the lock, call its remint() first. fenced_transaction(…, retries=2).run(body) does "
-            f"all of it"
+            f"nobody knows what became of the COMMIT ({str(error).splitlines()[0]}). The lock of {names} is "
+            f"being released: lock again, and look what is written before you write it again. Where an outer "
+            f"block still holds the lock, call its remint() first. To have all that done: "
+            f"fenced_transaction(…, retries=2).run(body)"
         ) from error
 
 
@@ -292,7 +294,7 @@ class FencedTransaction(Generic[_S]):
         has loaded before the first one's commit is refused with `StaleReadError`.
 
         Raises:
-            CommitInDoubtError: the answer to the COMMIT was lost, and no retries are left.
+            CommitInDoubtError: nobody knows what became of the COMMIT, and no retries are left.
             LockLostError: no new token could be had.
         """
         lock = self._plan.lock()

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
-from weakref import WeakKeyDictionary
+from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import event
 from sqlalchemy.engine import Connection, Transaction, TwoPhaseTransaction
@@ -33,8 +33,11 @@ _STOPPED: Final = (
 )
 _FREED_BY: Final = ("rollback", "rollback_savepoint", "rollback_twophase")
 
-_refused: WeakKeyDictionary[Connection, tuple[Transaction | None, str]] = WeakKeyDictionary()
-"""By connection, the transaction or savepoint in which something was refused, and what to say."""
+_refused: WeakKeyDictionary[Connection, tuple[Callable[[], Transaction | None], str]] = WeakKeyDictionary()
+"""By connection, a reference to the transaction or savepoint in which something was refused, and what to say.
+
+A transaction that was here itself would keep its connection, and that would never go back to its pool.
+"""
 
 
 def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
@@ -53,7 +56,7 @@ def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
                 f"nothing of this {what} can be committed, because the guard has refused some of it: call "
                 f"rollback(), then begin again. The refusal was: {refusal}"
             )
-            _refused[each] = scope, message
+            _refused[each] = ref(scope), message
             if savepoint is None:
                 _roll_back_driver(each)  # frees the row locks at once
             if is_new:
@@ -82,7 +85,8 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def is_refused(connection: Connection) -> bool:
-    scope, _ = _refused.get(connection, (None, ""))
+    refused, _ = _refused.get(connection, (_nothing, ""))
+    scope = refused()
     return scope is not None and scope in (connection.get_nested_transaction(), connection.get_transaction())
 
 
@@ -95,8 +99,8 @@ def _roll_back_driver(connection: Connection) -> None:
 
 def _stop(connection: Connection, *_: Any) -> None:
     if is_refused(connection):
-        scope, message = _refused[connection]
-        if scope is connection.get_transaction():
+        refused, message = _refused[connection]
+        if refused() is connection.get_transaction():
             _roll_back_driver(connection)
         raise PendingRollbackError(message)
 
@@ -111,4 +115,8 @@ def _stop_release(connection: Connection, name: str, _context: Any) -> None:
 
 
 def _free(connection: Connection, *_: Any) -> None:
-    _refused[connection] = None, ""
+    _refused[connection] = _nothing, ""
+
+
+def _nothing() -> None:
+    """Stands for a reference to a transaction, where nothing is refused."""

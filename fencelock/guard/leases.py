@@ -18,6 +18,7 @@ from sqlalchemy.engine import Connection, Transaction, TwoPhaseTransaction
 from sqlalchemy.orm import Session
 
 from fencelock import _events
+from fencelock._databases import leaves_doubt
 from fencelock._events import CommitInDoubt
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
@@ -175,13 +176,15 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
     if writing is None or transaction.is_active or writing.transaction() is not transaction:
         return
     connection = transaction.connection
-    lost = commits and error is not None and connection.invalidated
-    if commits and error is not None and not (lost or isinstance(transaction, TwoPhaseTransaction)):
+    refused = error if commits else None
+    if refused is not None and not (connection.invalidated or isinstance(transaction, TwoPhaseTransaction)):
         # SQLite leaves the transaction open where a deferred foreign key is not met. The connection's next
         # COMMIT would write it after all.
         with suppress(Exception):
             connection.dialect.do_rollback(connection.connection)
-    writing.end(committed=commits and error is None, in_doubt=lost)
+    was_cancelled = connection.invalidated and not isinstance(refused, Exception)
+    in_doubt = refused is not None and (leaves_doubt(refused) or was_cancelled)
+    writing.end(committed=commits and error is None, in_doubt=in_doubt)
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:

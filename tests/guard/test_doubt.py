@@ -13,6 +13,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+from fencelock._databases import leaves_doubt
 from fencelock.errors import CommitInDoubtError, StaleReadError
 from fencelock.guard import FencedModel, bind, claim, claim_async, fence_table, gate
 from fencelock.lease import Lease
@@ -203,6 +204,68 @@ def test_only_a_commit_leaves_a_doubt(
             attempt(session)
         session.rollback()
         assert lease.in_doubt == (attempt is Session.commit)
+    assert balance(engine) == 100
+
+
+def give_the_same_name(session: Session) -> None:
+    """Break a constraint that PostgreSQL looks at when it commits."""
+    session.execute(text("INSERT INTO doubt_names VALUES (1), (1)"))
+
+
+def overtake_each_other(session: Session) -> None:
+    """Read what another transaction writes that has read what this one writes."""
+    session.execute(text("SELECT count(*) FROM doubt_accounts"))
+    with Session(session.get_bind()) as other:
+        other.connection(execution_options={"isolation_level": "SERIALIZABLE"})
+        bind(other, Lease("account:2", 5))
+        assert [each.balance for each in other.scalars(select(Account))] == [100, 100]
+        other.get_one(Account, 2).balance = 5
+        other.commit()
+
+
+@pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
+@pytest.mark.parametrize("break_it", [give_the_same_name, overtake_each_other])
+@pytest.mark.parametrize("world", ["blocking", "asyncio"])
+def test_what_the_database_refuses_at_the_commit_is_not_written(
+    engine: Engine,
+    lease: Lease,
+    for_asyncio: Callable[[Engine], AsyncEngine],
+    break_it: Callable[[Session], None],
+    world: str,
+) -> None:
+    """It says so itself: 23505, 40001."""
+    with engine.begin() as connection:
+        connection.execute(text("DROP TABLE IF EXISTS doubt_names"))
+        connection.execute(text("CREATE TABLE doubt_names (name INT UNIQUE DEFERRABLE INITIALLY DEFERRED)"))
+
+    def write_and_break(session: Session) -> None:
+        session.connection(execution_options={"isolation_level": "SERIALIZABLE"})
+        bind(session, lease)
+        session.get_one(Account, 1).balance = 5
+        break_it(session)
+        session.flush()
+
+    async def main() -> None:
+        aengine = for_asyncio(engine)
+        try:
+            async with AsyncSession(aengine) as session:
+                await session.run_sync(write_and_break)
+                await session.commit()
+        finally:
+            await aengine.dispose()
+
+    def play() -> None:
+        if world == "asyncio":
+            asyncio.run(main())
+        else:
+            with Session(engine) as session:
+                write_and_break(session)
+                session.commit()
+
+    with pytest.raises(DBAPIError) as caught:
+        play()
+    assert (caught.value.statement, leaves_doubt(caught.value)) == (None, False)
+    assert not lease.in_doubt
     assert balance(engine) == 100
 
 

@@ -6,6 +6,7 @@ A table of pairs: each way to be refused meets each way to go on, and each cause
 from __future__ import annotations
 
 import asyncio
+import gc
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -13,7 +14,18 @@ from itertools import cycle, product
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    NullPool,
+    QueuePool,
+    create_engine,
+    delete,
+    insert,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import (
@@ -548,3 +560,28 @@ def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Eng
     for way in ("by key", "fenced_update", "claim", "upsert"):
         asyncio.run(main(for_asyncio(engine), Holder(engine, StaleTokenError, way)))
     assert notes(engine) == []
+
+
+@pytest.mark.parametrize("within", [Session.begin, Session.begin_nested], ids=["transaction", "savepoint"])
+@pytest.mark.parametrize("way", WAYS)
+def test_a_session_that_is_thrown_away_keeps_no_connection(
+    engine: Engine, way: str, within: Callable[[Session], object]
+) -> None:
+    """What was refused in it is forgotten with it, as any other error is."""
+    own = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=1)
+    for _ in range(2):
+        session = Session(own)
+        within(session)
+        bind(session, Lease("rows", 1))
+        with pytest.raises((StaleTokenError, UnfencedWriteError)):
+            WAYS[way](session)
+        del session
+        gc.collect()
+        assert checked_out(own) == 0
+    own.dispose()
+
+
+def checked_out(engine: Engine) -> int:
+    """Return how many connections are out of the pool."""
+    assert isinstance(engine.pool, QueuePool)
+    return engine.pool.checkedout()
