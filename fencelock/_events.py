@@ -206,6 +206,11 @@ class UnfencedWriteRefused(GuardEvent):
 
 
 @dataclass(slots=True)
+class WrittenWithoutLease(GuardEvent):
+    """A row was written under no lease, as its model allows: `__fence_lease__ = "optional"`."""
+
+
+@dataclass(slots=True)
 class RowClaimed(GuardEvent):
     """A row has been claimed, or a gate passed."""
 

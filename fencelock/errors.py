@@ -195,7 +195,7 @@ class StaleReadError(StaleTokenError):
         table: name of the table.
         identity: primary key of the row, as a tuple; None where the statement named many rows.
         token: the fencing token of the write.
-        current: the row's fence now; None where the row is gone.
+        current: the row's fence now; None where the row is gone, or was not looked at.
         loaded: the row's `last_write_id` when the object was loaded; -1 where the object is of two versions;
             None where it is not known.
     """
@@ -207,13 +207,17 @@ class StaleReadError(StaleTokenError):
         token: int,
         current: int | None,
         loaded: int | None,
+        *,
+        detail: str = "",
     ) -> None:
-        super().__init__(table, identity, token, current)
+        super().__init__(table, identity, token, current, detail=detail)
         self.args = (table, identity, token, current, loaded)
         self.loaded = loaded
 
     def __str__(self) -> str:
         row = self.table if self.identity is None else f"{self.table}{self.identity!r}"
+        if self.detail:
+            return f"{row}: {self.detail}"
         if self.current is None:
             what = "was deleted since this object was loaded: roll back, and look for it again"
         elif self.loaded is not None and self.loaded < 0:

@@ -85,11 +85,12 @@ class Lease:
         why_lost: why it ended before that, where it was noted; else empty.
         guarded: whether the guard has seen a transaction that was written under it, whatever its end.
         committed: whether the guard has seen the COMMIT of one.
+        granted_at: when it was granted, on the clock of `time.monotonic`; -inf where that is not known.
     """
 
     __slots__ = (
         *("__weakref__", "_doubted", "_expires_at", "_fencing_token", "_left", "_needed_by", "_process"),
-        *("_resource", "_waiting", "committed", "guarded", "released", "why_lost"),
+        *("_resource", "_waiting", "committed", "granted_at", "guarded", "released", "why_lost"),
     )
 
     def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
@@ -98,6 +99,7 @@ class Lease:
         self._expires_at = expires_at
         self.released = self._left = self.guarded = self.committed = False
         self.why_lost = ""
+        self.granted_at = -math.inf
         self._process = _process[0]
         self._doubted = 0
         self._needed_by: set[object] = set()
@@ -261,7 +263,7 @@ class Lease:
 
 
 _held: ContextVar[tuple[Lease | ref[Lease], ...]] = ContextVar("fencelock_held", default=())
-_left: ContextVar[tuple[Lease, ...]] = ContextVar("fencelock_left", default=())
+_left: ContextVar[tuple[float, tuple[Lease, ...]]] = ContextVar("fencelock_left", default=(0.0, ()))
 
 
 def held_leases() -> tuple[Lease, ...]:
@@ -285,14 +287,15 @@ def note_held(*leases: Lease) -> None:
 
 def note_ended(*leases: Lease) -> None:
     """Take leases out of the current context; those it never held are passed over."""
-    _left.set(leases)
+    _left.set((time.monotonic(), leases))
     # Mostly nothing else is held.
     _held.set(() if _held.get() == leases else tuple([each for each in held_leases() if each not in leases]))
 
 
-def was_left(resource: str) -> bool:
-    """Tell whether this context has just left the block that held a resource, for an error's sentence."""
-    return any(lease.resource == resource for lease in _left.get())
+def was_left(resource: str, *, since: float = 0.0) -> bool:
+    """Tell whether the block that this context has left last held a resource, and was left after a moment."""
+    when, leases = _left.get()
+    return when >= since and any(lease.resource == resource for lease in leases)
 
 
 def assert_held(resource: str) -> Lease:

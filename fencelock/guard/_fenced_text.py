@@ -124,7 +124,7 @@ def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[st
     if token is not None:
         note_token(connection, statement, check_token(token))
     else:
-        tokens = Tokens(connection, statement.fenced)
+        tokens = Tokens(connection, statement.fenced, optional=False)
         token = tokens.of_resource(_resource_of(statement, row) or tokens.only_resource())
     binds = private.parameters_of(statement)
     return {**row, TOKEN: token, **({WRITE_ID: new_write_id()} if WRITE_ID in binds else {})}

@@ -21,7 +21,7 @@ from sqlalchemy.sql.operators import custom_op
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import keeps_order, options_of, prefixes_of, values_in, where_of, with_where
 from fencelock.guard.dialects import TOKEN_BIND, holds, is_text
-from fencelock.guard.tables import FENCE_COLUMN, LIMIT, WRITE_COLUMN, FencedTable, moved
+from fencelock.guard.tables import FENCE_COLUMN, LIMIT, NO_LEASE, WRITE_COLUMN, FencedTable, moved
 
 Row: TypeAlias = Mapping[str, Any]
 """The parameters of one execution of a statement."""
@@ -240,6 +240,7 @@ class Form:
     looked_up: Mapping[str, str]  # attributes that the session knows, by the parameters that carry them
     loaded: sa.BindParameter[Any] | None  # says which write id a row must have; None where any will do
     moves: bool  # write ids, by a parameter; else an UPDATE sets one
+    is_optional: bool  # may be executed under no lease, and then leaves the fence as it is
     reads_more: bool  # what it writes may change which rows its WHERE clause is about
     assigns: bool  # an UPDATE; else a DELETE
 
@@ -315,8 +316,16 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
     moves = assigns and kind in {"core", "explicit"} and not keeps_order(statement)
     if moves:
         statement = moving(statement, fenced, sa.bindparam(MOVE_BIND, type_=sa.BigInteger))
-    if not has_token:
-        statement = statement.where(fence <= sa.bindparam(TOKEN_BIND, type_=sa.BigInteger))
+    token_bind = sa.bindparam(TOKEN_BIND, type_=sa.BigInteger)
+    is_optional = fenced.is_optional and kind in {"objects", "blind", "core"} and not has_token
+    is_optional = is_optional and not keeps_order(statement)
+    if is_optional:
+        has_none = token_bind == sa.literal_column(str(NO_LEASE), sa.BigInteger)
+        statement = statement.where(sa.or_(fence <= token_bind, has_none))
+        if assigns:
+            statement = statement.values({fence.key: sa.case((has_none, fence), else_=token_bind)})
+    elif not has_token:
+        statement = statement.where(fence <= token_bind)
     if len(naming) == len(columns) and kind in {"core", "claim"}:
         named = zip(columns.values(), naming, strict=True)
         statement = statement.where(
@@ -340,6 +349,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
         looked_up=looked_up,
         loaded=given,
         moves=moves,
+        is_optional=is_optional,
         reads_more=not is_keyed and reads_more(where, source),
         assigns=assigns,
     )

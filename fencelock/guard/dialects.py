@@ -72,6 +72,14 @@ def newest(query: Select[Any], connection: Connection) -> Select[Any]:
     return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
 
 
+def keeps_snapshot(connection: Connection) -> bool:
+    """Tell whether what a transaction reads is as it was when it began. On SQLite such a one cannot write."""
+    if connection.dialect.name == "sqlite":
+        return False
+    level = connection.get_isolation_level()
+    return level == "REPEATABLE READ" or (level == "SERIALIZABLE" and connection.dialect.name == "postgresql")
+
+
 def begin_immediate(engine: Engine | AsyncEngine) -> None:
     """Make every transaction of a SQLite engine begin with `BEGIN IMMEDIATE`, before its first connection.
 

@@ -2,17 +2,26 @@
 
 A refusal is told once, in its own thread and task, before the transaction is rolled back. The log records of
 `fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`, `.fence`): a warning
-for what was refused, and for claims a record on the level DEBUG.
+for what was refused, INFO for what was written under no lease, and DEBUG for claims.
 """
 
 from __future__ import annotations
 
+import inspect
 import logging
+import sys
 from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from fencelock import _events
-from fencelock._events import GuardEvent, RowClaimed, StaleWriteRefused, UnfencedWriteRefused, forget
+from fencelock._events import (
+    GuardEvent,
+    RowClaimed,
+    StaleWriteRefused,
+    UnfencedWriteRefused,
+    WrittenWithoutLease,
+    forget,
+)
 from fencelock.errors import FenceError, LockLostError, StaleTokenError, UnfencedWriteError
 
 __all__ = ["GuardEvent", "forget", "on_claim", "on_stale", "on_unfenced", "report", "report_claim"]
@@ -22,6 +31,12 @@ logger.addHandler(logging.NullHandler())  # what is refused is an error as well:
 
 Callback = Callable[[GuardEvent], object]
 _C = TypeVar("_C", bound=Callback)
+
+_BETWEEN: Final = frozenset({"fencelock", "sqlalchemy", "sqlmodel", "contextlib", "asyncio"})
+"""What stands between a line of the program and the guard."""
+
+_places: Final[set[str]] = set()
+"""The lines that the log has named."""
 
 _REPORTED: Final = "_fencelock_reported"
 
@@ -80,6 +95,31 @@ def report_claim(table: str, identity: tuple[Any, ...], resource: str | None, to
     if _events.listeners or logger.isEnabledFor(logging.DEBUG):
         event = RowClaimed(table, identity, resource, token)
         _tell(event, logging.DEBUG, f"claimed {table}{identity!r} with token {token}")
+
+
+def report_without_lease(table: str, resource: str | None) -> None:
+    """Tell of a row that is written under no lease; the log names each place of the program once."""
+    if _events.listeners:
+        _events.tell(WrittenWithoutLease(table, resource=resource))
+    if logger.isEnabledFor(logging.INFO) and (place := _place()) not in _places:
+        _places.add(place)
+        facts = {"table": table, "resource": resource}
+        logger.info("%s writes to %r under no lease", place, table, extra=facts)
+
+
+def _place() -> str:
+    """Return the line of the program that has led here."""
+    frame = inspect.currentframe()
+    worker: Any = sys.modules["greenlet"].getcurrent() if "greenlet" in sys.modules else None
+    while frame is not None:
+        package = str(frame.f_globals.get("__name__")).partition(".")[0]
+        if package not in _BETWEEN:
+            return f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        frame = frame.f_back
+        if frame is None and worker is not None and worker.parent is not None:  # it works for a coroutine
+            worker = worker.parent
+            frame = worker.gr_frame
+    return "somebody"
 
 
 def _add(name: str, kind: type[GuardEvent], callback: _C) -> _C:

@@ -20,11 +20,12 @@ from sqlalchemy.orm import Session
 from fencelock import _events
 from fencelock._databases import leaves_doubt
 from fencelock._events import CommitInDoubt
-from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.errors import FenceError, StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
-from fencelock.guard.events import report
-from fencelock.guard.sessions import blocking, join, owner_of
-from fencelock.guard.tables import FencedTable, new_write_id
+from fencelock.guard.dialects import keeps_snapshot
+from fencelock.guard.events import report, report_without_lease
+from fencelock.guard.sessions import began, blocking, join, owner_of
+from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
 if TYPE_CHECKING:
@@ -241,13 +242,26 @@ NOT_INHERITED: Final = (
 """What to say where no lease is held."""
 
 
+_OLD_SNAPSHOT: Final = (
+    "this transaction began before the lease of {!r} was granted, and its isolation has it read all rows as "
+    "they were then: roll back before you lock, or open the session inside the lock"
+)
+
+
 class Tokens:
     """The tokens for the rows of one statement, or of one flush; `claiming` takes a lease of each row."""
 
-    __slots__ = ("_candidates", "_claiming", "_found", "_used", "fenced", "write_id", "writing")
+    __slots__ = (
+        *("_candidates", "_claiming", "_connection", "_found", "_used"),
+        *("fenced", "is_optional", "write_id", "writing"),
+    )
 
-    def __init__(self, connection: Connection, fenced: FencedTable, *, claiming: bool = False) -> None:
+    def __init__(
+        self, connection: Connection, fenced: FencedTable, *, claiming: bool = False, optional: bool = True
+    ) -> None:
         self.fenced = fenced
+        self.is_optional = optional and not claiming and fenced.is_optional
+        self._connection = connection
         self.writing = writing_on(connection)
         self.write_id = new_write_id()
         self._claiming = claiming
@@ -259,6 +273,22 @@ class Tokens:
         """Refuse to go on under a lease that has ended meanwhile: LockLostError."""
         for lease in self._used:
             lease.token_to_write()
+
+    def does_without(self, resource: str | None) -> bool:
+        """Tell whether a row is written under no lease, because it may be, and none of its model is held.
+
+        A lease of another row is a slip of its name. One whose block was left in the midst of the transaction
+        was meant to guard this.
+        """
+        template = self.fenced.template
+        is_free = (
+            self.is_optional
+            and not any(map(template.match, self._candidates))
+            and not (resource is not None and was_left(resource, since=began(self._connection)))
+        )
+        if is_free:
+            report_without_lease(self.fenced.name, resource)
+        return is_free
 
     def need_some(self, resource: str | None = None) -> None:
         """Refuse a write under no lease at all; the resource that it needed is named where it is known."""
@@ -283,10 +313,11 @@ class Tokens:
         That is a row without a key so far, and until the transaction ends what hangs on it. All leases are
         waited for, because it cannot be told which of them it is written under.
         """
-        self.need_some()
+        if self._candidates or not self.does_without(None):
+            self.need_some()
         for lease in self._candidates.values():
             self.writing.need(lease)
-        return 0
+        return NO_LEASE
 
     def of_row(self, values: tuple[Any, ...]) -> int:
         """Return the token of the resource that guards the row with these values of the template."""
@@ -294,6 +325,10 @@ class Tokens:
         if token is None:
             token = self._found[values] = self.of_resource(self.fenced.template.render(values))
         return token
+
+    def holds(self, values: tuple[Any, ...]) -> bool:
+        """Tell whether the lease of the row with these values of the template is held."""
+        return self.fenced.template.render(values) in self._candidates
 
     def only_resource(self) -> str:
         """Return the resource of the one lease that is held."""
@@ -311,6 +346,8 @@ class Tokens:
         if lease is None:
             if not self._claiming and resource in self.writing.born:
                 return self.of_new_row()
+            if self.does_without(resource):
+                return NO_LEASE
             self.need_some(resource)
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
@@ -318,6 +355,9 @@ class Tokens:
                 f"{self.writing.bound_instead and '. '}{self.writing.bound_instead}"
             )
         token = lease.token_to_write()
+        if self._claiming and began(self._connection) < lease.granted_at and keeps_snapshot(self._connection):
+            detail = _OLD_SNAPSHOT.format(resource)
+            raise StaleReadError(self.fenced.name, None, token, None, None, detail=detail)
         self.writing.remember(resource, lease)
         self._used.append(lease)
         return token

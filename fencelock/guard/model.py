@@ -24,7 +24,12 @@ _AT_THE_END: Final = 1000
 _ZERO: Final = text("0")
 
 
-def fence_column(*, resource: str | None = None, trigger: tables.FenceTrigger = False) -> Column[int]:
+def fence_column(
+    *,
+    resource: str | None = None,
+    trigger: tables.FenceTrigger = False,
+    lease: tables.FenceLease = "required",
+) -> Column[int]:
     """Return the column that makes a Core `Table`, or the table of an imperative mapping, a fenced one.
 
     It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`, and stands beside `write_id_column()`. Declarative
@@ -34,12 +39,15 @@ def fence_column(*, resource: str | None = None, trigger: tables.FenceTrigger = 
         resource: which lease guards a row, such as `"order:{id}"`: see `__fence_resource__`. A model of the
             table may say it instead.
         trigger: which trigger `create_all` gives the table: see `fencelock.guard.triggers`.
+        lease: `"optional"` lets rows be written under no lease: see `__fence_lease__`.
 
     Raises:
-        ValueError: if there is no such trigger.
+        ValueError: if there is no such trigger, or no such choice.
     """
     install()
     marks = {**tables.FENCE_MARK, tables.TRIGGER_MARK: tables.check_trigger(trigger)}
+    if tables.check_lease(lease) == "optional":
+        marks[tables.LEASE_MARK] = lease
     return tables.new_column(
         FENCE_COLUMN, marks if resource is None else {**marks, tables.RESOURCE_MARK: resource}
     )
@@ -71,6 +79,10 @@ class FencedModel:
     whoever writes; `"strict"` one that refuses also what changes neither column: `create_all` makes it, and
     Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
 
+    `__fence_lease__ = "optional"` lets code that holds no lease write, too. It moves the write id and leaves
+    the fence. What it writes of an object overwrites nothing that it has not seen, and a holder who had read
+    the row is refused. With `"required"`, the default, nobody writes while a holder thinks.
+
     docs/correctness.md says what stays open: what you read and do not write (see `claim`), an INSERT by a
     stale holder (see `gate`), what the database does by itself (ON DELETE CASCADE and SET NULL, triggers,
     stored functions), and links and `ordering_list` places that only the other model's relationship writes.
@@ -88,13 +100,15 @@ class FencedModel:
         FenceError: when the class is mapped, if it has no `__fence_resource__`.
         ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table, or
             one whose equal values are written in several ways; if the table has no column
-            `last_fencing_token` or the model calls it something else; or if there is no such trigger.
+            `last_fencing_token` or the model calls it something else; or if there is no such trigger or
+            choice, or another model of the table says otherwise.
         TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`, and beside SQLModel, which
             takes the two columns alone: see docs/sqlmodel.md.
     """
 
     __fence_resource__: ClassVar[str]
     __fence_trigger__: ClassVar[tables.FenceTrigger] = False
+    __fence_lease__: ClassVar[tables.FenceLease] = "required"
 
     def __init_subclass__(cls, **options: Any) -> None:
         if issubclass(cls, MappedAsDataclass):
@@ -127,6 +141,7 @@ class FencedDataclassModel(MappedAsDataclass):
 
     __fence_resource__: ClassVar[str]
     __fence_trigger__: ClassVar[tables.FenceTrigger] = False
+    __fence_lease__: ClassVar[tables.FenceLease] = "required"
 
     last_fencing_token: Mapped[int] = mapped_column(
         BigInteger,
@@ -167,6 +182,7 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     _refuse_another_key(mapper, model, base)
     if trigger := tables.check_trigger(getattr(model, "__fence_trigger__", False)):
         base.c[FENCE_COLUMN].info[tables.TRIGGER_MARK] = trigger
+    _mark_lease(model, base)
     tables.check_write_column(base, model.__name__)
     fenced = tables.registered(base)
     if fenced is None or said is not None:  # else another model of the same table has said it
@@ -186,6 +202,25 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     if mapper.base_mapper not in fenced.mappers():
         fenced.of_models.append(ref(mapper.base_mapper))
     watch_mapper(mapper, fenced)
+
+
+def _mark_lease(model: type[Any], base: Table) -> None:
+    """Note whether rows may be written under no lease, if a class of the program says so."""
+    mixins = FencedModel, FencedDataclassModel
+    said = [
+        vars(each)["__fence_lease__"]
+        for each in model.__mro__
+        if each not in mixins and "__fence_lease__" in vars(each)
+    ]
+    if not said:
+        return
+    lease, marks = tables.check_lease(said[0]), base.c[FENCE_COLUMN].info
+    if marks.setdefault(tables.LEASE_MARK, lease) != lease:
+        raise ValueError(
+            f"{model.__name__}.__fence_lease__ differs from that of another model of table {base.name!r}"
+        )
+    if (fenced := tables.registered(base)) is not None:
+        fenced.is_optional = lease == "optional"
 
 
 def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:

@@ -8,11 +8,11 @@ a link table or a joined sub-table writes the base row, too.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal
 
 from sqlalchemy import event, inspect
 from sqlalchemy.engine import Connection
-from sqlalchemy.orm import InstanceState, Mapper, Session
+from sqlalchemy.orm import InstanceState, Mapper, RelationshipDirection, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
 from sqlalchemy.sql.schema import ScalarElementColumnDefault
 
@@ -24,6 +24,7 @@ from fencelock.guard.sessions import MOVED, is_bypassed, join, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
     MIXED,
+    NO_LEASE,
     WRITE_COLUMN,
     FencedTable,
     fenced_table,
@@ -169,21 +170,28 @@ class _Watch:
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
-        if not _has_changed(state, current):
+        changed = _changed(state, current)
+        tokens = self._tokens(connection, state) if changed else None
+        if not changed or (changed == "a collection" and not self._holds(tokens, state)):
             state.committed_state.pop(FENCE_COLUMN, None)  # of an object that was merged, and claimed since
             return
-        tokens = self._tokens(connection, state)
         if tokens is None:
             current[WRITE_COLUMN] = new_write_id()
         else:
             current[WRITE_COLUMN] = stamp = self._stamp(tokens, state, current)
-            current[FENCE_COLUMN] = stamp.token
+            if stamp.token != NO_LEASE:
+                current[FENCE_COLUMN] = stamp.token
         state.committed_state[WRITE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
 
     def before_delete(self, _mapper: object, connection: Connection, state: _State) -> None:
         tokens = self._tokens(connection, state)
         if tokens is not None:
             state.dict[WRITE_COLUMN] = self._stamp(tokens, state, state.dict)
+
+    def _holds(self, tokens: Tokens | None, state: _State) -> bool:
+        """Tell whether the lease of the row is held: to all others collections are no part of it."""
+        values = None if tokens is None else loaded_values(self._naming, state)
+        return tokens is not None and values is not None and tokens.holds(values)
 
     def _tokens(self, connection: Connection, state: _State) -> Tokens | None:
         session = state.session
@@ -257,20 +265,22 @@ def _was_loaded(state: _State, key: str) -> bool:
     return key in state.dict and state.committed_state.get(key) is not NO_VALUE
 
 
-def _has_changed(state: _State, current: dict[str, Any]) -> bool:
-    """Tell whether anything of a dirty object is to be written: a column, a link or a collection."""
-    manager = state.manager
+def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a collection"] | None:
+    """Tell what of a dirty object is to be written: its row, or only what others refer to it by."""
+    manager, found = state.manager, False
     for key, loaded in tuple(state.committed_state.items()):
         if key == FENCE_COLUMN:
             continue
         impl: Any = manager[key].impl
         if impl.collection or impl.uses_objects:
-            history = impl.get_history(state, current, _CHANGES_ONLY)
-            if (history.added or history.deleted) and not manager[key].property.viewonly:
-                return True
+            history, made = impl.get_history(state, current, _CHANGES_ONLY), manager[key].property
+            if (history.added or history.deleted) and not made.viewonly:
+                if made.direction is RelationshipDirection.MANYTOONE:
+                    return "its row"
+                found = True
         elif key not in current or impl.is_equal(current[key], loaded) is not True:
-            return True
-    return False
+            return "its row"
+    return "a collection" if found else None
 
 
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:

@@ -5,6 +5,8 @@ It is noted on the connection itself. Every room that asks for the session asks 
 
 from __future__ import annotations
 
+import math
+import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
@@ -36,6 +38,9 @@ if TYPE_CHECKING:
 
 _SESSIONS: Final = "_fencelock_sessions"
 """Where a connection has the sessions that have begun, or flushed, on it, the last one last."""
+
+_BEGAN: Final = "_fencelock_began"
+"""Where a connection has when a session has begun on it."""
 
 _CONNECTIONS: Final = "fencelock.connections"
 """Where a session has the connections that it has begun on."""
@@ -79,10 +84,18 @@ def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
     return found
 
 
-def on_begin(session: Session, _transaction: object, connection: Connection) -> None:
+def on_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
     join(connection, session)
+    if not transaction.nested:
+        setattr(connection, _BEGAN, time.monotonic())
     latest_session.set(ref(session))
     session.info.setdefault(_CONNECTIONS, WeakSet()).add(connection)
+
+
+def began(connection: Connection) -> float:
+    """Return when a session's transaction began on a connection, on the clock of `time.monotonic`."""
+    known: float = getattr(connection, _BEGAN, math.inf)
+    return known
 
 
 def join(connection: Connection, session: Session) -> None:

@@ -26,7 +26,15 @@ from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
 from fencelock.guard.sessions import is_bypassed, note_moved, refuse_bypass
-from fencelock.guard.tables import WRITE_COLUMN, FencedTable, base_of, fenced_table, new_write_id, underlying
+from fencelock.guard.tables import (
+    NO_LEASE,
+    WRITE_COLUMN,
+    FencedTable,
+    base_of,
+    fenced_table,
+    new_write_id,
+    underlying,
+)
 from fencelock.guard.text import GUARDED
 from fencelock.guard.verdict import Verdict
 
@@ -74,8 +82,9 @@ def _follow(result: CursorResult[Any], statement: object, fenced: FencedTable | 
     """Have SQLAlchemy not expire the moved ids of a statement's objects: they follow it, see `objects`."""
     compiled: Any = result.context.compiled
     computed: list[Any] = compiled.postfetch if isinstance(statement, Update) else []
-    if fenced is not None and fenced.write in computed:
-        computed.remove(fenced.write)
+    for column in () if fenced is None else (fenced.write, fenced.fence):
+        if column in computed:
+            computed.remove(column)
 
 
 def _raise(connection: Connection, refusal: FenceError) -> NoReturn:
@@ -152,8 +161,10 @@ def _unpack_stamps(
         row[LOADED_BIND] = stamp.loaded
         stamp.loaded = write_id  # what a second statement of this flush finds
         if assigns:
-            row[fence] = stamp.token
             row[write] = write_id
+            row.pop(fence, None)
+            if not fenced.is_optional:
+                row[fence] = stamp.token
     return rows, kind  # type: ignore[return-value]
 
 
@@ -187,12 +198,15 @@ def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tok
     fenced = form.fenced
     by = new_write_id()
     stamped = []
+    if isinstance(token, Tokens) and not form.is_optional:
+        token.is_optional = False  # `fenced_update` is written for a lease
     for given in rows:
         row = dict(given)
         state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None
         row[TOKEN_BIND] = token if isinstance(token, int) else _token_of(form, token, row, state)
         if form.assigns:
-            row[fenced.fence.key] = row[TOKEN_BIND]
+            if not form.is_optional:
+                row[fenced.fence.key] = row[TOKEN_BIND]
             row[conditions.MOVE_BIND if form.moves else fenced.write.key] = by
         stamped.append(row)
     note_moved(connection, by if form.moves else 0)
@@ -207,6 +221,8 @@ def _token_of(form: Form, tokens: Tokens, row: dict[str, Any], state: Any) -> in
         row.update(zip(form.looked_up, values or (), strict=False))
     if form.naming is not None and row.keys() >= form.looked_up.keys():
         return tokens.of_row(conditions.values_of(form.naming, row))
+    if tokens.does_without(None):
+        return NO_LEASE
     tokens.need_some()
     raise UnfencedWriteError(
         f"this statement does not say which resource guards the rows it writes: {form.fenced.name!r} is "

@@ -63,6 +63,7 @@ FENCE_MARK: Final[dict[Any, Any]] = {"fencelock": _Mark()}
 WRITE_MARK: Final[dict[Any, Any]] = {"fencelock.write_id": True}
 TRIGGER_MARK: Final = "fencelock.trigger"
 RESOURCE_MARK: Final = "fencelock.resource"
+LEASE_MARK: Final = "fencelock.lease"
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
 GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
@@ -70,6 +71,13 @@ GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
 
 FenceTrigger: TypeAlias = bool | Literal["strict"]
 """A table's trigger: none, one that keeps the fence from going down, or a strict one."""
+
+
+FenceLease: TypeAlias = Literal["required", "optional"]
+"""Whether a write without a lease is refused, or compared by the version of its row alone."""
+
+NO_LEASE: Final = 0
+"""The token of a write under no lease. It leaves the fence as it is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,17 +98,21 @@ class ResourceTemplate:
                 f"__fence_resource__ = {self.text!r} cannot be rendered with {spelt!r}: {error}"
             ) from error
 
+    def match(self, resource: str) -> re.Match[str] | None:
+        """Return the parts of a resource's name that stand for columns; None if it has another form."""
+        parts = Formatter().parse(self.text)
+        pattern = "".join(re.escape(text) + ("" if name is None else "(.+)") for text, name, _, _ in parts)
+        return re.fullmatch(pattern, resource, re.DOTALL)
+
     def parse(self, resource: str) -> tuple[Any, ...] | None:
         """Return the values that a resource's name was made of; None if it does not tell them."""
-        pattern, names = "", []
-        for literal, name, spec, conversion in Formatter().parse(self.text):
-            pattern += re.escape(literal)
+        names: list[str] = []
+        for _, name, spec, conversion in Formatter().parse(self.text):
             if name is not None:
                 if spec or conversion or name in names:
                     return None
                 names.append(name)
-                pattern += "(.+)"
-        found = re.fullmatch(pattern, resource, re.DOTALL)
+        found = self.match(resource)
         if found is None:
             return None
         try:
@@ -162,7 +174,7 @@ def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
 
 @dataclass(eq=False, slots=True)
 class FencedTable:
-    """What the guard knows of one fenced table."""
+    """What the guard knows of one fenced table; `is_optional` says that it may be written under no lease."""
 
     table: Table
     template: ResourceTemplate
@@ -170,12 +182,14 @@ class FencedTable:
     name: str = field(init=False)
     fence: Column[int] = field(init=False)
     write: Column[int] = field(init=False)
+    is_optional: bool = field(init=False)
     statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.name = self.table.name
         self.fence = self.table.c[FENCE_COLUMN]
         self.write = self.table.c[WRITE_COLUMN]
+        self.is_optional = self.fence.info.get(LEASE_MARK) == "optional"
 
     @property
     def is_strict(self) -> bool:
@@ -238,6 +252,13 @@ def check_trigger(wanted: object) -> FenceTrigger:
     if wanted is True or wanted is False or wanted == "strict":
         return wanted
     raise ValueError(f"a fence's trigger is False, True or 'strict', not {wanted!r}")
+
+
+def check_lease(wanted: object) -> FenceLease:
+    """Return what was asked for; ValueError says that there is no such choice."""
+    if wanted == "required" or wanted == "optional":  # noqa: PLR1714  mypy understands it so
+        return wanted
+    raise ValueError(f"whether a write needs a lease is 'required' or 'optional', not {wanted!r}")
 
 
 def registered(table: Table | None) -> FencedTable | None:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, Final
 
-from sqlalchemy import ColumnElement, Insert, and_, func, select
+from sqlalchemy import BigInteger, ColumnElement, Insert, and_, case, func, literal_column, or_, select
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
@@ -24,10 +24,11 @@ from fencelock.guard.dialects import LOCKING_READS, holds, is_text, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
 from fencelock.guard.sessions import BYPASS, session_of
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id, spelling
+from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, WRITE_COLUMN, FencedTable, new_write_id, spelling
 from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
 
 _OWN: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
+_NO_LEASE: Final = literal_column(str(NO_LEASE), BigInteger)
 _Key = tuple[Any, ...]
 
 
@@ -148,16 +149,16 @@ def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Ins
     table = fenced.table
     kept = {column.key for column in _identifying(fenced)}
     names = [name for name in row if name not in kept]
-    own = fenced.write.key, fenced.fence.key
     if dialect in LOCKING_READS:
         made = mysql.insert(table)
         new, passes = made.inserted, _lets_pass(fenced, made.inserted)
+        written = {name: new[name] for name in names} | _stamps(fenced, new)
         # The fence comes last, because MariaDB assigns from left to right.
         assigned: list[tuple[str, ColumnElement[Any]]] = [
-            (name, func.if_(passes, new[name], table.c[name])) for name in (*names, *own)
+            (name, func.if_(passes, value, table.c[name])) for name, value in written.items()
         ]
         if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
-            assigned[-1] = (fenced.fence.key, new[fenced.fence.key])
+            assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
         return made.on_duplicate_key_update(assigned)
     if dialect not in {"postgresql", "sqlite"}:
         raise NotImplementedError(f"upsert knows PostgreSQL, SQLite, MariaDB and MySQL, not {dialect}")
@@ -165,7 +166,7 @@ def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Ins
     new = statement.excluded
     return statement.on_conflict_do_update(
         index_elements=list(table.primary_key),
-        set_={name: new[name] for name in (*names, *own)},
+        set_={name: new[name] for name in names} | _stamps(fenced, new),
         where=_lets_pass(fenced, new),
     )
 
@@ -176,10 +177,21 @@ def _identifying(fenced: FencedTable) -> dict[ColumnElement[Any], None]:
     return dict.fromkeys([*fenced.table.primary_key, *naming])
 
 
+def _stamps(fenced: FencedTable, new: Any) -> dict[str, ColumnElement[Any]]:
+    """Return what a row that is written gets as write id and fence, in this order."""
+    fence = new[fenced.fence.key]
+    if fenced.is_optional:
+        fence = case((fence == _NO_LEASE, fenced.fence), else_=fence)
+    return {fenced.write.key: new[fenced.write.key], fenced.fence.key: fence}
+
+
 def _lets_pass(fenced: FencedTable, new: Any) -> ColumnElement[bool]:
     """Return the criterion for a row that may be written: the same key, resource and no higher fence."""
     same = [holds(column, new[column.key]) for column in _identifying(fenced)]
-    return and_(fenced.fence <= new[fenced.fence.key], *same)
+    passes = fenced.fence <= new[fenced.fence.key]
+    if fenced.is_optional:
+        passes = or_(passes, new[fenced.fence.key] == _NO_LEASE)
+    return and_(passes, *same)
 
 
 def _check(
@@ -210,7 +222,7 @@ def _check(
                 )
             if current is None:
                 raise without_fence(fenced, identity)
-            if current != tokens[actual]:
+            if current != tokens[actual] and not (fenced.is_optional and tokens[actual] == NO_LEASE):
                 raise StaleTokenError(fenced.name, identity, tokens[actual], current)
             yield identity
         written = {tuple([row[at] for at in texts]) for row in found}

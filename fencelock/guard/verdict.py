@@ -17,7 +17,7 @@ from sqlalchemy.sql import ColumnElement
 from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
 from fencelock.guard.conditions import LOADED_BIND, Form, Row, values_of
 from fencelock.guard.dialects import TOKEN_BIND, holds, newest
-from fencelock.guard.tables import FENCE_COLUMN, TRANSLATED, FencedTable
+from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, TRANSLATED, FencedTable
 
 KEYS_PER_QUERY: Final = 500
 
@@ -87,7 +87,9 @@ class Verdict:
         fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
             accepted, named = self.form.accepts(row), self._naming()
-            turned_away = [fence > row[TOKEN_BIND], fence.is_(None)]
+            turned_away: list[Any] = [fence.is_(None)]
+            if not self._is_free(row):
+                turned_away.append(fence > row[TOKEN_BIND])
             if accepted is not None:
                 turned_away.append(write.not_in(accepted))
             for column, value in zip(named, values_of(self.form.naming or (), row), strict=False):
@@ -107,6 +109,10 @@ class Verdict:
             query = query.with_for_update() if lock else newest(query, self.connection)
             found += self._execute(query, {})
         return found
+
+    def _is_free(self, row: Row) -> bool:
+        """Tell whether a row was to be written under no lease."""
+        return self.form.is_optional and row[TOKEN_BIND] == NO_LEASE
 
     def _naming(self) -> list[ColumnElement[Any]]:
         """Return the columns that name the resource, if the statement tells their values."""
@@ -142,7 +148,7 @@ class Verdict:
         if current is None:
             return without_fence(fenced, identity)
         known = identity if self.form.key else None
-        if current > token:
+        if current > token and not self._is_free(row):
             return StaleTokenError(fenced.name, known, token, current)
         accepted = self.form.accepts(row)
         if accepted is None or write_id in accepted:

@@ -69,6 +69,8 @@ class Hold:
     def __post_init__(self) -> None:
         granted = zip(self.grant.resources, self.grant.tokens, strict=True)
         self.leases = tuple([Lease(resource, token, self.grant.expires_at) for resource, token in granted])
+        for lease in self.leases:
+            lease.granted_at = time.monotonic()
         self.itself = ref(self)
 
     def wait_for_transactions(self) -> None:

@@ -22,6 +22,7 @@ from fencelock._events import (
     StaleWriteRefused,
     TokenReminted,
     UnfencedWriteRefused,
+    WrittenWithoutLease,
     forget,
     on_event,
 )
@@ -44,6 +45,7 @@ __all__ = [
     "StaleWriteRefused",
     "TokenReminted",
     "UnfencedWriteRefused",
+    "WrittenWithoutLease",
     "forget",
     "on_event",
 ]

@@ -37,6 +37,7 @@ from fencelock._events import (
     StaleWriteRefused,
     TokenReminted,
     UnfencedWriteRefused,
+    WrittenWithoutLease,
 )
 from fencelock.errors import AuthorityError
 from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_of_lock
@@ -45,6 +46,7 @@ _NAME: Final = "fencelock"
 _GUARD: Final[dict[type[GuardEvent], str]] = {
     StaleWriteRefused: "fencelock.stale_writes.refused",
     UnfencedWriteRefused: "fencelock.unfenced_writes.refused",
+    WrittenWithoutLease: "fencelock.writes.without_lease",
     RowClaimed: "fencelock.claims",
 }
 

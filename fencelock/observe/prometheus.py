@@ -38,6 +38,7 @@ from fencelock._events import (
     StaleWriteRefused,
     TokenReminted,
     UnfencedWriteRefused,
+    WrittenWithoutLease,
 )
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.errors import AuthorityError, FencelockError
@@ -128,8 +129,9 @@ class Metrics:
         self._late = seconds("renewal_lateness_seconds", "From planned to begun")
         self._stale = made(Counter, "stale_writes_refused", "Writes with an old token", "table")
         self._unfenced = made(Counter, "unfenced_writes_refused", "Writes without a lease", "table")
+        self._without = made(Counter, "writes_without_lease", "Writes under no lease that may be", "table")
         self._claims = made(Counter, "claims", "Rows claimed and gates passed", "table")
-        self._doubts = made(Counter, "commits_in_doubt", "Connections lost during a COMMIT")
+        self._doubts = made(Counter, "commits_in_doubt", "COMMITs whose outcome is not known")
         self._remints = made(Counter, "remints", "Tokens exchanged for larger ones", "authority")
         self._errors = made(Counter, "authority_errors", "Undecided operations", "authority", "error")
         self._opened = made(Counter, "connections_opened", "Connections to nodes or a database", "authority")
@@ -142,6 +144,7 @@ class Metrics:
             LeaseExtended: self._on_extended,
             StaleWriteRefused: lambda event: self._stale.labels(event.table or "").inc(),
             UnfencedWriteRefused: lambda event: self._unfenced.labels(event.table or "").inc(),
+            WrittenWithoutLease: lambda event: self._without.labels(event.table or "").inc(),
             RowClaimed: lambda event: self._claims.labels(event.table or "").inc(),
             CommitInDoubt: lambda _: self._doubts.inc(),
             TokenReminted: lambda event: self._remints.labels(authority_of(event)).inc(),

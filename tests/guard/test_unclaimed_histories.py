@@ -76,6 +76,7 @@ class Holder:
         self.token = token
         self.kept: Any = None
         self.seen = ""
+        self.claims = 0  # of all holders, when it read
         self._engine = engine
         self._model = model
 
@@ -127,6 +128,7 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
         connection.execute(insert(model), {"id": 1, "text": "", **more})
     holders = [Holder(engine, model, token) for token in TOKENS]
     text, fence, happened = "", 0, Counter[str]()
+    claims = 0
     for number, (who, what) in enumerate(history):
         holder, mark = holders[who], f"{number};"
         if what in {"read", "read early", "claim"}:
@@ -136,12 +138,14 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
                 assert what == "claim"
                 assert fence > holder.token
                 continue
-            fence = holder.token if what == "claim" else fence
+            if what == "claim":
+                fence, claims = holder.token, claims + 1
+            holder.claims = claims
             assert holder.seen == text
             continue
         if holder.kept is None:
             continue
-        is_old = holder.seen != text
+        is_old = (holder.seen, holder.claims) != (text, claims)
         expected = StaleTokenError if fence > holder.token else StaleReadError if is_old else None
         refusal = refusal_of(holder, mark, what)
         by_counter = model is Counted and expected is not None and isinstance(refusal, StaleDataError)

@@ -117,7 +117,7 @@ def check(engine: Engine, order: Any) -> None:
 
 
 def test_links_are_guarded(in_memory: InMemory) -> None:
-    """A change of a link alone needs the lease, too."""
+    """A change of a link alone is refused to a holder whose lease is over, and free for who holds none."""
 
     class Base(DeclarativeBase):
         """Of this one."""
@@ -145,9 +145,14 @@ def test_links_are_guarded(in_memory: InMemory) -> None:
         session.commit()
         order = session.get_one(Order, 1)
         order.tags.append(Tag(id=1))
-        bind(session, Lease("order:2", 50))
-        with pytest.raises(UnfencedWriteError, match="order:1"):
+        bind(session, Lease("order:1", 4))
+        with pytest.raises(StaleTokenError):
             session.commit()
+        session.rollback()
+        order.tags.append(Tag(id=2))
+        bind(session, Lease("order:2", 50))
+        session.commit()
+        assert vars(order)["last_fencing_token"] == 5
 
 
 def test_a_template_that_cannot_be_rendered() -> None:
