@@ -250,7 +250,7 @@ def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
             raise
         names = ", ".join(map(repr, resources))
         raise CommitInDoubtError(
-            f"nobody knows what became of the COMMIT ({str(error).splitlines()[0]}). The lock of {names} is "
+            f"the outcome of the COMMIT is unknown ({str(error).splitlines()[0]}). The lock of {names} is "
             f"being released: lock again, and look what is written before you write it again. Where an outer "
             f"block still holds the lock, call its remint() first. To have all that done: "
             f"fenced_transaction(…, retries=2).run(body)"
@@ -294,7 +294,7 @@ class FencedTransaction(Generic[_S]):
         has loaded before the first one's commit is refused with `StaleReadError`.
 
         Raises:
-            CommitInDoubtError: nobody knows what became of the COMMIT, and no retries are left.
+            CommitInDoubtError: the outcome of the COMMIT is unknown, and no retries are left.
             LockLostError: no new token could be had.
         """
         lock = self._plan.lock()

@@ -37,7 +37,7 @@ LIMITS = {
     "somebody, nobody, anybody, everybody": (uses("(?:some|no|any|every)body"), 20),
     "who, whoever": (uses("who(?:ever)?"), 35),
     "what is": (uses("what is"), 114),
-    "anew": (uses("anew"), 16),
+    "anew": (uses("anew"), 15),
     "so long": (uses("so long"), 5),
     "be inside": (uses("be inside"), 4),
     "of each there is": (uses("of each there is"), 1),

@@ -189,8 +189,8 @@ def _populators(
 def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], Any]) -> None:
     """Call `heard(context, state, before, found)` when a row and an object differ in an attribute.
 
-    A value is None where the row does not have the column, or the object had none. Where the query loads the
-    attribute, the object gets what `heard` returns. New objects are not told of.
+    None stands for a value that is not there. A query that loads the attribute gives the object what `heard`
+    returns.
     """
     setup = ColumnProperty.setup
     create: Any = ColumnProperty.create_row_processor

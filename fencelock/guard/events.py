@@ -119,7 +119,7 @@ def _place() -> str:
         if frame is None and worker is not None and worker.parent is not None:  # it works for a coroutine
             worker = worker.parent
             frame = worker.gr_frame
-    return "somebody"
+    return "a line that is not known"
 
 
 def _add(name: str, kind: type[GuardEvent], callback: _C) -> _C:

@@ -275,10 +275,9 @@ class Tokens:
             lease.token_to_write()
 
     def does_without(self, resource: str | None) -> bool:
-        """Tell whether a row is written under no lease, because it may be, and none of its model is held.
+        """Tell whether a row is written under no lease: it may be, and none is held that should guard it.
 
-        A lease of another row is a slip of its name. One whose block was left in the midst of the transaction
-        was meant to guard this.
+        That is one of another row, most likely a wrong name; or one whose block was left in this transaction.
         """
         template = self.fenced.template
         is_free = (

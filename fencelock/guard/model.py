@@ -80,8 +80,8 @@ class FencedModel:
     Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
 
     `__fence_lease__ = "optional"` lets code that holds no lease write, too. It moves the write id and leaves
-    the fence. What it writes of an object overwrites nothing that it has not seen, and a holder who had read
-    the row is refused. With `"required"`, the default, nobody writes while a holder thinks.
+    the fence. An object that it writes overwrites nothing that it has not seen, and a holder that had read
+    the row is refused. With `"required"`, the default, a holder has the row to itself.
 
     docs/correctness.md says what stays open: what you read and do not write (see `claim`), an INSERT by a
     stale holder (see `gate`), what the database does by itself (ON DELETE CASCADE and SET NULL, triggers,

@@ -318,7 +318,7 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
             current.pop(made.key, None)  # made anew, from the columns
     attributes: dict[Any, Any] = getattr(context, "attributes", {})
     if (WRITE_COLUMN, state) not in attributes:
-        return  # what is loaded and what was are of one version
+        return  # the new part is of the same version
     found, aging = attributes.pop((WRITE_COLUMN, state)), _aging_of(state.mapper)
     asked = {*aging, WRITE_COLUMN} if names is None else {*names}
     old = left_out_of(context, state.mapper) if names is None else aging - asked
