@@ -74,7 +74,7 @@ class _Plan(Generic[_Made]):
             raise ValueError(f"retries is how often to run again, from 0, not {self.retries}")
         self.lock()  # checks the resources and the settings
         # In one order, so that two who pass the same gates wait for each other instead of deadlocking.
-        object.__setattr__(self, "gates", tuple(sorted(self.resources)) if self.gate else ())
+        object.__setattr__(self, "gates", tuple(sorted({*self.resources})) if self.gate else ())
 
     def lock(self) -> FencedLock[Any]:
         return fenced_lock(*self.resources, **self.settings)

@@ -1,6 +1,6 @@
 """`@fenced`: functions that run only while they hold the lock that their arguments name."""
 
-# ruff: noqa: ARG001, ARG004 - the arguments name what is locked
+# ruff: noqa: ARG001, ARG004, ARG005 - the arguments name what is locked
 
 from __future__ import annotations
 
@@ -62,6 +62,28 @@ def test_two_templates_that_name_one_resource_lock_it_once(authority: Redlock) -
 
     assert transfer(1, 1) == ["account:1"]
     assert transfer(2, 1) == ["account:2", "account:1"]
+
+
+def test_a_function_may_name_what_to_lock(authority: Redlock) -> None:
+    """With the arguments of the call; beside templates, and for coroutines."""
+
+    @fenced(lambda order, note: f"order:{order.id}", "all", authority=authority)
+    def ship(order: Account, note: str = "") -> tuple[list[str], str]:
+        return names(), note
+
+    @fenced(lambda self_id: f"order:{self_id}" if self_id else "order:none", authority=authority)
+    async def later(self_id: int | None) -> list[str]:
+        return names()
+
+    @fenced(lambda _: 7, authority=authority)  # type: ignore[arg-type, return-value]
+    def wrong(order: Account) -> None:
+        raise AssertionError
+
+    assert ship(Account(7), note="x") == (["order:7", "all"], "x")
+    assert ship(order=Account(8)) == (["order:8", "all"], "")
+    assert asyncio.run(later(None)) == ["order:none"]
+    with pytest.raises(TypeError, match="resource"):
+        wrong(Account(7))
 
 
 def test_method_may_name_its_object(authority: Redlock) -> None:
@@ -205,8 +227,9 @@ def test_what_cannot_be_fenced_is_refused_where_it_is_decorated() -> None:
             fenced("r")(thing)
     with pytest.raises(TypeError, match="name of what to lock"):
         fenced()
-    with pytest.raises(TypeError, match="name of what to lock"):
-        fenced(names)  # type: ignore[arg-type]
+    bare: Any = fenced(lambda order_id: f"order:{order_id}")  # as `@fenced` without parentheses makes it
+    with pytest.raises(TypeError, match="fenced decorates a function, not 7"):
+        bare(7)
 
 
 class Shipper:

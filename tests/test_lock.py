@@ -130,12 +130,26 @@ def test_setting_that_does_not_exist_is_refused() -> None:
         lock("r", authority=None)
 
 
-def test_lock_names_each_resource_once_and_at_least_one() -> None:
-    """Nothing to lock, and one thing twice."""
+def test_lock_names_at_least_one_resource() -> None:
+    """Nothing to lock."""
     with pytest.raises(ValueError, match="name what to lock"):
         fenced_lock()
-    with pytest.raises(ValueError, match="named twice"):
-        fenced_lock("a", "b", "a")
+
+
+def test_a_name_that_comes_twice_is_one_lock(authority: Redlock) -> None:
+    """As in a transfer from an account to itself; the tokens are in the order of the names."""
+    lock = authority.lock("a", "b", "a", timeout=0)
+    for _ in range(2):
+        with lock as tokens:
+            assert tokens[0] == tokens[2] != 0
+            assert len(tokens) == 3
+            assert [lease.resource for lease in lock.leases] == ["a", "b", "a"]
+            assert lock.locked()
+            reminted = lock.remint()
+            assert reminted[0] == reminted[2] > tokens[0]
+        assert not lock.locked()
+    with authority.lock("a", "a") as tokens, authority.lock("b", "a", "b", timeout=0) as others:
+        assert tokens == (others[1], others[1])
 
 
 @pytest.mark.parametrize(

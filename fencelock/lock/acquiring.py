@@ -99,7 +99,7 @@ class LockSteps(Generic[Token]):
             raise LockTimeoutError(f"{self!r}: {_ITSELF}")
         holds = [] if handed else (yield from self._enter_again(block, authority))
         known = {name for hold in holds for name in hold.grant.resources}
-        missing = tuple(name for name in self._resources if name not in known)
+        missing = tuple(name for name in dict.fromkeys(self._resources) if name not in known)
         if missing:
             asked = Acquisition(
                 authority=authority,
@@ -230,7 +230,7 @@ class LockSteps(Generic[Token]):
 
     def _locked(self) -> Steps[bool]:
         authority: Any = self._find_authority()
-        names = self._resources
+        names = tuple(dict.fromkeys(self._resources))
         asked = Step(lambda: authority.holder_ttl(names), lambda: authority.aio.holder_ttl(names))
         yield asked
         return asked.answer is not None
@@ -347,6 +347,4 @@ def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
                 f"{name!r} names no one thing to lock: fill its braces with a value, as "
                 "fenced_lock(f'order:{order.id}') does"
             )
-    if len(set(names)) != len(names):
-        raise ValueError(f"a resource is named twice: {', '.join(map(repr, names))}")
     return names

@@ -17,7 +17,7 @@ _R = TypeVar("_R")
 
 
 def fenced(
-    *templates: str, **settings: Unpack[AllLockSettings]
+    *templates: str | Callable[..., str], **settings: Unpack[AllLockSettings]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
     """Have a function, or a coroutine function, run only while it holds `fenced_lock` on its resources.
 
@@ -27,11 +27,15 @@ def fenced(
 
     @fenced("account:{source.id}", "account:{target.id}")
     async def transfer(source: Account, target: Account, amount: int) -> None: ...
+
+    @fenced(lambda order: f"customer:{order.customer_id or order.guest_id}")
+    def remind(order: Order) -> None: ...
     ```
 
     Args:
         *templates: resources, in which {name} stands for an argument of the call; {name.attribute},
             {name[key]} and {name:format} work as in str.format. Defaults count. {self.id} works in methods.
+            Or functions that take all arguments of the call, defaults too, and return the resource.
         **settings: as for `fenced_lock`; the default authority is the one at the time of the call.
 
     Raises:
@@ -40,7 +44,7 @@ def fenced(
             errors of `FencedLock.acquire`, and a ValueError where a field is None.
         ValueError: for a template that cannot be formatted, or settings out of range.
     """
-    if not templates or not all(isinstance(template, str) for template in templates):
+    if not templates or not all(isinstance(template, str) or callable(template) for template in templates):
         raise TypeError('fenced needs the name of what to lock: write @fenced("order:{order_id}")')
     fenced_lock("checks the settings", **settings)
 
@@ -50,9 +54,14 @@ def fenced(
         def lock_for(*args: _P.args, **kwargs: _P.kwargs) -> FencedLock[Any]:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            resources = (_Filling().vformat(template, (), call.arguments) for template in templates)
+            resources = (
+                _Filling().vformat(template, (), call.arguments)
+                if isinstance(template, str)
+                else template(*call.args, **call.kwargs)
+                for template in templates
+            )
             lock: FencedLock[Any] = fenced_lock(*dict.fromkeys(resources), **settings)
-            lock.template = ", ".join(templates)
+            lock.template = ", ".join(each if isinstance(each, str) else _name(each) for each in templates)
             return lock
 
         if inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(_what_runs(function)):
@@ -84,12 +93,12 @@ class _Filling(string.Formatter):
         return found, key
 
 
-def _check(function: Any, templates: tuple[str, ...]) -> inspect.Signature:
+def _check(function: Any, templates: tuple[str | Callable[..., str], ...]) -> inspect.Signature:
     """Return a function's signature, if every field of the templates is one of its parameters."""
     if isinstance(function, (staticmethod, classmethod)):
         raise TypeError(f"write @{type(function).__name__} above @fenced, not below it")
     if not callable(function) or isinstance(function, type):
-        raise TypeError(f"fenced decorates a function, not {function!r}")
+        raise TypeError(f'fenced decorates a function, not {function!r}: write @fenced("order:{{order_id}}")')
     runs = _what_runs(function)
     if inspect.isgeneratorfunction(runs) or inspect.isasyncgenfunction(runs):
         raise TypeError(
@@ -98,7 +107,7 @@ def _check(function: Any, templates: tuple[str, ...]) -> inspect.Signature:
         )
     signature = inspect.signature(function)
     for template in templates:
-        for field in _fields(template):
+        for field in _fields(template) if isinstance(template, str) else ():
             if field not in signature.parameters:
                 raise TypeError(
                     f"{template!r} names {field or 'a field without a name'!r}, which is no parameter of "
