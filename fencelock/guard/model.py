@@ -227,6 +227,7 @@ def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:
     for table in mapper.tables:
         if isinstance(table, Table) and FENCE_COLUMN in table.c:
             table.c[FENCE_COLUMN].info.update(tables.FENCE_MARK)
+            tables.note_column(table.c[FENCE_COLUMN], table)
             return table
     raise ValueError(
         f"{model.__name__} is to be fenced, but its table {mapper.local_table.description!r} has no column "

@@ -170,10 +170,10 @@ class _Watch:
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
+        _drop_assigned_fence(state, current)
         changed = _changed(state, current)
         tokens = self._tokens(connection, state) if changed else None
         if not changed or (changed == "a collection" and not self._holds(tokens, state)):
-            state.committed_state.pop(FENCE_COLUMN, None)  # of an object that was merged, and claimed since
             return
         if tokens is None:
             current[WRITE_COLUMN] = new_write_id()
@@ -260,6 +260,15 @@ def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | No
     return tuple(values)
 
 
+def _drop_assigned_fence(state: _State, current: dict[str, Any]) -> None:
+    """Have an object keep the fence of its row, whatever a form, a dump or a merge has assigned."""
+    loaded = state.committed_state.pop(FENCE_COLUMN, current)
+    if loaded is NO_VALUE:
+        del current[FENCE_COLUMN]
+    elif loaded is not current:
+        current[FENCE_COLUMN] = loaded
+
+
 def _was_loaded(state: _State, key: str) -> bool:
     """Tell whether an object has, or had before it was assigned to, an attribute's value of the database."""
     return key in state.dict and state.committed_state.get(key) is not NO_VALUE
@@ -269,8 +278,6 @@ def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a co
     """Tell what of a dirty object is to be written: its row, or only what others refer to it by."""
     manager, found = state.manager, False
     for key, loaded in tuple(state.committed_state.items()):
-        if key == FENCE_COLUMN:
-            continue
         impl: Any = manager[key].impl
         if impl.collection or impl.uses_objects:
             history, made = impl.get_history(state, current, _CHANGES_ONLY), manager[key].property

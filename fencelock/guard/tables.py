@@ -64,8 +64,11 @@ WRITE_MARK: Final[dict[Any, Any]] = {"fencelock.write_id": True}
 TRIGGER_MARK: Final = "fencelock.trigger"
 RESOURCE_MARK: Final = "fencelock.resource"
 LEASE_MARK: Final = "fencelock.lease"
+_MARKS: Final = frozenset({*FENCE_MARK, TRIGGER_MARK, RESOURCE_MARK, LEASE_MARK})
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
+_OF_TABLE: Final = "fencelock.of"
+"""In `Column.info`: the name of the table that the column was fenced in."""
 GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
 """What the guard keeps in `Table.info`, where it is of no interest to anybody else."""
 
@@ -213,7 +216,7 @@ def register(fenced: FencedTable) -> FencedTable:
 
 def register_sub_table(table: Table, base: FencedTable) -> None:
     """Make `table` known as one that holds the rest of the rows of a fenced one (joined inheritance)."""
-    table.info[_SUB_TABLE_OF] = base
+    table.info[_SUB_TABLE_OF] = table.name, base
     _note_name(table)
 
 
@@ -222,9 +225,15 @@ def _note_name(table: Table) -> None:
 
 
 def note_column(column: Column[Any], parent: object) -> None:
-    """Make a table known by its name as soon as it has its fence: its first write may be text."""
+    """Make a table known by its name as soon as it has its fence: its first write may be text.
+
+    A copy under another name, such as a history of the rows, is a plain table.
+    """
     if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
-        _note_name(parent)
+        if column.info.setdefault(_OF_TABLE, parent.name) == parent.name:
+            _note_name(parent)
+        else:
+            column.info = {key: mark for key, mark in column.info.items() if key not in _MARKS}
 
 
 def fenced_names() -> list[str]:
@@ -288,8 +297,9 @@ def fenced_table(target: object) -> FencedTable | None:
 
 def base_of(target: object) -> FencedTable | None:
     """Return the fenced table whose rows this table completes, if it is such a one."""
-    found: FencedTable | None = getattr(underlying(target), "info", {}).get(_SUB_TABLE_OF)
-    return found
+    table = underlying(target)
+    name, found = getattr(table, "info", {}).get(_SUB_TABLE_OF, (None, None))
+    return None if name is None or name != table.name else found
 
 
 def underlying(target: object) -> Any:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 import fencelock
-from fencelock.errors import StaleTokenError, UnfencedWriteError
+from fencelock.errors import StaleReadError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import FencedModel, bind, claim
 from fencelock.lease import Lease
 from tests.guard.rows import empty
@@ -268,3 +269,38 @@ def test_block_takes_sessions_and_connections(engine: Engine) -> None:
     """Anything else is a mistake."""
     with pytest.raises(TypeError, match="session or a connection"), fencelock.bypass(engine):  # type: ignore[arg-type]
         pass
+
+
+@pytest.mark.parametrize("attribute", ["last_fencing_token", "last_write_id"])
+@pytest.mark.parametrize("token", [None, 12], ids=["bypassed", "under a lease"])
+def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(
+    engine: Engine, session: Session, token: int | None, attribute: str
+) -> None:
+    """By a form that was opened before, or a dump. Under a lease another id is that of another version."""
+    with engine.connect() as connection:
+        before = connection.scalar(select(Order.last_write_id))
+    if token is not None:
+        bind(session, Lease("order:1", token))
+    with fencelock.bypass(session) if token is None else nullcontext():
+        order = session.get_one(Order, 1)
+        order.status = "saved"
+        setattr(order, attribute, 3)
+        if token is not None and attribute == "last_write_id":
+            with pytest.raises(StaleReadError, match="of two versions"):
+                session.commit()
+            return
+        session.commit()
+    with engine.connect() as connection:
+        fence, write_id = connection.execute(select(Order.last_fencing_token, Order.last_write_id)).one()
+    assert fence == (token or 9)
+    assert write_id not in {before, 3}
+
+
+@pytest.mark.usefixtures("engine")
+def test_a_fence_alone_is_no_change(session: Session) -> None:
+    """An object keeps that of its row."""
+    with fencelock.bypass(session):
+        order = session.get_one(Order, 1)
+        order.last_fencing_token = 3
+        session.commit()
+        assert order.last_fencing_token == 9

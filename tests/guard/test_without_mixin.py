@@ -20,7 +20,9 @@ from sqlalchemy import (
     String,
     Table,
     create_engine,
+    insert,
     text,
+    update,
 )
 from sqlalchemy.ext.automap import automap_base
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
@@ -261,3 +263,47 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
         hero = session.exec(sqlmodel.select(Hero)).one()
         assert (hero.name, hero.last_fencing_token) == ("b", 5)
     engine.dispose()
+
+
+@pytest.mark.parametrize("way", ["to_metadata", "columns", "Column._copy"])
+def test_a_copy_under_another_name_is_a_plain_table(in_memory: InMemory, way: str) -> None:
+    """A history, an archive: its rows are written by whoever likes, the original's are not."""
+
+    class Base(DeclarativeBase):
+        """Of this one."""
+
+    class Order(FencedModel, Base):
+        __tablename__ = "orders"
+        __fence_resource__ = "order:{id}"
+        __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "order"}  # noqa: RUF012
+        id: Mapped[int] = mapped_column(primary_key=True)
+        kind: Mapped[str] = mapped_column(String(9))
+
+    class Rush(Order):
+        __tablename__ = "rushes"
+        __mapper_args__ = {"polymorphic_identity": "rush"}  # noqa: RUF012
+        id: Mapped[int] = mapped_column(ForeignKey("orders.id"), primary_key=True)
+
+    for table in (Base.metadata.tables["orders"], Base.metadata.tables["rushes"]):
+        name = f"{table.name}_history"
+        if way == "to_metadata":
+            copied: Any = table.to_metadata(Base.metadata, name=name)
+        else:
+            columns = [
+                each._copy() if way == "Column._copy" else Column(each.name, each.type, info=each.info)
+                for each in table.c
+            ]
+            copied = Table(name, Base.metadata, *columns)
+
+        arguments = {"primary_key": [copied.c.id]}
+        history: Any = type(name, (Base,), {"__table__": copied, "__mapper_args__": arguments})
+        engine = in_memory(Base.metadata)
+        given = {column.name: 1 for column in copied.c}
+        with Session(engine) as session:
+            session.execute(insert(copied), given)
+            session.execute(update(copied).values(id=2))
+            session.execute(text(f"UPDATE {name} SET id = 3"))  # noqa: S608
+            session.get_one(history, 3).id = 4
+            session.commit()
+            with pytest.raises(UnfencedWriteError):
+                session.execute(update(table).values(id=2))
