@@ -3,9 +3,8 @@
 The URL comes with the command (`alembic -x url=… upgrade head`) or from FENCELOCK_DATABASE_URL, never from
 a file: migrations run where a mistake in the URL costs most.
 
-Importing the models puts the guard in place here, too. Changes of the schema pass it. A migration that
-changes the *rows* of a fenced table holds no lease, so it has to say that it means to go around the fence:
-`op.execute("UPDATE …", execution_options={"fencelock": "bypass"})`. Run it while no worker is at work.
+What a migration executes goes around the guard. One that changes the *rows* of a fenced table is run while no
+worker is at work.
 """
 
 from __future__ import annotations

@@ -121,6 +121,8 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
         # No model may know of the table of leases: `fencelock init` has made it.
         if (own := _OWN.get((op.table_name, type(op)))) is not None:
             yield own(op.table_name, schema=op.schema)
+            if own is CreateFenceTableOp:
+                yield AddWriteIdOp(op.table_name, schema=op.schema)
     elif isinstance(op, CreateTableOp):
         op.info = {key: value for key, value in op.info.items() if key not in GUARDS_OWN}
         yield op
