@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import json
+import logging
 import re
 import threading
 import time
@@ -15,7 +17,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Final
 
+import httpx
 import pytest
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, OperationalError
@@ -42,6 +46,7 @@ from fencelock import (
     fenced_transaction,
 )
 from proof.servers import Nodes
+from proof.servers.workspace import free_ports
 from tests.door import Door
 from tests.pages.blocks import blocks, read
 from tests.polling import IMPATIENT, eventually
@@ -211,7 +216,7 @@ def printed(page: str, file: str, *names: str) -> dict[str, Any]:
             kept.append(node)
         elif isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) in names:
             kept.append(node)
-    found = dict(vars(fencelock)) | {"JSONResponse": JSONResponse}
+    found = dict(vars(fencelock)) | {"JSONResponse": JSONResponse, "logging": logging}
     exec(compile(ast.Module(kept, []), file, "exec"), found)  # noqa: S102 - this is what the page has
     return found
 
@@ -224,8 +229,9 @@ def test_pages_on_frameworks_do_as_the_table_says(row: list[str]) -> None:
     """The status of FastAPI's and Flask's handlers, and Celery's lists."""
     ((name, said),) = classes_in(row[0])
     error = made(getattr(errors, name), said)
-    answer = asyncio.run(printed("docs/fastapi.md", "app.py", "refuse")["refuse"](None, error))
+    answer = asyncio.run(printed("docs/fastapi.md", "app.py", "refuse", "logger")["refuse"](None, error))
     assert answer.status_code == int(row[4].split(",")[0])
+    assert json.loads(answer.body) == {"error": name}  # and nothing of what is inside
     assert ("retry-after" in answer.headers) == ("Retry-After" in row[4])
     flask = printed("docs/flask-sqlalchemy.md", "shop.py", "status_of")
     assert flask["status_of"](error) == answer.status_code
@@ -233,6 +239,26 @@ def test_pages_on_frameworks_do_as_the_table_says(row: list[str]) -> None:
     tried_again = isinstance(error, celery["AGAIN"] + celery["LOOK_FIRST"])
     assert tried_again == (row[5] != "never")
     assert not isinstance(error, celery["AGAIN"]) or row[5] == "retry"
+
+
+def test_the_page_on_fastapi_answers_where_no_connection_can_be_made() -> None:
+    """Asyncpg's own error, which SQLAlchemy does not wrap."""
+    app = FastAPI()
+    refuse = printed("docs/fastapi.md", "app.py", "refuse_without_the_database", "logger")
+    app.exception_handler(OSError)(refuse["refuse_without_the_database"])
+
+    @app.get("/")
+    async def ask() -> None:
+        engine = create_async_engine(f"postgresql+asyncpg://user@127.0.0.1:{free_ports(1)[0]}/shop")
+        async with engine.connect():
+            pass
+
+    async def main() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as client:
+            return await client.get("/")
+
+    answer = asyncio.run(main())
+    assert (answer.status_code, answer.headers["Retry-After"]) == (503, "1")
 
 
 DRIVER: Final = {row[0]: row for row in table("docs/errors.md", "error")}
