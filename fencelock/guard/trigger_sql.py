@@ -1,6 +1,8 @@
 """What the triggers say in each family of databases; `triggers` fills in the names in braces.
 
-A trigger of MariaDB and SQLite is one statement; PostgreSQL has two functions beside its own.
+A trigger of MariaDB and SQLite is one statement; PostgreSQL has two functions beside its own. There what a
+trigger or a foreign key changes of a row that its transaction has written already gives it no other id. On
+MariaDB chance is mixed into the ids, because those of `UUID_SHORT` are apart within one node only.
 """
 
 # ruff: noqa: S608 - names are quoted by the dialect, and the rest is written here
@@ -57,7 +59,11 @@ BEGIN
 END $fencelock$
 """,
         "ids": f"""
-CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW WHEN (NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN})
+CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW
+WHEN (
+    NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}
+    AND NOT (pg_trigger_depth() > 0 AND OLD.xmin = CAST(pg_current_xact_id() AS XID))
+)
 EXECUTE FUNCTION {{renew}}()
 """,
         "fence": f"""
@@ -78,7 +84,8 @@ EXECUTE FUNCTION {{refuse}}()
     "mysql": {
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW SET NEW.{WRITE_COLUMN} =
-    IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}, 1 + MOD(UUID_SHORT(), {_MASK}), NEW.{WRITE_COLUMN})
+    IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN},
+       1 + MOD(UUID_SHORT() ^ (FLOOR(RAND() * 1073741824) << 23), {_MASK}), NEW.{WRITE_COLUMN})
 """,
         "fence": f"""
 CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN

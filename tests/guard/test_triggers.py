@@ -410,3 +410,36 @@ class TestWriteIds:
         with engine.begin() as connection:
             bypass(connection, "UPDATE tr_plain SET status = 'all again'")
         assert not set(first) & set(ids(engine))
+
+    @pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
+    def test_an_own_trigger_changes_no_id_that_its_transaction_has_given(
+        self, engine: Engine, session: Session
+    ) -> None:
+        """Its second UPDATE of the row is part of the first. One that comes from another row is noticed."""
+        raw(
+            engine,
+            "CREATE FUNCTION tr_mark() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "
+            "UPDATE tr_plain SET status = status || '!' WHERE id = NEW.id AND status NOT LIKE '%!'; "
+            "RETURN NULL; END $$",
+            "CREATE TRIGGER own AFTER UPDATE ON tr_plain FOR EACH ROW EXECUTE FUNCTION tr_mark()",
+            "CREATE TRIGGER other AFTER UPDATE ON tr_strict FOR EACH ROW EXECUTE FUNCTION tr_mark()",
+        )
+        try:
+            order = session.get_one(Plain, 1)
+            for status in ("paid", "sent"):
+                order.status = status
+                session.flush()
+                assert session.scalar(select(Plain.last_write_id).where(Plain.id == 1)) == order.last_write_id
+            session.commit()
+            before = ids(engine)
+            raw(
+                engine,
+                "ALTER TABLE tr_plain DISABLE TRIGGER own",
+                "UPDATE tr_plain SET status = 'new', last_write_id = last_write_id WHERE id = 1",
+            )
+            assert ids(engine)[0] != before[0]
+            before = ids(engine)
+            raw(engine, "UPDATE tr_strict SET last_write_id = last_write_id + 1 WHERE id = 1")
+            assert ids(engine)[0] != before[0]
+        finally:
+            raw(engine, "DROP FUNCTION tr_mark CASCADE")
