@@ -437,7 +437,8 @@ def fenced_transaction(
 
     Inside another one of the same thread, task or greenlet, for one of the same resources and on the same
     engine, it is a savepoint of that one and yields its session: what it has done is committed with it. In
-    another session of the same database, these write nothing under the lease meanwhile (`FenceError`).
+    another session of the same database, these write nothing under the lease meanwhile (`FenceError`). Where
+    the isolation keeps a snapshot (MariaDB's default), it can lock no further resources: `StaleReadError`.
 
     Args:
         session: a `sessionmaker`, a `scoped_session` or an `Engine`; for coroutines their asyncio twins. The

@@ -167,13 +167,13 @@ def load_with(name: str) -> None:
 
 
 def _populators(
-    name: str, read: Callable[[Any], Any] | None, heard: Callable[..., Any], *, of_new: bool
+    name: str, read: Callable[[Any], Any] | None, heard: Callable[..., Any]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
     """Return what takes a row's value for an object, and what only compares it with that of an object."""
 
     def take(state: InstanceState[Any], current: dict[str, Any], row: Any) -> None:
         before, found = current.get(name), read and read(row)
-        if before != found and (of_new or before is not None):
+        if before != found:
             found = heard(state, before, found)
         if read is not None:
             current[name] = found
@@ -215,8 +215,11 @@ def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], An
             own.clear()
             create(prop, *given[:-1], own)
         again = context.populate_existing or prop.parent.always_refresh or context.refresh_state is not None
-        take, compare = _populators(name, read, partial(heard, context), of_new=again)
-        own["new"].append((name, take))
+        take, compare = _populators(name, read, partial(heard, context))
+        if again:
+            own["new"].append((name, take))
+        elif read is not None:  # of new objects alone
+            own["quick"].append((name, read))
         own["eager"].append((name, compare))
         for kind, each in own.items():
             populators[kind].extend(each)

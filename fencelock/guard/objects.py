@@ -170,7 +170,8 @@ class _Watch:
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
-        _drop_assigned_fence(state, current)
+        if FENCE_COLUMN in state.committed_state:
+            _drop_assigned_fence(state, current)
         changed = _changed(state, current)
         tokens = self._tokens(connection, state) if changed else None
         if not changed or (changed == "a collection" and not self._holds(tokens, state)):
@@ -262,10 +263,10 @@ def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | No
 
 def _drop_assigned_fence(state: _State, current: dict[str, Any]) -> None:
     """Have an object keep the fence of its row, whatever a form, a dump or a merge has assigned."""
-    loaded = state.committed_state.pop(FENCE_COLUMN, current)
+    loaded = state.committed_state.pop(FENCE_COLUMN)
     if loaded is NO_VALUE:
         del current[FENCE_COLUMN]
-    elif loaded is not current:
+    else:
         current[FENCE_COLUMN] = loaded
 
 

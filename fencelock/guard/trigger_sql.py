@@ -1,8 +1,6 @@
 """What the triggers say in each family of databases; `triggers` fills in the names in braces.
 
-A trigger of MariaDB and SQLite is one statement; PostgreSQL has two functions beside its own. There what a
-trigger or a foreign key changes of a row that its transaction has written already gives it no other id. On
-MariaDB chance is mixed into the ids, because those of `UUID_SHORT` are apart within one node only.
+A trigger of MariaDB and SQLite is one statement; PostgreSQL has two functions beside its own.
 """
 
 # ruff: noqa: S608 - names are quoted by the dialect, and the rest is written here
@@ -58,6 +56,7 @@ BEGIN
     RETURN NEW;
 END $fencelock$
 """,
+        # What a trigger changes of a row that its transaction has written already gives it no other id.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (
@@ -82,6 +81,7 @@ EXECUTE FUNCTION {{refuse}}()
 """,
     },
     "mysql": {
+        # With chance, because the numbers of UUID_SHORT() are apart within one node only.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW SET NEW.{WRITE_COLUMN} =
     IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN},

@@ -202,10 +202,8 @@ def test_a_core_table_is_fenced_from_the_moment_it_has_its_column(
         table.append_column(write_id_column())
         table.append_column(fence_column(resource="orders"))
     else:
-        original = Table(
-            f"{name}_from", MetaData(), *columns, fence_column(resource="orders"), write_id_column()
-        )
-        table = original.to_metadata(MetaData(), name=name)
+        original = Table(name, MetaData(), *columns, fence_column(resource="orders"), write_id_column())
+        table = original.to_metadata(MetaData())
     with shared_engine.begin() as connection:
         table.create(connection)
         fresh = f"INSERT INTO {name} VALUES (1, 'new', 9, 0)"  # noqa: S608  the same
