@@ -224,6 +224,13 @@ def end_connections(stage: Stage, rng: random.Random) -> None:
                 raise
 
 
+def silence_leases(stage: Stage, rng: random.Random) -> None:
+    with stage.fault("lease-silence", "database"):
+        stage.tool(Proxies).change(0, Weather(requests_pass=False, answers_pass=False))
+        stage.sleep(rng.uniform(0.5, 3) * stage.settings.ttl)
+        stage.tool(Proxies).change(0, FAIR)
+
+
 #: Faults of one lane follow each other; those of different lanes happen at once.
 LANES: Final[Sequence[Mapping[str, Inject]]] = (
     {"worker-pause": pause_worker, "worker-kill": kill_worker},
@@ -237,6 +244,7 @@ LANES: Final[Sequence[Mapping[str, Inject]]] = (
     },
     {"partition": partition},
     {"database-kill": end_commits, "connection-end": end_connections},
+    {"lease-silence": silence_leases},
     CLUSTER_FAULTS,
 )
 

@@ -101,6 +101,8 @@ class Proxy:
             upstream[1].close()
 
     async def _connect(self) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+        if self._upstream.scheme == "unix":
+            return await asyncio.open_unix_connection(self._upstream.path)
         host, port = self._upstream.hostname or _HOST, self._upstream.port or _REDIS_PORT
         return await asyncio.open_connection(host, port)
 

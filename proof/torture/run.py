@@ -16,7 +16,7 @@ from typing import Any, Final
 from urllib.parse import urlsplit
 
 import redis
-from sqlalchemy import Engine
+from sqlalchemy import Engine, make_url
 
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import Redlock
@@ -213,10 +213,23 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
             ours = settings.database == "postgresql"
             tools.append(connections := LeaseConnections(databases, ours=ours))
             leases = connections.urls
+        if "lease-silence" in faults:
+            leases = [*leases, _that_falls_silent(leases[0], settings, stack, tools)]
         if settings.database in CLUSTERS and settings.quorum and settings.guard:
             tools.append(stack.enter_context(Service(databases, names(settings))))
         places = Places(urls, behind, namespace, databases, leases, settings.output)
         yield _Servers(places, authority, engine, tools)
+
+
+def _that_falls_silent(database: str, settings: Settings, stack: ExitStack, tools: list[object]) -> str:
+    """Return a URL for every second worker, which leads through a proxy."""
+    url = make_url(database)
+    socket = f"unix://{url.query.get('host')}/.s.PGSQL.{url.query.get('port')}"
+    upstream = socket if url.host is None else f"tcp://{url.host}:{url.port or 3306}"
+    tools.append(proxies := stack.enter_context(Proxies([upstream], random.Random(settings.seed))))
+    through = url.difference_update_query(["host", "port"])
+    through = through.set(host="127.0.0.1", port=urlsplit(proxies.urls[0]).port)
+    return through.render_as_string(hide_password=False)
 
 
 def _prepare_leases(settings: Settings, database: str, stack: ExitStack) -> None:

@@ -23,6 +23,7 @@ FAULTS: Final = {
     "partition": "delay, drop and duplicate what workers say to nodes, and what these answer",
     "database-kill": "have the database end connections in the middle of a COMMIT",
     "connection-end": "end connections over which a database grants leases",
+    "lease-silence": "keep such connections open, and pass nothing on",
 }
 #: What a cluster of databases is, and the faults that only it has. Each is made once at least.
 CLUSTERS: Final = {
@@ -52,6 +53,8 @@ _OF_NODES: Final = frozenset(
 )
 #: What only nodes have.
 _WITH_NODES: Final = _OF_NODES | {"clock", "partition"}
+#: What only connections to a database have.
+_OF_CONNECTIONS: Final = frozenset({"connection-end", "lease-silence"})
 #: What grants the leases: nodes of Valkey or Redis, or the run's database.
 NODES, DATABASE = "nodes", "database"
 AUTHORITIES: Final = (NODES, DATABASE)
@@ -62,7 +65,7 @@ EMBEDDED: Final = ("postgresql", "sqlite", *CLUSTERS)
 
 
 def default_faults(authority: str, database: str = "") -> tuple[str, ...]:
-    general = (each for each in FAULTS if authority == DATABASE or each != "connection-end")
+    general = (each for each in FAULTS if authority == DATABASE or each not in _OF_CONNECTIONS)
     return (*general, *CLUSTERS.get(database, ()))
 
 
@@ -163,10 +166,12 @@ class Settings:
                 return "only the embedded PostgreSQL has its connections ended"
             case "database-kill" if not self.writes:
                 return "nothing is written"
-            case "connection-end" if not self.on_database:
+            case str() if fault in _OF_CONNECTIONS and not self.on_database:
                 return "nodes grant the leases: it is for --authority database"
-            case "connection-end" if self.database.startswith("sqlite"):
-                return "SQLite is a file, to which there are no connections that could be ended"
+            case str() if fault in _OF_CONNECTIONS and self.database.startswith("sqlite"):
+                return "SQLite is a file, to which there are no connections"
+            case "lease-silence" if self.database in CLUSTERS:
+                return "a cluster has faults of its own"
             case _:
                 return ""
 

@@ -39,22 +39,23 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tm
 
 OF_NODES = {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
 WITH_NODES = OF_NODES | {"clock", "partition"}
+OF_CONNECTIONS = {"connection-end", "lease-silence"}
 
 
 @pytest.mark.parametrize(
     ("settings", "skipped"),
     [
-        ({}, {"connection-end"}),
-        ({"database": "sqlite"}, {"database-kill", "connection-end"}),
-        ({"writes": 0.0}, {"database-kill", "connection-end"}),
-        ({"workers": 1}, {"partition", "connection-end"}),
-        ({"nodes_count": 2}, OF_NODES | {"connection-end"}),
+        ({}, OF_CONNECTIONS),
+        ({"database": "sqlite"}, {"database-kill", *OF_CONNECTIONS}),
+        ({"writes": 0.0}, {"database-kill", *OF_CONNECTIONS}),
+        ({"workers": 1}, {"partition", *OF_CONNECTIONS}),
+        ({"nodes_count": 2}, OF_NODES | OF_CONNECTIONS),
         ({"authority": "database"}, WITH_NODES),
-        ({"authority": "database", "database": "sqlite"}, WITH_NODES | {"database-kill", "connection-end"}),
+        ({"authority": "database", "database": "sqlite"}, WITH_NODES | {"database-kill", *OF_CONNECTIONS}),
         ({"authority": "database", "database": "mysql+pymysql://b"}, WITH_NODES | {"database-kill"}),
         (
             {"nodes": ("redis://a", "redis://b", "redis://c")},
-            OF_NODES | {"clock", "connection-end"},
+            OF_NODES | {"clock", *OF_CONNECTIONS},
         ),
         (
             {"nodes": ("rediss://a",), "database": "postgresql+psycopg://b"},
