@@ -208,17 +208,24 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         leases: Sequence[str] = ()
         if settings.on_database:
             _prepare_leases(settings, database, stack)
-            leases = databases
-        if "connection-end" in faults:
-            ours = settings.database == "postgresql"
-            tools.append(connections := LeaseConnections(databases, ours=ours))
-            leases = connections.urls
-        if "lease-silence" in faults:
-            leases = [*leases, _that_falls_silent(leases[0], settings, stack, tools)]
+            leases = _ways_to_leases(settings, databases, faults, stack, tools)
         if settings.database in CLUSTERS and settings.quorum and settings.guard:
             tools.append(stack.enter_context(Service(databases, names(settings))))
         places = Places(urls, behind, namespace, databases, leases, settings.output)
         yield _Servers(places, authority, engine, tools)
+
+
+def _ways_to_leases(
+    settings: Settings, databases: Sequence[str], faults: Sequence[str], stack: ExitStack, tools: list[object]
+) -> Sequence[str]:
+    """Return by which URLs the workers ask for leases, in turn."""
+    leases = databases
+    if "connection-end" in faults:
+        tools.append(connections := LeaseConnections(databases, ours=settings.database == "postgresql"))
+        leases = connections.urls
+    if "lease-silence" in faults:
+        leases = [*leases, _that_falls_silent(leases[0], settings, stack, tools)]
+    return leases
 
 
 def _that_falls_silent(database: str, settings: Settings, stack: ExitStack, tools: list[object]) -> str:
