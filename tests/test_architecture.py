@@ -85,7 +85,7 @@ STOREYS_OF_GUARD = (
     "dialects events sessions tables",
     "endings",
     "conditions leases trigger_sql",
-    "_connecting objects text triggers verdict",
+    "_connecting lists objects text triggers verdict",
     "statements",
     "_install",
     "fences model sql",

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
@@ -243,6 +243,8 @@ class Form:
     is_optional: bool  # may be executed under no lease, and then leaves the fence as it is
     reads_more: bool  # what it writes may change which rows its WHERE clause is about
     assigns: bool  # an UPDATE; else a DELETE
+    listed: Mapping[str, int] = field(default_factory=dict)  # tokens by resource, where a list names the rows
+    own_token: sa.ColumnElement[int] | None = None  # of a row, as SQL
 
     @property
     def write(self) -> sa.ColumnElement[int]:

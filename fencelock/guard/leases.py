@@ -274,15 +274,19 @@ class Tokens:
         for lease in self._used:
             lease.token_to_write()
 
+    @property
+    def hold_some(self) -> bool:
+        """Whether a lease of the model's rows is held."""
+        return any(map(self.fenced.template.match, self._candidates))
+
     def does_without(self, resource: str | None) -> bool:
         """Tell whether a row is written under no lease: it may be, and none is held that should guard it.
 
         That is one of another row, most likely a wrong name; or one whose block was left in this transaction.
         """
-        template = self.fenced.template
         is_free = (
             self.is_optional
-            and not any(map(template.match, self._candidates))
+            and not self.hold_some
             and not (resource is not None and was_left(resource, since=began(self._connection)))
         )
         if is_free:

@@ -24,6 +24,7 @@ from fencelock.guard.dialects import TOKEN_BIND
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
+from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
 from fencelock.guard.sessions import is_bypassed, note_moved, refuse_bypass
 from fencelock.guard.tables import (
@@ -128,10 +129,13 @@ def _guarded(
         return statement, _stamp_insert(statement, fenced, rows, token), None
     if flush is not None:
         stamped, kind = _unpack_stamps(connection, statement, fenced, rows, flush)
+        form = conditions.form_of(statement, fenced, kind)
     else:
         kind = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
-        stamped = _stamp_rows(connection, conditions.form_of(statement, fenced, kind), rows, token)
-    form = conditions.form_of(statement, fenced, kind)
+        form = conditions.form_of(statement, fenced, kind)
+        if isinstance(token, Tokens):
+            form = with_own_tokens(form, rows, token)
+        stamped = _stamp_rows(connection, form, rows, token)
     if form.assigns:
         conditions.refuse_moving(fenced, rows[0])
     verdict = Verdict(form, stamped, connection, options, of_objects=flush is not None)
@@ -215,6 +219,8 @@ def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tok
 
 def _token_of(form: Form, tokens: Tokens, row: dict[str, Any], state: Any) -> int:
     """Return the token of a row that the WHERE clause names, or that the session knows."""
+    if form.listed:
+        return max(form.listed.values())
     template = form.fenced.template
     if state is not None and form.looked_up:
         values = loaded_values(tuple(form.looked_up.values()), state)

@@ -88,7 +88,9 @@ class Verdict:
         for row in self.rows:
             accepted, named = self.form.accepts(row), self._naming()
             turned_away: list[Any] = [fence.is_(None)]
-            if not self._is_free(row):
+            if self.form.own_token is not None:
+                turned_away += [fence > self.form.own_token, self.form.own_token.is_(None)]
+            elif not self._is_free(row):
                 turned_away.append(fence > row[TOKEN_BIND])
             if accepted is not None:
                 turned_away.append(write.not_in(accepted))
@@ -116,7 +118,7 @@ class Verdict:
 
     def _naming(self) -> list[ColumnElement[Any]]:
         """Return the columns that name the resource, if the statement tells their values."""
-        if self.form.naming is None or self.of_objects:
+        if (self.form.naming is None and not self.form.listed) or self.of_objects:
             return []
         return [self.form.source.c[column.key] for column in self.form.fenced.template.columns.values()]
 
@@ -137,7 +139,9 @@ class Verdict:
         fenced, token = self.form.fenced, row[TOKEN_BIND]
         width = len(fenced.table.primary_key)
         identity, (current, write_id), named = found[:width], found[width : width + 2], found[width + 2 :]
-        if named:
+        if named and self.form.listed:
+            token = self.form.listed.get(fenced.template.render(named), NO_LEASE)
+        elif named:
             asked = fenced.template.render(values_of(self.form.naming or (), row))
             actual = fenced.template.render(named)
             if asked != actual:
