@@ -242,8 +242,8 @@ def test_what_the_database_refuses_at_the_commit_is_not_written(
         session.connection(execution_options={"isolation_level": "SERIALIZABLE"})
         bind(session, lease)
         session.get_one(Account, 1).balance = 5
-        break_it(session)
         session.flush()
+        break_it(session)
 
     async def main() -> None:
         aengine = for_asyncio(engine)
