@@ -430,6 +430,25 @@ def test_tables_of_another_schema(project: Project, engine: Engine) -> None:
             connection.execute(text(f"DROP SCHEMA {schema}{cascade}"))
 
 
+@pytest.mark.parametrize("trigger", [True, "strict"])
+def test_a_batch_keeps_the_trigger(project: Project, engine: Engine, trigger: Trigger) -> None:
+    """SQLite copies the table, there and back; elsewhere nothing is said of it."""
+    project.means(orders(*fence(trigger=trigger)), batch=True)
+    project.revision()
+    project.upgrade()
+    project.means(orders(Column("note", String(20)), *fence(trigger=trigger)), batch=True)
+    written = project.revision()
+    assert written.count("op.create_fence_trigger") == (4 if engine.dialect.name == "sqlite" else 0)
+    for change in (project.upgrade, project.downgrade, project.upgrade):
+        change()
+        assert found(engine) == (True, trigger)
+    project.check()
+    project.means(orders(Column("note", String(30)), *fence(trigger=trigger)), batch=True)
+    project.revision()
+    project.upgrade()
+    assert found(engine) == (True, trigger)
+
+
 def test_batches_have_the_column_too(project: Project, engine: Engine) -> None:
     """`batch_op.add_fence()` and `drop_fence()`, where the table is copied and where it is not."""
     project.write(

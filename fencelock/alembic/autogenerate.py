@@ -7,8 +7,10 @@ from typing import TYPE_CHECKING, Final
 
 from alembic.operations.ops import (
     AddColumnOp,
+    CreateIndexOp,
     CreateTableOp,
     DropColumnOp,
+    DropIndexOp,
     DropTableOp,
     MigrateOperation,
     ModifyTableOps,
@@ -131,11 +133,27 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
         ours = sorted([each for each in changes if isinstance(each, FenceOperation)], key=_order)
         yield from (each for each in ours if each.name.startswith("drop"))
         op.ops[:] = [each for each in changes if not isinstance(each, FenceOperation)]
+        around = [] if ours else [*_restored(context, op)]
+        yield from around
         if op.ops:
             yield op
+        yield from around
         yield from (each for each in ours if not each.name.startswith("drop"))
     else:
         yield op
+
+
+def _restored(context: AutogenContext, op: ModifyTableOps) -> Iterator[FenceOperation]:
+    """Yield what makes a trigger again where a batch copies the table, as it does on SQLite.
+
+    It comes before the batch, too, and so behind it on the way back, where an added column is dropped.
+    """
+    is_copied = any(not isinstance(each, CreateIndexOp | DropIndexOp) for each in op.ops)
+    is_batch = context.opts.get("render_as_batch") and context.dialect is not None
+    if is_batch and is_copied and context.dialect.name == "sqlite":
+        found = _found(context, op.table_name, op.schema)
+        if found:
+            yield CreateFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, replaces=found)
 
 
 def _order(op: FenceOperation) -> int:

@@ -23,6 +23,7 @@ _IDLE: Final = "idle_in_transaction_session_timeout"
 #: How many nodes survive the loss of one.
 _CLUSTER: Final = 3
 _FLUSH: Final = "innodb_flush_log_at_trx_commit"
+_MIXES: Final = "what a transaction locks and reads is new, beside older rows that it has read"
 
 
 class _Setting(NamedTuple):
@@ -41,6 +42,7 @@ _SETTINGS: Final = (
     _Setting("postgresql", "fsync", ("off",), _FORGETS, "fsync = on"),
     _Setting("postgresql", "full_page_writes", ("off",), _FORGETS, "full_page_writes = on"),
     _Setting("mysql", "idle_transaction_timeout", ("0",), _HANGS, "idle_transaction_timeout = 30"),
+    _Setting("mysql", "innodb_snapshot_isolation", ("OFF",), _MIXES, "innodb_snapshot_isolation = ON"),
     _Setting("mysql", _FLUSH, ("0", "2"), _FORGETS, f"{_FLUSH} = 1"),
 )
 _VALUES: Final = {
