@@ -99,12 +99,13 @@ def report_claim(table: str, identity: tuple[Any, ...], resource: str | None, to
 
 def report_without_lease(table: str, resource: str | None) -> None:
     """Tell of a row that is written under no lease; the log names each place of the program once."""
-    if _events.listeners:
-        _events.tell(WrittenWithoutLease(table, resource=resource))
+    if not (_events.listeners or logger.isEnabledFor(logging.INFO)):
+        return
+    event = WrittenWithoutLease(table, resource=resource)
     if logger.isEnabledFor(logging.INFO) and (place := _place()) not in _places:
         _places.add(place)
-        facts = {"table": table, "resource": resource}
-        logger.info("%s writes to %r under no lease", place, table, extra=facts)
+        _log(event, logging.INFO, f"{place} writes to {table!r} under no lease")
+    _events.tell(event)
 
 
 def _place() -> str:
@@ -130,6 +131,10 @@ def _add(name: str, kind: type[GuardEvent], callback: _C) -> _C:
 
 
 def _tell(event: GuardEvent, level: int, message: str) -> None:
+    _log(event, level, message)
+    _events.tell(event)
+
+
+def _log(event: GuardEvent, level: int, message: str) -> None:
     facts = {name: getattr(event, name) for name in ("table", "identity", "resource", "token", "fence")}
     logger.log(level, "%s", message, extra=facts)
-    _events.tell(event)
