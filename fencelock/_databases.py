@@ -74,12 +74,13 @@ def leaves_doubt(error: BaseException) -> bool:
     """
     if not (isinstance(error, DBAPIError | OSError) or is_driver_error(error)):
         return False
+    number = error_number(error)
+    if isinstance(number, int):  # before the SQLSTATE, which some drivers of MariaDB tell: HY000 for most
+        return number not in _ROLLED_BACK_NUMBERS
     if (state := sqlstate(error)) is not None:
         return state == "40003" or _ROLLED_BACK_CLASSES.isdisjoint({state, state[:2]})
     code = getattr(getattr(error, "orig", error), "sqlite_errorcode", None)
-    if code is not None:
-        return int(code) & 0xFF == _SQLITE_IO_ERROR
-    return error_number(error) not in _ROLLED_BACK_NUMBERS
+    return code is None or int(code) & 0xFF == _SQLITE_IO_ERROR
 
 
 def is_elsewhere(error: BaseException) -> bool:
@@ -91,11 +92,11 @@ def is_unavailable(error: BaseException) -> bool:
     """Tell whether no server answered that could do what was asked. A refusal of one that can is none."""
     if is_lost(error) or is_busy(error) or isinstance(error, OSError | PoolTimeoutError):
         return True
+    number = error_number(error)
+    if isinstance(number, int):  # before the SQLSTATE, which some drivers of MariaDB tell: HY000 for most
+        return number in _AWAY_NUMBERS or number in _CLIENT_NUMBERS
     if (state := sqlstate(error)) is not None:
         return state in _AWAY_STATES or state.startswith("08")
-    number = error_number(error)
-    if isinstance(number, int):
-        return number in _AWAY_NUMBERS or number in _CLIENT_NUMBERS
     if isinstance(error, OperationalError):
         return _REFUSED.search(str(error.orig)) is None
     return "None of the hosts match" in str(error)  # asyncpg, of target_session_attrs
