@@ -217,7 +217,7 @@ class RowClaimed(GuardEvent):
 
 @dataclass(slots=True)
 class CommitInDoubt(Event):
-    """The connection was lost during the COMMIT of a transaction that was written under a lease.
+    """A transaction was written under a lease, and the outcome of its COMMIT is unknown.
 
     Attributes:
         resource: of the lease.

@@ -228,7 +228,7 @@ class StaleReadError(StaleTokenError):
 
 
 class CommitInDoubtError(FenceError):
-    """The connection was lost during a COMMIT, so the transaction may still be committed.
+    """The outcome of a COMMIT is unknown: the transaction may be committed, or still be under way.
 
     Nothing more is written with its token. In this order: roll back; mint a new token, `lock.remint()`; load
     again what you write. A transaction that is still under way keeps its row locks, so what you write waits

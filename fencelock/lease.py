@@ -185,10 +185,9 @@ class Lease:
             )
         if self.in_doubt:
             raise CommitInDoubtError(
-                f"the connection was lost during the COMMIT of a transaction that was written under the "
-                f"lease of {self._resource!r} with token {self._fencing_token}, so it may still be "
-                f"committed: roll back, call remint() on the lock (or lock again), and load again "
-                f"what you write"
+                f"a transaction that was written under the lease of {self._resource!r} with token "
+                f"{self._fencing_token} may still be committed: the outcome of its COMMIT is unknown, so "
+                f"roll back, call remint() on the lock (or lock again), and load again what you write"
             )
         return self._fencing_token
 
@@ -227,7 +226,7 @@ class Lease:
         return self._doubted == self._fencing_token
 
     def doubt(self) -> None:
-        """Note that the connection of such a transaction was lost during its COMMIT."""
+        """Note that the outcome of such a transaction's COMMIT is unknown."""
         self._doubted = self._fencing_token
 
     @property

@@ -172,16 +172,13 @@ def _populators(
     """Return what takes a row's value for an object, and what only compares it with that of an object."""
 
     def take(state: InstanceState[Any], current: dict[str, Any], row: Any) -> None:
-        before, found = current.get(name), read and read(row)
-        if before != found:
-            found = heard(state, before, found)
+        kept = compare(state, current, row)
         if read is not None:
-            current[name] = found
+            current[name] = kept
 
-    def compare(state: InstanceState[Any], current: dict[str, Any], row: Any) -> None:
+    def compare(state: InstanceState[Any], current: dict[str, Any], row: Any) -> Any:
         before, found = current.get(name), read and read(row)
-        if before != found:
-            heard(state, before, found)
+        return found if before == found else heard(state, before, found)
 
     return take, compare
 

@@ -192,7 +192,12 @@ def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClaus
                 "an UPDATE or DELETE of a fenced table takes no text in with_loader_criteria(), which comes "
                 "after the condition; put it into where()"
             )
-    for clause in (statement, *(value for _, value in values_in(statement))):
+    refuse_cutting_off((statement, *(value for _, value in values_in(statement))))
+
+
+def refuse_cutting_off(clauses: Iterable[Any]) -> None:
+    """Refuse text that could end a statement before its condition."""
+    for clause in clauses:
         for text in _texts_in(clause):
             # Backslashes end strings in some modes only.
             bare = text if "\\" in text else _QUOTED.sub("", text)
@@ -321,13 +326,10 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
     token_bind = sa.bindparam(TOKEN_BIND, type_=sa.BigInteger)
     is_optional = fenced.is_optional and kind in {"objects", "blind", "core"} and not has_token
     is_optional = is_optional and not keeps_order(statement)
-    if is_optional:
-        has_none = token_bind == sa.literal_column(str(NO_LEASE), sa.BigInteger)
-        statement = statement.where(sa.or_(fence <= token_bind, has_none))
-        if assigns:
-            statement = statement.values({fence.key: sa.case((has_none, fence), else_=token_bind)})
-    elif not has_token:
-        statement = statement.where(fence <= token_bind)
+    if not has_token:
+        statement = statement.where(passes(fence, token_bind, optional=is_optional))
+    if is_optional and assigns:
+        statement = statement.values({fence.key: raised(fence, token_bind, optional=True)})
     if len(naming) == len(columns) and kind in {"core", "claim"}:
         named = zip(columns.values(), naming, strict=True)
         statement = statement.where(
@@ -355,6 +357,19 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
         reads_more=not is_keyed and reads_more(where, source),
         assigns=assigns,
     )
+
+
+_NONE: Final[sa.ColumnElement[int]] = sa.literal_column(str(NO_LEASE), sa.BigInteger)
+
+
+def passes(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[bool]:
+    """Return the criterion for a row whose fence lets a token pass; or none, where a lease is optional."""
+    return sa.or_(fence <= token, token == _NONE) if optional else fence <= token
+
+
+def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
+    """Return what the fence of such a row becomes."""
+    return sa.case((token == _NONE, fence), else_=token) if optional else token
 
 
 def moving(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any, Final
 
 import sqlalchemy as sa
 from sqlalchemy.sql import operators
-from sqlalchemy.sql.elements import CollectionAggregate
 
-from fencelock.guard.conditions import Form, Row, Rows, criteria_of, values_of
+from fencelock.guard.conditions import Form, Row, Rows, criteria_of, pins, values_of
 from fencelock.guard.dialects import holds
 from fencelock.guard.leases import Tokens
 
@@ -40,7 +39,7 @@ def with_own_tokens(form: Form, rows: Rows, tokens: Tokens) -> Form:
     if form.assigns:
         statement = statement.values({fence.key: own})
     by_resource = {template.render(values): token for values, token in token_of.items()}
-    return replace(form, statement=statement, is_optional=True, listed=by_resource, own_token=own)
+    return replace(form, statement=statement, listed=by_resource, own_token=own)
 
 
 def _is_row(columns: Iterable[Any], values: Iterable[Any]) -> sa.ColumnElement[bool]:
@@ -51,17 +50,17 @@ def _is_row(columns: Iterable[Any], values: Iterable[Any]) -> sa.ColumnElement[b
 def _listed(form: Form, row: Row) -> list[tuple[Any, ...]]:
     """Return the values that name the resources of all rows that a WHERE clause allows, if it tells them."""
     names = [column.key for column in form.fenced.template.columns.values()]
-    found = _together(form.where, {form.source.c[name]: name for name in names}, row)
+    found = _together(form.where, form, row)
     if not all(each.keys() >= set(names) for each in found):
         return []
     return list(dict.fromkeys(tuple([each[name] for name in names]) for each in found))
 
 
-def _together(parts: Iterable[Any], keys: Mapping[Any, str], row: Row) -> list[dict[str, Any]]:
+def _together(parts: Iterable[Any], form: Form, row: Row) -> list[dict[str, Any]]:
     """Return the values that columns may have where all of these parts are true."""
     known: list[dict[str, Any]] = [{}]
     for part in criteria_of(parts):
-        allowed = _allowed(part, keys, row)
+        allowed = _allowed(part, form, row)
         if allowed and not any(one.keys() & allowed[0].keys() for one in known):
             known = [one | other for one in known for other in allowed]
         if len(known) > _MOST:
@@ -69,22 +68,30 @@ def _together(parts: Iterable[Any], keys: Mapping[Any, str], row: Row) -> list[d
     return known
 
 
-def _allowed(part: Any, keys: Mapping[Any, str], row: Row) -> list[dict[str, Any]]:
+def _allowed(part: Any, form: Form, row: Row) -> list[dict[str, Any]]:
     """Return the values that one part lets columns have; none where it does not tell them."""
     if isinstance(part, sa.BooleanClauseList):  # an OR, because `criteria_of` takes an AND apart
-        return [each for clause in part.clauses for each in _together([clause], keys, row)]
-    if not isinstance(part, sa.BinaryExpression):
+        return [each for clause in part.clauses for each in _together([clause], form, row)]
+    columns = form.fenced.template.columns.values()
+    if pinned := pins([part], form.source, columns):
+        return [dict(zip(pinned, values_of(pinned.values(), row), strict=True))]
+    keys: dict[Any, str] = {form.source.c[column.key]: column.key for column in columns}
+    left = getattr(part, "left", None)
+    named = [*left.clauses] if isinstance(left, sa.Tuple) else [left]
+    found = _list_in(part)
+    if found is None or not all(each in keys for each in named):
         return []
-    left: Any = part.left
-    right: Any = part.right
-    is_many = part.operator is operators.in_op
-    if isinstance(right, CollectionAggregate) and right.operator is operators.any_op:
-        right, is_many = getattr(right.element, "element", None), True
-    columns = [*left.clauses] if isinstance(left, sa.Tuple) else [left]
-    is_equal = part.operator in {operators.eq, operators.in_op}
-    if not (is_equal and isinstance(right, sa.BindParameter) and all(each in keys for each in columns)):
-        return []
-    (values,) = values_of([right], row)
-    names = [keys[column] for column in columns]
-    rows = values if is_many else [values]
-    return [dict(zip(names, each if len(names) > 1 else [each], strict=True)) for each in rows]
+    (listed,) = values_of([found], row)
+    rows = listed if len(named) > 1 else [[value] for value in listed]
+    return [dict(zip([keys[each] for each in named], values, strict=True)) for values in rows]
+
+
+def _list_in(part: Any) -> sa.BindParameter[Any] | None:
+    """Return the parameter with the list of an `IN`, or of an `= ANY(array)`."""
+    operator: Any = getattr(part, "operator", None)
+    found: Any = getattr(part, "right", None)
+    if operator is operators.eq and getattr(found, "operator", None) is operators.any_op:
+        found = getattr(found.element, "element", None)
+    elif operator is not operators.in_op:
+        return None
+    return found if isinstance(found, sa.BindParameter) else None

@@ -209,7 +209,7 @@ def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tok
         state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None
         row[TOKEN_BIND] = token if isinstance(token, int) else _token_of(form, token, row, state)
         if form.assigns:
-            if not form.is_optional:
+            if not (form.is_optional or form.listed):  # else the statement has it
                 row[fenced.fence.key] = row[TOKEN_BIND]
             row[conditions.MOVE_BIND if form.moves else fenced.write.key] = by
         stamped.append(row)

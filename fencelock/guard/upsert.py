@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, Final
 
-from sqlalchemy import BigInteger, ColumnElement, Insert, and_, case, func, literal_column, or_, select
+from sqlalchemy import ClauseElement, Column, ColumnElement, Insert, UniqueConstraint, and_, func, select
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
@@ -20,6 +20,7 @@ from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._connecting import target_of
 from fencelock.guard._install import install
 from fencelock.guard.claim import fenced_model
+from fencelock.guard.conditions import passes, raised, refuse_cutting_off
 from fencelock.guard.dialects import LOCKING_READS, holds, is_text, newest
 from fencelock.guard.endings import refusing
 from fencelock.guard.leases import Tokens, begin_writing, report_refusal
@@ -28,8 +29,8 @@ from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, WRITE_COLUMN, FencedT
 from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
 
 _OWN: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
-_NO_LEASE: Final = literal_column(str(NO_LEASE), BigInteger)
 _Key = tuple[Any, ...]
+_Columns = tuple[Column[Any], ...]
 
 
 @refusing
@@ -38,9 +39,11 @@ def upsert(
     model: type[Any],
     rows: Sequence[Mapping[str, Any]],
     *,
+    index_elements: Sequence[str] | None = None,
+    set_: Mapping[str, Any] | None = None,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Insert rows, or update those whose primary key is there already, unless a newer holder has fenced them.
+    """Insert rows, or update those whose key is there already, unless a newer holder has fenced them.
 
     All or nothing: where one is turned away, nothing of the transaction (or of the innermost savepoint) can
     be committed any more. The rows are written in the order of their keys, so that two who write the same
@@ -52,8 +55,13 @@ def upsert(
     Args:
         session: whose transaction writes them. With an `AsyncSession`: `await session.run_sync(upsert, …)`.
         model: a fenced model with a table of its own.
-        rows: for each the values by the names of attributes, the primary key and what `__fence_resource__`
-            names included.
+        rows: for each the values by the names of attributes, its key and what `__fence_resource__` names
+            included.
+        index_elements: the attributes of the key: those of a unique constraint or unique index; by default
+            the primary key.
+        set_: what a row that is there gets, by the names of attributes, instead of the values that the row
+            brings; also as SQL, `{"hits": Page.hits + 1}`. MariaDB and MySQL assign in this order, and an
+            expression sees what has been assigned.
         bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
 
     Raises:
@@ -63,7 +71,8 @@ def upsert(
         LockLostError: if a lease is known to be lost.
         FenceError: (MariaDB, MySQL) if another row has the same value in another unique column. Elsewhere
             that is the database's own IntegrityError.
-        ValueError: if a row lacks its key, names what is no column or the fence, or is given twice.
+        ValueError: if a row lacks its key, names what is no column or the fence, has SQL as a value, or is
+            given twice; or if nothing makes `index_elements` unique.
         TypeError: if the model has no fence, or its rows are in several tables.
         NotImplementedError: on a database other than PostgreSQL, SQLite, MariaDB and MySQL.
     """
@@ -76,24 +85,26 @@ def upsert(
         return
     if session.autoflush:
         session.flush()
-    by_key = _by_key(mapper, fenced, rows)
-    target = target_of(session, fenced.table, mapper, bind_arguments, by_key)
+    key = _key(mapper, fenced, index_elements)
+    by_key = _by_key(mapper, fenced, rows, key)
+    target = target_of(session, fenced.table, mapper, bind_arguments, () if index_elements else by_key)
     connection = target.connection
     begin_writing(connection, connection.get_execution_options(), fenced)
     tokens = Tokens(connection, fenced)
-    token_of = {key: _token(tokens, row) for key, row in by_key.items()}
+    token_of = {each: _token(tokens, row) for each, row in by_key.items()}
+    changes = None if set_ is None else _changes(mapper, fenced, key, set_)
 
-    def columns(key: _Key) -> list[str]:
-        return sorted(by_key[key])
+    def columns(each: _Key) -> list[str]:
+        return sorted(by_key[each])
 
     for _, keys in groupby(sorted(by_key, key=columns), columns):
         some = sorted(keys)
-        statement = _statement(connection.dialect.name, fenced, by_key[some[0]])
+        statement = _statement(connection.dialect.name, fenced, key, by_key[some[0]], changes)
         own = {fenced.write.key: new_write_id()}
-        stamped = [{**by_key[key], fenced.fence.key: token_of[key], **own} for key in some]
+        stamped = [{**by_key[each], fenced.fence.key: token_of[each], **own} for each in some]
         connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
     try:
-        written = list(_check(connection, fenced, by_key, token_of))
+        written = list(_check(connection, fenced, key, by_key, token_of))
     except FenceError as error:
         report_refusal(connection, error)
         raise
@@ -105,32 +116,74 @@ def upsert(
             session.expire(known)
 
 
+def _key(mapper: Mapper[Any], fenced: FencedTable, names: Sequence[str] | None) -> _Columns:
+    """Return the columns by which a row is there already; ValueError says that they do not tell it apart."""
+    primary = tuple(fenced.table.primary_key)
+    if names is None:
+        return primary
+    asked = tuple(_by_column(mapper, dict.fromkeys(names)))
+    unique = [set(primary)]
+    unique += [set(each.columns) for each in fenced.table.constraints if isinstance(each, UniqueConstraint)]
+    unique += [set(each.columns) for each in fenced.table.indexes if each.unique and not each.dialect_kwargs]
+    if set(asked) not in unique:
+        raise ValueError(
+            f"index_elements={names!r} of {mapper.class_.__name__}: name the attributes of its primary key, "
+            f"or of one unique constraint or index (without a condition) of {fenced.name!r}"
+        )
+    return asked
+
+
+def _by_column(mapper: Mapper[Any], values: Mapping[str, Any]) -> dict[Column[Any], Any]:
+    """Return values by their columns."""
+    if unknown := [name for name in values if name not in mapper.columns or name in _OWN]:
+        raise ValueError(
+            f"{unknown[0]!r} is no column of {mapper.class_.__name__} that can be given; "
+            f"{' and '.join(sorted(_OWN))} are the guard's"
+        )
+    return {mapper.columns[name]: value for name, value in values.items()}
+
+
+def _changes(
+    mapper: Mapper[Any], fenced: FencedTable, key: _Columns, values: Mapping[str, Any]
+) -> dict[str, Any]:
+    """Return what a row that is there gets, by the keys of columns; refuse what could go past the guard."""
+    by_column = _by_column(mapper, values)
+    if kept := [column.key for column in by_column if column in _kept(fenced, key)]:
+        raise ValueError(f"{kept[0]!r} of a row of {fenced.name!r} must not change: leave it out of set_")
+    changes = {
+        column.key: value if (made := _sql_of(value)) is None else made for column, value in by_column.items()
+    }
+    refuse_cutting_off(changes.values())
+    return changes
+
+
+def _sql_of(value: Any) -> Any:
+    """Return a value that is SQL, or the attribute of a model; None for a plain one."""
+    return getattr(value, "__clause_element__", lambda: value if isinstance(value, ClauseElement) else None)()
+
+
 def _by_key(
-    mapper: Mapper[Any], fenced: FencedTable, rows: Sequence[Mapping[str, Any]]
+    mapper: Mapper[Any], fenced: FencedTable, rows: Sequence[Mapping[str, Any]], key: _Columns
 ) -> dict[_Key, dict[str, Any]]:
-    """Return the rows as their columns have them, by primary key."""
+    """Return the rows as their columns have them, by their keys."""
     known: dict[_Key, dict[str, Any]] = {}
     for row in rows:
-        if unknown := [name for name in row if name not in mapper.columns or name in _OWN]:
+        values = {column.key: value for column, value in _by_column(mapper, row).items()}
+        if made := [name for name, value in row.items() if _sql_of(value) is not None]:
             raise ValueError(
-                f"{unknown[0]!r} is no column of {mapper.class_.__name__} that can be given; "
-                f"{' and '.join(sorted(_OWN))} are the guard's"
+                f"{made[0]!r} of a row to upsert is SQL, and a new row has nothing to compute it from: give "
+                f"the value of a new row, and set_={{{made[0]!r}: …}} for one that is there"
             )
-        values = {mapper.columns[name].key: value for name, value in row.items()}
         if mapper.polymorphic_on is not None and mapper.polymorphic_on.key in fenced.table.c:
             values.setdefault(mapper.polymorphic_on.key, mapper.polymorphic_identity)
-        key = tuple([values.get(column.key) for column in fenced.table.primary_key])
-        if None in key:
-            names = ", ".join(mapper.get_property_by_column(column).key for column in mapper.primary_key)
-            raise ValueError(
-                f"a row to upsert needs its whole primary key ({names}), and this has not: {row!r}"
-            )
-        key = tuple(
-            [spelling(column, value) for column, value in zip(fenced.table.primary_key, key, strict=True)]
-        )
-        if key in known:
-            raise ValueError(f"{mapper.class_.__name__} {key!r} is given twice; which of them is it to be?")
-        known[key] = values
+        found = [values.get(column.key) for column in key]
+        if None in found:
+            names = ", ".join(mapper.get_property_by_column(column).key for column in key)
+            raise ValueError(f"a row to upsert needs its whole key ({names}), and this has not: {row!r}")
+        named = tuple([spelling(column, value) for column, value in zip(key, found, strict=True)])
+        if named in known:
+            raise ValueError(f"{mapper.class_.__name__} {named!r} is given twice; which of them is it to be?")
+        known[named] = values
     return known
 
 
@@ -144,18 +197,28 @@ def _token(tokens: Tokens, row: Mapping[str, Any]) -> int:
     return tokens.of_row(tuple([row[column.key] for column in template.columns.values()]))
 
 
-def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Insert:
+def _statement(
+    dialect: str,
+    fenced: FencedTable,
+    key: _Columns,
+    row: Mapping[str, Any],
+    changes: Mapping[str, Any] | None,
+) -> Insert:
     """Return the statement for rows that have values for the same columns."""
     table = fenced.table
-    kept = {column.key for column in _identifying(fenced)}
-    names = [name for name in row if name not in kept]
+    kept = {column.key for column in _kept(fenced, key)}
+
+    def assigned_by(new: Any) -> dict[str, Any]:
+        by_row = {name: new[name] for name in row if name not in kept} if changes is None else {**changes}
+        return by_row | _stamps(fenced, new)
+
     if dialect in LOCKING_READS:
         made = mysql.insert(table)
-        new, passes = made.inserted, _lets_pass(fenced, made.inserted)
-        written = {name: new[name] for name in names} | _stamps(fenced, new)
+        new, may_pass = made.inserted, _lets_pass(fenced, key, made.inserted)
+        written = assigned_by(new)
         # The fence comes last, because MariaDB assigns from left to right.
         assigned: list[tuple[str, ColumnElement[Any]]] = [
-            (name, func.if_(passes, value, table.c[name])) for name, value in written.items()
+            (name, func.if_(may_pass, value, table.c[name])) for name, value in written.items()
         ]
         if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
             assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
@@ -165,56 +228,50 @@ def _statement(dialect: str, fenced: FencedTable, row: Mapping[str, Any]) -> Ins
     statement = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
     new = statement.excluded
     return statement.on_conflict_do_update(
-        index_elements=list(table.primary_key),
-        set_={name: new[name] for name in names} | _stamps(fenced, new),
-        where=_lets_pass(fenced, new),
+        index_elements=[*key], set_=assigned_by(new), where=_lets_pass(fenced, key, new)
     )
 
 
-def _identifying(fenced: FencedTable) -> dict[ColumnElement[Any], None]:
-    """Return the columns of the primary key and of the resource's name, which a row keeps."""
-    naming = fenced.template.columns.values()
-    return dict.fromkeys([*fenced.table.primary_key, *naming])
+def _kept(fenced: FencedTable, key: _Columns) -> set[Column[Any]]:
+    """Return the columns that a row keeps: its keys, and what names its resource."""
+    return {*key, *fenced.template.columns.values(), *fenced.table.primary_key}
 
 
 def _stamps(fenced: FencedTable, new: Any) -> dict[str, ColumnElement[Any]]:
     """Return what a row that is written gets as write id and fence, in this order."""
-    fence = new[fenced.fence.key]
-    if fenced.is_optional:
-        fence = case((fence == _NO_LEASE, fenced.fence), else_=fence)
+    fence = raised(fenced.fence, new[fenced.fence.key], optional=fenced.is_optional)
     return {fenced.write.key: new[fenced.write.key], fenced.fence.key: fence}
 
 
-def _lets_pass(fenced: FencedTable, new: Any) -> ColumnElement[bool]:
+def _lets_pass(fenced: FencedTable, key: _Columns, new: Any) -> ColumnElement[bool]:
     """Return the criterion for a row that may be written: the same key, resource and no higher fence."""
-    same = [holds(column, new[column.key]) for column in _identifying(fenced)]
-    passes = fenced.fence <= new[fenced.fence.key]
-    if fenced.is_optional:
-        passes = or_(passes, new[fenced.fence.key] == _NO_LEASE)
-    return and_(passes, *same)
+    named = dict.fromkeys([*key, *fenced.template.columns.values()])
+    same = [holds(column, new[column.key]) for column in named]
+    return and_(passes(fenced.fence, new[fenced.fence.key], optional=fenced.is_optional), *same)
 
 
 def _check(
     connection: Connection,
     fenced: FencedTable,
+    key: _Columns,
     rows: Mapping[_Key, Mapping[str, Any]],
     token_of: Mapping[_Key, int],
 ) -> Iterator[_Key]:
     """Yield the primary keys, as the database has them, of rows that were written with their tokens."""
-    key = tuple(fenced.table.primary_key)
-    template = fenced.template
+    template, primary = fenced.template, tuple(fenced.table.primary_key)
     naming = tuple(template.columns.values())
     texts = [at for at, column in enumerate(key) if is_text(column)]
     keys = iter(rows)
     while some := tuple(islice(keys, KEYS_PER_QUERY)):
-        query = newest(select(*key, fenced.fence, *naming).where(is_one_of(key, some)), connection)
+        columns = (*key, *naming, *primary, fenced.fence)
+        query = newest(select(*columns).where(is_one_of(key, some)), connection)
         found = connection.execute(query).all()
         resources = {each: template.render([rows[each][column.key] for column in naming]) for each in some}
         tokens = {resources[each]: token_of[each] for each in some}
         for row in found:
-            identity, current = tuple(row[: len(key)]), row[len(key)]
-            actual = template.render(row[len(key) + 1 :])
-            asked = {resources[identity]} if identity in resources else tokens
+            named, identity, current = tuple(row[: len(key)]), tuple(row[-1 - len(primary) : -1]), row[-1]
+            actual = template.render(row[len(key) : len(key) + len(naming)])
+            asked = {resources[named]} if named in resources else tokens
             if actual not in asked:  # before the fence, which may be equal by chance
                 raise UnfencedWriteError(
                     f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "

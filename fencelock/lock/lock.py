@@ -93,7 +93,7 @@ class FencedLock(LockSteps[Token]):
     def remint(self) -> Token:
         """Exchange the token for a new, larger one, and keep holding the lock; return it.
 
-        For a COMMIT in doubt: the connection was lost during one, and the guard refuses the lease. Once the
+        For a COMMIT in doubt: its outcome is unknown, and the guard refuses the lease. Once the
         rows are claimed with the new token (or their gate is passed), nothing that is under way with the old
         one can be written any more. In this order: roll back, remint, load again. Statements without objects
         also need a claim before them.

@@ -18,7 +18,7 @@ import psycopg
 
 from proof.servers.galera import Galera
 from proof.servers.patroni import TTL, Patroni
-from proof.torture.proxy import FAIR, Proxies, Weather
+from proof.torture.proxy import FAIR, SILENT, Proxies
 from proof.torture.service import Service
 from proof.torture.stage import FaultError, Note, Stage
 
@@ -162,7 +162,7 @@ def _be_silent(stage: Stage, _: random.Random) -> None:
     proxies = stage.tool(Proxies)
     with _primary(stage, "silence"):
         for node in range(3):
-            proxies.change(node, Weather(requests_pass=False, answers_pass=False))
+            proxies.change(node, SILENT)
         stage.sleep(float(TTL))
         for node in range(3):
             proxies.change(node, FAIR)

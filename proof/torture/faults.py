@@ -25,7 +25,7 @@ from proof.torture.clocks import Clocks
 from proof.torture.clusters import CLUSTER_FAULTS
 from proof.torture.doubt import Doubt
 from proof.torture.lease_connections import LeaseConnections
-from proof.torture.proxy import FAIR, Proxies, Weather
+from proof.torture.proxy import FAIR, SILENT, Proxies, Weather
 from proof.torture.settings import CLUSTERS
 from proof.torture.stage import FaultError, Note, Stage
 
@@ -226,7 +226,7 @@ def end_connections(stage: Stage, rng: random.Random) -> None:
 
 def silence_leases(stage: Stage, rng: random.Random) -> None:
     with stage.fault("lease-silence", "database"):
-        stage.tool(Proxies).change(0, Weather(requests_pass=False, answers_pass=False))
+        stage.tool(Proxies).change(0, SILENT)
         stage.sleep(rng.uniform(0.5, 3) * stage.settings.ttl)
         stage.tool(Proxies).change(0, FAIR)
 

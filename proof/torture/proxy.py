@@ -40,6 +40,7 @@ class Weather:
 
 
 FAIR: Final = Weather()
+SILENT: Final = Weather(requests_pass=False, answers_pass=False)
 
 
 class Proxy:

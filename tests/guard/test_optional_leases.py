@@ -167,7 +167,9 @@ WRITES: dict[str, Callable[[Session], object]] = {
     ),
     "without criteria": lambda session: session.execute(update(Order).values(total=Order.total + 1)),
     "by keys in a list": lambda session: session.execute(update(Order), [{"id": ORDER, "total": 1}]),
-    "in order": lambda session: session.execute(update(Order).where(Order.id == ORDER).values({"total": 1})),
+    "by values in a dict": lambda session: session.execute(
+        update(Order).where(Order.id == ORDER).values({"total": 1})
+    ),
     "bulk": lambda session: session.bulk_update_mappings(Order.__mapper__, [{"id": ORDER, "total": 1}]),
 }
 
@@ -320,6 +322,9 @@ NEEDY: dict[str, Callable[[Session], object]] = {
     "fenced_text": lambda session: session.execute(TEXT),
     "fenced_update": lambda session: execute_fenced(
         session, fenced_update(Order).where(Order.id == ORDER).values(total=1)
+    ),
+    "ordered_values": lambda session: session.execute(
+        update(Order).where(Order.id == ORDER).ordered_values((Order.total, 1))
     ),
     "a model that wants one": lambda session: session.execute(
         update(Strict).where(Strict.id == 1).values(total=1)

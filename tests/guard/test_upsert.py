@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, delete, insert, select
+from sqlalchemy import Engine, String, delete, insert, select, text
 from sqlalchemy.exc import IntegrityError, PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
@@ -57,6 +57,17 @@ class Price(FencedModel, Base):
     __fence_resource__ = "prices"
     sku: Mapped[str] = mapped_column(String(20), primary_key=True)
     cents: Mapped[int]
+
+
+class Page(FencedModel, Base):
+    """Rows that a unique column tells apart; the database makes their keys."""
+
+    __tablename__ = "up_pages"
+    __fence_resource__ = "page:{path}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+    path: Mapped[str] = mapped_column(String(20), unique=True)
+    hits: Mapped[int] = mapped_column("hits_", default=0)
+    title: Mapped[str | None] = mapped_column(String(20))
 
 
 class Thing(FencedModel, Base):
@@ -275,12 +286,13 @@ def test_no_rows_are_no_work(session: Session) -> None:
 @pytest.mark.parametrize(
     ("model", "given", "match"),
     [
-        (Order, [{"status": "x"}], "whole primary key"),
-        (Order, [{"id": None, "status": "x"}], "whole primary key"),
+        (Order, [{"status": "x"}], "whole key"),
+        (Order, [{"id": None, "status": "x"}], "whole key"),
         (Order, [{"id": 1, "nonsense": 2}], "'nonsense' is no column"),
         (Order, [{"id": 1, "last_fencing_token": 2}], "the guard's"),
         (Order, [{"id": 1}, {"id": 1}], "given twice"),
         (Item, [{"id": 1, "line": 1}], "hangs on order_id"),
+        (Page, [{"id": 1, "path": "/", "hits": Page.hits + 1}], "'hits' of a row to upsert is SQL"),
     ],
 )
 def test_rows_that_do_not_say_enough(
@@ -301,6 +313,89 @@ def test_lease_is_needed(session: Session) -> None:
     bind(session, Lease("order:2", 6))
     with pytest.raises(UnfencedWriteError, match="order:1"):
         upsert(session, Order, [{"id": 1}])
+
+
+def count(session: Session, *given: dict[str, Any], **options: Any) -> None:
+    """Count a hit of each of these pages."""
+    upsert(session, Page, given, index_elements=["path"], set_={"hits": Page.hits + 1}, **options)
+
+
+def test_another_unique_column_may_be_the_key(session: Session) -> None:
+    """The database makes the primary key of new rows, and the others keep theirs."""
+    bind(session, Lease("page:/", 6), Lease("page:/a", 7))
+    count(session, {"path": "/", "hits": 1, "title": "home"})
+    known = session.scalars(select(Page)).one()
+    count(session, {"path": "/a", "hits": 1}, {"path": "/", "hits": 1, "title": "not this"})
+    assert (known.hits, known.last_fencing_token) == (2, 6)
+    count(session, {"id": known.id + 77, "path": "/", "hits": 1})
+    session.commit()
+    found = {row.path: row for row in session.scalars(select(Page))}
+    assert {path: (row.hits, row.title) for path, row in found.items()} == {"/": (3, "home"), "/a": (1, None)}
+    assert found["/"] is known
+    assert found["/"].last_write_id != found["/a"].last_write_id
+
+
+def test_stale_holder_of_such_a_row_is_turned_away(session: Session, engine: Engine) -> None:
+    """The error names the row by its primary key."""
+    bind(session, Lease("page:/", 6))
+    count(session, {"path": "/", "hits": 1})
+    session.commit()
+    identity = session.scalars(select(Page.id)).one()
+    bind(session, Lease("page:/", 5))
+    with pytest.raises(StaleTokenError) as refused:
+        count(session, {"path": "/", "hits": 1})
+    assert (refused.value.identity, refused.value.token, refused.value.current) == ((identity,), 5, 6)
+    session.rollback()
+    assert rows(engine, Page)[0][1:3] == ("/", 1)
+
+
+def test_a_row_with_the_primary_key_of_another_is_an_error(session: Session, engine: Engine) -> None:
+    """Neither of the two is written."""
+    bind(session, Lease("page:/", 6), Lease("page:/b", 6))
+    count(session, {"path": "/", "hits": 1})
+    session.commit()
+    before = rows(engine, Page)
+    with pytest.raises((IntegrityError, FenceError)):
+        count(session, {"id": before[0][0], "path": "/b", "hits": 1})
+    session.rollback()
+    assert rows(engine, Page) == before
+
+
+def test_with_nothing_to_set_a_row_is_made_or_kept(session: Session, engine: Engine) -> None:
+    """It is fenced all the same."""
+    bind(session, Lease("order:1", 6))
+    upsert(session, Order, [{"id": 1, "status": "new", "code": "B"}], set_={})
+    session.commit()
+    assert rows(engine, Order)[0][:3] == (1, "A", "old")
+    assert session.get_one(Order, 1).last_fencing_token == 6
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize(
+    ("options", "match"),
+    [
+        ({"index_elements": ["title"]}, "one unique constraint or index"),
+        ({"index_elements": ["path", "title"]}, "one unique constraint or index"),
+        ({"index_elements": ["nonsense"]}, "'nonsense' is no column"),
+        ({"index_elements": ["path"], "set_": {"nonsense": 1}}, "'nonsense' is no column"),
+        ({"index_elements": ["path"], "set_": {"last_write_id": 1}}, "the guard's"),
+        ({"index_elements": ["path"], "set_": {"path": "/b"}}, "'path' of a row .* must not change"),
+        ({"index_elements": ["path"], "set_": {"id": 7}}, "'id' of a row .* must not change"),
+    ],
+)
+def test_keys_and_changes_that_cannot_be(session: Session, options: dict[str, Any], match: str) -> None:
+    """A clear error, before anything is sent."""
+    bind(session, Lease("page:/", 6))
+    with pytest.raises(ValueError, match=match):
+        upsert(session, Page, [{"path": "/"}], **options)
+
+
+@on_sqlite_alone
+def test_text_does_not_cut_off_the_condition(session: Session) -> None:
+    """It would be that of `WHERE`, which comes behind it."""
+    bind(session, Lease("page:/", 6))
+    with pytest.raises(UnfencedWriteError, match="could cut off"):
+        upsert(session, Page, [{"path": "/"}], index_elements=["path"], set_={"hits": text("1 --")})
 
 
 @on_sqlite_alone
