@@ -1,7 +1,8 @@
 """The owner of locks and transactions: what is running.
 
-A task, where an event loop runs one; or else a greenlet, where gevent switches between several
-in one thread; or else the thread. Greenlets of SQLAlchemy's asyncio extension do a task's work: it owns them.
+A task, where an event loop runs one; or else the call that a thread of an executor works at; or else a
+greenlet, where gevent switches between several in one thread; or else the thread. Greenlets of SQLAlchemy's
+asyncio extension do a task's work: it owns them.
 """
 
 from __future__ import annotations
@@ -19,13 +20,16 @@ from weakref import ref
 
 
 class _Thread(threading.local):
-    """Stands for a thread, and not for a later one of the same ident, as `threading.current_thread` may."""
+    """Stands for a thread, and not for a later one of the same ident, as `threading.current_thread` may.
+
+    Attributes:
+        itself: equal to nothing else.
+        serves: whether it is an executor's, which serves one caller after the other.
+    """
 
     def __init__(self) -> None:
         self.itself = object()
-
-
-_thread = _Thread()
+        self.serves = _executors_call() is not None
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
@@ -39,7 +43,21 @@ def current_owner() -> object:
     current = _current_greenlet()
     if task is not None and (current is None or _is_run_in(current, task)):
         return ref(task)
+    if _thread.serves and (call := _executors_call()) is not None:
+        return ref(call)
     return _thread.itself if current is None or current.parent is None else ref(current)
+
+
+def _executors_call() -> object | None:
+    """Return what a thread of `concurrent.futures` works at; it has no public name."""
+    library: Any = sys.modules.get("concurrent.futures.thread")
+    frame: FrameType | None = None if library is None else sys._getframe()  # noqa: SLF001
+    while frame is not None and frame.f_code is not library._WorkItem.run.__code__:  # noqa: SLF001
+        frame = frame.f_back
+    return None if frame is None else frame.f_locals["self"]
+
+
+_thread = _Thread()
 
 
 def current_stack() -> int:

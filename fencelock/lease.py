@@ -271,24 +271,43 @@ def held_leases() -> tuple[Lease, ...]:
     return tuple([lease for lease in leases if lease is not None and lease.usable])
 
 
+def stands_here(lease: Lease) -> bool:
+    """Tell whether the current context has taken a lease, or was copied from the one that has.
+
+    Also where its block was left, and open transactions need it still.
+    """
+    return lease in _held.get()
+
+
+def _standing() -> list[Lease]:
+    leases = [entry if isinstance(entry, Lease) else entry() for entry in _held.get()]
+    return [lease for lease in leases if lease is not None and not lease.released]
+
+
 def note_held(*leases: Lease) -> None:
     """Add leases to those of the current context; one that it holds already stays where it is.
 
     Those that were let expire stay only as long as other code refers to them: code that still works under one
     is to hear from the storage that it is stale, but what is never released must not pile up.
     """
-    if not _held.get() or not (held := held_leases()):
+    if not _held.get():
         _held.set(leases)
         return
+    held = _standing()
     earlier = (lease if lease.remaining else ref(lease) for lease in held)
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
+
+
+def note_left(*leases: Lease) -> None:
+    """Note that the last block inside leases was left."""
+    _left.set((time.monotonic(), leases))
 
 
 def note_ended(*leases: Lease) -> None:
     """Take leases out of the current context; those it never held are passed over."""
     _left.set((time.monotonic(), leases))
     # Mostly nothing else is held.
-    _held.set(() if _held.get() == leases else tuple([each for each in held_leases() if each not in leases]))
+    _held.set(() if _held.get() == leases else tuple([each for each in _standing() if each not in leases]))
 
 
 def was_left(resource: str, *, since: float = 0.0) -> bool:

@@ -233,12 +233,21 @@ def test_a_block_may_be_left_by_another_thread(authority: Redlock, accounts: Eng
     shared = fenced_transaction(
         accounts, "account:1", ttl=0.5, renew=False, gate=False, if_lost="warn", authority=authority
     )
-    with ThreadPoolExecutor(1) as one, ThreadPoolExecutor(1) as another:
-        one.submit(shared.__enter__).result()
-        session = another.submit(shared.__enter__).result()
+    entered, leave = threading.Event(), threading.Event()
+
+    def stay() -> None:
+        with shared:
+            entered.set()
+            leave.wait(10)
+
+    with ThreadPoolExecutor(2) as threads:
+        stayed = threads.submit(stay)
+        assert entered.wait(10)
+        session = threads.submit(shared.__enter__).result()
         with pytest.raises(RuntimeError, match="cannot be told"):
             shared.__exit__(None, None, None)
-        one.submit(shared.__exit__, None, None, None).result()
+        leave.set()
+        stayed.result()
         session.execute(
             update(Account).where(Account.id == 1).values(balance=5),
             execution_options={"fencelock": "bypass"},

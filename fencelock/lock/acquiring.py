@@ -6,9 +6,10 @@ import json
 import logging
 import math
 import re
+import sys
 import time
 from collections.abc import Callable
-from types import EllipsisType
+from types import EllipsisType, FrameType
 from typing import Any, Final, Generic, TypeVar, cast
 from weakref import ref
 
@@ -155,6 +156,10 @@ class LockSteps(Generic[Token]):
     def _new_hold(self, block: Block, authority: Authority, grant: Grant, renewers: Renewers) -> Hold:
         hold = Hold(authority, grant, block.owner, self._ttl, time.monotonic() + self._max_hold)
         hold.template = self.template
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as `inspect.currentframe` does
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("fencelock."):
+            frame = frame.f_back
+        hold.place = None if frame is None else (frame.f_code, frame.f_lineno)
         if renewers is for_loop and (loop := running_loop()) is not None:
             hold.loop = ref(loop)
         if self._renew:
@@ -257,7 +262,7 @@ class LockSteps(Generic[Token]):
         return json.dumps({HANDED: its})
 
     def _release(self) -> Steps[None]:
-        self._complain((yield from self._leave(self._innermost())), None)
+        self._complain((yield from self._leave(self._innermost(to_leave=True))), None)
 
     def _leave(self, block: Block) -> Steps[Loss | None]:
         """Leave one block; return what had been lost before, or None."""
@@ -270,9 +275,9 @@ class LockSteps(Generic[Token]):
             yield from leave(block)
             raise
 
-    def _innermost(self) -> Block:
+    def _innermost(self, *, to_leave: bool = False) -> Block:
         """Return what this thread, task or greenlet entered last; or else the last block of all."""
-        if (block := last_of_ours(self._entered)) is None:
+        if (block := last_of_ours(self._entered, to_leave=to_leave)) is None:
             raise NotHeldError(f"{self!r}: acquire it first")
         return block
 
@@ -283,7 +288,7 @@ class LockSteps(Generic[Token]):
     def _block_to_leave(self) -> Block | None:
         """Return what this thread, task or greenlet leaves next."""
         # The second: it was acquired, and handed over to an ExitStack.
-        return last_of_ours(self._with_blocks) or last_of_ours(self._entered)
+        return last_of_ours(self._with_blocks, to_leave=True) or last_of_ours(self._entered, to_leave=True)
 
     def _exit(self, block: Block | None) -> Steps[Loss | None]:
         """Leave a block, unless its body has released it; return as `_leave` does."""

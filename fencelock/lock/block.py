@@ -60,11 +60,16 @@ class Block:
         return tokens[0] if len(tokens) == 1 else tokens
 
 
-def last_of_ours(blocks: list[Block]) -> Block | None:
-    """Return what this thread, task or greenlet entered last; or else the last entry of all."""
+def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
+    """Return what this thread, task or greenlet entered last; or else the last entry of all.
+
+    Threads of a pool may leave what another one of them has entered. Then what is lost is left first: the
+    last entry may be that of a later caller.
+    """
     snapshot = tuple(blocks)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
         return snapshot[0] if snapshot else None
     owner = current_owner()
-    ours = (block for block in reversed(snapshot) if block.owner == owner)
-    return next(ours, snapshot[-1])
+    ours = [block for block in snapshot if block.owner == owner]
+    lost = [block for block in snapshot if to_leave and any(hold.lost for hold in block.holds)]
+    return (ours or lost or snapshot)[-1]

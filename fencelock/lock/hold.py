@@ -1,7 +1,7 @@
 """The grants that this process holds, their owners, and which blocks are inside.
 
-An owner is a thread, task or greenlet (see `_owners`). Re-entry asks for it: the owner of a resource enters
-again and gets the same token; any other one waits. The context says which leases a *write* may use (`lease`).
+An owner is a thread, task or greenlet (see `_owners`). It enters again, and gets the same token, where its
+context has the lease (see `lease`); all others wait, be they other callers that one thread of a pool serves.
 """
 
 from __future__ import annotations
@@ -9,16 +9,18 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import threading
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from types import CodeType
 from typing import Literal
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 from fencelock import _events
 from fencelock._events import LeaseLost, LockAcquired, LockEnd, LockReleased, LossReason, TokenReminted
 from fencelock.authority.base import Authority, Grant, named
-from fencelock.lease import Lease, note_ended, note_held
+from fencelock.lease import Lease, note_ended, note_held, stands_here
 from fencelock.renewal.schedule import Renewer
 
 
@@ -43,6 +45,8 @@ class Hold:
             the one that sees the other's releases once more; earlier, the release would hear of a loss.
         template: what `@fenced` was given; empty otherwise.
         since: when listeners were told that it is held; None until then, and when it has ended.
+        place: the line of the program that has taken it, as code and number.
+        thread: that has.
         loss: why it was lost, as `LeaseLost.reason` says it; empty if it was not.
     """
 
@@ -63,6 +67,8 @@ class Hold:
     template: str = ""
     since: float | None = None
     loss: LossReason | Literal[""] = ""
+    place: tuple[CodeType, int] | None = None
+    thread: int = field(default_factory=threading.get_ident)
     _listeners: tuple[Callable[[Lease], object], ...] = ()
     _waiting: list[bool] = field(default_factory=list)
 
@@ -185,10 +191,13 @@ def find(authority: Authority, owner: object, resource: str) -> Hold | None:
     """Return the hold that the owner has of a resource, if it may be entered again.
 
     A lost hold is not entered again: work inside it would believe in a token that another holder may have
-    exceeded. It is acquired anew, with a token of its own.
+    exceeded. It is acquired anew, with a token of its own. Nor is one of another context: that is of another
+    caller, such as a request that the same thread of a pool has served.
     """
     hold = _holds.get((authority, owner, resource))
-    return None if hold is None or hold.inherited or hold.lost else hold
+    if hold is None or hold.inherited or hold.lost or not stands_here(hold.leases[0]):
+        return None
+    return hold
 
 
 def add(hold: Hold) -> None:
@@ -210,9 +219,10 @@ def remove(hold: Hold) -> None:
             _holds.pop(key, None)  # a signal handler may have been here
 
 
-def owners_of(authority: Authority, resources: Iterable[str]) -> list[object]:
+def holds_of(authority: Authority, resources: Iterable[str]) -> list[Hold]:
     wanted = set(resources)
-    return [owner for its, owner, resource in list(_holds) if its is authority and resource in wanted]
+    found = [(key, _holds.get(key)) for key in list(_holds)]
+    return [hold for (its, _, name), hold in found if hold and its is authority and name in wanted]
 
 
 def everything_held() -> list[Hold]:

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fencelock import _threads
 from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
-from fencelock.lease import Lease, note_ended
+from fencelock.lease import Lease, note_left
 from fencelock.lock.block import Block
 from fencelock.lock.hold import Hold, remove
 from fencelock.lock.steps import Step, Steps, ask_to_release, run_blocking, run_waiting
@@ -54,7 +54,7 @@ def waits_for_transactions(hold: Hold) -> bool:
         return not hold.stop_waiting()  # it has ended meanwhile, and may have given the hold back
     for each in hold.leases:
         each.leave()
-    note_ended(*hold.leases)
+    note_left(*hold.leases)
     written = lease.resource
     logger.debug("%s: released when the transaction that has written to %r ends", hold.name, written)
     return True

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import Token as ContextToken
 from dataclasses import dataclass
 from functools import partial
+from types import CodeType
 from typing import Any, Protocol, TypeVar
 
 from fencelock import _events
 from fencelock._events import LockWaiting
+from fencelock._owners import running_loop
 from fencelock._steps import block, wait_for
 from fencelock.authority.base import Authority, GivenUp, Grant, asked_here, named
 from fencelock.errors import AuthorityError, LockTimeoutError
 from fencelock.lease import held_leases, latest_session
-from fencelock.lock.hold import owners_of
+from fencelock.lock.hold import holds_of
 
 logger = logging.getLogger("fencelock.lock")
 
@@ -23,6 +26,11 @@ logger = logging.getLogger("fencelock.lock")
 _warned: list[tuple[str, ...]] = []
 
 _T = TypeVar("_T")
+
+_OTHER_CALLER = (
+    "this very thread has taken it, {}, for a caller of another context. A lock is entered again only where "
+    "its lease is held: take and leave it within one call, or hand the lease over"
+)
 
 _PARENT = (
     "the task or thread that started this one holds it, and waits in vain if it waits for this one: take the "
@@ -103,15 +111,15 @@ class Acquisition:
         self._before = asked_here.set(self)
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
-        """Add to a timeout that a parent holds the lock."""
+        """Add to a timeout that a parent holds the lock, or the same thread for another caller."""
         under_way.discard(self)
         # A coroutine that is thrown away ends in another context.
         if self._before is not None and not isinstance(error, GeneratorExit):
             asked_here.reset(self._before)
         if isinstance(error, GivenUp):
             raise LockTimeoutError(f"{named(self.resources)}: the acquisition was cancelled") from None
-        if isinstance(error, LockTimeoutError) and self.timeout != 0 and self._is_held_by_parent():
-            raise LockTimeoutError(f"{error}; {_PARENT}", holder_ttl=error.holder_ttl) from None
+        if isinstance(error, LockTimeoutError) and self.timeout != 0 and (why := self._why_in_vain()):
+            raise LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl) from None
 
     def go_on_waiting(self) -> None:
         """Tell listeners once that it waits; raise GivenUp if it was cancelled."""
@@ -127,10 +135,18 @@ class Acquisition:
     def names(self) -> tuple[Authority, tuple[str, ...], str]:
         return self.authority, self.resources, self.lock.template
 
-    def _is_held_by_parent(self) -> bool:
-        """Tell whether a lease stands in this context, which was copied from the context of its holder."""
-        held = [lease.resource for lease in held_leases() if lease.resource in self.resources]
-        return bool(held and owners_of(self.authority, held))
+    def _why_in_vain(self) -> str:
+        """Tell whether this very thread holds it; or the context that this one was copied from."""
+        holds, inherited = holds_of(self.authority, self.resources), held_leases()
+        here = None if running_loop() else threading.get_ident()
+        for hold in holds:
+            if hold.thread == here and hold.loop() is None:
+                return _OTHER_CALLER.format(_place(hold.place))
+        return _PARENT if any(lease in inherited for hold in holds for lease in hold.leases) else ""
+
+
+def _place(place: tuple[CodeType, int] | None) -> str:
+    return "somewhere" if place is None else f"in {place[0].co_filename}:{place[1]}"
 
 
 def _warn_of_connection(resources: tuple[str, ...]) -> None:
