@@ -16,17 +16,50 @@ def start(thread: threading.Thread) -> None:
     """Start a thread, as its own method does: RuntimeError where there are too many, or the program ends.
 
     An error that a signal handler raises meanwhile comes out as it is. Where one raises when the thread has
-    just begun, that method fails to strike the thread off a list, with a KeyError of its own instead.
+    just begun, that method fails with an error of its own instead: it cannot strike the thread off a list, or
+    gives back a lock that it does not hold.
     """
     try:
         thread.start()
-    except KeyError as error:
-        if error.args != (thread,) or error.__context__ is None:
+    except (KeyError, RuntimeError) as error:
+        has_begun = error.args == (thread,) or thread.ident is not None
+        if not has_begun or error.__context__ is None:
             raise
         raised = error.__context__
     else:
         return
     raise raised
+
+
+class Bells:
+    """What threads sleep on until something has changed, in place of a `Condition`.
+
+    A signal handler may raise while a thread waits. A `Condition` takes its lock again then, in Python; where
+    the handler strikes there, leaving `with condition:` releases the hold of another thread. So each thread
+    has a bell of its own, and sleeps while it has no lock. What is here is called with the callers' lock.
+    """
+
+    __slots__ = ("_hung",)
+
+    def __init__(self) -> None:
+        self._hung: dict[threading.Lock, None] = {}
+
+    def hang(self) -> threading.Lock:
+        """Return a bell to sleep on."""
+        bell = threading.Lock()
+        bell.acquire()
+        self._hung[bell] = None
+        return bell
+
+    def ring(self) -> None:
+        """Wake all that sleep."""
+        hung, self._hung = self._hung, {}
+        for bell in hung:
+            bell.release()
+
+    def take_down(self, bell: threading.Lock) -> None:
+        """Forget a bell on which nobody sleeps any more."""
+        self._hung.pop(bell, None)
 
 
 def sleep_until_rung(bell: threading.Lock, seconds: float) -> None:

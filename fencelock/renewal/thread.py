@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary
 
 from fencelock import _threads
 from fencelock._steps import block
+from fencelock._threads import sleep_until_rung
 from fencelock.authority.base import Authority
 from fencelock.renewal.schedule import Calls, Renewable, Renewer, ask, logger, tell
 
@@ -37,7 +38,7 @@ class ThreadRenewer(Renewer):
     def __init__(self) -> None:
         super().__init__()
         self._mutex = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
-        self._changed = threading.Condition(self._mutex)
+        self._changed = _threads.Bells()
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
 
@@ -48,7 +49,7 @@ class ThreadRenewer(Renewer):
                 self._start()
             elif hold.planned < self._wakes_at:
                 self._wakes_at = hold.planned
-                self._changed.notify_all()
+                self._changed.ring()
 
     def strike(self, hold: Renewable) -> bool:
         with self._mutex:
@@ -60,8 +61,12 @@ class ThreadRenewer(Renewer):
 
     def stop(self, hold: Renewable) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
-        with self._changed:
-            self._changed.wait_for(lambda: self.strike(hold))
+        while True:
+            with self._mutex:
+                if super().strike(hold):
+                    return
+                bell = self._changed.hang()
+            sleep_until_rung(bell, threading.TIMEOUT_MAX)
 
     async def stop_soon(self, hold: Renewable) -> None:
         """Do as `stop`, and let other tasks run meanwhile: for a task that ends a hold of blocking code."""
@@ -73,7 +78,7 @@ class ThreadRenewer(Renewer):
         target = contextvars.Context().run
         thread = threading.Thread(target=target, args=(self._work,), name="fencelock-renewal", daemon=True)
         self._thread = thread
-        self._changed.notify_all()  # one that is too many ends
+        self._changed.ring()  # one that is too many ends
         try:
             _threads.start(thread)
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
@@ -88,31 +93,35 @@ class ThreadRenewer(Renewer):
     def _extend(self, due: list[Renewable]) -> None:
         authority = due[0].authority
         block(self.tend(due, time.monotonic, _tell_apart), lambda step: ask(authority, step))
-        with self._changed:
+        with self._mutex:
             self._tended = frozenset()
-            self._changed.notify_all()
+            self._changed.ring()
 
     def _await_due(self) -> list[Renewable]:
         """Return what is to be looked at; nothing when the thread may end: it was idle, or is one too many.
 
         For a signal handler that raises within `Thread.start` leaves a thread that seems not to be alive.
         """
-        with self._changed:
-            idle_since = time.monotonic()
-            while self._thread is threading.current_thread():
-                if self._tended:  # by one too many, which ends after that
-                    self._changed.wait()
-                    continue
-                now = time.monotonic()
-                if due := self.take(now):
-                    self._wakes_at = -math.inf
-                    return due
-                self._wakes_at = min(self.next_at, idle_since + _IDLE)
-                if now >= self._wakes_at:
-                    self._thread = None
-                    break
-                self._changed.wait(self._wakes_at - now)
-            return []
+        idle_since = time.monotonic()
+        while True:
+            with self._mutex:
+                if self._thread is not threading.current_thread():
+                    return []
+                left = threading.TIMEOUT_MAX
+                if not self._tended:  # else by one too many, which ends after that
+                    now = time.monotonic()
+                    if due := self.take(now):
+                        self._wakes_at = -math.inf
+                        return due
+                    self._wakes_at = min(self.next_at, idle_since + _IDLE)
+                    left = self._wakes_at - now
+                    if left <= 0:
+                        self._thread = None
+                        return []
+                bell = self._changed.hang()
+            sleep_until_rung(bell, left)
+            with self._mutex:
+                self._changed.take_down(bell)
 
 
 _of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()

@@ -14,14 +14,17 @@ import signal
 import sys
 import time
 import traceback
+import zlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Final
 
+import redis
+
 import fencelock
 from fencelock import Database, Redlock
 from fencelock.authority.base import Grant
-from fencelock.errors import FencelockError, LockLostError
+from fencelock.errors import AuthorityError, FencelockError, LockLostError
 from fencelock.holder import Holder
 from fencelock.lease import Lease, held_leases
 from tests.authorities.faces import AsyncFace, BlockingFace, Client, Face, Loop, is_free_soon, is_held
@@ -292,9 +295,68 @@ def lock_in_many_threads(url: str) -> int:
         return sum(threads.map(work, range(30)))
 
 
+def connect_under_signals(url: str, seconds: float = 10.0) -> dict[str, Any]:
+    """Lock in 40 threads while a handler raises in one that closes the connections, and opens them again.
+
+    Each counter of the nodes has a range of its own, so that the answer to another's question shows.
+    """
+    end, apart = time.monotonic() + seconds, 10**7
+    for node in url.split(","):
+        with redis.Redis.from_url(node) as client:
+            client.hset("{fencelock}", mapping={f"c{at}": 10**12 + at * apart for at in range(1024)})
+    authority = Redlock(url)
+    odd, wrong = list[str](), list[tuple[str, int]]()
+
+    def work(number: int) -> int:
+        count = 0
+        while time.monotonic() < end:
+            count += 1
+            name = f"t:{number}:{count}"
+            low = 10**12 + zlib.crc32(name.encode()) % 1024 * apart
+            try:
+                with authority.lock(name, timeout=3, ttl=10) as token:
+                    if not low < token < low + apart:
+                        wrong.append((name, token))
+            except AuthorityError:
+                pass  # its connections were closed
+            except Exception as error:  # noqa: BLE001 - told, and the test fails
+                odd.append(_told(error))
+        return count
+
+    with ThreadPoolExecutor(40) as threads:
+        working = [threads.submit(work, number) for number in range(40)]
+        strikes = _be_struck(authority, end, odd)
+    count = sum(each.result() for each in working)
+    return {"count": count, "strikes": strikes, "odd": _counted(odd), "wrong": wrong[:5]}
+
+
+def _be_struck(authority: Redlock, end: float, odd: list[str]) -> int:
+    """Close the connections, and lock, while a handler raises; return how often it has."""
+    alarm, dice, strikes = _Alarm(), random.Random(4), 0
+    while time.monotonic() < end:
+        try:
+            alarm.set(dice.uniform(0.001, 0.03), SoftTimeLimitError)
+            if dice.random() < 0.5:
+                authority.close()
+            with authority.lock(f"main:{dice.randrange(3)}", timeout=2):
+                pass
+            alarm.clear()
+        except SoftTimeLimitError:
+            strikes += 1
+        except AuthorityError:
+            pass
+        except Exception as error:  # noqa: BLE001 - told, and the test fails
+            odd.append(_told(error))
+        alarm.clear()
+    return strikes
+
+
 PROGRAMS: Final = {
     program.__name__: program
-    for program in (interrupt, lock_in_handlers, fork_blocking, fork_asyncio, lock_in_many_threads)
+    for program in (
+        *(interrupt, lock_in_handlers, connect_under_signals),
+        *(fork_blocking, fork_asyncio, lock_in_many_threads),
+    )
 }
 
 if __name__ == "__main__":

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from proof.servers import Nodes
 from tests.authorities.children import run
 from tests.authorities.kinds import EACH_SORT
 from tests.authorities.stage import Stage
@@ -19,6 +20,17 @@ def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
     assert said["left"] == []
     assert said["works"]
     assert said["interrupted"] > 5
+
+
+def test_answers_stay_with_their_questions_while_a_handler_strikes_and_connections_open(
+    nodes: Nodes,
+) -> None:
+    """40 threads share the connections; what a handler interrupts is nobody else's."""
+    said = run("connect_under_signals", ",".join(node.url for node in nodes))
+    assert said["wrong"] == []
+    assert not said["odd"], "\n".join(said["odd"])
+    assert said["strikes"] > 20
+    assert said["count"] > 200
 
 
 @pytest.mark.parametrize("stage", EACH_SORT, indirect=True)

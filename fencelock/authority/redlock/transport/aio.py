@@ -229,7 +229,7 @@ class LoopConnections(Links):
             for waiting in self._in_line.values():
                 resume(waiting)  # to open it again
         except BaseException:
-            connection.spoilt = True
+            connection.changing += 1
             self._nodes.drop_spoilt()
             raise
         else:
@@ -271,7 +271,7 @@ class LoopConnections(Links):
             self._nodes.broken(index, broken_by(error))
             return
         except BaseException:
-            connection.spoilt = True
+            connection.changing += 1
             self._nodes.drop_spoilt()
             raise
         if is_complete == (index in self._congested) and (loop := self._open_loop()) is not None:

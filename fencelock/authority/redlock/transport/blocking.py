@@ -22,7 +22,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from fencelock._owners import current_stack
-from fencelock._threads import sleep_until_rung
+from fencelock._threads import Bells, sleep_until_rung
 from fencelock.authority.base import go_on_waiting
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.protocol.queue import QUEUE
@@ -58,7 +58,7 @@ class SharedConnections(Links):
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         super().__init__(nodes, node_key, **options)
         self._mutex = threading.Lock()
-        self._changed = threading.Condition(self._mutex)
+        self._changed = Bells()
         #: By descriptor.
         self._links: dict[int, _Link] = {}
         self._poll = new_poll()
@@ -102,12 +102,7 @@ class SharedConnections(Links):
         stack = current_stack()
         try:
             self._inside[stack] = waiting
-            with self._mutex:
-                began = self._await_connections(request)
-                self._nodes.ask(waiting, request, began)
-                if request.patience > 0.0:
-                    waiting.deadline = began + request.patience
-                self._write_all()
+            began = self._ask(waiting, request)
             return Round(began, self._wait(waiting), waiting.close())
         except BaseException:
             with self._mutex:
@@ -142,7 +137,7 @@ class SharedConnections(Links):
         with self._mutex:
             self._connecting.clear()  # what is opened now is closed
             self._nodes.close()
-            self._changed.notify_all()
+            self._changed.ring()
 
     def leave_to_parent(self) -> None:
         """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
@@ -199,20 +194,32 @@ class SharedConnections(Links):
         self._nodes.drop_spoilt()
         self._end(waiting)
 
-    def _await_connections(self, request: Broadcast) -> float:
-        """Return the time when commands may be put; wait only while less than a majority can be asked."""
-        now = began = time.monotonic()
-        if now - self._last_read > FRESH and (self._reader is None or self._reader.over):
-            # Read what has arrived while no thread did: old answers, and behind them the end of a connection.
-            while ready := self._poll.poll(0):
-                self._read(ready, now)
-            self._last_read = now = time.monotonic()
-        if self._nodes.absent:
-            self._nodes.open_absent(now)
-            while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0:
-                self._changed.wait(left)
-                now = time.monotonic()
-        return now
+    def _ask(self, waiting: WaitForAnswers, request: Broadcast) -> float:
+        """Put a command and return when; wait only while less than a majority can be asked."""
+        began = now = time.monotonic()
+        bell: threading.Lock | None = None
+        while True:
+            with self._mutex:
+                if bell is not None:
+                    self._changed.take_down(bell)
+                    now = time.monotonic()
+                if now - self._last_read > FRESH and (self._reader is None or self._reader.over):
+                    # What has arrived while no thread read: old answers, and the end of a connection.
+                    while ready := self._poll.poll(0):
+                        self._read(ready, now)
+                    self._last_read = now = time.monotonic()
+                left = 0.0
+                if self._nodes.absent:
+                    self._nodes.open_absent(now)
+                    left = self._nodes.worth_waiting_until(began, request, now) - now
+                if left <= 0:
+                    self._nodes.ask(waiting, request, now)
+                    if request.patience > 0.0:
+                        waiting.deadline = now + request.patience
+                    self._write_all()
+                    return now
+                bell = self._changed.hang()
+            sleep_until_rung(bell, left)
 
     # Moving bytes. With the mutex held.
 
@@ -228,13 +235,15 @@ class SharedConnections(Links):
             index, sock, connection = link
             if self._nodes.connection(index) is None:  # it was spoilt
                 continue
-            connection.spoilt = True  # until `received` has dealt with all that was read
+            connection.changing += 1
             try:
                 data = read_from(sock)
             except OSError as error:
                 self._nodes.broken(index, broken_by(error))
                 continue
-            for place in self._nodes.received(index, data or b"", now):
+            called = self._nodes.received(index, data or b"", now)
+            connection.changing -= 1
+            for place in called:
                 if place in self._in_line:
                     ring(self._in_line[place])
             if connection.outgoing:
@@ -248,13 +257,13 @@ class SharedConnections(Links):
     def _write(self, link: _Link) -> None:
         """Write what a connection has to say; what is too much follows when the node has answered some."""
         index, sock, connection = link
-        spoilt, connection.spoilt = connection.spoilt, True
+        connection.changing += 1
         try:
             write_to(sock, connection)
         except OSError as error:
             self._nodes.broken(index, broken_by(error))
             return
-        connection.spoilt = spoilt
+        connection.changing -= 1
 
     def disconnect(self, node: int) -> None:
         for descriptor, link in tuple(self._links.items()):
@@ -286,5 +295,5 @@ class SharedConnections(Links):
                 self._links[descriptor] = link = _Link(node, opened.sock, connection)
                 self._poll.register(descriptor, select.POLLIN)
                 self._write(link)
-            self._changed.notify_all()
+            self._changed.ring()
         self._inside.pop(stack, None)

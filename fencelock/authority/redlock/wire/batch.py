@@ -43,13 +43,13 @@ class BatchingConnection(Connection):
         if not packed.is_simple or not self._does_batches:
             self.put_alone(pending, packed)
             return
-        spoilt, self.spoilt = self.spoilt, True
+        self.changing += 1
         parts = self._parts
         if parts and (len(parts) == _LARGEST or parts[0].fingerprint != packed.fingerprint):
             self.flush_batch()
         self._note(pending)  # first: where it is interrupted, `flush_batch` finds no part that is not there
         self._parts.append(packed)
-        self.spoilt = spoilt
+        self.changing -= 1
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
         self.flush_batch()
@@ -59,13 +59,13 @@ class BatchingConnection(Connection):
         """Let what is to travel together stand in `outgoing`."""
         if not self._parts:
             return
-        spoilt, self.spoilt = self.spoilt, True
+        self.changing += 1
         parts, self._parts = self._parts, []
         if len(parts) > 1:
             self._batches.append((self.unanswered[-len(parts)], len(parts)))
         self.outgoing += pack_batch(parts) if len(parts) > 1 else parts[0].alone
         self.outgoing += self._own_arguments
-        self.spoilt = spoilt
+        self.changing -= 1
 
     def _take(self, reply: Any, now: float, news: News) -> None:
         if not self._batches or self._batches[0][0] is not self.unanswered[0]:

@@ -27,6 +27,15 @@ _SILENT: Final = Answer(Said.SILENT)
 #: Answers that name the node's id and its list, if it has one.
 NAMING: Final = frozenset({Said.ADMITTED, Said.OPENED, Said.STANDING})
 FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
+#: Scripts whose answers no other has.
+_ONLY_TO: Final = {
+    GRANTED: "acquire",
+    Said.HELD: "acquire",
+    Said.CONFIRMED: "confirm",
+    Said.RELEASED: "release",
+    Said.EXTENDED: "extend",
+    Said.SHOWN: "inspect",
+}
 #: Answers that say something about the node itself.
 _NEWS: Final = NAMING | FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
 
@@ -100,8 +109,9 @@ class Connection:
         unanswered: what has been sent and not been answered, in that order.
         outgoing: what is still to be written.
         published: messages that have arrived on the channel of this client, to be taken away.
-        spoilt: whether a change is going on, or was interrupted, as by a signal handler that raises. Answers
-            could be taken for others then, and it must not be used any more.
+        changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
+            While it is not 0, answers could be taken for others. It is only counted, never set back, so that
+            a connection that was once spoilt stays so.
     """
 
     __slots__ = (
@@ -109,12 +119,12 @@ class Connection:
         "_own_arguments",
         "_reader",
         "acquiring",
+        "changing",
         "epoch",
         "identity",
         "outgoing",
         "published",
         "pushes",
-        "spoilt",
         "unanswered",
     )
 
@@ -126,7 +136,7 @@ class Connection:
         self.outgoing = bytearray()
         self.published: list[bytes] = []
         self.acquiring: set[str] = set()
-        self.spoilt = False
+        self.changing = 0
         self._index = index
         self._reader = hiredis.Reader()
         self._own_arguments = pack_words(identity.run_id, identity.replid)
@@ -137,12 +147,12 @@ class Connection:
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
         """Take a command that travels alone."""
-        spoilt, self.spoilt = self.spoilt, True
+        self.changing += 1
         self._note(pending)
         self.outgoing += packed.alone
         if pending.command.keys:  # all scripts have one
             self.outgoing += self._own_arguments
-        self.spoilt = spoilt  # where an earlier one was interrupted, it stays so
+        self.changing -= 1
 
     def _note(self, pending: PendingReply) -> None:
         self.unanswered.append(pending)
@@ -178,7 +188,10 @@ class Connection:
         answer = read_answer(reply) if type(reply) is list else read_reply(reply)
         if answer is None:
             self._put_again(now, pack_with_script(self.unanswered[0].command))
-        elif self.answered(pending := self.unanswered.popleft(), answer):
+            return
+        if _ONLY_TO.get(answer.said, script := self.unanswered[0].command.script) != script:
+            raise ValueError(f"{answer.said} in answer to {script}")
+        if self.answered(pending := self.unanswered.popleft(), answer):
             news.append((pending, answer))
 
     def _put_again(self, now: float, packed: bytes | None = None) -> None:

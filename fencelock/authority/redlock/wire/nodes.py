@@ -136,7 +136,7 @@ class NodeConnections:
     def connection(self, node: int) -> Connection | None:
         """Return the connection to a node, if there is one to read from: one that is spoilt is given up."""
         connection = self._nodes[node].connection
-        if connection is not None and connection.spoilt:
+        if connection is not None and connection.changing:
             self.drop_spoilt()
             return None
         return connection
@@ -265,12 +265,12 @@ class NodeConnections:
     def received(self, index: int, data: bytes, now: float) -> Sequence[str]:
         """Hand on what is waited for, and deal with the rest; return the places in line that were called.
 
-        Until this returns, the connection counts as spoilt.
+        Where this is interrupted, the connection stays spoilt.
         """
         node = self._nodes[index]
         if (connection := node.connection) is None:
             return ()
-        connection.spoilt = True
+        connection.changing += 1
         try:
             unusual = connection.received(data, now)
         except MalformedReplyError as error:
@@ -278,7 +278,7 @@ class NodeConnections:
             return ()
         for pending, answer in unusual:
             self._deal_with(index, connection, pending, answer, now)
-        connection.spoilt = False
+        connection.changing -= 1
         if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
         elif node.owed and not unusual:  # a node that refuses one would be sent it again and again
@@ -361,7 +361,7 @@ class NodeConnections:
     def drop_spoilt(self) -> None:
         """Give up the connections on which answers could be taken for others."""
         for index, node in enumerate(self._nodes):
-            if node.connection is not None and node.connection.spoilt:
+            if node.connection is not None and node.connection.changing:
                 self.broken(index, Answer(Said.UNREACHABLE, detail="using it was interrupted"))
 
     def close(self) -> None:
