@@ -32,11 +32,10 @@ def start(thread: threading.Thread) -> None:
 
 
 class Bells:
-    """What threads sleep on until something has changed, in place of a `Condition`.
+    """Wakes threads when something has changed; used with their lock held.
 
-    A signal handler may raise while a thread waits. A `Condition` takes its lock again then, in Python; where
-    the handler strikes there, leaving `with condition:` releases the hold of another thread. So each thread
-    has a bell of its own, and sleeps while it has no lock. What is here is called with the callers' lock.
+    No `Condition`: where a signal handler raises while that takes its lock again, leaving `with condition:`
+    gives back the hold of another thread.
     """
 
     __slots__ = ("_hung",)
@@ -58,7 +57,7 @@ class Bells:
             bell.release()
 
     def take_down(self, bell: threading.Lock) -> None:
-        """Forget a bell on which nobody sleeps any more."""
+        """Forget a bell that no thread sleeps on."""
         self._hung.pop(bell, None)
 
 

@@ -194,7 +194,7 @@ class StaleReadError(StaleTokenError):
     Attributes:
         table: name of the table.
         identity: primary key of the row, as a tuple; None where the statement named many rows.
-        token: the fencing token of the write.
+        token: the fencing token of the write; 0 where it was under no lease.
         current: the row's fence now; None where the row is gone, or was not looked at.
         loaded: the row's `last_write_id` when the object was loaded; -1 where the object is of two versions;
             None where it is not known.
@@ -224,6 +224,8 @@ class StaleReadError(StaleTokenError):
             what = "is of two versions, merged or loaded in parts: roll back, and load all of it again"
         else:
             what = "was written since it was loaded: roll back, and load it again"
+        if not self.token:
+            return f"{row} {what}"
         return f"{row} {what} (the token of this write was {self.token}, the row's fence is {self.current})"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, NotRequired, Protocol, TypedDict, Unpack
+from typing import Any, Final, NotRequired, Protocol, TypedDict, Unpack
 from weakref import WeakSet
 
 from fencelock.errors import FencelockError, LockTimeoutError, QuorumError
@@ -53,13 +53,18 @@ def named(resources: Iterable[str]) -> str:
     return ", ".join(map(repr, resources))
 
 
+_LEAST_SHOWN: Final = 0.001
+"""Seconds."""
+
+
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
     """Return the error of an acquisition that has waited for resources for long enough.
 
-    They are held for `holder_ttl` seconds; None where they are free by now.
+    They are held for `holder_ttl` seconds; None where they are free by now, as they nearly are at 0.
     """
-    if holder_ttl is None:
-        return LockTimeoutError(f"{named(resources)} could not be acquired in time: others were faster")
+    if holder_ttl is None or holder_ttl < _LEAST_SHOWN:
+        sentence = f"{named(resources)} could not be acquired in time: others were faster"
+        return LockTimeoutError(sentence, holder_ttl=holder_ttl)
     return LockTimeoutError(
         f"{named(resources)} is held by another, whose lease ends in {holder_ttl:.3f} s unless it is "
         "extended; wait longer (timeout=) or try again later",

@@ -82,7 +82,7 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlo
     url = url or os.environ.get("FENCELOCK_URL", "")
     if not url.strip():
         fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
-    with errors_as_sentences():
+    with errors_as_sentences(), refusing_databases(without_password(url), "used"):
         made: Redlock | Database
         if factory_of(url) is Database:
             check_file(url)

@@ -242,6 +242,11 @@ NOT_INHERITED: Final = (
 """What to say where no lease is held."""
 
 
+_SEEDS: Final = (
+    "What no worker races with, such as a seed, may go around the guard: fencelock.bypass(session)"
+)
+
+
 _OLD_SNAPSHOT: Final = (
     "this transaction began before the lease of {!r} was granted, and its isolation has it read all rows as "
     "they were then: roll back before you lock, or open the session inside the lock"
@@ -293,15 +298,17 @@ class Tokens:
             report_without_lease(self.fenced.name, resource)
         return is_free
 
-    def need_some(self, resource: str | None = None) -> None:
+    def need_some(self, resource: str | None = None, *, is_new: bool = False) -> None:
         """Refuse a write under no lease at all; the resource that it needed is named where it is known."""
         if self._candidates:
             return
         template = self.fenced.template
         if resource is None and not template.columns:
             resource = template.render(())
-        hint = self.writing.bound_instead or NOT_INHERITED
+        hint = self.writing.bound_instead or f"{NOT_INHERITED}. {_SEEDS}"
         lock = f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
+        if is_new:
+            lock = "any fenced_lock (the database makes the key of this row, so it has no name yet)"
         if resource is not None:
             lock = f"fenced_lock({resource!r})"
             if was_left(resource):
@@ -317,7 +324,7 @@ class Tokens:
         waited for, because it cannot be told which of them it is written under.
         """
         if self._candidates or not self.does_without(None):
-            self.need_some()
+            self.need_some(is_new=True)
         for lease in self._candidates.values():
             self.writing.need(lease)
         return NO_LEASE

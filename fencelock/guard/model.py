@@ -103,7 +103,7 @@ class FencedModel:
             `last_fencing_token` or the model calls it something else; or if there is no such trigger or
             choice, or another model of the table says otherwise.
         TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`, and beside SQLModel, which
-            takes the two columns alone: see docs/sqlmodel.md.
+            takes the two columns as class variables: see docs/sqlmodel.md.
     """
 
     __fence_resource__: ClassVar[str]
@@ -118,10 +118,9 @@ class FencedModel:
             FENCE_COLUMN in vars(each) for each in cls.__mro__ if not issubclass(FencedModel, each)
         ):
             raise TypeError(
-                f"{cls.__name__} is a model of pydantic, which takes no columns of SQLAlchemy from a mixin: "
-                f"leave FencedModel away, and write last_fencing_token: int = Field(default=0, "
-                f"sa_column=fence_column()) and last_write_id: int = Field(default=0, "
-                f"sa_column=write_id_column())"
+                f"{cls.__name__} is a model of pydantic, which takes Mapped columns for fields: leave "
+                f"FencedModel away, and write last_fencing_token: ClassVar[Any] = fence_column() and "
+                f"last_write_id: ClassVar[Any] = write_id_column()"
             )
         super().__init_subclass__(**options)
 

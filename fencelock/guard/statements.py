@@ -232,8 +232,8 @@ def _token_of(form: Form, tokens: Tokens, row: dict[str, Any], state: Any) -> in
     tokens.need_some()
     raise UnfencedWriteError(
         f"this statement does not say which resource guards the rows it writes: {form.fenced.name!r} is "
-        f"guarded by {template.text!r}, so compare {' and '.join(template.columns)} with == in its WHERE "
-        f"clause, or change the rows through their objects"
+        f"guarded by {template.text!r}, so compare {' and '.join(template.columns)} with == or in_() in its "
+        f"WHERE clause, or change the rows through their objects"
     )
 
 

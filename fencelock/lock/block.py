@@ -63,8 +63,7 @@ class Block:
 def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
     """Return what this thread, task or greenlet entered last; or else the last entry of all.
 
-    Threads of a pool may leave what another one of them has entered. Then what is lost is left first: the
-    last entry may be that of a later caller.
+    A thread of a pool may leave what another has entered: then a lost one, before that of a later caller.
     """
     snapshot = tuple(blocks)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose

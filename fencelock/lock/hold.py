@@ -1,7 +1,7 @@
 """The grants that this process holds, their owners, and which blocks are inside.
 
-An owner is a thread, task or greenlet (see `_owners`). It enters again, and gets the same token, where its
-context has the lease (see `lease`); all others wait, be they other callers that one thread of a pool serves.
+An owner is a thread, task or greenlet (see `_owners`). It enters again, and gets the same token, if its context
+has the lease. All others wait, also other callers that the same thread serves.
 """
 
 from __future__ import annotations
@@ -190,9 +190,7 @@ _holds: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDict
 def find(authority: Authority, owner: object, resource: str) -> Hold | None:
     """Return the hold that the owner has of a resource, if it may be entered again.
 
-    A lost hold is not entered again: work inside it would believe in a token that another holder may have
-    exceeded. It is acquired anew, with a token of its own. Nor is one of another context: that is of another
-    caller, such as a request that the same thread of a pool has served.
+    A lost one may not: its token may be exceeded. Nor may one of another context, which is another caller's.
     """
     hold = _holds.get((authority, owner, resource))
     if hold is None or hold.inherited or hold.lost or not stands_here(hold.leases[0]):

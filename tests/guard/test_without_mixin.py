@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import sqlmodel
@@ -228,18 +228,27 @@ def test_a_process_that_has_no_other_fenced_table(tmp_path: Path) -> None:
 
 def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
     """As the error says that the mixin raises there; its rows are guarded as any other's."""
-    with pytest.raises(TypeError, match=r"sa_column=fence_column\(\)"):
+    with pytest.raises(TypeError, match=r"ClassVar\[Any\] = fence_column\(\)"):
 
         class Mixed(FencedModel, sqlmodel.SQLModel, table=True):
             id: int | None = sqlmodel.Field(default=None, primary_key=True)
 
-    class Hero(sqlmodel.SQLModel, table=True):
+    class Fenced(sqlmodel.SQLModel):
+        last_fencing_token: ClassVar[Any] = fence_column()
+        last_write_id: ClassVar[Any] = write_id_column()
+
+    class Hero(Fenced, table=True):
         __tablename__ = "wm_heroes"
         __fence_resource__ = "hero:{id}"
         id: int | None = sqlmodel.Field(default=None, primary_key=True)
         name: str = ""
-        last_fencing_token: int = sqlmodel.Field(default=0, sa_column=fence_column())
-        last_write_id: int = sqlmodel.Field(default=0, sa_column=write_id_column())
+
+    class Villain(Fenced, table=True):
+        __tablename__ = "wm_villains"
+        __fence_resource__ = "villain:{id}"
+        __fence_lease__ = "optional"
+        id: int | None = sqlmodel.Field(default=None, primary_key=True)
+        name: str = ""
 
     engine = create_engine(f"sqlite:///{tmp_path / 'heroes.sqlite'}")
     Hero.metadata.create_all(engine)
@@ -262,6 +271,11 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
     with sqlmodel.Session(engine) as session:
         hero = session.exec(sqlmodel.select(Hero)).one()
         assert (hero.name, hero.last_fencing_token) == ("b", 5)
+        assert hero.model_dump() == {"id": 1, "name": "b"}
+    with sqlmodel.Session(engine) as session:  # under no lease
+        for name in "abc":
+            session.merge(Villain(id=1, name=name))
+            session.commit()
     engine.dispose()
 
 

@@ -80,7 +80,7 @@ class Ear:
                     if selector.select(_LOOK):
                         self._take(driver, run)
         except Exception as error:  # noqa: BLE001 - whatever a driver says of a lost connection
-            logger.info("no calls are heard any more: %s", error)
+            self._note_loss(error)
         finally:
             self._hang_up = _nothing
             self._queues.go_deaf()
@@ -101,7 +101,7 @@ class Ear:
             try:
                 self._take(driver, run)
             except Exception as error:  # noqa: BLE001 - whatever a driver says of a lost connection
-                logger.info("no calls are heard any more: %s", error)
+                self._note_loss(error)
                 self.close()
 
         try:
@@ -120,6 +120,10 @@ class Ear:
                 await driver.close()
             else:
                 driver.terminate()
+
+    def _note_loss(self, error: Exception) -> None:
+        if not self._is_over:
+            logger.info("no calls are heard any more: %s", error)
 
     def _listen(self, cursor: Any) -> None:
         cursor.execute(f'LISTEN "{self._channel}"')
