@@ -1,0 +1,169 @@
+"""Random histories of workers that read from followers which are behind: no acknowledged write is lost.
+
+Each keeps an object for as long as it likes, loads parts of it from the leader or from one of two followers, and
+writes what it makes of them. A write is lost where another one that was acknowledged is not in the row any more.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Delete, Engine, Insert, StaticPool, Text, Update, create_engine, insert, select, update
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, deferred, load_only, mapped_column, undefer
+
+from fencelock.errors import StaleTokenError
+from fencelock.guard import FencedModel, bind, bypass, objects
+from fencelock.lease import Lease
+
+HISTORIES, STEPS, TOKENS = 150, 40, (1, 2, 2)
+
+
+class Routing(Session):
+    """Writes to the leader, and reads from wherever it is told to."""
+
+    leader: Engine
+    reads: Engine
+
+    def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
+        """Return where a statement goes."""
+        return self.leader if self._flushing or isinstance(clause, Insert | Update | Delete) else self.reads
+
+
+def new_model() -> Any:
+    """Return a model whose rows have two texts, with a mark of each write that they have seen."""
+
+    class Base(DeclarativeBase):
+        """Of this history."""
+
+    class Log(FencedModel, Base):
+        __tablename__ = "fh_logs"
+        __fence_resource__ = "log"
+        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+        text: Mapped[str] = mapped_column(Text, default="")
+        note: Mapped[str] = deferred(mapped_column(Text, default=""))
+
+    return Log
+
+
+Way = Callable[[Session, Any], object]
+
+
+def ways(model: Any) -> list[Way]:
+    """Return the ways to load an object, or a part of it."""
+    whole = select(model)
+
+    def expire(name: str) -> Way:
+        def load(session: Session, log: Any) -> None:
+            session.expire(log, [name])
+            getattr(log, name)
+
+        return load
+
+    return [
+        lambda session, _: session.scalars(whole).one(),
+        lambda session, _: session.scalars(whole.execution_options(populate_existing=True)).one(),
+        lambda session, _: session.scalars(whole.options(undefer(model.note))).one(),
+        lambda session, _: session.scalars(
+            whole.options(load_only(model.text)).execution_options(populate_existing=True)
+        ).one(),
+        lambda session, log: session.refresh(log),
+        lambda session, log: session.refresh(log, ["text"]),
+        lambda session, log: session.refresh(log, ["note"]),
+        lambda _, log: log.note,
+        expire("text"),
+        expire("note"),
+    ]
+
+
+class World:
+    """A leader, two followers, and three workers, each with its session and object."""
+
+    def __init__(self, model: Any, seed: int) -> None:
+        self.dice, self.model, self.ways = random.Random(seed), model, ways(model)
+        self.leader, *self.followers = [create_engine("sqlite://", poolclass=StaticPool) for _ in range(3)]
+        for engine in (self.leader, *self.followers):
+            model.metadata.create_all(engine)
+            with engine.begin() as connection, bypass(connection):
+                connection.execute(insert(model), {"id": 1})
+        self.acknowledged: list[str] = []
+        self.workers = [self.new_worker(token) for token in TOKENS]
+
+    def new_worker(self, token: int) -> tuple[Routing, list[Any]]:
+        """Return a session, and its objects."""
+        session = Routing(expire_on_commit=False)
+        session.leader = session.reads = self.leader
+        bind(session, Lease("log", token))
+        return session, [session.get_one(self.model, 1)]
+
+    def copy(self) -> None:
+        """Have one follower hear of all that was written."""
+        with (
+            self.leader.connect() as source,
+            self.dice.choice(self.followers).begin() as target,
+            bypass(target),
+        ):
+            (row,) = source.execute(select(self.model.__table__)).mappings()
+            target.execute(update(self.model.__table__), dict(row))
+
+    def write(self, session: Routing, log: Any, mark: str) -> None:
+        """Put a mark behind one text, and note that where it was acknowledged."""
+        name = self.dice.choice(["text", "note"]) if "note" in log.__dict__ else "text"
+        setattr(log, name, f"{getattr(log, name)}{mark} ")
+        session.commit()
+        self.acknowledged.append(mark)
+
+    def play(self) -> tuple[int, list[str]]:
+        """Return how many writes were acknowledged, and which of them are lost."""
+        for number in range(STEPS):
+            session, known = self.dice.choice(self.workers)
+            session.reads = self.dice.choice([self.leader, *self.followers])
+            try:
+                match self.dice.randrange(5):
+                    case 0:
+                        self.copy()
+                    case 1 | 2:
+                        self.dice.choice(self.ways)(session, known[0])
+                    case _:
+                        self.write(session, known[0], f"m{number}")
+            except StaleTokenError:
+                session.rollback()
+                session.expunge_all()
+                session.reads = self.dice.choice([self.leader, *self.followers])
+                known[0] = session.get_one(self.model, 1)
+        with Session(self.leader) as last:
+            log = last.get_one(self.model, 1)
+            seen = {*log.text.split(), *log.note.split()}
+        lost = [mark for mark in self.acknowledged if mark not in seen]
+        return len(self.acknowledged), lost
+
+    def close(self) -> None:
+        """Close what was opened."""
+        for session, _ in self.workers:
+            session.close()
+        for engine in (self.leader, *self.followers):
+            engine.dispose()
+
+
+def play(model: Any) -> Iterator[tuple[int, int]]:
+    """Yield of each history how many writes were acknowledged, and how many are lost."""
+    for seed in range(HISTORIES):
+        world = World(model, seed)
+        acknowledged, lost = world.play()
+        world.close()
+        yield acknowledged, len(lost)
+
+
+def test_no_acknowledged_write_is_lost() -> None:
+    """And many are acknowledged."""
+    played = list(play(new_model()))
+    assert sum(lost for _, lost in played) == 0
+    assert sum(acknowledged for acknowledged, _ in played) > 3 * HISTORIES
+
+
+def test_the_control_loses_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the write id does not come with each part, parts are taken for newer than they are."""
+    monkeypatch.setattr(objects, "always_load", lambda *_: None)
+    assert sum(lost for _, lost in play(new_model())) > 0
