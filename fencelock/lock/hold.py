@@ -1,7 +1,7 @@
 """The grants that this process holds, their owners, and which blocks are inside.
 
-An owner is a thread, task or greenlet (see `_owners`). It enters again, and gets the same token, if its context
-has the lease. All others wait, also other callers that the same thread serves.
+An owner is a thread, task or greenlet (see `_owners`). It enters again, and gets the same token, if its
+context has the lease. All others wait, also other callers that the same thread serves.
 """
 
 from __future__ import annotations
