@@ -48,6 +48,9 @@ _ITSELF = (
 #: Braces that an f-string would have filled.
 _UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
+#: Nodes take so many names, of any length, in one command.
+_MOST_NAMES: Final = 5000
+
 #: What the text of a lease that is handed over says of itself: its version, too.
 HANDED: Final = "fencelock lease 1"
 
@@ -345,6 +348,11 @@ def _note_remint(hold: Hold, asked: Step | None) -> None:
 def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
     if not resources:
         raise ValueError("name what to lock, such as fenced_lock('order:1')")
+    if len(resources) > _MOST_NAMES:
+        raise ValueError(
+            f"one lock has at most {_MOST_NAMES} names, and this one has {len(resources)}: lock what they "
+            "have in common, or take several locks one after the other, always in the same order"
+        )
     names = tuple(map(check_resource, resources))
     for name in names:
         if _UNFILLED.search(name) or OBJECT_IN_NAME.search(name):

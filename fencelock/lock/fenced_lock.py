@@ -46,9 +46,9 @@ def fenced_lock(
     why the storage compares tokens.
 
     Args:
-        *resources: what to lock: 1 to 255 characters each, without control characters. Several are
-            acquired together or not at all, and yield a tuple of tokens in their order. A name that comes
-            twice is one lock.
+        *resources: what to lock: 1 to 255 characters each, without control characters. Several, at
+            most 5000, are acquired together or not at all, and yield a tuple of tokens in their order. A name
+            that comes twice is one lock.
         ttl: seconds that the lease lasts on every node, and by which it is extended.
         timeout: seconds to wait for another holder; None for ever, 0 one try.
         renew: extend the lease in the background, after each third of its ttl, until it is released.

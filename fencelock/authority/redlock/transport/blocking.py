@@ -17,7 +17,7 @@ import select
 import socket
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -28,7 +28,7 @@ from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.protocol.queue import QUEUE
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
-from fencelock.authority.redlock.transport.polling import new_poll
+from fencelock.authority.redlock.transport.polling import Patched, new_poll
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.waits import (
     Wait,
@@ -40,8 +40,13 @@ from fencelock.authority.redlock.wire.connection import Connection
 
 #: Seconds after which a thread that reads looks for new connections, while there is none to some node.
 _GLANCE: Final = 0.05
+#: Seconds in which a node is to take more of a command that is too much for one write.
+_TAKES_MORE: Final = 0.05
 #: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
 FRESH: Final = 0.01
+
+
+_BOTH: Final = select.POLLIN | select.POLLOUT
 
 
 class _Link(NamedTuple):
@@ -62,6 +67,8 @@ class SharedConnections(Links):
         #: By descriptor.
         self._links: dict[int, _Link] = {}
         self._poll = new_poll()
+        #: Descriptors of sockets that have not taken all of a command yet.
+        self._congested: set[int] = set()
         self._reader: Wait | None = None
         self._sleeping: dict[Wait, None] = {}
         self._in_line: dict[str, WaitForCall] = {}
@@ -102,8 +109,11 @@ class SharedConnections(Links):
         stack = current_stack()
         try:
             self._inside[stack] = waiting
-            began = self._ask(waiting, request)
-            return Round(began, self._wait(waiting), waiting.close())
+            was_congested = bool(self._congested)
+            began, ended = self._ask(waiting, request), self._wait(waiting)
+            if self._congested and not was_congested:
+                self._drain()
+            return Round(began, ended, waiting.close())
         except BaseException:
             with self._mutex:
                 waiting.close()
@@ -161,8 +171,11 @@ class SharedConnections(Links):
                 if self._nodes.absent:  # the nodes that are away are to answer and call as well
                     due = min(due, self._nodes.open_absent(now))
                 glance = _GLANCE if self._nodes.absent else math.inf
-            if bell is None:
-                ready = self._poll.poll(min(max(0.0, due - now), glance) * 1000)
+                poll = self._poll
+                if bell is not None and self._congested:  # the one that reads may not know of it
+                    poll = self._new_poll(self._links)
+            if bell is None or poll is not self._poll:
+                ready = poll.poll(min(max(0.0, due - now), glance) * 1000)
             else:
                 ready = ()
                 sleep_until_rung(bell, min(due - now, threading.TIMEOUT_MAX))
@@ -221,7 +234,24 @@ class SharedConnections(Links):
                 bell = self._changed.hang()
             sleep_until_rung(bell, left)
 
+    def _drain(self) -> None:
+        """Write the rest of commands that were too much, for as long as the nodes take it."""
+        while True:
+            with self._mutex:
+                poll = self._new_poll(self._congested)
+            if not (self._congested and (ready := poll.poll(_TAKES_MORE * 1000))):
+                return
+            with self._mutex:
+                self._read(ready, time.monotonic())
+
     # Moving bytes. With the mutex held.
+
+    def _new_poll(self, descriptors: Iterable[int]) -> select.poll | Patched:
+        """Return what waits for these sockets apart from the one that reads for all."""
+        poll = new_poll()
+        for descriptor in descriptors:
+            poll.register(descriptor, _BOTH if descriptor in self._congested else select.POLLIN)
+        return poll
 
     def _read(self, ready: Sequence[tuple[int, int]], now: float) -> None:
         """Read from the sockets on which something has arrived."""
@@ -255,20 +285,24 @@ class SharedConnections(Links):
                 self._write(link)
 
     def _write(self, link: _Link) -> None:
-        """Write what a connection has to say; what is too much follows when the node has answered some."""
+        """Write what a connection has to say; what is too much follows when the socket takes more."""
         index, sock, connection = link
         connection.changing += 1
         try:
-            write_to(sock, connection)
+            is_all = write_to(sock, connection)
         except OSError as error:
             self._nodes.broken(index, broken_by(error))
             return
         connection.changing -= 1
+        if is_all == (sock.fileno() in self._congested):
+            (self._congested.discard if is_all else self._congested.add)(sock.fileno())
+            self._poll.register(sock.fileno(), select.POLLIN if is_all else _BOTH)
 
     def disconnect(self, node: int) -> None:
         for descriptor, link in tuple(self._links.items()):
             if link.node == node:
                 del self._links[descriptor]
+                self._congested.discard(descriptor)
                 self._poll.unregister(descriptor)
                 with suppress(OSError):  # it is not connected any more
                     link.sock.shutdown(socket.SHUT_RDWR)
