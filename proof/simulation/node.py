@@ -46,8 +46,11 @@ class Queue:
     since: dict[str, int]
     ends: float
 
+    def in_order(self) -> list[str]:
+        return sorted(self.since, key=lambda place: (self.since[place], place))
+
     def first(self) -> str:
-        return min(self.since, key=lambda place: (self.since[place], place))
+        return self.in_order()[0]
 
 
 class QueuePosition(NamedTuple):
@@ -94,6 +97,8 @@ class ModelNode:
         self.hash: dict[str | int, Any] = {}  #: numbers as keys are stripes, with their counters
         self.locks: dict[str, Lock] = {}  #: those that have ended may be there still
         self.queues: dict[str, Queue] = {}
+        #: By lock, the clients that were called and have not been heard of since.
+        self.silent: dict[str, set[str]] = {}
         #: Is told client and message of each call, and tells whether anybody heard it.
         self.publish: Callable[[str, str], bool] = lambda _client, _message: False
         self.unbroken = False  #: whether it has loaded no data since it got its ticket, or was admitted
@@ -150,6 +155,7 @@ class ModelNode:
     def _load(self, disk: Disk) -> None:
         self.unbroken = False
         self.hash, self.locks = dict(disk.hash), dict(disk.locks)
+        self.silent = {}
         self.queues = {key: Queue(dict(since), self.now + QUEUE_MS) for key, since in disk.queues.items()}
 
     def expire(self, key: str) -> None:
@@ -222,6 +228,8 @@ class ModelNode:
         keys = command.keys[1:]
         count = 4 + 2 * len(keys)
         position = QueuePosition(*arguments[count:]) if len(arguments) > count else _NO_POSITION
+        if position.place:
+            self._hear_from(command.keys[1:], position.place)
         found: list[Lock | None] = []
         for key in keys:
             lock = self.lock(key)
@@ -336,6 +344,7 @@ class ModelNode:
 
     def _release_in_line(self, command: Command, place: str, *waiting: int) -> Answer:
         keys = command.keys[1:]
+        self._hear_from(keys, place)
         if waiting and "e" in self.hash:
             self._line_up(keys[0], place, *waiting)
         released = 0
@@ -425,13 +434,17 @@ class ModelNode:
         queue = self._queue(key)
         if queue is None:
             queue = self.queues[key] = Queue({}, 0.0)
-        elif len(queue.since) >= LONGEST_QUEUE:
+        queue.ends = self.now + QUEUE_MS
+        if len(queue.since) >= LONGEST_QUEUE:
             return
         arrived = int(self.now) - waited
         if abs(since - arrived) <= 1000:
             arrived = since
         queue.since.setdefault(place, arrived)
-        queue.ends = self.now + QUEUE_MS
+
+    def _hear_from(self, keys: Sequence[str], place: str) -> None:
+        for key in keys:
+            self.silent.get(key, set()).discard(place.partition(".")[0])
 
     def _leave_queue(self, key: str, place: str) -> None:
         queue = self._queue(key)
@@ -443,11 +456,16 @@ class ModelNode:
             self.locks.pop(key, None)
 
     def _call_next(self, key: str) -> str:
-        while (queue := self._queue(key)) is not None:
-            place = queue.first()
-            del queue.since[place]
+        silent, queue = self.silent.setdefault(key, set()), self._queue(key)
+        if queue is None:
+            return ""
+        for place in queue.in_order():
             client, _, number = place.partition(".")
+            if client in silent:
+                continue
+            del queue.since[place]
             if self.publish(client, number):
+                silent.add(client)
                 self.locks[key] = Lock(">" + place, None, None, self.now + CLAIM_MS)
                 return place
         return ""

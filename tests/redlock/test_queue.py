@@ -170,11 +170,54 @@ def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None
 
 
 def test_queue_is_bounded_and_ends(scripts: Scripts) -> None:
-    """However many wait, a node keeps the first 128, and not for longer than anybody waits unheard."""
+    """However many wait, a node keeps the first 128, and not for longer than they wait unheard.
+
+    One that is full is kept alive like any other.
+    """
     for number in range(140):
         scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}"))
+    queue = f"{NODE_KEY}:q:r"
     assert len(queue_of(scripts)) == 128
-    assert 0 < int(str(scripts.client.pttl(f"{NODE_KEY}:q:r"))) <= 5000
+    assert 0 < int(str(scripts.client.pttl(queue))) <= 5000
+    for number in (5, 139):
+        scripts.client.pexpire(queue, 100)
+        scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}"))
+        assert int(str(scripts.client.pttl(queue))) > 1000
+
+
+@pytest.mark.timed
+def test_a_client_that_was_called_and_does_not_come_keeps_its_places_and_holds_up_none(
+    scripts: Scripts, calls: Calls
+) -> None:
+    """It hears, and stands still. What comes after it is called, until it is heard of again."""
+    still = Calls(scripts.client, "still")
+    frozen = [QueuePosition(f"still.{number}", waited=10 - number, fair=True) for number in range(3)]
+    for number, position in enumerate([*frozen, FIRST, SECOND]):
+        scripts.queue(f"n{number}", "r", position=position)
+    scripts.release("holder", {"r": 1})
+    assert (still.heard(), calls.heard()) == (["0"], [])
+    time.sleep(CLAIM + 0.02)
+    assert scripts.queue("n4'", "r", position=later(SECOND)).said is Said.HELD
+    assert (still.heard(), calls.heard()) == ([], ["0"])
+    assert scripts.queue("n3'", "r", position=later(FIRST)).said is Said.GRANTED
+    assert scripts.queue("n1'", "r", position=later(frozen[1])).said is Said.HELD
+    assert queue_of(scripts) == ["still.1", "still.2", "client.1"]
+    scripts.release("n3'", {"r": 2})
+    assert still.heard() == ["1"]
+    still.close()
+
+
+def test_a_lock_is_free_where_only_those_wait_who_do_not_come(scripts: Scripts, calls: Calls) -> None:
+    """One more call of theirs would keep it from newcomers for nothing."""
+    scripts.queue("n1", "r", position=FIRST)
+    scripts.queue("n2", "r", position=SECOND)
+    scripts.release("holder", {"r": 1})
+    scripts.client.delete(key_of("r"))  # the claim ends
+    assert scripts.acquire("newcomer", "r").said is Said.GRANTED
+    scripts.release("newcomer", {"r": 2})
+    assert calls.heard() == ["0"]
+    assert scripts.acquire("another", "r").said is Said.GRANTED
+    assert queue_of(scripts) == ["client.1"]
 
 
 def test_free_lock_goes_to_who_has_waited_longest(scripts: Scripts, calls: Calls) -> None:

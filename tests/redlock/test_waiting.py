@@ -247,14 +247,15 @@ def test_user_who_may_not_listen_waits_by_looking(
 
 
 @contextmanager
-def waiting_processes(nodes: Nodes, count: int) -> Any:
-    """Processes that wait for the lock; they are killed in the end."""
+def waiting_processes(nodes: Nodes, count: int, threads: int = 1) -> Any:
+    """Processes in which so many threads wait for the lock; they are killed in the end."""
     context = multiprocessing.get_context("spawn")
-    made = [context.Process(target=wait_and_hold, args=(nodes.urls,), daemon=True) for _ in range(count)]
+    given = nodes.urls, threads
+    made = [context.Process(target=wait_and_hold, args=given, daemon=True) for _ in range(count)]
     for process in made:
         process.start()
     try:
-        assert eventually(lambda: all_wait(nodes, count), 60.0)  # a process takes its time to start
+        assert eventually(lambda: all_wait(nodes, count * threads), 60.0)  # a process takes its time to start
         yield made
     finally:
         for process in made:
@@ -262,27 +263,39 @@ def waiting_processes(nodes: Nodes, count: int) -> Any:
             process.join(10)
 
 
-def wait_and_hold(urls: list[str]) -> None:
+def wait_and_hold(urls: list[str], threads: int) -> None:
     """Wait for the lock in a process of its own, which a test stops in the meantime."""
-    with Redlock(urls) as authority, authority.lock("r", timeout=60):
-        pass
+
+    def wait(_: int) -> None:
+        with authority.lock("r", timeout=60):
+            pass
+
+    with Redlock(urls) as authority, ThreadPoolExecutor(threads) as pool:
+        list(pool.map(wait, range(threads)))
 
 
 @ONLY_THREADS
+@pytest.mark.parametrize("threads", [1, 20])
 @pytest.mark.parametrize("fair", [False, True])
 def test_hung_process_at_the_head_costs_a_second(
-    mine: Face, waiter: Face, nodes: Nodes, *, fair: bool
+    mine: Face, waiter: Face, nodes: Nodes, threads: int, *, fair: bool
 ) -> None:
-    """It is called first and does not come; the next one looks by itself, after the claim of 0.1 s."""
+    """It is called first and does not come; the next one looks by itself, after the claim of 0.1 s.
+
+    However many places it has: they are passed over, and called again when it goes on.
+    """
     grant = hold(mine)
-    with waiting_processes(nodes, 1) as (head,), ThreadPoolExecutor(1) as pool:
+    with waiting_processes(nodes, 1, threads) as (head,), ThreadPoolExecutor(1) as pool:
         os.kill(head.pid, signal.SIGSTOP)
         second = pool.submit(take_and_tell, waiter, fair=fair)
-        assert eventually(lambda: all_wait(nodes, 2))
+        assert eventually(lambda: all_wait(nodes, threads + 1))
         time.sleep(0.2)
         released = time.monotonic()
         mine.release(grant)
         assert 0.05 < second.result(10) - released < 2.0
+        os.kill(head.pid, signal.SIGCONT)
+        head.join(10)
+        assert head.exitcode == 0
 
 
 @ONLY_THREADS

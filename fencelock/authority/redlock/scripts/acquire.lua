@@ -29,6 +29,9 @@ if #ARGV > 6 + 2 * LOCKS then
   if #ARGV > 10 + 2 * LOCKS then old = ARGV[at + 4] end
 end
 local claim = '>' .. place
+if place ~= '' then
+  for i = 1, LOCKS do hear_from(KEYS[i + 1], place) end
+end
 
 -- Refuse, and put the contender in line. One that cannot have all the locks must not keep one from others.
 local function held(key)

@@ -28,6 +28,7 @@ local released = 0
 for i = 1, LOCKS do
   local key = KEYS[i + 1]
   local nonce = read_lock(key)
+  if place then hear_from(key, place) end
   if leaves then redis.call('ZREM', queue_of(key), place) end
   if nonce == NONCE then
     pass_on(key)
