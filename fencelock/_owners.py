@@ -18,6 +18,8 @@ from types import BuiltinFunctionType, FrameType
 from typing import Any
 from weakref import ref
 
+from fencelock.holder import printable
+
 
 class _Thread(threading.local):
     """Stands for a thread, and not for a later one of the same ident, as `threading.current_thread` may.
@@ -94,9 +96,9 @@ def _is_run_in(greenlet: Any, task: asyncio.Task[Any]) -> bool:
 @functools.cache
 def name_of_process(pid: int) -> str:
     """Return host, process id and program of this process: at most 255 characters."""
-    path = Path(sys.argv[0])
+    path = Path(next(iter(getattr(sys, "argv", ())), ""))
     program = path.parent.name if path.name == "__main__.py" else path.name  # of `python -m package`
-    return f"{socket.gethostname()} {pid} {program}"[:255]
+    return printable(f"{socket.gethostname()} {pid} {program}")[:255]
 
 
 def blocks_greenlets(function: Callable[..., object]) -> bool:

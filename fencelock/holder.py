@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from datetime import UTC, datetime
+
+
+def printable(text: str) -> str:
+    r"""Return text that others have written as it may be shown: `\n` and the like for control characters."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,9 +36,9 @@ class Holder:
 
     @classmethod
     def of(cls, text: str, since: float) -> Holder:
-        """Read what `name_of_process` has written."""
-        host, pid, program = (*text.split(" ", 2), "", "")[:3]
-        return cls(host, int(pid) if pid.isdecimal() else 0, program, since)
+        """Read what `name_of_process` has written, or something else."""
+        host, pid, program = (*printable(text).split(" ", 2), "", "")[:3]
+        return cls(host, int(pid) if re.fullmatch("[0-9]{1,10}", pid) else 0, program, since)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options"
 
 def _show_version(asked: bool) -> None:
     if asked:
-        Console().print(f"fencelock {version('fencelock')}", highlight=False)
+        Console().print(f"fencelock {version('fencelock')}")
         raise typer.Exit
 
 

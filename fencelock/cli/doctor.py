@@ -15,7 +15,6 @@ from typing import Annotated, Any, Final
 import typer
 from redis import Redis
 from redis.exceptions import RedisError
-from rich.console import Console
 from rich.markup import escape
 from rich.padding import Padding
 from sqlalchemy import Connection, MetaData, inspect
@@ -77,12 +76,12 @@ def doctor(
 
 
 def _show(found: list[Finding]) -> None:
-    console = Console(highlight=False)
+    console = shared.console()
     places: dict[tuple[bool, str, str], dict[str, None]] = {}
     for each in sorted(found, key=lambda each: not each.is_problem):
         places.setdefault((each.is_problem, each.what, each.advice), {})[each.where] = None
     for (is_problem, what, advice), where in places.items():
-        console.print("[red]problem[/]" if is_problem else "[yellow]note[/]", escape(", ".join(where)))
+        console.print("[red]problem[/]" if is_problem else "[yellow]note[/]", shared.shown(", ".join(where)))
         console.print(Padding(escape(f"{what}\n→ {advice}"), (0, 0, 1, 8)))
     if not found:
         console.print("nothing was found")

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Final
 
 import sqlalchemy
 import typer
-from rich.console import Console, Group
+from rich.console import Group
 from rich.live import Live
 from rich.markup import escape
 from rich.table import Table
@@ -58,12 +58,12 @@ def inspect(
     if as_json:
         shared.print_json([_as_json(info, fences) for info in held])
     elif held:
-        Console().print(_table(held, fences))
+        shared.console().print(_table(held, fences))
         if len(held) > _MOST_ROWS:
-            Console().print(f"… and {len(held) - _MOST_ROWS} more: --json lists them all")
+            shared.console().print(f"… and {len(held) - _MOST_ROWS} more: --json lists them all")
     else:
         shown = f"{resource!r} is free" if resource else "no lock is held"
-        Console().print(shown, highlight=False, markup=False)
+        shared.console().print(shown, markup=False)
     if resource is not None and not held:
         raise typer.Exit(shared.FOUND_NOTHING)
 
@@ -89,9 +89,10 @@ def _as_json(info: LockInfo, fences: dict[str, int] | None = None) -> dict[str, 
 
 
 def _table(held: Sequence[LockInfo], fences: dict[str, int] | None = None) -> Table:
-    shown = Table("resource", "holder", "held for", "ends in", "waiting", "token", header_style="bold")
-    if fences is not None:
-        shown.add_column("fence")
+    names = ["resource", "holder", "held for", "ends in", "waiting", "token"]
+    shown = Table(header_style="bold")
+    for name in names if fences is None else [*names, "fence"]:
+        shown.add_column(name, overflow="fold")
     now = time.time()
     for info in held[:_MOST_ROWS]:
         holder, age = "not fencelock", ""
@@ -100,7 +101,7 @@ def _table(held: Sequence[LockInfo], fences: dict[str, int] | None = None) -> Ta
             holder = f"{info.holder.program}\n{info.holder.pid} on {info.holder.host}"
             holder = holder if info.holder.host else "unknown process"
         its = [
-            escape(info.resource),
+            shared.shown(info.resource),
             escape(holder),
             age,
             "[red]never[/]" if info.remaining == math.inf else _span(info.remaining),
@@ -142,7 +143,7 @@ def leaks(
         found = [info for info in authority.inspect() if info.remaining > longest]
         foreign = authority.endless(pattern) if pattern and isinstance(authority, Redlock) else {}
     keys = sorted({key for its in foreign.values() for key in its})
-    console = Console(highlight=False, markup=False)
+    console = shared.console(markup=False)
     if as_json:
         shared.print_json({"locks": [_as_json(info) for info in found], "keys": foreign})
     elif not found and not keys:
@@ -178,10 +179,10 @@ def history(
         for entry in found:
             token = "" if entry.token is None else str(entry.token)
             its = (f"{entry.at:%m-%d %H:%M:%S}", entry.what, token, entry.holder, entry.detail)
-            shown.add_row(*map(escape, its))
-        Console().print(shown)
+            shown.add_row(*map(shared.shown, its))
+        shared.console().print(shown)
     else:
-        Console().print(f"nothing is known of {resource!r}", highlight=False, markup=False)
+        shared.console().print(f"nothing is known of {resource!r}", markup=False)
     if not found:
         raise typer.Exit(shared.FOUND_NOTHING)
 
@@ -196,7 +197,7 @@ def top(
     """Watch the locks that are waited for most, and held longest. Ctrl-C ends it."""
     with (
         shared.authority_of(url, namespace) as authority,
-        Live(screen=times == 0, auto_refresh=False) as live,
+        Live(console=shared.console(), screen=times == 0, auto_refresh=False) as live,
         suppress(KeyboardInterrupt),
     ):
         for look in itertools.count(1):

@@ -6,8 +6,6 @@ import os
 from typing import Annotated
 
 import typer
-from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
 
 from fencelock._configure import factory_of
@@ -44,7 +42,7 @@ def nodes(
             quorum.recover()
         found, (unnamed, strangers) = quorum.status(), quorum.compare_lists()
     voters = sum(status.state is NodeState.ADMITTED for status in found)
-    Console().print(_table(found))
+    shared.console().print(_table(found))
     if 2 * voters <= len(found):
         shared.fail(f"{voters} of {len(found)} nodes vote, which is no majority: nobody gets a lock")
     if unnamed or strangers:
@@ -78,7 +76,9 @@ def _table(found: tuple[NodeStatus, ...]) -> Table:
             state += f" for another {status.recovering_for:.0f} s"
         colour = "green" if status.state is NodeState.ADMITTED else "yellow"
         epoch = "" if status.epoch is None else str(status.epoch)
-        table.add_row(escape(status.address), f"[{colour}]{state}[/]", epoch, escape(status.detail))
+        table.add_row(
+            shared.shown(status.address), f"[{colour}]{state}[/]", epoch, shared.shown(status.detail)
+        )
     return table
 
 

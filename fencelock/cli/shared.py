@@ -11,6 +11,7 @@ from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 from sqlalchemy import Engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
@@ -20,6 +21,7 @@ from fencelock.authority.database.database import Database
 from fencelock.authority.database.files import file_of
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.errors import FencelockError
+from fencelock.holder import printable
 
 #: The exit status of a question whose answer is no: the lock is free, nothing was found.
 FOUND_NOTHING = 3
@@ -73,7 +75,17 @@ def check_file(url: str) -> None:
 
 
 def say(sentence: str, style: str = "none") -> None:
-    Console(stderr=True, soft_wrap=True, highlight=False).print(sentence, style=style, markup=False)
+    console(stderr=True, soft_wrap=True).print(sentence, style=style, markup=False)
+
+
+def console(**options: Any) -> Console:
+    """Return a console that shows names as they are: `user:key:5` has no emoji."""
+    return Console(highlight=False, emoji=False, **options)
+
+
+def shown(text: str) -> str:
+    """Return text that others may have written as the console is to show it."""
+    return escape(printable(text))
 
 
 @contextmanager

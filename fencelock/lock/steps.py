@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shlex
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import Token as ContextToken
@@ -191,9 +192,12 @@ def name_holder(asked: Acquisition, error: LockTimeoutError) -> Steps[None]:
             yield looked
         except AuthorityError:
             return
-        if looked.answer is not None and looked.answer.holder is not None:
+        if looked.answer is not None:
             error.holder = looked.answer.holder
             said, by = str(error), f"is held by {error.holder}"
+            if error.holder is None:
+                free = shlex.join(["fencelock", "release", "--force", name])
+                by = f"is held by something that is no fencelock lease (`{free}` frees it)"
             one = len(asked.resources) == 1
             error.args = (said.replace("is held by another", by) if one else f"{said}. {name!r} {by}",)
             return

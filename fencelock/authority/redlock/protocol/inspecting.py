@@ -10,6 +10,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet, names_of, release_command
@@ -30,7 +31,6 @@ PAGE: Final = 200
 CLIENT_DIGITS: Final = 16
 _TIME_DIGITS: Final = 11
 _FACTS: Final = 5
-_HALVES_OF_A_TOKEN: Final = 2
 _GONE: Final = frozenset({Said.RELEASED, Said.LOST, Said.AMNESIA})
 
 
@@ -201,16 +201,16 @@ def _info(resource: str, seen: list[_Seen]) -> LockInfo:
 
 def _since(nonce: str) -> float | None:
     """Return when a nonce was made, in Unix time; None for what something else has written."""
-    digits = nonce[CLIENT_DIGITS : CLIENT_DIGITS + _TIME_DIGITS]
-    return int(digits, 16) / 1000 if re.fullmatch(f"[0-9a-f]{{{_TIME_DIGITS}}}", digits) else None
+    made = re.match(f"[0-9a-f]{{{CLIENT_DIGITS}}}([0-9a-f]{{{_TIME_DIGITS}}})", nonce)
+    return int(made[1], 16) / 1000 if made else None
 
 
 def _token_of(seen: list[_Seen]) -> int | None:
     """Return the token of a lock; None where EXTEND has made it again on all of these nodes."""
     tokens = []
     for each in seen:
-        numbers = each.value.split("|")[1:]
-        if len(numbers) == _HALVES_OF_A_TOKEN and all(map(str.isdecimal, numbers)):
-            tokens.append(compose(int(numbers[0]), int(numbers[1])))
+        if numbers := re.fullmatch(r"[^|]*\|([0-9]{1,6})\|([0-9]{1,14})", each.value):
+            with suppress(OverflowError):  # something else has written it
+                tokens.append(compose(*map(int, numbers.groups())))
     # A majority stands at the token; other nodes may have granted less, or more.
     return max(tokens, key=lambda each: (tokens.count(each), each), default=None)

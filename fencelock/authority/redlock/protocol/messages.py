@@ -42,7 +42,7 @@ class Said(enum.Enum):
     RESTARTED = "restarted since it was admitted, or loaded older data; must not vote until admitted again"
     CONFIG = "belongs to another list of nodes"
     CLOSED = "closed: its list of nodes has been replaced"
-    FULL = "has no counters left in this epoch"
+    FULL = "has no counters left in this epoch, or another program has written to them"
     UNREACHABLE = "unreachable"
     SILENT = "no answer in time"
     ERROR = "error"

@@ -28,7 +28,7 @@ def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
     if holder_ttl == math.inf:
         raise LockTimeoutError(
             f"{outcome.attempt.name} is held for ever: something else than fencelock has written its key "
-            f"({', '.join(outcome.attempt.keys[1:])}) without an end; remove it on the nodes",
+            f"({', '.join(outcome.attempt.keys[1:])}) without an end; `fencelock release --force` removes it",
             holder_ttl=holder_ttl,
         )
     raise held_by_another(outcome.attempt.resources, holder_ttl)
@@ -48,6 +48,8 @@ def raise_no_quorum(node_set: NodeSet, answers: Answers) -> NoReturn:
         )
     voters = sum(answer.said in VOTING for answer in answers.values())
     advice = "bring the others back, or mend their URLs"
+    if said[Said.FULL]:
+        advice = f"begin another epoch: `{node_set.init_command} --after-loss --database URL`"
     if said[Said.AMNESIA] or said[Said.RESTARTED]:
         advice = f"{_when_back(node_set, answers)}; `fencelock nodes` tells more (docs/redis.md)"
     raise QuorumError(

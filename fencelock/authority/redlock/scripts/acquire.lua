@@ -38,7 +38,7 @@ local function held(key)
   local ttl = redis.call('PTTL', key)
   if place ~= '' then
     for i = 1, LOCKS do
-      if redis.call('GET', KEYS[i + 1]) == claim then pass_on(KEYS[i + 1]) end
+      if read_lock(KEYS[i + 1]) == claim then pass_on(KEYS[i + 1]) end
     end
     line_up(key, place, waited, since)
   end
@@ -51,7 +51,7 @@ local function is_anothers_turn(key)
   if redis.call('EXISTS', queue) == 0 then return false end
   if place ~= '' then
     line_up(key, place, waited, since)
-    if redis.call('ZRANGE', queue, 0, 0)[1] == place then return false end
+    if queued('ZRANGE', queue, 0, 0)[1] == place then return false end
   end
   local called = call_next(key)
   return called and called ~= place
@@ -75,11 +75,11 @@ for i = 1, LOCKS do
   local field = fields[5 + i]
   if not ours[i] then
     -- Two locks of one call may share a stripe: the second counts on from the first.
-    local last = counters[field] or tonumber(state[5 + i] or state[5])
+    local last = counters[field] or tonumber(state[5 + i] or state[5]) or 0 / 0
     local hint = 0
     if tonumber(ARGV[4]) == epoch then hint = tonumber(ARGV[4 + 2 * i]) end
     counters[field] = math.max(last + 1, hint)
-    if counters[field] > COUNTER_LIMIT then return {'FULL'} end
+    if not is_counter(counters[field]) then return {'FULL'} end
     answer[2 + i] = counters[field]
   else
     answer[2 + i] = ours[i]
@@ -91,6 +91,6 @@ for i = 1, LOCKS do
     local value = NONCE .. '|' .. state[1] .. '|' .. digits(answer[2 + i])
     redis.call('SET', KEYS[i + 1], value, 'PX', ARGV[3])
   end
-  if place ~= '' then redis.call('ZREM', queue_of(KEYS[i + 1]), place) end
+  if place ~= '' then queued('ZREM', queue_of(KEYS[i + 1]), place) end
 end
 return answer

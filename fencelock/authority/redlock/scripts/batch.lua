@@ -9,7 +9,7 @@ local votes = epoch and state[2] == ARGV[#ARGV - 1] and ARGV[#ARGV] == '' and st
   and is_unbroken()
 
 local function take(key, nonce, field, ttl, decided)
-  local last = tonumber(redis.call('HGET', NODE, field) or state[5])
+  local last = tonumber(redis.call('HGET', NODE, field) or state[5]) or 0 / 0
   if decided == '' then return grant(epoch, key, nonce, ttl, field, last) end
   return last >= tonumber(decided) and let_go(key, nonce)
 end

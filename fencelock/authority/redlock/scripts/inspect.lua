@@ -10,17 +10,23 @@ if LOCKS == 0 then
   local pattern = ARGV[5] ~= '' and ARGV[5] or string.gsub(prefix, '[%*%?%[%]\\]', '\\%0') .. '*'
   following, keys = unpack(redis.call('SCAN', ARGV[3], 'MATCH', pattern, 'COUNT', ARGV[4]))
 end
+local function string_at(key)
+  local value = redis.pcall('GET', key)
+  return type(value) == 'string' and value or ''
+end
+
 local answer, told = {'SHOWN', following}, {}
 for _, key in ipairs(keys) do
   local left = redis.call('PTTL', key)
   if LOCKS == 0 and ARGV[5] ~= '' then
     if left == -1 then answer[#answer + 1] = key end
   else
-    local value = redis.pcall('GET', key)
-    if type(value) == 'string' and string.sub(value, 1, 1) ~= '>' then
-      local client = string.sub(value, 1, 16)
-      told[client] = told[client] or redis.call('GET', NODE .. ':w:' .. client) or ''
-      local waiters = tostring(redis.call('ZCARD', queue_of(key)))
+    local nonce, epoch = read_lock(key)
+    if nonce and (string.sub(nonce, 1, 1) ~= '>' or left < 0) then
+      local client, value = string.sub(nonce, 1, 16), epoch and redis.call('GET', key) or nonce
+      told[client] = told[client] or string_at(NODE .. ':w:' .. client)
+      local waiters = redis.pcall('ZCARD', queue_of(key))
+      waiters = type(waiters) == 'number' and tostring(waiters) or '0'
       local its = {string.sub(key, #prefix + 1), value, tostring(left), waiters, told[client]}
       for _, fact in ipairs(its) do answer[#answer + 1] = fact end
     end

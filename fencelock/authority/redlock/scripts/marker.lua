@@ -31,12 +31,15 @@ local function refusal(epoch, admitted_run_id, membership, closed)
   if closed then return {'CLOSED'} end
 end
 
--- What a lock key holds: the nonce, epoch and counter of the grant. One that EXTEND has made again has no counter.
+-- What a lock key holds: the nonce, epoch and counter of the grant. One that EXTEND has made again has no counter. A claim
+-- is itself. Anything else, of whatever type, is foreign: '#' and its digest, which is the nonce for RELEASE.
 local function read_lock(key)
-  local value = redis.call('GET', key)
+  local value = redis.pcall('GET', key)
   if not value then return nil end
+  if type(value) ~= 'string' then return '#' end
   local nonce, epoch, counter = string.match(value, '^([^|]+)|(%d+)|(%w+)$')
-  return nonce or value, tonumber(epoch), tonumber(counter)
+  if nonce or string.sub(value, 1, 1) == '>' then return nonce or value, tonumber(epoch), tonumber(counter) end
+  return '#' .. redis.sha1hex(value)
 end
 
 -- Lua would print a large number with an exponent.
@@ -47,5 +50,5 @@ end
 -- Raise a stripe's counter to a decided value; never lower it. A missing counter stands at `base`.
 local function catch_up(stripe, decided, base)
   local last = redis.call('HGET', NODE, 'c' .. stripe) or base
-  if tonumber(decided) > tonumber(last) then redis.call('HSET', NODE, 'c' .. stripe, decided) end
+  if tonumber(decided) > (tonumber(last) or 0 / 0) then redis.call('HSET', NODE, 'c' .. stripe, decided) end
 end

@@ -14,6 +14,11 @@ local function is_unbroken()
   return redis.call('OBJECT', 'ENCODING', NODE .. ':m') == 'raw'
 end
 
+-- Whether a number may be granted. What another program has written into a counter may be anything, also no number.
+local function is_counter(number)
+  return number >= 1 and number <= COUNTER_LIMIT and number % 1 == 0
+end
+
 local function queue_of(key)
   return NODE .. ':q' .. string.sub(key, #NODE + 3)
 end

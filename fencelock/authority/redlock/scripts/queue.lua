@@ -6,6 +6,13 @@ local LONGEST_QUEUE = 128  -- a later contender looks from time to time instead
 local QUEUE_MS = 5000      -- longer than any contender waits without looking again
 local SILENT_MS = 60000    -- how long a client is passed over that was called and has not come; it comes by itself
 
+-- Do something with a queue; what another program has put in its place is an empty one.
+local function queued(...)
+  local answer = redis.pcall(...)
+  if type(answer) == 'table' and answer.err then return {} end
+  return answer
+end
+
 -- The clients that were called for a lock, and have not been heard of since. They keep their places.
 local function silent_of(key)
   return NODE .. ':s' .. string.sub(key, #NODE + 3)
@@ -16,17 +23,18 @@ local function client_of(place)
 end
 
 local function hear_from(key, place)
-  redis.call('ZREM', silent_of(key), client_of(place) or '')
+  queued('ZREM', silent_of(key), client_of(place) or '')
 end
 
 -- The contender says since when it has waited, by its own clock and in ms: so all nodes have one order, however
 -- the attempts arrived. Where that clock is wrong by more than a second, this node's own decides.
 local function line_up(key, place, waited, since)
   local queue = queue_of(key)
-  if redis.call('ZCARD', queue) < LONGEST_QUEUE then
+  local length = queued('ZCARD', queue)
+  if type(length) == 'number' and length < LONGEST_QUEUE then
     local arrived, said = now_ms() - tonumber(waited), tonumber(since)
     if math.abs(said - arrived) <= 1000 then arrived = said end
-    redis.call('ZADD', queue, 'NX', digits(arrived), place)
+    queued('ZADD', queue, 'NX', digits(arrived), place)
   end
   redis.call('PEXPIRE', queue, QUEUE_MS)
 end
@@ -34,18 +42,18 @@ end
 -- Keep a free lock for the first in line that hears its call. Returns its place, or nil where none waits.
 local function call_next(key)
   local queue, silent, at = queue_of(key), {}, 0
-  for _, client in ipairs(redis.call('ZRANGE', silent_of(key), 0, -1)) do silent[client] = true end
+  for _, client in ipairs(queued('ZRANGE', silent_of(key), 0, -1)) do silent[client] = true end
   while true do
-    local place = redis.call('ZRANGE', queue, at, at)[1]
+    local place = queued('ZRANGE', queue, at, at)[1]
     if not place then return nil end
     local client, number = client_of(place)
     if silent[client or ''] then
       at = at + 1
     else
-      redis.call('ZREM', queue, place)
+      queued('ZREM', queue, place)
       local heard = redis.pcall('PUBLISH', NODE .. ':w:' .. (client or ''), number or '')
       if type(heard) == 'number' and heard > 0 then
-        redis.call('ZADD', silent_of(key), 0, client)
+        queued('ZADD', silent_of(key), 0, client)
         redis.call('PEXPIRE', silent_of(key), SILENT_MS)
         redis.call('SET', key, '>' .. place, 'PX', CLAIM_MS)
         return place

@@ -8,7 +8,7 @@ local state = redis.call('HMGET', NODE, 'e', 'cfg', 'b', 'c' .. ARGV[4])
 
 -- Most often one lock is ours still, no contender waits for it, and the counter is not behind: then it is only deleted.
 if #ARGV == 7 and state[1] == ARGV[3] and state[2] == ARGV[1]
-  and tonumber(state[4] or state[3]) >= tonumber(ARGV[5]) and let_go(KEYS[2], NONCE) then
+  and (tonumber(state[4] or state[3]) or 0 / 0) >= tonumber(ARGV[5]) and let_go(KEYS[2], NONCE) then
   return {'RELEASED'}
 end
 
@@ -29,7 +29,7 @@ for i = 1, LOCKS do
   local key = KEYS[i + 1]
   local nonce = read_lock(key)
   if place then hear_from(key, place) end
-  if leaves then redis.call('ZREM', queue_of(key), place) end
+  if leaves then queued('ZREM', queue_of(key), place) end
   if nonce == NONCE then
     pass_on(key)
     released = released + 1

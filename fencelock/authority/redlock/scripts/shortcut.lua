@@ -2,8 +2,8 @@
 
 -- Grant a lock that is free, with the counter after the last one; return nil, with nothing changed, where it is not.
 local function grant(epoch, key, nonce, ttl, field, last)
-  local counter = last + 1
-  if counter <= COUNTER_LIMIT and redis.call('SET', key, nonce .. '|' .. epoch .. '|' .. counter, 'PX', ttl, 'NX') then
+  local counter = (tonumber(last) or 0 / 0) + 1
+  if is_counter(counter) and redis.call('SET', key, nonce .. '|' .. epoch .. '|' .. counter, 'PX', ttl, 'NX') then
     redis.call('HSET', NODE, field, counter)
     return counter
   end
@@ -11,7 +11,7 @@ end
 
 -- Delete a lock that is ours still, unless a contender waits for it; return whether that was done.
 local function let_go(key, nonce)
-  local value = redis.call('GET', key)
-  return value and string.sub(value, 1, #nonce + 1) == nonce .. '|' and redis.call('EXISTS', queue_of(key)) == 0
+  local value = redis.pcall('GET', key)
+  return type(value) == 'string' and string.sub(value, 1, #nonce + 1) == nonce .. '|' and redis.call('EXISTS', queue_of(key)) == 0
     and redis.call('DEL', key)
 end

@@ -1,0 +1,139 @@
+"""Another program writes into the keys of a lock: that one says so, and no other hears of it."""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import redis
+
+from fencelock import LockTimeoutError, QuorumError, Redlock
+from proof.servers import Nodes
+from tests.redlock.stage import NODE_KEY
+
+LOCK, QUEUE, SILENT = (f"{NODE_KEY}:{kind}:order:1" for kind in "lqs")
+CLIENT = "0123456789abcdef"
+NONCE = f"{CLIENT}0198765432a"
+STRIPE = f"c{zlib.crc32(b'order:1') % 1024}"
+
+Write = Callable[[Any], object]
+
+#: What is in the place of a lock.
+HELD: dict[str, Write] = {
+    "a list": lambda node: node.rpush(LOCK, "x"),
+    "another value, and a queue that is none": lambda node: (node.set(QUEUE, "x"), node.set(LOCK, "someone")),
+    "an epoch too large": lambda node: node.set(LOCK, f"{NONCE}|99999999|5"),
+    "a counter of 0": lambda node: node.set(LOCK, f"{NONCE}|0|0"),
+    "5000 digits": lambda node: node.set(LOCK, f"{NONCE}|1|{'9' * 5000}"),
+    "no UTF-8": lambda node: node.set(LOCK, b"\xff\xfe\x00|\xff", px=5000),
+    "a value without an end": lambda node: node.set(LOCK, "plain"),
+    "nothing": lambda node: node.set(LOCK, "", px=5000),
+    "a claim without an end": lambda node: node.set(LOCK, ">x.1"),
+    "a client that is a list": lambda node: (
+        node.set(LOCK, f"{NONCE}|0|1", px=5000),
+        node.rpush(f"{NODE_KEY}:w:{CLIENT}", "x"),
+    ),
+    "a process id of 5000 digits": lambda node: (
+        node.set(LOCK, f"{NONCE}|0|1", px=5000),
+        node.set(f"{NODE_KEY}:w:{CLIENT}", f"host {'1' * 5000} program"),
+    ),
+}
+#: What is in the place of what helps.
+FREE: dict[str, Write] = {
+    "a queue that is a string": lambda node: node.set(QUEUE, "x"),
+    "silent clients that are a list": lambda node: node.rpush(SILENT, "x"),
+    "a queue of odd places": lambda node: node.zadd(QUEUE, {"": 1, "no dot": 2, b"\xff.\xff": 3}),
+}
+COUNTERS = ("abc", "-5", "1e300", "17592186044415", "1.5", "nan", "")
+
+
+def write(nodes: Nodes, how: Write) -> None:
+    """Have the same written to each node."""
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            how(client)
+
+
+@pytest.fixture(autouse=True)
+def _clear(nodes: Nodes) -> Any:
+    """Take all of that away afterwards."""
+    yield
+    for node in nodes:
+        with redis.Redis.from_url(node.url) as client:
+            client.delete(LOCK, QUEUE, SILENT, f"{NODE_KEY}:w:{CLIENT}")
+
+
+def take(authority: Redlock, name: str = "order:1", *, fair: bool = False) -> int:
+    """Acquire and release once; return the token."""
+    with authority.lock(name, timeout=0.3, fair=fair) as token:
+        return token
+
+
+@pytest.mark.parametrize("what", HELD)
+def test_what_is_in_the_place_of_a_lock(authority: Redlock, nodes: Nodes, what: str) -> None:
+    """It holds the lock, for all that is known; a sentence says so, and it can be freed."""
+    write(nodes, HELD[what])
+    with pytest.raises(
+        LockTimeoutError, match=r"no fencelock lease|held for ever|an unknown process|program"
+    ):
+        take(authority)
+    assert take(authority, "other")
+    assert authority.lock("order:1").locked()
+    (info,) = authority.inspect()
+    again = authority.inspect("order:1")
+    assert again is not None
+    assert replace(info, remaining=0) == replace(again, remaining=0)
+    assert info.resource == "order:1"
+    assert authority.force_release("order:1") is not None
+    assert authority.inspect() == []
+    assert take(authority)
+
+
+@pytest.mark.parametrize("what", FREE)
+def test_what_is_in_the_place_of_what_helps(authority: Redlock, nodes: Nodes, what: str) -> None:
+    """Locks are acquired, waited for, and given back."""
+    write(nodes, FREE[what])
+    assert take(authority)
+    assert authority.inspect() == []
+    with Redlock(nodes.urls) as rival, rival.lock("order:1"), suppress(LockTimeoutError):
+        take(authority)
+    assert take(authority, fair=True)
+    assert authority.inspect() == []
+
+
+@pytest.mark.parametrize("counter", COUNTERS)
+def test_what_is_in_the_place_of_a_counter(authority: Redlock, nodes: Nodes, counter: str) -> None:
+    """No token is made of it, no lock is left, and other counters go on."""
+    before = take(authority)
+    write(nodes, lambda node: node.hset(NODE_KEY, STRIPE, counter))
+    with pytest.raises(QuorumError, match="another program has written"):
+        take(authority)
+    assert authority.inspect() == []
+    assert take(authority, "other")
+    write(nodes, lambda node: node.hset(NODE_KEY, STRIPE, before))
+    assert take(authority) > before
+
+
+@pytest.mark.parametrize("what", [*HELD, *FREE])
+def test_no_other_lock_of_a_batch_hears_of_it(authority: Redlock, nodes: Nodes, what: str) -> None:
+    """Coroutines ask for many at once; the one with the odd value fails alone."""
+    write(nodes, {**HELD, **FREE}[what])
+
+    async def one(name: str) -> object:
+        try:
+            async with authority.lock(name, timeout=0.3) as token:
+                return token
+        except LockTimeoutError as error:
+            return error
+
+    async def main() -> list[object]:
+        return await asyncio.gather(*(one(f"order:{number}") for number in range(200)))
+
+    found = asyncio.run(main())
+    odd = [number for number, each in enumerate(found) if not isinstance(each, int)]
+    assert odd == ([1] if what in HELD else [])
