@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from typing import Final
@@ -19,6 +20,8 @@ def start(thread: threading.Thread) -> None:
     just begun, that method fails with an error of its own instead: it cannot strike the thread off a list, or
     gives back a lock that it does not hold.
     """
+    if sys.is_finalizing():  # Python 3.11 would wait for ever for it to begin
+        raise RuntimeError("the interpreter ends: no thread can be started any more")
     try:
         thread.start()
     except (KeyError, RuntimeError) as error:

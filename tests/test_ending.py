@@ -8,6 +8,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import time
 
 import pytest
 import redis
@@ -249,3 +250,123 @@ def test_callback_that_never_returns_does_not_keep_the_process(urls: list[str]) 
         assert told.wait(10)
     """
     assert end(start(urls, program)) == (0, "")
+
+
+#: What holds the lock, or waits for it, in threads that the interpreter freezes when it ends.
+DAEMONS = {
+    "a block, with daemons that wait": """
+        def work():
+            with quorum.lock("r", timeout=None):
+                time.sleep(60)
+        with quorum.lock("r"):
+            for _ in range(5):
+                threading.Thread(target=work, daemon=True).start()
+            time.sleep(0.4)
+            print("held", flush=True)
+    """,
+    "a lock that is never left, with daemons that wait": """
+        def work():
+            with quorum.lock("r", timeout=None):
+                time.sleep(60)
+        lock = quorum.lock("r")
+        lock.acquire()
+        for _ in range(5):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.4)
+        print("held", flush=True)
+    """,
+    "a daemon, with others that wait": """
+        def work():
+            with quorum.lock("r", timeout=None):
+                time.sleep(60)
+        for _ in range(6):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+        print("held", flush=True)
+    """,
+    "daemons that take it in turn": """
+        def work():
+            while True:
+                with quorum.lock("r"):
+                    time.sleep(0.01)
+        for _ in range(5):
+            threading.Thread(target=work, daemon=True).start()
+        time.sleep(0.5)
+        print("held", flush=True)
+    """,
+    "a loop in a daemon": """
+        async def work():
+            while True:
+                async with quorum.lock("r", timeout=None):
+                    await asyncio.sleep(0.01)
+        async def main():
+            await asyncio.gather(*(work() for _ in range(5)))
+        threading.Thread(target=asyncio.run, args=(main(),), daemon=True).start()
+        time.sleep(0.5)
+        print("held", flush=True)
+    """,
+}
+
+#: What leaves a lock, or takes one, when the interpreter throws away what its modules have.
+LATE = {
+    "a generator": """
+        def section():
+            with quorum.lock("r"):
+                yield
+        kept = section()
+        next(kept)
+        print("held", flush=True)
+    """,
+    "a context manager": """
+        from contextlib import contextmanager
+        @contextmanager
+        def section():
+            with quorum.lock("r"):
+                yield
+        kept = section()
+        kept.__enter__()
+        print("held", flush=True)
+    """,
+    "an object that releases": """
+        class Worker:
+            def __init__(self):
+                self.lock = quorum.lock("r")
+                self.lock.acquire()
+            def __del__(self):
+                self.lock.release()
+        kept = Worker()
+        print("held", flush=True)
+    """,
+    "an object that locks": """
+        class Worker:
+            def __del__(self):
+                try:
+                    quorum.lock("r").acquire()
+                except fencelock.LockError:
+                    pass
+        kept = Worker()
+        with quorum.lock("r"):
+            pass
+        print("held", flush=True)
+    """,
+}
+
+
+@pytest.mark.parametrize("program", DAEMONS)
+def test_no_lock_goes_to_a_thread_that_is_about_to_be_frozen(urls: list[str], program: str) -> None:
+    """Its own waiters are given up first; what they have got all the same is given back, too."""
+    process = start(urls, DAEMONS[program])
+    began = time.monotonic()
+    assert end(process)[0] == 0
+    assert time.monotonic() - began < 3
+    assert locked(urls) == 0
+
+
+@pytest.mark.parametrize("program", LATE)
+def test_what_is_thrown_away_at_last_neither_hangs_nor_locks(urls: list[str], program: str) -> None:
+    """The interpreter starts no thread any more, and what was given back is not given back again."""
+    process = start(urls, LATE[program])
+    began = time.monotonic()
+    assert end(process) == (0, "")
+    assert time.monotonic() - began < 3
+    assert locked(urls) == 0

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Annotated, Final
@@ -18,10 +20,12 @@ from fencelock.cli import shared
 from fencelock.errors import LockLostError, LockTimeoutError
 from fencelock.lock.lock import FencedLock
 
-#: The lock was not to be had: what `sysexits.h` calls a temporary failure, and cron's users may try again.
-NOT_ACQUIRED: Final = 75
+#: Our own statuses, from `sysexits.h`, which few commands have: the nodes or the database failed; another
+#: holder kept the lock; it was lost.
+FAILED, NOT_ACQUIRED, LOST = 74, 75, 76
 #: Seconds for a command to end after its lock was lost, before it is killed.
 _GRACE: Final = 10.0
+_PR_SET_PDEATHSIG: Final = 1
 
 
 def run(
@@ -35,26 +39,35 @@ def run(
 ) -> None:
     """Run a command under a lock: fencelock run RESOURCE -- COMMAND. Its token is in FENCELOCK_TOKEN.
 
-    The status is the command's; 75 where another holder kept the lock, and 1 where the lock was lost: then
-    the command is terminated, with all that it has started (but for what a terminal has begun).
+    The status is the command's; 75 where another holder kept the lock, 74 where it could not be decided, and
+    76 where the lock was lost: then the command is terminated, with all that it has started (but for what a
+    terminal has begun). On Linux the command is killed where this process is.
     """
     if not context.args:
-        shared.fail("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS")
+        shared.say("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", "red")
+        raise typer.Exit(2)
     command = _Command(context.args)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, command.on_signal)
-    with shared.authority_of(url, namespace) as authority:
-        lock = authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None)
-        try:
-            with lock:
-                status = command.run(lock)
-        except LockTimeoutError as error:
-            shared.say(str(error))
-            status = NOT_ACQUIRED
-        except LockLostError as error:  # maybe found only now
-            shared.say(str(error))
-            status = 1
+    try:
+        with shared.authority_of(url, namespace) as authority:
+            status = _run(command, authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None))
+    except typer.Exit:  # it has said why
+        status = FAILED
     raise typer.Exit(status)
+
+
+def _run(command: _Command, lock: FencedLock[int]) -> int:
+    try:
+        with lock:
+            return command.run(lock)
+    except LockTimeoutError as error:
+        shared.say(str(error))
+        return NOT_ACQUIRED
+    except LockLostError as error:  # maybe found only now
+        shared.say(str(error))
+        command.end_what_is_left()
+        return LOST
 
 
 class _Command:
@@ -85,13 +98,26 @@ class _Command:
                 else:
                     os.killpg(self._program.pid, number)
 
+    def end_what_is_left(self) -> None:
+        """Kill what the command has started, and what goes on, after a while: the lock is another's."""
+        until = time.monotonic() + _GRACE
+        with suppress(ProcessLookupError):
+            while self._program is not None and self._group is not None:
+                os.killpg(self._program.pid, 0 if time.monotonic() < until else signal.SIGKILL)
+                time.sleep(0.1)
+
     def run(self, lock: FencedLock[int]) -> int:
         """Run the command until it ends or the lease is lost; return its status, as a shell has it."""
         lease = lock.lease
         its = {"FENCELOCK_TOKEN": str(lease.fencing_token), "FENCELOCK_RESOURCE": lease.resource}
         self._starting = True
         try:
-            program = subprocess.Popen(self._arguments, env=os.environ | its, process_group=self._group)  # noqa: S603 - as typed
+            program = subprocess.Popen(  # noqa: S603 - as typed
+                self._arguments,
+                env=os.environ | its,
+                process_group=self._group,
+                preexec_fn=_dying_with_this_process() if sys.platform == "linux" else None,  # noqa: PLW1509
+            )
         except OSError as error:
             shared.say(f"{self._arguments[0]}: {error.strerror}")
             return 127  # as a shell says it
@@ -107,3 +133,15 @@ class _Command:
                     self._tell(signal.SIGKILL)
             else:
                 return 128 - status if status < 0 else status
+
+
+def _dying_with_this_process() -> Callable[[], None]:
+    """Return what a new process does first, so that Linux kills it where this one is killed."""
+    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+
+    def prepare() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(FAILED)
+
+    return prepare

@@ -17,10 +17,12 @@ from types import FrameType
 from fencelock.authority.base import in_use
 from fencelock.lock.hold import everything_held
 from fencelock.lock.releasing import release_hold
-from fencelock.lock.steps import run_blocking
+from fencelock.lock.steps import end_acquisitions, run_blocking, under_way
 
 #: Seconds that giving back may take at the end of the process; what is left ends by itself.
 _PATIENCE = 2.0
+#: Seconds between two looks whether a thread has got a lock meanwhile.
+_LOOK = 0.005
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +65,8 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Give back what is held, and then close all connections."""
+    """Give back what is held, also by threads that will be frozen, and then close all connections."""
+    end_acquisitions()
     _give_back_everything()
     for authority in list(in_use):
         authority.close()
@@ -71,11 +74,15 @@ def _end() -> None:
 
 def _give_back_everything() -> None:
     deadline = time.monotonic() + _PATIENCE
-    for hold in everything_held():
+    while (held := everything_held()) or under_way:
+        for hold in held:
+            if time.monotonic() > deadline:
+                logger.warning("leases are left that were not released; they end by themselves")
+                return
+            try:
+                run_blocking(release_hold(hold))
+            except Exception as error:  # noqa: BLE001 - the process ends; it must not end with this
+                logger.debug("a lease could not be released at the end of the process: %s", error)
         if time.monotonic() > deadline:
-            logger.warning("leases are left that were not released; they end by themselves")
             return
-        try:
-            run_blocking(release_hold(hold))
-        except Exception as error:  # noqa: BLE001 - the process ends; it must not end with this
-            logger.debug("a lease could not be released at the end of the process: %s", error)
+        time.sleep(_LOOK)

@@ -43,6 +43,7 @@ class Hold:
             that, and made locks again.
         release_ended: whether its release has been answered, or given up. Of the two that set these marks,
             the one that sees the other's releases once more; earlier, the release would hear of a loss.
+        given_back: whether its release has gone through, so that none is sent again.
         template: what `@fenced` was given; empty otherwise.
         since: when listeners were told that it is held; None until then, and when it has ended.
         place: the line of the program that has taken it, as code and number.
@@ -64,6 +65,7 @@ class Hold:
     planned: float = math.inf
     extended_behind: bool = False
     release_ended: bool = False
+    given_back: bool = False
     template: str = ""
     since: float | None = None
     loss: LossReason | Literal[""] = ""

@@ -168,6 +168,8 @@ def leave(block: Block) -> Steps[Loss | None]:
 
 def release_hold(hold: Hold) -> Steps[Loss | None]:
     """Give a hold back; return how to report it where it had been lost before."""
+    if hold.given_back:
+        return None
     lost = hold.lost
     remove(hold)
     if hold.inherited:
@@ -195,6 +197,7 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
     except BaseException:  # a cancellation, or of a signal handler; it was sent all the same
         hold.note_released()
         raise
+    hold.given_back = True
     found = _loss_of(hold) if lost or (released.answer is False and not again) else None
     hold.note_released(failure)
     return found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import shlex
+import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import Token as ContextToken
@@ -17,7 +18,7 @@ from fencelock._events import LockWaiting
 from fencelock._owners import running_loop
 from fencelock._steps import block, wait_for
 from fencelock.authority.base import Authority, GivenUp, Grant, asked_here, named
-from fencelock.errors import AuthorityError, LockTimeoutError
+from fencelock.errors import AuthorityError, LockError, LockTimeoutError
 from fencelock.lease import held_leases, latest_session
 from fencelock.lock.hold import holds_of
 
@@ -72,6 +73,15 @@ class Locking(Protocol):
 #: The acquisitions that wait for their authority.
 under_way: set[Acquisition] = set()
 
+_ends: list[bool] = []
+
+
+def end_acquisitions() -> None:
+    """Give up the acquisitions that wait, and refuse those of other threads from now on: the process ends."""
+    _ends[:] = [True]
+    for asked in list(under_way):
+        asked.given_up = True
+
 
 @dataclass(eq=False, repr=False, slots=True, kw_only=True)
 class Acquisition:
@@ -109,6 +119,9 @@ class Acquisition:
     def __enter__(self) -> None:
         """Be known to what waits for the authority."""
         under_way.add(self)
+        if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
+            under_way.discard(self)
+            raise LockError(f"{named(self.resources)} is not acquired any more: the process ends")
         self._before = asked_here.set(self)
 
     def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:

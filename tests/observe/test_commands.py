@@ -257,7 +257,7 @@ def test_run_waits_in_vain(kind: Kind, mine: Any) -> None:
     assert f"process {os.getpid()}" in ran.stderr
 
 
-@pytest.mark.parametrize(("arguments", "status"), [((), 1), (("--", "no-such-program"), 127)])
+@pytest.mark.parametrize(("arguments", "status"), [((), 2), (("--", "no-such-program"), 127)])
 def test_run_without_a_program(
     arguments: tuple[str, ...], status: int, authority: Redlock, node_urls: list[str]
 ) -> None:
@@ -275,7 +275,7 @@ def test_run_ends_a_command_whose_lock_was_lost(authority: Redlock, node_urls: l
         assert eventually(lambda: authority.inspect("job") is not None)
         began = time.monotonic()
         authority.force_release("job")
-        assert program.wait(30) == 1
+        assert program.wait(30) == 76
         assert time.monotonic() - began < 15
         assert program.stderr is not None
         assert b"ended before the work did" in program.stderr.read()
@@ -287,7 +287,7 @@ def test_run_whose_lock_was_lost_unnoticed(authority: Redlock, node_urls: list[s
     with subprocess.Popen([sys.executable, "-m", "fencelock", *command]) as program:
         assert eventually(lambda: authority.inspect("job") is not None)
         authority.force_release("job")
-        assert program.wait(30) == 1
+        assert program.wait(30) == 76
 
 
 def test_run_passes_signals_on(authority: Redlock, node_urls: list[str], tmp_path: Path) -> None:
@@ -319,6 +319,43 @@ def test_run_hears_a_signal_while_it_starts_the_command(
         assert program.wait(10) == 128 + signal.SIGTERM
     assert authority.inspect("job") is None
     assert not pids.exists() or not pids.read_text() or eventually(lambda: not runs(int(pids.read_text())))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent ended")
+@pytest.mark.usefixtures("authority")
+def test_run_that_is_killed_takes_the_command_along(node_urls: list[str], tmp_path: Path) -> None:
+    """It holds no lock any more as soon as its lease ends."""
+    pids = tmp_path / "pids"
+    script = f"echo $$ > {pids}.new; mv {pids}.new {pids}; exec sleep 60"
+    command = ("run", "job", "--url", ",".join(node_urls), "--", "sh", "-c", script)
+    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stdin=subprocess.DEVNULL) as program:
+        assert eventually(pids.exists)
+        program.kill()
+    assert eventually(lambda: not runs(int(pids.read_text())))
+
+
+def test_run_kills_what_ignores_that_the_lock_was_lost(
+    authority: Redlock, node_urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command ends when it is told to; what it has started does not, and is killed after the grace."""
+    pids = tmp_path / "pids"
+    deaf = f"trap '' TERM; echo $$ > {pids}.new; mv {pids}.new {pids}; while :; do sleep 0.2; done"
+    script = f'sh -c "{deaf.replace("$", chr(92) + "$")}" & sleep 60'
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (tmp_path / "sitecustomize.py").write_text("import fencelock.cli.run as run; run._GRACE = 1.0\n")
+    command = ("run", "job", "--ttl", "1", "--url", ",".join(node_urls), "--", "sh", "-c", script)
+    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stdin=subprocess.DEVNULL) as program:
+        assert eventually(pids.exists)
+        authority.force_release("job")
+        assert program.wait(30) == 76
+    assert eventually(lambda: not runs(int(pids.read_text())))
+
+
+def test_run_without_nodes_has_a_status_of_its_own() -> None:
+    """No command has run, and 1 would be taken for its own."""
+    ran = program("run", "job", "--url", "redis://127.0.0.1:1", "--timeout", "0", "--", "true")
+    assert ran.returncode == 74
+    assert "QuorumError" in ran.stderr
 
 
 def runs(pid: int) -> bool:
