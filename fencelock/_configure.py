@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, overload
@@ -21,6 +23,8 @@ if TYPE_CHECKING:
 
 
 _Authority = TypeVar("_Authority", bound=Authority)
+
+logger = logging.getLogger("fencelock.authority")
 
 #: What makes an authority of a URL, by its scheme before any `+`.
 _FACTORIES: dict[str, Callable[..., Redlock | Database]] = {
@@ -60,9 +64,27 @@ def configure(authority: Any, **options: Any) -> Any:
     if ready and options:
         raise TypeError(f"{authority!r} has its settings already; these belong to it: {', '.join(options)}")
     made = authority if ready else _make(authority, options)
+    if (url := os.environ.get("FENCELOCK_URL", "")) and url != authority and _place(url) != _place(made):
+        logger.warning(
+            "configure() has named %r, and FENCELOCK_URL something else: it counts for commands, such as "
+            "`fencelock run`, and not for this process",
+            made,
+        )
     with _lock:
         _default = made
     return made
+
+
+def _place(authority: Any) -> object:
+    """Return where an authority is, whatever its driver, user and settings."""
+    if isinstance(authority, str):
+        try:
+            authority = _make(authority, {})
+        except (ValueError, TypeError, ImportError):
+            return None
+    if isinstance(authority, Redlock):
+        return {*authority.nodes}
+    return re.sub(r"\+\w+(?=://)|(?<=//)[^@/]*@|:(?:5432|3306)(?=/)|\?.*|>$", "", repr(authority))
 
 
 def factory_of(url: str) -> Callable[..., Redlock | Database]:

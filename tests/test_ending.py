@@ -12,6 +12,7 @@ import time
 
 import pytest
 import redis
+from uvicorn import Config, Server
 
 from fencelock import Redlock, exit_on_signals
 from proof.servers import Nodes
@@ -199,6 +200,17 @@ def test_handler_of_the_program_is_respected() -> None:
     thread.start()
     thread.join()
     assert "main thread" in str(failures[0])
+
+
+def test_handler_of_a_server_stays() -> None:
+    """It leaves the blocks by itself."""
+    handler = Server(Config("none")).handle_exit
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        exit_on_signals(signal.SIGUSR1)
+        assert signal.getsignal(signal.SIGUSR1) == handler
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_signal_that_the_process_was_started_to_ignore_stays_ignored(urls: list[str]) -> None:

@@ -604,6 +604,34 @@ def test_default_authority_comes_from_the_environment(
         assert token == 2
 
 
+@pytest.mark.parametrize(
+    ("environment", "named", "warns"),
+    [
+        ("redis://a:1,redis://b:2", "redis://b:2,redis://a:1", False),
+        ("redis://a:1", "redis://b:2", True),
+        ("sqlite:///x.db", "redis://b:2", True),
+        ("sqlite:///x.db", "sqlite+aiosqlite:///x.db", False),
+        ("postgresql+psycopg://cli:x@h/shop", "postgresql+asyncpg://app:y@h:5432/shop?ssl=prefer", False),
+        ("postgresql+psycopg://h/shop", "postgresql+psycopg://h/other", True),
+        ("nonsense", "redis://b:2", True),
+        ("", "redis://b:2", False),
+    ],
+)
+def test_configure_warns_where_the_environment_names_another_place(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    environment: str,
+    named: str,
+    *,
+    warns: bool,
+) -> None:
+    """Commands use that, so that a program and `fencelock run` would not exclude each other."""
+    monkeypatch.setattr(_configure, "_default", None)
+    monkeypatch.setenv("FENCELOCK_URL", environment)
+    fencelock.configure(named)
+    assert ("FENCELOCK_URL" in caplog.text) is warns
+
+
 def test_lock_is_released_where_it_was_granted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the process default is configured anew while it is held; the next hold is of the new one."""
     monkeypatch.setattr(_configure, "_default", None)

@@ -23,7 +23,7 @@ from fencelock.authority.database.database import Database
 from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
-from fencelock.authority.redlock.transport.endpoints import split_urls
+from fencelock.authority.redlock.transport.endpoints import as_redis, split_urls
 from fencelock.cli import shared
 from fencelock.cli.database_settings import of_galera, of_granting, of_settings
 from fencelock.cli.findings import Finding, note
@@ -119,7 +119,7 @@ def _of_url(url: str, name: str) -> list[Finding]:
     if "+" in url.partition("://")[0]:
         return [note(name, "is behind Sentinel or a cluster", "ask its servers themselves")]
     try:
-        with Redis.from_url(url, socket_timeout=5, socket_connect_timeout=5) as node:
+        with Redis.from_url(as_redis(url), socket_timeout=5, socket_connect_timeout=5) as node:
             return list(_of_node(node, name))
     except RedisError as error:
         return [Finding(name, f"cannot be asked: {error}", "see that it runs, and its ACL has +info")]

@@ -21,6 +21,8 @@ from fencelock.lock.steps import end_acquisitions, run_blocking, under_way
 
 #: Seconds that giving back may take at the end of the process; what is left ends by itself.
 _PATIENCE = 2.0
+#: Packages whose workers leave their blocks when a signal ends them.
+_SERVERS = frozenset({"uvicorn", "gunicorn", "hypercorn"})
 #: Seconds between two looks whether a thread has got a lock meanwhile.
 _LOOK = 0.005
 
@@ -36,6 +38,8 @@ def exit_on_signals(*signals: signal.Signals) -> None:
     Args:
         *signals: which; SIGTERM by default. The exit status is 128 and the signal's number, as in shells.
 
+    A server that ends its workers itself, such as uvicorn or gunicorn, needs it not: its handlers stay.
+
     Raises:
         RuntimeError: outside the main thread, or if the program handles a signal itself: have that handler
             call `sys.exit()` then.
@@ -44,7 +48,7 @@ def exit_on_signals(*signals: signal.Signals) -> None:
         raise RuntimeError("signal handlers can only be installed by the main thread: call this at the start")
     handlers = {number: signal.getsignal(number) for number in signals or (signal.SIGTERM,)}
     for number, handler in handlers.items():
-        if handler not in {signal.SIG_IGN, signal.SIG_DFL, _exit}:
+        if handler not in {signal.SIG_IGN, signal.SIG_DFL, _exit} and not _is_of_a_server(handler):
             raise RuntimeError(
                 f"{signal.Signals(number).name} has a handler already: have it call sys.exit(), which leaves "
                 "the blocks and gives back what is held"
@@ -55,8 +59,12 @@ def exit_on_signals(*signals: signal.Signals) -> None:
                 "%s stays ignored, as this process was started (nohup does that): it ends nothing",
                 signal.Signals(number).name,
             )
-        else:
+        elif not _is_of_a_server(handler):
             signal.signal(number, _exit)
+
+
+def _is_of_a_server(handler: object) -> bool:
+    return str(getattr(handler, "__module__", "")).partition(".")[0] in _SERVERS
 
 
 def _exit(number: int, _frame: FrameType | None) -> None:

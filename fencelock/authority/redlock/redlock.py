@@ -71,6 +71,8 @@ class Redlock(Stepped):
 
     kinds: ClassVar[frozenset[str]] = frozenset({"fair"})
     aio: AsyncRedlock
+    _names: tuple[str, ...] = ()
+    _namespace = DEFAULT_NAMESPACE
 
     def __init__(
         self,

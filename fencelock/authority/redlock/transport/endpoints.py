@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, Final
 from urllib.parse import quote, unquote
 
@@ -57,7 +57,7 @@ class Server:
     """One address, and how to connect to it: a class of blocking connections, and its keyword arguments."""
 
     connection_class: Any
-    settings: Mapping[str, Any]
+    settings: Mapping[str, Any] = field(repr=False)
 
     def new_connection(self, protocol: int = 3) -> Any:
         """Return a connection that has not been opened."""
@@ -184,8 +184,14 @@ def split_urls(text: str) -> list[str]:
 
 
 def _masked(url: str) -> str:
-    """Return what an error may show of a URL that is wrong somewhere: nothing before its last @."""
-    return re.sub(r"(?s)^([^:]*).*@", r"\1://***@", url).partition("?")[0]
+    """Return what an error may show of a URL that is wrong somewhere: no user, and no port that is none."""
+    hidden = re.sub(r"(?s)^([^:]*).*@", r"\1://***@", url).partition("?")[0]
+    return re.sub(r"(?s)^([^:]*://[^/@]*):(?!\d+(?:/|$)).*", r"\1:***", hidden) if "@" not in url else hidden
+
+
+def as_redis(url: str) -> str:
+    """Return a URL with the scheme that redis-py knows."""
+    return re.sub(r"^valkey(s?)(?=\+|:)", r"redis\1", url)
 
 
 def endpoint_of(source: Source, timeout: float) -> Endpoint:
@@ -197,7 +203,7 @@ def endpoint_of(source: Source, timeout: float) -> Endpoint:
     """
     try:
         if isinstance(source, str):
-            return _of_url(re.sub(r"^valkey(s?)(?=\+|:)", r"redis\1", source), timeout)
+            return _of_url(as_redis(source), timeout)
         if isinstance(source, redis.RedisCluster):
             return _of_cluster(source, timeout)
         if isinstance(source, redis.Redis):
@@ -227,9 +233,9 @@ def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
 def _pool_of(url: str) -> Any:
     try:
         pool: Any = redis.ConnectionPool.from_url(url)
-    except ValueError as error:
-        why = "" if "@" in url else f" ({error})"  # which may quote a part of the password
-        raise ValueError(f"is no URL of a Redis node{why}; write {_FORMS}") from None
+    except ValueError:  # which may quote a part of the password
+        why = "a port is a number, and a user with a password ends with @"
+        raise ValueError(f"is no URL of a Redis node ({why}); write {_FORMS}") from None
     if not pool.connection_kwargs.keys() & {"host", "path"}:
         raise ValueError(f"names no host; write {_FORMS}")
     return pool
