@@ -7,6 +7,7 @@ leases of one that is killed end with their ttl. SIGTERM kills by default: `exit
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import signal
 import sys
@@ -73,10 +74,13 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Give back what is held, also by threads that will be frozen, and then close all connections."""
+    """Give back all leases, also those of threads that will be frozen, and then close all connections."""
     end_acquisitions()
     _give_back_everything()
     for authority in list(in_use):
+        if (settle := getattr(authority, "settle", None)) is not None:
+            with contextlib.suppress(Exception):  # the process ends; it must not end with this
+                settle()
         authority.close()
 
 

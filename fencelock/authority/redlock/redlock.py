@@ -8,7 +8,7 @@ import random
 import time
 from collections import Counter
 from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Final, TypeVar
 
 from fencelock._checks import check_seconds
 from fencelock._owners import name_of_process
@@ -130,6 +130,15 @@ class Redlock(Stepped):
         recoverer, self._recoverer = self._recoverer, Recoverer(self._connect, self._recovering)
         recoverer.close()
         self.aio.close_everywhere()
+
+    def settle(self) -> None:
+        """Have the nodes hear of releases that are owed: those of acquisitions that were interrupted."""
+        read = messages.Command("read", "", (self._node_key,), ("",))
+        everyone = range(len(self._nodes))
+        patience = min(self._node_timeout, _FAREWELL)
+        self._connections.settle(
+            messages.Broadcast(read, everyone, lambda answers: len(answers) == len(everyone), patience)
+        )
 
     def acquiring(
         self,
@@ -350,6 +359,10 @@ class Redlock(Stepped):
         """Return what to type; passwords are left for whoever types it."""
         namespace = "" if self._namespace == DEFAULT_NAMESPACE else f" --namespace {self._namespace}"
         return f"fencelock init{namespace} {' '.join(node.url_to_type for node in self._nodes)}"
+
+
+_FAREWELL: Final = 0.5
+"""Seconds that the end of the process may take for what is owed."""
 
 
 def _default_base() -> int:

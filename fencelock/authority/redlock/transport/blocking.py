@@ -141,6 +141,11 @@ class SharedConnections(Links):
             self._in_line.pop(place, None)
             self._inside.pop(stack, None)
 
+    def settle(self, request: Broadcast) -> None:
+        """Have the nodes hear of releases that are owed, ahead of a request to all of them."""
+        if self._nodes.owes:
+            self.broadcast(request)
+
     def close(self) -> None:
         """Close every connection; what waits for answers is told. Using these again opens others."""
         self._check_not_inside()

@@ -358,6 +358,11 @@ class NodeConnections:
             if broadcast is not None and not broadcast.over:
                 broadcast.add_reply(index, failure)
 
+    @property
+    def owes(self) -> bool:
+        """Whether a node has not been told of a RELEASE yet."""
+        return any(node.owed for node in self._nodes)
+
     def drop_spoilt(self) -> None:
         """Give up the connections on which answers could be taken for others."""
         for index, node in enumerate(self._nodes):
