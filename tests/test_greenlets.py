@@ -220,6 +220,60 @@ def test_greenlets_take_turns(nodes: Nodes, patch: str) -> None:
     assert seen == ["18 True"]
 
 
+def test_timeouts_and_kills_strike_while_connections_open(nodes: Nodes) -> None:
+    """A thousand of each, at any switch: nothing else comes out, and nothing is left."""
+    seen = run(
+        nodes,
+        GEVENT["all"],
+        """
+        import gevent, random
+        dice, odd, struck = random.Random(5), [], {"timeout": 0, "kill": 0}
+        end = time.monotonic() + 40
+
+        def take(name):
+            with quorum.lock(name, ttl=5, timeout=2):
+                pause(0)
+
+        def guarded(name):
+            try:
+                take(name)
+            except (AuthorityError, LockTimeoutError):
+                pass
+            except Exception as error:
+                odd.append(repr(error))
+
+        def with_timeouts(number):
+            while struck["timeout"] < 1000 and time.monotonic() < end:
+                with gevent.Timeout(dice.uniform(0, 0.01), False):
+                    guarded(f"t{number}")
+                    continue
+                struck["timeout"] += 1
+
+        def with_kills(number):
+            while struck["kill"] < 1000 and time.monotonic() < end:
+                greenlet = gevent.spawn(guarded, f"k{number}")
+                pause(dice.uniform(0, 0.01))
+                struck["kill"] += not greenlet.ready()
+                greenlet.kill()
+
+        def close():
+            while min(struck.values()) < 1000 and time.monotonic() < end:
+                quorum.close()
+                pause(0.02)
+
+        workers = [gevent.spawn(work, number) for number in range(20) for work in (with_timeouts, with_kills)]
+        workers.append(gevent.spawn(close))
+        gevent.joinall(workers, raise_error=True)
+        for number in range(20):
+            for name in (f"t{number}", f"k{number}"):
+                with quorum.lock(name, ttl=5, timeout=10):
+                    pass
+        print(*sorted(set(odd)), min(struck.values()) > 300)
+        """,
+    )
+    assert seen == ["True"]
+
+
 @pytest.mark.parametrize("patch", BLOCKS)
 def test_greenlet_that_blocks_its_thread_never_shares_a_token(nodes: Nodes, patch: str) -> None:
     """It ends at its timeout."""

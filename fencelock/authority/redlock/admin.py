@@ -192,7 +192,9 @@ def _state(node: int, name: str, report: NodeReport, census: Census | None) -> t
     listed, seat = census.membership, census.waiting.get(node)
     addresses = ", ".join(listed.addresses)
     if seat is not None and not census.has_quorum and not census.complete:
-        why = "too few nodes remember what was promised: fencelock init --after-loss"
+        away = len(census.reports) < len(listed.seats)
+        first = "bring back the nodes that are away; if they are lost, too: " if away else ""
+        why = f"too few nodes remember what was promised: {first}fencelock init --after-loss"
     elif seat is not None:
         state = NodeState.RECOVERING if report.ticket else state
         why = "waits for a client that uses it"

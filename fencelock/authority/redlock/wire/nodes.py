@@ -68,7 +68,7 @@ class _Node:
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
-        self.failure = Answer(Said.UNREACHABLE, detail="not connected yet")
+        self.failure = Answer(Said.UNREACHABLE, detail="it has not answered yet")
         self.failures = 0
         self.retry_at = -math.inf
         self.introduce_at = -math.inf
