@@ -11,11 +11,12 @@ The events are not frozen, because each field of a frozen dataclass costs as muc
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal, TypeVar
+
+from fencelock._platform import in_forked_child
 
 logger = logging.getLogger("fencelock.observe")
 
@@ -258,7 +259,7 @@ def forget(listener: Listener) -> None:
 
 #: The threads that call listeners at this moment, with the events that each has to tell after that.
 _telling: dict[int, list[Event]] = {}
-os.register_at_fork(after_in_child=_telling.clear)
+in_forked_child(_telling.clear)
 
 
 def tell(event: Event) -> None:

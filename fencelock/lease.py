@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import os
 import re
 import time
 import unicodedata
@@ -22,6 +21,7 @@ from contextvars import ContextVar
 from typing import Any, final
 from weakref import ref
 
+from fencelock._platform import in_forked_child
 from fencelock.errors import CommitInDoubtError, LockLostError, NotHeldError
 from fencelock.tokens import check as check_token
 
@@ -62,8 +62,7 @@ latest_session: ContextVar[ref[Any] | None] = ContextVar("fencelock_latest_sessi
 
 #: Stands for this process. A fork puts in another, and inherited leases are lost.
 _process = [object()]
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=lambda: _process.__setitem__(0, object()))
+in_forked_child(lambda: _process.__setitem__(0, object()))
 
 
 @final

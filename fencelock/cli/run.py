@@ -46,6 +46,9 @@ def run(
     if not context.args:
         shared.say("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", "red")
         raise typer.Exit(2)
+    if not hasattr(os, "killpg"):
+        shared.say("fencelock run needs process groups, which this system has not", "red")
+        raise typer.Exit(FAILED)
     command = _Command(context.args)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, command.on_signal)

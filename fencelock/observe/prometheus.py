@@ -40,6 +40,7 @@ from fencelock._events import (
     UnfencedWriteRefused,
     WrittenWithoutLease,
 )
+from fencelock._platform import in_forked_child
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.errors import AuthorityError, FencelockError
 from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_of_lock
@@ -105,7 +106,7 @@ class Metrics:
         self._registry = registry
         self._later: deque[Event] = deque()
         self._start_over()
-        os.register_at_fork(after_in_child=self._start_over)
+        in_forked_child(self._start_over)
         registry.register(self)
         self._made: list[Any] = [self]
         self._name = label

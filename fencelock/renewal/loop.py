@@ -9,11 +9,11 @@ import asyncio
 import contextlib
 import contextvars
 import math
-import os
 import time
 from weakref import WeakKeyDictionary, ref
 
 from fencelock._owners import running_loop
+from fencelock._platform import in_forked_child
 from fencelock._steps import wait_for
 from fencelock.authority.base import Authority
 from fencelock.renewal.schedule import Renewable, Renewer, ask, tell
@@ -93,5 +93,4 @@ def for_loop(authority: Authority) -> LoopRenewer:
     return renewers.get(authority) or renewers.setdefault(authority, LoopRenewer(loop))
 
 
-if hasattr(os, "register_at_fork"):  # in a forked child nothing is held
-    os.register_at_fork(after_in_child=_of_loops.clear)
+in_forked_child(_of_loops.clear)  # nothing is held there

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextvars
 import math
-import os
 import threading
 import time
 from weakref import WeakKeyDictionary
 
 from fencelock import _threads
+from fencelock._platform import in_forked_child
 from fencelock._steps import block
 from fencelock._threads import sleep_until_rung
 from fencelock.authority.base import Authority
@@ -132,5 +132,4 @@ def for_thread(authority: Authority) -> ThreadRenewer:
     return _of_threads.get(authority) or _of_threads.setdefault(authority, ThreadRenewer())
 
 
-if hasattr(os, "register_at_fork"):  # in a forked child no thread has come along, and nothing is held
-    os.register_at_fork(after_in_child=_of_threads.clear)
+in_forked_child(_of_threads.clear)  # no thread has come along, and nothing is held

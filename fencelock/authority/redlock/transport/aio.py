@@ -64,6 +64,11 @@ class LoopConnections(Links):
     def __init__(
         self, loop: asyncio.AbstractEventLoop, nodes: Sequence[Node], node_key: str, **options: Any
     ) -> None:
+        if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader:
+            raise RuntimeError(
+                f"{type(loop).__name__} does not tell when a socket can be read, and locks on nodes of Redis "
+                "wait for that: asyncio.run(main(), loop_factory=asyncio.SelectorEventLoop), from Python 3.12"
+            )
         super().__init__(nodes, node_key, new_connection=BatchingConnection, **options)
         self._sockets: dict[int, socket.socket] = {}
         #: What connecting threads have opened and the loop has not taken over yet.

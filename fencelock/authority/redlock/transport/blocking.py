@@ -28,7 +28,7 @@ from fencelock.authority.redlock.protocol.messages import Broadcast, Round
 from fencelock.authority.redlock.protocol.queue import QUEUE
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
-from fencelock.authority.redlock.transport.polling import Patched, new_poll
+from fencelock.authority.redlock.transport.polling import READ, WRITE, Selected, new_poll
 from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.waits import (
     Wait,
@@ -46,7 +46,7 @@ _TAKES_MORE: Final = 0.05
 FRESH: Final = 0.01
 
 
-_BOTH: Final = select.POLLIN | select.POLLOUT
+_BOTH: Final = READ | WRITE
 
 
 class _Link(NamedTuple):
@@ -251,11 +251,11 @@ class SharedConnections(Links):
 
     # Moving bytes. With the mutex held.
 
-    def _new_poll(self, descriptors: Iterable[int]) -> select.poll | Patched:
+    def _new_poll(self, descriptors: Iterable[int]) -> select.poll | Selected:
         """Return what waits for these sockets apart from the one that reads for all."""
         poll = new_poll()
         for descriptor in descriptors:
-            poll.register(descriptor, _BOTH if descriptor in self._congested else select.POLLIN)
+            poll.register(descriptor, _BOTH if descriptor in self._congested else READ)
         return poll
 
     def _read(self, ready: Sequence[tuple[int, int]], now: float) -> None:
@@ -301,7 +301,7 @@ class SharedConnections(Links):
         connection.changing -= 1
         if is_all == (sock.fileno() in self._congested):
             (self._congested.discard if is_all else self._congested.add)(sock.fileno())
-            self._poll.register(sock.fileno(), select.POLLIN if is_all else _BOTH)
+            self._poll.register(sock.fileno(), READ if is_all else _BOTH)
 
     def disconnect(self, node: int) -> None:
         for descriptor, link in tuple(self._links.items()):
@@ -332,7 +332,7 @@ class SharedConnections(Links):
             else:
                 descriptor = opened.sock.fileno()
                 self._links[descriptor] = link = _Link(node, opened.sock, connection)
-                self._poll.register(descriptor, select.POLLIN)
+                self._poll.register(descriptor, READ)
                 self._write(link)
             self._changed.ring()
         self._inside.pop(stack, None)

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import select
 import sys
+import time
 from collections.abc import Callable
 from typing import Any
 
 from fencelock._owners import blocks_greenlets
 
+#: The numbers of `poll`; Windows has no names for them.
+READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 
-class Patched:
-    """What waits where monkey-patching has replaced `select.poll`, for threads one after the other.
 
-    That of gevent belongs to the event loop of the thread in which it was made, and whoever waited with it in
-    another thread would change that loop behind its back: so each wait has its own.
-    """
+class Selected:
+    """What waits where there is no `select.poll`, as on Windows: for at most some hundred sockets there."""
 
     def __init__(self) -> None:
         self._events: dict[int, int] = {}
@@ -25,6 +25,25 @@ class Patched:
 
     def unregister(self, descriptor: int) -> None:
         del self._events[descriptor]
+
+    def poll(self, timeout: float) -> list[tuple[int, int]]:
+        """Return the sockets on which something has arrived, after so many milliseconds at the latest."""
+        reading, writing = (
+            [each for each, events in self._events.items() if events & way] for way in (READ, WRITE)
+        )
+        if not reading:  # Windows refuses to wait for none
+            time.sleep(timeout / 1000)
+            return []
+        readable, writable, _ = select.select(reading, writing, [], timeout / 1000)
+        return [(each, READ) for each in readable] + [(each, WRITE) for each in writable]
+
+
+class Patched(Selected):
+    """What waits where monkey-patching has replaced `select.poll`, for threads one after the other.
+
+    That of gevent belongs to the event loop of the thread in which it was made, and whoever waited with it in
+    another thread would change that loop behind its back: so each wait has its own.
+    """
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
         """Return the sockets on which something has arrived, after so many milliseconds at the latest."""
@@ -40,12 +59,14 @@ def _original() -> Any:
     return sys.modules["gevent.monkey"].get_original("select", "poll")
 
 
-def new_poll() -> select.poll | Patched:
+def new_poll() -> select.poll | Selected:
     """Return what waits for sockets, and waits for none yet.
 
     Raises:
-        RuntimeError: there is no `select.poll`.
+        RuntimeError: eventlet has taken `select.poll` away.
     """
     if not hasattr(select, "poll"):
-        raise RuntimeError("select.poll is missing. eventlet takes it away: use gevent, threads or asyncio")
+        if "eventlet" in sys.modules:
+            raise RuntimeError("eventlet takes select.poll away: use gevent, threads or asyncio")
+        return Selected()
     return select.poll() if blocks_greenlets(select.poll) else Patched()

@@ -1,0 +1,126 @@
+"""Systems that have no fork, no poll and few signals: played here by taking them away."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+from fencelock import Redlock
+from proof.servers import Nodes
+from tests.pages.blocks import blocks, read
+
+pytestmark = pytest.mark.timed
+
+#: Run by Python before anything else.
+WITHOUT = """
+    import os, select, signal, sys
+
+    for library, names in {
+        os: ["fork", "forkpty", "register_at_fork", "killpg", "setsid", "getppid", "geteuid", "uname"],
+        select: ["poll", "epoll", "POLLIN", "POLLOUT"],
+        signal: ["SIGALRM", "SIGKILL", "SIGHUP", "SIGQUIT", "SIGUSR1", "SIGUSR2", "setitimer"],
+    }.items():
+        for name in names:
+            vars(library).pop(name, None)
+    for name in ("fcntl", "grp", "pwd", "resource", "termios", "uvloop"):
+        sys.modules[name] = None
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A folder with README's file, in which Python has less than here."""
+    (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(WITHOUT))
+    (page,) = (block.text for block in blocks(read("README.md")) if block.file == "refused.py")
+    (tmp_path / "refused.py").write_text(page)
+    return tmp_path
+
+
+def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run Python there."""
+    return subprocess.run(
+        [sys.executable, "-W", "error", *arguments],
+        cwd=folder,
+        env={"PYTHONPATH": str(folder), "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_readmes_file_runs_over_sqlite(folder: Path) -> None:
+    """As printed."""
+    done = run(folder, "refused.py")
+    assert done.returncode == 0, done.stderr
+    assert "refused: token" in done.stdout
+    assert done.stdout.endswith("balance: 150\n")
+
+
+@pytest.mark.parametrize("is_asyncio", [False, True])
+def test_readmes_file_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio: bool) -> None:
+    """Blocking code waits by `select.select`; loops by what `selectors` finds."""
+    with Redlock(nodes[0].url) as authority:
+        authority.init()
+    page = (folder / "refused.py").read_text()
+    page = page.replace("fencelock.configure(engine)", f"fencelock.configure({nodes[0].url!r})")
+    if is_asyncio:
+        page += textwrap.dedent(
+            """
+            async def wait():
+                import asyncio
+                async def one():
+                    async with fenced_lock("hot", timeout=20):
+                        await asyncio.sleep(0.01)
+                await asyncio.gather(*(one() for _ in range(20)))
+
+            if __name__ == "__main__":
+                import asyncio
+                asyncio.run(wait())
+            """
+        )
+    (folder / "refused.py").write_text(page)
+    done = run(folder, "refused.py")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.endswith("balance: 150\n")
+
+
+@pytest.mark.parametrize("command", ["init", "inspect", "nodes", "doctor"])
+def test_commands_run(folder: Path, nodes: Nodes, command: str) -> None:
+    """On a node."""
+    with Redlock(nodes[0].url) as authority:
+        authority.init()
+    given = {"init": [nodes[0].url], "nodes": ["--current", nodes[0].url]}
+    done = run(folder, "-m", "fencelock", command, *given.get(command, ["--url", nodes[0].url]))
+    assert "Traceback" not in done.stderr, done.stderr
+    assert done.returncode in {0, 3}, done.stderr
+
+
+def test_run_says_what_it_needs(folder: Path) -> None:
+    """Process groups, for what a command starts."""
+    done = run(folder, "-m", "fencelock", "run", "job", "--url", "sqlite:///x.db", "--", "true")
+    assert (done.returncode, "process groups" in done.stderr) == (74, True), done.stderr
+
+
+class Proactor(asyncio.BaseEventLoop):
+    """A loop that tells of no sockets, as the default one on Windows."""
+
+
+def test_a_loop_that_tells_of_no_sockets_is_named(nodes: Nodes) -> None:
+    """And so is the one to choose."""
+    loop = Proactor()
+    asyncio._set_running_loop(loop)
+    try:
+        with (
+            Redlock(nodes.urls) as authority,
+            pytest.raises(RuntimeError, match=r"Proactor .*SelectorEventLoop"),
+        ):
+            authority.lock("r").aio.acquire().send(None)
+    finally:
+        asyncio._set_running_loop(None)
+        loop.close()
