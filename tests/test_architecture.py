@@ -49,7 +49,7 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-VALUES = "_checks _databases _engines _events _owners _steps _threads errors holder lease tokens"
+VALUES = "_checks _databases _engines _events _owners _platform _steps _threads errors holder lease tokens"
 REDLOCK = "authority.redlock"
 ARROWS = {
     # room: the rooms that it may know, imports for types and imports in functions included
