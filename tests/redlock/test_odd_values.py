@@ -132,6 +132,8 @@ def test_no_other_lock_of_a_batch_hears_of_it(authority: Redlock, nodes: Nodes, 
             return error
 
     async def main() -> list[object]:
+        async with authority.lock("warm"):
+            pass
         return await asyncio.gather(*(one(f"order:{number}") for number in range(200)))
 
     found = asyncio.run(main())

@@ -21,13 +21,13 @@ for _, key in ipairs(keys) do
   if LOCKS == 0 and ARGV[5] ~= '' then
     if left == -1 then answer[#answer + 1] = key end
   else
-    local nonce, epoch = read_lock(key)
+    local nonce, _, _, value = read_lock(key)
     if nonce and (string.sub(nonce, 1, 1) ~= '>' or left < 0) then
-      local client, value = string.sub(nonce, 1, 16), epoch and redis.call('GET', key) or nonce
+      local client = string.sub(nonce, 1, 16)
       told[client] = told[client] or string_at(NODE .. ':w:' .. client)
       local waiters = redis.pcall('ZCARD', queue_of(key))
       waiters = type(waiters) == 'number' and tostring(waiters) or '0'
-      local its = {string.sub(key, #prefix + 1), value, tostring(left), waiters, told[client]}
+      local its = {string.sub(key, #prefix + 1), value or nonce, tostring(left), waiters, told[client]}
       for _, fact in ipairs(its) do answer[#answer + 1] = fact end
     end
   end

@@ -31,14 +31,16 @@ local function refusal(epoch, admitted_run_id, membership, closed)
   if closed then return {'CLOSED'} end
 end
 
--- What a lock key holds: the nonce, epoch and counter of the grant. One that EXTEND has made again has no counter. A claim
+-- What a lock key holds: the nonce, epoch and counter of the grant, and all of the value. One that EXTEND has made again has no counter. A claim
 -- is itself. Anything else, of whatever type, is foreign: '#' and its digest, which is the nonce for RELEASE.
 local function read_lock(key)
   local value = redis.pcall('GET', key)
   if not value then return nil end
   if type(value) ~= 'string' then return '#' end
   local nonce, epoch, counter = string.match(value, '^([^|]+)|(%d+)|(%w+)$')
-  if nonce or string.sub(value, 1, 1) == '>' then return nonce or value, tonumber(epoch), tonumber(counter) end
+  if nonce or string.sub(value, 1, 1) == '>' then
+    return nonce or value, tonumber(epoch), tonumber(counter), value
+  end
   return '#' .. redis.sha1hex(value)
 end
 
