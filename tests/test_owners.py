@@ -177,6 +177,16 @@ def test_lost_block_of_another_caller_is_left_and_not_the_holders(authority: Dat
     assert lease.released
 
 
+def test_error_says_nothing_of_an_outer_lease_that_is_lost(authority: Database, tmp_path: Path) -> None:
+    """Another process has the lock by then: this thread waits for that one, and not for itself."""
+    rival = Database(create_engine(f"sqlite:///{tmp_path}/leases.db"))
+    outer = lock(authority, ttl=0.3, renew=False, if_lost="warn")
+    with rival, outer, rival.lock("order:1", timeout=5), pytest.raises(LockTimeoutError) as refused:
+        lock(authority).acquire()
+    assert "very thread" not in str(refused.value)
+    assert "started this one" not in str(refused.value)
+
+
 GEVENT = """
     from gevent import monkey
     {patch}

@@ -34,12 +34,11 @@ def exit_on_signals(*signals: signal.Signals) -> None:
     """Have signals end the process as `sys.exit` does: blocks are left, and what is held is given back.
 
     Nothing is installed unless this is called. SIGINT needs it not: KeyboardInterrupt leaves the blocks. A
-    signal that the process ignores, as `nohup` has it ignore SIGHUP, stays ignored; a log line says so.
+    signal that the process ignores, as `nohup` has it ignore SIGHUP, stays ignored; a log line says so. The
+    handlers of uvicorn, gunicorn and hypercorn stay, too: they have the blocks left by themselves.
 
     Args:
         *signals: which; SIGTERM by default. The exit status is 128 and the signal's number, as in shells.
-
-    A server that ends its workers itself, such as uvicorn or gunicorn, needs it not: its handlers stay.
 
     Raises:
         RuntimeError: outside the main thread, or if the program handles a signal itself: have that handler
@@ -86,7 +85,8 @@ def _end() -> None:
 
 def _give_back_everything() -> None:
     deadline = time.monotonic() + _PATIENCE
-    while (held := everything_held()) or under_way:
+    here = threading.get_ident()  # an acquisition of this thread cannot go on any more
+    while (held := everything_held()) or any(asked.thread != here for asked in list(under_way)):
         for hold in held:
             if time.monotonic() > deadline:
                 logger.warning("leases are left that were not released; they end by themselves")

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Awaitable, Callable, Generator
 from contextvars import Token as ContextToken
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from types import CodeType
 from typing import Any, Protocol, TypeVar
@@ -92,6 +92,7 @@ class Acquisition:
         given_up: whether `FencedLock.cancel` has given it up.
         had_to_wait: whether listeners have been told that it waits.
         answer: the grant.
+        thread: in which it waits.
     """
 
     authority: Authority
@@ -103,6 +104,7 @@ class Acquisition:
     given_up: bool = False
     had_to_wait: bool = False
     answer: Any = None
+    thread: int = field(default_factory=threading.get_ident)
     _before: ContextToken[Any] | None = None
 
     def block(self) -> None:
@@ -151,7 +153,8 @@ class Acquisition:
 
     def _why_in_vain(self) -> str:
         """Tell whether this very thread holds it; or the context that this one was copied from."""
-        holds, inherited = holds_of(self.authority, self.resources), held_leases()
+        holds = [hold for hold in holds_of(self.authority, self.resources) if not hold.lost]
+        inherited = held_leases()
         here = None if running_loop() else threading.get_ident()
         for hold in holds:
             if hold.thread == here and hold.loop() is None:
