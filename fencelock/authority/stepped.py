@@ -72,7 +72,7 @@ class Stepped(abc.ABC):
         """Return the locks that are held of these resources; of all, where none is named."""
 
     @abc.abstractmethod
-    def forcing(self, resource: str) -> Steps[LockInfo | None]:
+    def forcing(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
         """Do as `force_release`."""
 
     @abc.abstractmethod
@@ -126,8 +126,10 @@ class Stepped(abc.ABC):
         """Tell for how many seconds one of them is held: see `Authority`."""
         return _last_end(self.run(self.inspecting(resources)))
 
-    def force_release(self, resource: str) -> LockInfo | None:
+    def force_release(self, resource: str, *, token: int | None = None) -> LockInfo | None:
         """Give back what another holds, and return what it was; None where it was free.
+
+        With a token, only the holder that has it loses the lock: repeated, it takes nothing from a successor.
 
         Nothing stops the holder, which hears of it when it extends its lease. Have a new holder claim what
         the old one may write, so that the database refuses it: `fencelock release --force` does so.
@@ -135,7 +137,7 @@ class Stepped(abc.ABC):
         Raises:
             AuthorityError: it could not be done, or not be told whether it was.
         """
-        return self.run(self.forcing(check_resource(resource)))
+        return self.run(self.forcing(check_resource(resource), token))
 
     @overload
     def inspect(self, resource: str, /) -> LockInfo | None: ...

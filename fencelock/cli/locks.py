@@ -26,11 +26,13 @@ from sqlalchemy.orm import Session
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.cli import shared
-from fencelock.errors import FencelockError
+from fencelock.errors import FencelockError, StaleTokenError
 from fencelock.guard.gate import gate
+from fencelock.guard.leases import bind
 from fencelock.guard.sql import conditional_update
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
 from fencelock.holder import LockInfo
+from fencelock.lease import Lease
 from fencelock.observe.history import EVENT_TABLE, note, read
 
 logger = logging.getLogger("fencelock.command")
@@ -222,6 +224,7 @@ def release(
     *,
     force: Annotated[bool, typer.Option("--force", help="Yes, take it from its holder.")] = False,
     reason: Annotated[str, typer.Option(help="Why; it is required, and logged.")] = "",
+    token: Annotated[int | None, typer.Option(help="Only from the holder that has this token.")] = None,
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
@@ -232,7 +235,7 @@ def release(
         typer.Option(help="Let a row in it refuse the holder, orders:id=1; once for each row."),
     ] = None,
 ) -> None:
-    """Take a lock from its holder. Status 3: it was free.
+    """Take a lock from its holder. Status 3: it was free, or another holder than that of --token has it.
 
     The holder is not stopped, and its lock is lost. With --database the gate refuses it from now on, and with
     --claim that row does, too. Any other row refuses it once the next holder has written or claimed it.
@@ -246,9 +249,10 @@ def release(
         engine = opened.enter_context(shared.database_at(database)) if database else None
         if engine is not None:
             _check_tables(engine, rows)
-        was = authority.force_release(resource)
+        was = authority.force_release(resource, token=token)
         if was is None:
-            shared.say(f"{resource!r} was free")
+            free = "was free" if token is None else f"is not held with token {token}"
+            shared.say(f"{resource!r} {free}")
         else:
             holder = str(was.holder or "what is not fencelock")
             facts = {"resource": resource, "token": was.token, "holder": holder, "reason": reason}
@@ -260,7 +264,7 @@ def release(
             elif sqlalchemy.inspect(engine).has_table(EVENT_TABLE):
                 note(engine, "forced", resource, was.token, f"from {holder}: {reason}")
         if engine is not None:
-            _raise_fences(authority, engine, resource, rows)
+            _raise_fences(authority, engine, resource, rows, token if was is None else was.token)
     if was is None:
         raise typer.Exit(shared.FOUND_NOTHING)
 
@@ -284,12 +288,25 @@ def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> Non
 
 
 def _raise_fences(
-    authority: Redlock | Database, engine: Engine, resource: str, rows: list[tuple[str, dict[str, str]]]
+    authority: Redlock | Database,
+    engine: Engine,
+    resource: str,
+    rows: list[tuple[str, dict[str, str]]],
+    old: int | None,
 ) -> None:
-    """Lock with a new token, and pass the gate and claim the rows with it, so that older ones are refused."""
+    """Pass the gate and claim the rows with a larger token than the old one, so that its holder is refused.
+
+    The next number is no larger than that of any successor, which need not be waited for. Where no old token
+    is known, a new one is locked for.
+    """
     dialect = engine.dialect
     try:
-        with authority.lock(resource, ttl=3, timeout=5) as token, Session(engine) as session:
+        with ExitStack() as held, Session(engine) as session:
+            if old is None:
+                token = held.enter_context(authority.lock(resource, ttl=3, timeout=5))
+            else:
+                token = old + 1
+                bind(session.connection(), Lease(resource, token))
             if dialect.name != "sqlite":  # which waits for 5 seconds itself
                 is_postgresql = dialect.name == "postgresql"
                 wait = "LOCAL lock_timeout = '5s'" if is_postgresql else "innodb_lock_wait_timeout = 5"
@@ -300,6 +317,9 @@ def _raise_fences(
                 if session.connection().exec_driver_sql(sql, its).rowcount == 0:
                     shared.fail(f"{name} has no row {key}, or a newer holder has it; no fence was raised")
             session.commit()
+    except StaleTokenError:
+        shared.say(f"a newer holder of {resource!r} has passed already, so older ones are refused")
+        return
     except (FencelockError, SQLAlchemyError) as error:
         shared.fail(
             f"no fence was raised: {str(error).splitlines()[0]}. If a transaction of the old holder is open, "

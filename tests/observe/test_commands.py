@@ -7,8 +7,10 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,18 @@ import redis
 from sqlalchemy import Engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import Database, FencedModel, Redlock, StaleTokenError, claim, fence_table, gate
+from fencelock import (
+    Database,
+    FencedModel,
+    Lease,
+    Redlock,
+    StaleTokenError,
+    bind,
+    bypass,
+    claim,
+    fence_table,
+    gate,
+)
 from fencelock.cli.shared import without_password
 from proof.servers import Nodes
 from tests.authorities.kinds import Kind
@@ -185,6 +198,48 @@ def test_release_by_force_has_the_database_refuse_the_victim(
             session.rollback()
     wrong = program(*force, "--claim", "cm_orders:id=7")
     assert "no row" in wrong.stderr
+
+
+@pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
+def test_release_by_force_needs_not_wait_for_those_in_line(engine: Engine, kind: Kind, mine: Any) -> None:
+    """The next one has the lock, and keeps it; the old holder is refused, and a repeat takes nothing."""
+    Base.metadata.create_all(engine)
+    database = engine.url.render_as_string(hide_password=False)
+    with Session(engine) as session, bypass(session):
+        session.add(Order(id=1))
+        session.commit()
+    victim = mine.lock("order:1", ttl=60, renew=False, if_lost="warn")
+    old = victim.acquire()
+    entered, leave = threading.Event(), threading.Event()
+
+    def succeed() -> int:
+        with mine.lock("order:1", timeout=30) as token:
+            entered.set()
+            leave.wait(30)
+            return int(token)
+
+    with ThreadPoolExecutor(1) as threads:
+        successor = threads.submit(succeed)
+        time.sleep(0.5)
+        of_old = ("--token", str(old.fencing_token), "--database", database, "--url", kind.url)
+        force = ("release", "order:1", "--force", "--reason", "paused", *of_old)
+        taken = program(*force, "--claim", "cm_orders:id=1")
+        assert taken.returncode == 0, taken.stderr
+        assert entered.wait(10)
+        again = program(*force)
+        assert (again.returncode, "is not held with token" in again.stderr) == (3, True), again.stderr
+        held = mine.inspect("order:1")
+        leave.set()
+        assert held is not None
+        assert held.token == successor.result()
+    with Session(engine) as session:
+        bind(session, Lease("order:1", old.fencing_token))
+        with pytest.raises(StaleTokenError):
+            claim(session, Order, 1)
+    with Session(engine) as session:
+        bind(session, Lease("order:1", held.token))
+        claim(session, Order, 1)
+    victim.release()
 
 
 def test_release_by_force_beside_an_open_transaction(

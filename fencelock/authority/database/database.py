@@ -130,11 +130,14 @@ class Database(Acquiring):
 
         return self.asking(Work(look))
 
-    def forcing(self, resource: str) -> Steps[LockInfo | None]:
-        found = yield from self.inspecting((resource,))
-        work = Work(lambda connection: connection.execute(self._says.force, {"resource": resource}))
-        yield from self.asking(work)
-        return next(iter(found), None)
+    def forcing(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
+        (found,) = (yield from self.inspecting((resource,))) or (None,)
+        if token is not None and found is not None and found.token != token:
+            return None
+        asked = {"resource": resource, "token": token if found is None else found.token}
+        if asked["token"] is not None:
+            yield from self.asking(Work(lambda connection: connection.execute(self._says.force, asked)))
+        return found
 
     def dump(self, grant: Grant) -> dict[str, Any]:
         return {"database": self._dialect, "nonce": grant.proof}

@@ -246,7 +246,7 @@ class Statements:
         self.remint = said(words["remint"])
         self.token = said("SELECT token FROM {table} WHERE {held}")
         self.release = said(words["release"])
-        self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource")
+        self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource AND token = :token")
         #: What the row of no resource notes, the largest token, and the time of a token that is minted now.
         self.floor = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
         #: A first token is above each token that is so old, and than clocks can be off.

@@ -191,8 +191,8 @@ class Redlock(Stepped):
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         return inspecting.look(self._see, resources)
 
-    def forcing(self, resource: str) -> Steps[LockInfo | None]:
-        return inspecting.force(self._see, resource)
+    def forcing(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
+        return inspecting.force(self._see, resource, token)
 
     def endless(self, pattern: str) -> dict[str, list[str]]:
         """Return the keys without an end that match a pattern of Redis, by each node that votes.

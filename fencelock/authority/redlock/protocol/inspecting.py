@@ -80,8 +80,12 @@ def look(see: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Br
     ]
 
 
-def force(see: Callable[[], NodeSet], resource: str) -> Generator[Broadcast, Any, LockInfo | None]:
+def force(
+    see: Callable[[], NodeSet], resource: str, token: int | None
+) -> Generator[Broadcast, Any, LockInfo | None]:
     """Release a lock, whoever holds it; return what it was, or None where none was left on any node.
+
+    With a token, None too where another one than its holder has the lock.
 
     Its holder hears of that when it extends the lease.
 
@@ -90,6 +94,8 @@ def force(see: Callable[[], NodeSet], resource: str) -> Generator[Broadcast, Any
     """
     node_set, seen, _ = yield from _seen_by_nodes(see, (resource,))
     its = list(seen.get(resource, {}).values())
+    if token is not None and its and _info(resource, its).token != token:
+        return None
     for nonce in {each.nonce for each in its}:
         attempt = Attempt.of(node_set, (resource,), nonce, 0.0)
         command = release_command(node_set, attempt, 0, (0,))
