@@ -126,7 +126,7 @@ def test_the_page_tells_what_happens(
 
     story.say(
         "That process does not answer. `release --force` takes the lock from it. With `--database` it also",
-        "locks with a new token and passes the gate; with `--claim` it claims the row. Both refuse the old",
+        "passes the gate with the next token; with `--claim` it claims the row. Both refuse the old",
         "token from then on.",
     )
     story.type(
