@@ -184,6 +184,7 @@ def test_node_that_has_forgotten_the_client(authority: Redlock, rival: Redlock, 
         assert str(info.holder).startswith("an unknown process since 20")
 
 
+@pytest.mark.timed
 def test_many_locks_take_pages(authority: Redlock, node_urls: list[str]) -> None:
     """Ten thousand are found, and no script has looked at all."""
     with authority.lock("order:0"):

@@ -16,6 +16,8 @@ from fencelock import LockTimeoutError, QuorumError, Redlock
 from proof.servers import Nodes
 from tests.redlock.stage import NODE_KEY
 
+pytestmark = pytest.mark.timed
+
 LOCK, QUEUE, SILENT = (f"{NODE_KEY}:{kind}:order:1" for kind in "lqs")
 CLIENT = "0123456789abcdef"
 NONCE = f"{CLIENT}0198765432a"
@@ -134,7 +136,7 @@ def test_no_other_lock_of_a_batch_hears_of_it(authority: Redlock, nodes: Nodes, 
     async def main() -> list[object]:
         async with authority.lock("warm"):
             pass
-        return await asyncio.gather(*(one(f"order:{number}") for number in range(200)))
+        return await asyncio.gather(*(one(f"order:{number}") for number in range(100)))
 
     found = asyncio.run(main())
     odd = [number for number, each in enumerate(found) if not isinstance(each, int)]
