@@ -294,10 +294,9 @@ def _raise_fences(
     rows: list[tuple[str, dict[str, str]]],
     old: int | None,
 ) -> None:
-    """Pass the gate and claim the rows with a larger token than the old one, so that its holder is refused.
+    """Pass the gate and claim the rows with the number after the old token; no successor has a smaller one.
 
-    The next number is no larger than that of any successor, which need not be waited for. Where no old token
-    is known, a new one is locked for.
+    Where no old token is known, a new one is locked for.
     """
     dialect = engine.dialect
     try:

@@ -83,9 +83,7 @@ def look(see: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Br
 def force(
     see: Callable[[], NodeSet], resource: str, token: int | None
 ) -> Generator[Broadcast, Any, LockInfo | None]:
-    """Release a lock, whoever holds it; return what it was, or None where none was left on any node.
-
-    With a token, None too where another one than its holder has the lock.
+    """Release a lock, whoever holds it, or the holder of a token; return what it was, or None for none.
 
     Its holder hears of that when it extends the lease.
 
