@@ -364,21 +364,24 @@ LATE = {
 }
 
 
+def end_soon_without_a_lock(urls: list[str], program: str) -> str:
+    """Run a program to its end; return what was written to stderr."""
+    process = start(urls, program)
+    began = time.monotonic()
+    status, errors = end(process)
+    assert status == 0
+    assert time.monotonic() - began < 3
+    assert locked(urls) == 0
+    return errors
+
+
 @pytest.mark.parametrize("program", DAEMONS)
 def test_no_lock_goes_to_a_thread_that_is_about_to_be_frozen(urls: list[str], program: str) -> None:
     """Its own waiters are given up first; what they have got all the same is given back, too."""
-    process = start(urls, DAEMONS[program])
-    began = time.monotonic()
-    assert end(process)[0] == 0
-    assert time.monotonic() - began < 3
-    assert locked(urls) == 0
+    end_soon_without_a_lock(urls, DAEMONS[program])
 
 
 @pytest.mark.parametrize("program", LATE)
 def test_what_is_thrown_away_at_last_neither_hangs_nor_locks(urls: list[str], program: str) -> None:
     """The interpreter starts no thread any more, and what was given back is not given back again."""
-    process = start(urls, LATE[program])
-    began = time.monotonic()
-    assert end(process) == (0, "")
-    assert time.monotonic() - began < 3
-    assert locked(urls) == 0
+    assert end_soon_without_a_lock(urls, LATE[program]) == ""

@@ -46,9 +46,10 @@ def exit_on_signals(*signals: signal.Signals) -> None:
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("signal handlers can only be installed by the main thread: call this at the start")
-    handlers = {number: signal.getsignal(number) for number in signals or (signal.SIGTERM,)}
+    found = {number: signal.getsignal(number) for number in signals or (signal.SIGTERM,)}
+    handlers = {number: handler for number, handler in found.items() if not _is_of_a_server(handler)}
     for number, handler in handlers.items():
-        if handler not in {signal.SIG_IGN, signal.SIG_DFL, _exit} and not _is_of_a_server(handler):
+        if handler not in {signal.SIG_IGN, signal.SIG_DFL, _exit}:
             raise RuntimeError(
                 f"{signal.Signals(number).name} has a handler already: have it call sys.exit(), which leaves "
                 "the blocks and gives back what is held"
@@ -59,7 +60,7 @@ def exit_on_signals(*signals: signal.Signals) -> None:
                 "%s stays ignored, as this process was started (nohup does that): it ends nothing",
                 signal.Signals(number).name,
             )
-        elif not _is_of_a_server(handler):
+        else:
             signal.signal(number, _exit)
 
 
