@@ -131,6 +131,7 @@ class Authority(Protocol):
 
     - `close()` closes its connections, and using it again opens them again. One that is in `in_use` is closed
       when the interpreter exits, after what is held has been given back.
+    - `settle()` sends the releases that are owed; called before that.
     - `kinds`, a `frozenset` of what else it can do: `"fair"`.
     - `holder_ttl(resources)`, also of `aio`, tells for how many seconds one of them is held; None for none.
     - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` the grant of it again.
