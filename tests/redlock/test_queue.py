@@ -170,16 +170,18 @@ def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None
 
 
 def test_queue_is_bounded_and_ends(scripts: Scripts) -> None:
-    """However many wait, a node keeps the first 128, and not for longer than they wait unheard.
+    """However many wait, a node keeps those that have waited longest, whenever they come.
 
-    One that is full is kept alive like any other.
+    So all nodes keep the same. One that is full is kept alive like any other.
     """
-    for number in range(140):
-        scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}"))
+    for number in range(1005):
+        scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}", waited=number / 1000))
     queue = f"{NODE_KEY}:q:r"
-    assert len(queue_of(scripts)) == 128
+    assert len(queue_of(scripts)) == 1000
+    assert queue_of(scripts)[0] == "client.1004"
+    assert "client.0" not in queue_of(scripts)
     assert 0 < int(str(scripts.client.pttl(queue))) <= 5000
-    for number in (5, 139):
+    for number in (0, 1004):
         scripts.client.pexpire(queue, 100)
         scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}"))
         assert int(str(scripts.client.pttl(queue))) > 1000

@@ -2,7 +2,7 @@
 -- that has been called are hints: they can make this node say HELD, and never more than that. A claim is a lock
 -- of no client, '>' and the place, that only the contender at this place may take over.
 local CLAIM_MS = 100       -- how long the lock is kept for a contender that was called: longer than any wake-up
-local LONGEST_QUEUE = 128  -- a later contender looks from time to time instead
+local LONGEST_QUEUE = 1000  -- the youngest beyond that look from time to time instead
 local QUEUE_MS = 5000      -- longer than any contender waits without looking again
 local SILENT_MS = 60000    -- how long a client is passed over that was called and has not come; it comes by itself
 
@@ -30,12 +30,10 @@ end
 -- the attempts arrived. Where that clock is wrong by more than a second, this node's own decides.
 local function line_up(key, place, waited, since)
   local queue = queue_of(key)
-  local length = queued('ZCARD', queue)
-  if type(length) == 'number' and length < LONGEST_QUEUE then
-    local arrived, said = now_ms() - tonumber(waited), tonumber(since)
-    if math.abs(said - arrived) <= 1000 then arrived = said end
-    queued('ZADD', queue, 'NX', digits(arrived), place)
-  end
+  local arrived, said = now_ms() - tonumber(waited), tonumber(since)
+  if math.abs(said - arrived) <= 1000 then arrived = said end
+  queued('ZADD', queue, 'NX', digits(arrived), place)
+  queued('ZREMRANGEBYRANK', queue, LONGEST_QUEUE, -1)
   redis.call('PEXPIRE', queue, QUEUE_MS)
 end
 
