@@ -11,7 +11,7 @@ RUN := $(VENV)/bin/
 # A process of tests that crashes ends the run: pytest-xdist would start another one and may wait forever (its issue 784).
 BY_FILE := --dist loadfile --max-worker-restart 0
 
-.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases torture-galera torture-patroni retries spec spec-long proof mutation clean
+.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases torture-edges torture-galera torture-patroni retries spec spec-long proof mutation clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -27,6 +27,7 @@ help:
 	@echo "make simulate   the shipped algorithm with everything going wrong, seed by seed until Ctrl-C (SIMULATE='--seeds 1000', '--replay 62 --nodes 3')"
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
 	@echo "make torture-databases  the same over each database that grants leases, in short, and its controls (five minutes)"
+	@echo "make torture-edges  the same with signal handlers that raise, frozen clients in line, odd values and partial writes, and controls (seven minutes)"
 	@echo "make torture-galera  three nodes of MariaDB Galera that grant leases, while they are killed, paused and cut off, and a control (four minutes)"
 	@echo "make torture-patroni  three nodes of PostgreSQL under Patroni, the same with switchovers, failovers and two primaries, and a control (eleven minutes)"
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
@@ -104,6 +105,9 @@ torture: $(VENV)/installed
 
 torture-databases: $(VENV)/installed
 	$(RUN)python -m proof.torture.trials --databases
+
+torture-edges: $(VENV)/installed
+	$(RUN)python -m proof.torture.trials --edges
 
 torture-galera: $(VENV)/installed
 	$(RUN)python -m proof.torture.trials --galera

@@ -24,7 +24,7 @@ from pathlib import Path
 
 from proof.torture.run import skipped_faults
 from proof.torture.settings import DATABASE, NODES, Settings, default_faults
-from proof.torture.trials import CORE, DENSE, NAIVE, NAIVE_TABLE, PAUSED, databases
+from proof.torture.trials import CORE, DENSE, EDGE, EDGES, NAIVE, NAIVE_TABLE, PAUSED, databases
 
 ROOT = Path(__file__).parents[1]
 #: Configurations of the model that are explored within seconds; those with an M leave a rule out.
@@ -49,6 +49,8 @@ MODEL = (
     *("M one closing pass", "M no next", "M recovery reads closed nodes", "M a list comes again"),
     *("M no claim", "M no guard", "M not what was loaded", "M no row lock"),
 )
+#: What each fault at the edges breaks where the library has nothing against it.
+_BREAKS = {"signal": "P1", "line-freeze": "line", "odd-value": "error", "partial-write": "error"}
 #: Seconds after which a proof in short is said to hang.
 _PATIENCE = 600
 
@@ -109,6 +111,11 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
     yield _torture("no guard", folder, *no_guard, breaks="lost update")
     yield _torture("naive tokens", folder, *NAIVE, "--duration", "12", breaks="P1")
     yield _torture("statements without a claim", folder, *CORE, "--duration", "12", breaks="lost update")
+    for fault, options in EDGES.items():
+        edge = ("--fault", fault, *EDGE, *options)
+        yield _torture(fault, folder, *edge, "--duration", "10", says=[f" {fault}"])
+        control = (*edge, "--duration", "15", "--without-mends")
+        yield _torture(f"{fault} without mends", folder, *control, breaks=_BREAKS[fault])
     for name, where in databases(stack).items():
         faults = _faults(DATABASE, where[3])
         yield _torture(f"{name} grants leases", folder, *where, *DENSE, "--duration", "12", says=faults)
@@ -125,6 +132,7 @@ LONG = (
     Proof("mutants: searched for from the first seed", _python("proof.simulation.mutants", "--jobs", "2")),
     Proof("torture", ["make", "torture"]),
     Proof("torture-databases", ["make", "torture-databases"]),
+    Proof("torture-edges", ["make", "torture-edges"]),
     Proof("retries", ["make", "retries"]),
 )
 

@@ -23,7 +23,10 @@ from operator import attrgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fencelock import errors
 from proof.torture.history import (
+    COUNTER,
+    STRUCK,
     TWO_PRIMARIES,
     WORKER_KILL,
     Acquisition,
@@ -31,6 +34,7 @@ from proof.torture.history import (
     Failure,
     Fault,
     HistoryError,
+    Left,
     Outcome,
     Record,
     Release,
@@ -40,6 +44,7 @@ from proof.torture.history import (
     Write,
     read_records,
 )
+from proof.torture.settings import GENTLE
 
 #: How many violations are printed; all of them are counted.
 SHOWN = 20
@@ -48,7 +53,11 @@ _BEARABLE = frozenset(
     {"node-blank", "node-rolling", "node-rollback", "node-flush", "database-kill", WORKER_KILL}
 )
 _SECOND = 1_000_000_000
-_R = TypeVar("_R", Run, Acquisition, Failure, Release, Write, Fault, Row, Cut)
+#: Names of what a call may end with.
+_ERRORS = frozenset({*errors.__all__, STRUCK})
+#: Seconds that one frozen process may hold up a line, beyond a lease of its own.
+_LINE_SECONDS = 2.0
+_R = TypeVar("_R", Run, Acquisition, Failure, Release, Left, Write, Fault, Row, Cut)
 _Named = TypeVar("_Named", Acquisition, Write)
 
 
@@ -61,6 +70,11 @@ class Rule(StrEnum):
     NO_STALE_ACCEPT = "stale accept"  #: nothing was written below a token that the row had seen
     LEASE_KEPT = "lost lease"  #: a lease that is renewed ends only with its holder, while a majority is well
     RIGHT_LIST = "wrong list"  #: nobody with the right list of nodes is told that it is wrong
+    OUR_ERRORS = (
+        "error"  #: each error is the library's own; none says of nodes that are well that they are not
+    )
+    MOVING_LINE = "line"  #: who waits in turn is held up for a moment by a process that does not answer
+    NOTHING_LEFT = "left"  #: what is given back, interrupted or refused leaves no lock beyond its ttl
     FENCE_ABOVE = "fence"  #: at the end, the row's fence is not below any token that was written with
 
 
@@ -240,6 +254,12 @@ def _violations(facts: _Facts) -> Iterator[Violation]:
         yield from _at_the_end(row, facts.written.get(name, []))
     yield from _lost_leases(facts)
     yield from _wrong_lists(facts)
+    yield from _wrong_errors(facts)
+    yield from _held_up_lines(facts)
+    for left in facts.of(Left):
+        yield Violation(
+            Rule.NOTHING_LEFT, left.resource, left.at, f"worker {left.worker} had given it back, and holds it"
+        )
 
 
 def _duplicates(acquired: Sequence[Acquisition]) -> Iterator[Violation]:
@@ -316,6 +336,66 @@ def _wrong_lists(facts: _Facts) -> Iterator[Violation]:
                 failure.ended,
                 f"worker {failure.worker} was told: {failure.message}",
             )
+
+
+def _wrong_errors(facts: _Facts) -> Iterator[Violation]:
+    """Find errors that are not the library's, and those that say of nodes which are well that they are not.
+
+    A counter that is none hits who asked for its resource, also together with others. A handler that raises
+    has its worker's connections closed.
+    """
+    hit = [
+        fault
+        for fault in facts.of(Fault)
+        if fault.fault in {"signal", "line-freeze"} or fault.detail == COUNTER
+    ]
+    asked: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
+    for failure in facts.of(Failure):
+        asked[failure.worker, failure.began].add(failure.resource)
+    expected = _ERRORS - {"QuorumError", "AuthorityError"} if _is_gentle(facts) else _ERRORS
+    for failure in facts.of(Failure):
+        targets = {f"worker {failure.worker}"}
+        targets |= {f"resource {resource}" for resource in asked[failure.worker, failure.began]}
+        is_hit = failure.error in _ERRORS and any(
+            fault.target in targets and fault.began < failure.ended and fault.ended + _SECOND > failure.began
+            for fault in hit
+        )
+        if failure.error not in expected and not is_hit:
+            yield Violation(
+                Rule.OUR_ERRORS,
+                failure.resource,
+                failure.ended,
+                f"worker {failure.worker} got {failure.error}: {failure.message}",
+            )
+
+
+def _held_up_lines(facts: _Facts) -> Iterator[Violation]:
+    """Find resources that no worker got although others than the frozen one waited."""
+    if not _is_gentle(facts):
+        return
+    longest = int((facts.of(Run)[0].settings["ttl"] + _LINE_SECONDS) * _SECOND)
+    waits: defaultdict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for one in facts.of(Acquisition):
+        waits[one.resource].append((one.began, one.completed, one.worker))
+    for failure in facts.of(Failure):
+        waits[failure.resource].append((failure.began, failure.ended, failure.worker))
+    for fault in facts.of(Fault):
+        if fault.fault != "line-freeze":
+            continue
+        for resource, acquired in facts.acquired.items():
+            got = sorted(one.completed for one in acquired if fault.began < one.completed < fault.ended)
+            for start, end in itertools.pairwise([fault.began, *got, fault.ended]):
+                if end - start > longest and any(
+                    began <= start and ended >= start + longest and fault.target != f"worker {worker}"
+                    for began, ended, worker in waits[resource]
+                ):
+                    yield Violation(
+                        Rule.MOVING_LINE, resource, end, f"no worker got it for {_ms(end - start)}"
+                    )
+
+
+def _is_gentle(facts: _Facts) -> bool:
+    return GENTLE.issuperset(facts.of(Run)[0].settings.get("faults", ("none",)))
 
 
 def _acknowledged(written: Iterable[Write]) -> list[Write]:

@@ -22,7 +22,7 @@ from fencelock._engines import blocking_engine
 from fencelock.errors import FencelockError
 from proof.servers import ServerError
 from proof.torture.checker import describe
-from proof.torture.history import Style
+from proof.torture.history import Manner, Style
 from proof.torture.picture import report
 from proof.torture.run import Result, run, skipped_faults
 from proof.torture.settings import FAULTS, NODES, PROMISED, Settings, default_faults
@@ -39,6 +39,10 @@ _STYLE = (
 _DATABASE = (
     "postgresql (embedded), sqlite, galera or patroni (three nodes that are set up), or the SQLAlchemy URL "
     "of your own."
+)
+_MANNER = (
+    "How holders behave, may be given again; each as often as the others. By default most are quick. large "
+    "comes with the fault partial-write only."
 )
 _USE = "[bold red]This is going to use servers of yours.[/] It is for test deployments only:"
 _USE_NODES = (
@@ -85,6 +89,11 @@ def torture(
     seed: Annotated[int | None, Option(help="Of all that is chosen at random; random by default.")] = None,
     output: Annotated[Path | None, Option(help="A new folder; named by the time by default.")] = None,
     style: Annotated[list[Style] | None, Option(help=_STYLE)] = None,
+    manner: Annotated[list[Manner] | None, Option(help=_MANNER)] = None,
+    without_mends: Annotated[
+        bool,
+        Option("--without-mends", help="A control: the library lacks what it has against the chosen faults."),
+    ] = False,
     without_guard: Annotated[
         bool, Option("--without-guard", help="A control: the table has no fence. Must end WRONG.")
     ] = False,
@@ -121,6 +130,8 @@ def torture(
             think=think,
             seed=random.SystemRandom().randrange(1_000_000) if seed is None else seed,
             styles=tuple(dict.fromkeys(style or PROMISED)),
+            manners=tuple(dict.fromkeys(manner or Manner)),
+            mends=not without_mends,
             guard=not without_guard,
             quorum=not naive_tokens,
             synchronous=synchronous,

@@ -101,7 +101,7 @@ class Crew:
             proxied=proxied,
             journal=self._journal(number, life),
             log=self._log(number),
-            tasks=self._settings.tasks if number % 2 else 0,
+            tasks=0 if number in self._settings.blocking_workers else self._settings.tasks,
         )
         worker = self._context.Process(target=work, args=(assignment, self._board), daemon=True)
         worker.start()

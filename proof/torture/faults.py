@@ -24,7 +24,9 @@ from proof.servers import Node, Nodes
 from proof.torture.clocks import Clocks
 from proof.torture.clusters import CLUSTER_FAULTS
 from proof.torture.doubt import Doubt
+from proof.torture.edges import STRIKE
 from proof.torture.lease_connections import LeaseConnections
+from proof.torture.odd_values import write_odd_values
 from proof.torture.proxy import FAIR, SILENT, Proxies, Weather
 from proof.torture.settings import CLUSTERS
 from proof.torture.stage import FaultError, Note, Stage
@@ -59,6 +61,36 @@ def kill_worker(stage: Stage, rng: random.Random) -> None:
 def _choose_worker(stage: Stage, rng: random.Random) -> int:
     """Return one in the worst moment, which is before a write or its COMMIT; if there is none, anyone."""
     return rng.choice(stage.crew.thinking or range(len(stage.crew)))
+
+
+def strike_worker(stage: Stage, rng: random.Random) -> None:
+    number = rng.choice(stage.settings.blocking_workers)
+    pid = stage.crew.pid(number)
+    with stage.fault("signal", f"worker {number}") as note:
+        count = rng.randint(50, 200)
+        for _ in range(count):
+            os.kill(pid, STRIKE)
+            stage.sleep(rng.uniform(0.0005, 0.01))
+        note.detail = f"{count} times"
+
+
+def freeze_line(stage: Stage, rng: random.Random) -> None:
+    """Pause a worker for long, if there is one with many places in line."""
+    numbers = range(len(stage.crew))
+    number = rng.choice(sorted({*numbers} - {*stage.settings.blocking_workers}) or numbers)
+    pid = stage.crew.pid(number)
+    with stage.fault("line-freeze", f"worker {number}"):
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            stage.sleep(rng.uniform(stage.settings.ttl, stage.settings.pause))
+        finally:
+            os.kill(pid, signal.SIGCONT)
+
+
+def write_in_parts(stage: Stage, _: random.Random) -> None:
+    """Note what the workers do from the first to the last moment."""
+    with stage.fault("partial-write", "network"):
+        stage.over.wait()
 
 
 def pause_nodes(stage: Stage, rng: random.Random) -> None:
@@ -233,7 +265,12 @@ def silence_leases(stage: Stage, rng: random.Random) -> None:
 
 #: Faults of one lane follow each other; those of different lanes happen at once.
 LANES: Final[Sequence[Mapping[str, Inject]]] = (
-    {"worker-pause": pause_worker, "worker-kill": kill_worker},
+    {
+        "worker-pause": pause_worker,
+        "worker-kill": kill_worker,
+        "signal": strike_worker,
+        "line-freeze": freeze_line,
+    },
     {"node-pause": pause_nodes, "clock": step_clocks},
     {
         "node-blank": blank_nodes,
@@ -243,6 +280,8 @@ LANES: Final[Sequence[Mapping[str, Inject]]] = (
         "node-flush": flush_nodes,
     },
     {"partition": partition},
+    {"odd-value": write_odd_values},
+    {"partial-write": write_in_parts},
     {"database-kill": end_commits, "connection-end": end_connections},
     {"lease-silence": silence_leases},
     CLUSTER_FAULTS,

@@ -21,6 +21,10 @@ VERSION = 1
 WORKER_KILL = "worker-kill"
 #: The fault that makes a second primary of a database, beside one that lives on.
 TWO_PRIMARIES = "two-primaries"
+#: What an odd value is written into, of which no node can make a token meanwhile.
+COUNTER = "a counter"
+#: The error of a call that a signal handler has ended.
+STRUCK = "Struck"
 #: What stands for the error where a lease was lost while its process was held up by the machine's other work.
 HELD_UP = "HeldUp"
 
@@ -74,6 +78,26 @@ class Release:
     worked_until: int  #: when the holder stopped working, before it released
     ended: int
     error: str = ""  #: name of its class, such as `LockLostError`; empty for none
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    """A lock of this worker that was there when it had given back all, and their leases were over."""
+
+    kind: ClassVar[str] = "left"
+    worker: int
+    resource: str
+    at: int
+
+
+class Manner(StrEnum):
+    QUICK = "quick"  #: and well-behaved
+    OVERSTAYING = "overstaying"  #: works on after its lease has ended
+    BRIEF = "brief"  #: with a lease about as long as a round of votes, which may end before the last vote
+    RENEWED = "renewed"  #: works for longer than its first lease, and is extended
+    SEVERAL = "several"  #: locks two resources together
+    FAIR = "fair"  #: waits in turn
+    LARGE = "large"  #: locks so many more that its commands are too much for one write
 
 
 class Style(StrEnum):
@@ -139,9 +163,9 @@ class Cut:
     worker: int | None = None
 
 
-Record = Run | Acquisition | Failure | Release | Write | Fault | Row | Cut
+Record = Run | Acquisition | Failure | Release | Left | Write | Fault | Row | Cut
 _KINDS: Mapping[str, type[Record]] = {
-    record.kind: record for record in (Run, Acquisition, Failure, Release, Write, Fault, Row, Cut)
+    record.kind: record for record in (Run, Acquisition, Failure, Release, Left, Write, Fault, Row, Cut)
 }
 _NUMBERS: Mapping[str, tuple[str, ...]] = {
     kind: tuple(each.name for each in fields(record) if each.type == "int") for kind, record in _KINDS.items()

@@ -14,13 +14,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
-from fencelock.errors import FencelockError
 from fencelock.lease import Lease
 from proof.torture.history import (
     Acquisition,
     Cut,
     Failure,
     HistoryError,
+    Left,
     Outcome,
     Record,
     Release,
@@ -69,10 +69,13 @@ class Notes:
             facts = (lease.resource, began, now, lease.fencing_token, valid_until, kept)
             self.journal.note(Acquisition(self.worker, *facts))
 
-    def failed(self, resources: Iterable[str], began: int, error: FencelockError) -> None:
+    def failed(self, resources: Iterable[str], began: int, error: BaseException) -> None:
         now, name = time.monotonic_ns(), type(error).__name__
         for resource in resources:
             self.journal.note(Failure(self.worker, resource, began, now, name, str(error)))
+
+    def left(self, resource: str) -> None:
+        self.journal.note(Left(self.worker, resource, time.monotonic_ns()))
 
     def released(self, tokens: Mapping[str, int], worked_until: int, error: str = "") -> None:
         now = time.monotonic_ns()

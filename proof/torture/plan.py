@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import Final
 
 from fencelock.lock.options import LockSettings
-from proof.torture.history import Style
+from proof.torture.history import Manner, Style
 from proof.torture.settings import Settings
 
 _TIMEOUT: Final = 5.0
@@ -18,6 +17,7 @@ _TIMEOUT: Final = 5.0
 class Plan:
     resources: tuple[str, ...]
     lock: LockSettings
+    padding: tuple[str, ...] = ()  #: what is locked besides
     work: float = 0.0  #: seconds to hold it before anything is written
     writes: bool = False
     think: float = 0.0  #: seconds between the read and the write
@@ -32,15 +32,6 @@ def names(settings: Settings) -> list[str]:
     return [f"r{number}" for number in range(settings.resources)]
 
 
-class Manner(StrEnum):
-    QUICK = "quick"  #: and well-behaved
-    OVERSTAYING = "overstaying"  #: works on after its lease has ended
-    BRIEF = "brief"  #: with a lease about as long as a round of votes, which may end before the last vote
-    RENEWED = "renewed"  #: works for longer than its first lease, and is extended
-    SEVERAL = "several"  #: locks two resources together
-    FAIR = "fair"  #: waits in turn
-
-
 _SHARES: Final = {
     Manner.QUICK: 84,
     Manner.OVERSTAYING: 2,
@@ -48,11 +39,17 @@ _SHARES: Final = {
     Manner.RENEWED: 2,
     Manner.SEVERAL: 3,
     Manner.FAIR: 5,
+    Manner.LARGE: 1,
 }
 #: What the naive control can do.
 _SIMPLE: Final = {manner: _SHARES[manner] for manner in (Manner.QUICK, Manner.OVERSTAYING, Manner.BRIEF)}
 #: What a database can do, which keeps no waiting line.
-_WITHOUT_A_LINE: Final = {manner: share for manner, share in _SHARES.items() if manner is not Manner.FAIR}
+_WITHOUT_A_LINE: Final = {
+    manner: share for manner, share in _SHARES.items() if manner not in {Manner.FAIR, Manner.LARGE}
+}
+#: How many more a large lock has, and of how many characters: more than the buffers of a socket hold.
+_MANY: Final = 600
+_LENGTH: Final = 250
 _SHARE_TOGETHER: Final = 0.3
 _SHARE_LATE: Final = 0.3
 #: How much more often than in any other style.
@@ -64,6 +61,11 @@ def choose_plan(rng: random.Random, settings: Settings) -> Plan:
     shares = _WITHOUT_A_LINE if settings.on_database else _SHARES
     if not settings.quorum:
         shares = _SIMPLE
+    shares = {manner: share for manner, share in shares.items() if manner in settings.manners}
+    if "partial-write" not in settings.faults:
+        shares.pop(Manner.LARGE, None)
+    if settings.manners != tuple(Manner):  # chosen ones are equally frequent
+        shares = dict.fromkeys(shares, 1)
     (manner,) = rng.choices(list(shares), list(shares.values()))
     resources, lock, work = _hold(manner, rng, settings)
     weights = [_CLAIMS if style is Style.CLAIM else 1 for style in settings.styles]
@@ -71,10 +73,11 @@ def choose_plan(rng: random.Random, settings: Settings) -> Plan:
     return Plan(
         resources,
         lock,
-        work,
+        work=work,
         writes=rng.random() < settings.writes,
         think=rng.expovariate(1 / settings.think) if settings.think else 0.0,
         late=rng.random() < _SHARE_LATE,
+        padding=_padding(rng) if manner is Manner.LARGE else (),
         together=rng.random() < _SHARE_TOGETHER or style is Style.GATE,
         style=style,
     )
@@ -97,3 +100,9 @@ def _hold(
             return (first, second), lock, 0.0
         case _:
             return (first,), {**lock, "fair": manner is Manner.FAIR}, 0.0
+
+
+def _padding(rng: random.Random) -> tuple[str, ...]:
+    """Return names that no other plan has."""
+    prefix = f"padding {rng.getrandbits(64):x} "
+    return tuple(f"{prefix}{number}".ljust(_LENGTH, "x") for number in range(_MANY))

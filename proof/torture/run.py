@@ -82,7 +82,7 @@ def run(settings: Settings, tell: Callable[[float, int], None] = lambda *_: None
     with _servers(settings, faults) as servers, Journal(fault_journal) as journal:
         began = _first_line(settings, servers)
         crew = Crew(settings, servers.places)
-        stage = Stage(settings, crew, journal, servers.authority, servers.tools)
+        stage = Stage(settings, crew, journal, servers.authority, servers.places.namespace, servers.tools)
         try:
             interrupted = _supervise(stage, faults, tell)
         finally:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from proof.torture.history import Style
+from proof.torture.history import Manner, Style
 
 #: Every kind of fault, and what it does.
 FAULTS: Final = {
@@ -21,6 +21,10 @@ FAULTS: Final = {
     "node-flush": "FLUSHALL on nodes, fewer than a majority, which keep running",
     "clock": "step the wall clock of a node forwards or backwards",
     "partition": "delay, drop and duplicate what workers say to nodes, and what these answer",
+    "signal": "have a signal handler raise in a worker's calls, while its connections open and close",
+    "line-freeze": "SIGSTOP a worker that may have many places in line",
+    "odd-value": "have another program write anything into the keys of a lock, on all nodes",
+    "partial-write": "lock so much at once that no socket takes it with one write",
     "database-kill": "have the database end connections in the middle of a COMMIT",
     "connection-end": "end connections over which a database grants leases",
     "lease-silence": "keep such connections open, and pass nothing on",
@@ -52,7 +56,9 @@ _OF_NODES: Final = frozenset(
     {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
 )
 #: What only nodes have.
-_WITH_NODES: Final = _OF_NODES | {"clock", "partition"}
+_WITH_NODES: Final = _OF_NODES | {"clock", "partition", "line-freeze", "odd-value", "partial-write"}
+#: Faults at the edges: nodes, network and clocks are well, so that more is promised.
+GENTLE: Final = frozenset({"signal", "line-freeze", "odd-value", "partial-write"})
 #: What only connections to a database have.
 _OF_CONNECTIONS: Final = frozenset({"connection-end", "lease-silence"})
 #: What grants the leases: nodes of Valkey or Redis, or the run's database.
@@ -91,6 +97,8 @@ class Settings:
     think: float = 0.01
     seed: int = 0
     styles: tuple[Style, ...] = PROMISED
+    manners: tuple[Manner, ...] = tuple(Manner)
+    mends: bool = True
     guard: bool = True
     quorum: bool = True
     synchronous: bool = False
@@ -124,12 +132,23 @@ class Settings:
             raise ValueError(f"--authority is one of {', '.join(AUTHORITIES)}, not {self.authority!r}")
         if self.on_database and self.nodes:
             raise ValueError("--nodes are for --authority nodes: with --authority database there are none")
+        if self.on_database and not set(self.manners) - {Manner.FAIR, Manner.LARGE}:
+            raise ValueError("--manner fair and large are for --authority nodes")
         if self.synchronous and self.database != "patroni":
             raise ValueError("--synchronous is for --database patroni")
 
     @property
+    def gentle(self) -> bool:
+        """Whether nodes, network and clocks are well all the time."""
+        return GENTLE.issuperset(self.faults)
+
+    @property
     def on_database(self) -> bool:
         return self.authority == DATABASE
+
+    @property
+    def blocking_workers(self) -> list[int]:
+        return [number for number in range(self.workers) if not (self.tasks and number % 2)]
 
     @property
     def minority(self) -> int:
@@ -148,13 +167,15 @@ class Settings:
         """Return which of the faults cannot be had with these settings, and why."""
         return {fault: why for fault in self.faults if (why := self._reason_against(fault))}
 
-    def _reason_against(self, fault: str) -> str:  # noqa: C901, PLR0911 - a table, in effect
+    def _reason_against(self, fault: str) -> str:  # noqa: C901, PLR0911, PLR0912 - a table, in effect
         match fault:
             case str() if _OF_CLUSTERS.get(fault, self.database) != self.database:
                 return f"it is for --database {_OF_CLUSTERS[fault]}"
             case str() if fault in _WITH_NODES and self.on_database:
                 return "the database grants the leases, and there are no nodes"
-            case str() if fault in _OF_NODES | {"clock"} and self.nodes:
+            case "signal" if not self.blocking_workers:
+                return "each worker runs tasks, and no handler should raise in those"
+            case str() if fault in _OF_NODES | {"clock", "odd-value"} and self.nodes:
                 return "the nodes were not started by this run"
             case str() if fault in _OF_NODES and not self.minority:
                 return "it is for fewer than a majority of the nodes, which takes at least 3"

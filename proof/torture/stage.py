@@ -42,6 +42,7 @@ class Stage:
     journal: Journal
     #: To look at the nodes with; it admits none. None where there are no nodes.
     authority: Redlock | None
+    namespace: str
     #: What some of the faults need, and is there if they are to be made.
     tools: Sequence[object]
     over: threading.Event = field(default_factory=threading.Event)

@@ -2,6 +2,7 @@
 
     python -m proof.torture.trials --docs docs      # half an hour; writes docs/long-run.md
     python -m proof.torture.trials --databases      # five minutes; prints what came of each run
+    python -m proof.torture.trials --edges          # seven minutes; the same of faults at the library's edges
     python -m proof.torture.trials --galera         # four minutes; the same of three nodes of Galera
     python -m proof.torture.trials --patroni        # eleven minutes; the same of three nodes of Patroni
 
@@ -16,6 +17,7 @@ import argparse
 import os
 import platform
 import shlex
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -49,6 +51,25 @@ CLUSTER = (
     *("--ttl", "1", "--pause", "2", "--every", "3", "--workers", "6", "--tasks", "4"),
     *("--acquisitions", "2000"),
 )
+#: Faults at the edges: nodes and network are well. Nothing is written, so the database does not matter.
+EDGE = ("--writes", "0", "--database", "sqlite", "--workers")
+EDGES = {
+    # On one node, so that an answer that is taken for another's is not outvoted.
+    "signal": (
+        *("3", "--tasks", "0", "--resources", "60", "--nodes-count", "1", "--every", "0.02"),
+        *("--manner", "quick", "--manner", "fair"),
+    ),
+    "line-freeze": (
+        *("4", "--tasks", "110", "--resources", "2", "--pause", "10", "--every", "0.5", "--manner", "fair"),
+    ),
+    "odd-value": (
+        *("4", "--tasks", "100", "--resources", "300", "--every", "0.1", "--manner", "quick"),
+        *("--manner", "fair"),
+    ),
+    "partial-write": ("4", "--ttl", "5", "--manner", "quick", "--manner", "large"),
+}
+#: What has a program see a loopback device that takes no more at a time than Ethernet does.
+NARROW = ("unshare", "-rn", "sh", "-c", 'ip link set lo mtu 1500 up && exec "$0" "$@"')
 OVER = ("--authority", "database", "--database")
 
 
@@ -58,6 +79,7 @@ class Trial:
     title: str
     options: Sequence[str]
     right: bool = True
+    within: Sequence[str] = ()  #: a command in which it runs
 
 
 CLUSTERS = {
@@ -128,6 +150,23 @@ def database_trials(stack: ExitStack) -> Iterator[Trial]:
         yield Trial(f"{short}-no-guard", f"{name}, control: no guard", no_guard, right=False)
 
 
+def edge_trials(stack: ExitStack) -> Iterator[Trial]:
+    del stack
+    for fault, options in EDGES.items():
+        run = ("--fault", fault, *EDGE, *options)
+        within = NARROW if fault == "partial-write" and _works(*NARROW, "true") else ()
+        yield Trial(fault, f"{fault}: 10,000 acquisitions", (*run, "--acquisitions", "10000"), within=within)
+        control = (*run, "--without-mends", "--duration", "30")
+        title = f"Control: {fault}, without what the library has against it"
+        yield Trial(f"{fault}-control", title, control, right=False, within=within)
+
+
+def _works(*command: str) -> bool:
+    if shutil.which(command[0]) is None:
+        return False
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
 class WrongEndError(Exception):
     """A run that must end right did not, or a control did."""
 
@@ -136,7 +175,7 @@ def judge(trial: Trial, folder: Path) -> Verdict:
     """Make a run unless its history is there, and return the verdict."""
     history = folder / trial.name / "history.jsonl"
     if not history.exists():
-        command = [sys.executable, "-m", "proof.torture", *trial.options]
+        command = [*trial.within, sys.executable, "-m", "proof.torture", *trial.options]
         subprocess.run([*command, "--output", str(history.parent)], check=False)
     verdict = check_file(history)
     if verdict.right is not trial.right:
@@ -180,6 +219,7 @@ def outages_of(history: Path) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--databases", action="store_true", help="runs over databases that grant leases")
+    parser.add_argument("--edges", action="store_true", help="runs with faults at the library's edges")
     for cluster, trials in CLUSTERS.items():
         parser.add_argument(
             f"--{cluster}", dest="trials", action="store_const", const=trials, help="runs over its nodes"
@@ -191,7 +231,8 @@ def main() -> None:
     page = ["# Long runs", f"Written by `make torture`, not by hand, from the histories of the runs. {about}"]
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        for trial in options.trials or (database_trials(stack) if options.databases else LONG):
+        chosen = database_trials if options.databases else edge_trials if options.edges else None
+        for trial in options.trials or (LONG if chosen is None else chosen(stack)):
             verdict = judge(trial, folder)
             page.append(section(trial, verdict, outages_of(folder / trial.name / "history.jsonl")))
             print(page[-1], end="\n\n", flush=True)

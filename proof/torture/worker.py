@@ -21,16 +21,17 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 from weakref import WeakSet
 
 from fencelock._steps import Steps
-from fencelock.authority.base import Authority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError, LockLostError
+from fencelock.holder import LockInfo
 from fencelock.lease import Lease
 from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
+from proof.torture.edges import Strikes, Struck, narrow_sockets, weaken
 from proof.torture.history import Style
 from proof.torture.journal import Journal, Notes
 from proof.torture.keeper import Keeper
@@ -41,11 +42,18 @@ from proof.torture.steps import Step, run, run_in_task, sleep
 from proof.torture.storage import Storage
 from proof.torture.table import async_engine_on, authority_on, engine_on
 
+_T = TypeVar("_T")
+
 #: Redlock for workers that do not wait for paused nodes for long, which then answer late.
 IMPATIENT: dict[str, Any] = {"node_timeout": 0.2, "connect_timeout": 0.5, "outage_grace": 0.5}
 _THREADS = 8
 #: Of Linux' prctl: have the kernel send a signal when the parent dies.
 _PR_SET_PDEATHSIG = 1
+#: Threads that share the connections of one in whose calls a handler raises; how often it closes those then.
+_CROWD = 4
+_SHARE_CLOSED = 0.3
+#: Seconds after the longest lease when nothing of it is left.
+_LATE = 0.5
 #: Seconds to wait after an attempt that failed, so that an outage does not fill the journal.
 _BACK_OFF = 0.05
 
@@ -100,6 +108,11 @@ def work(assignment: Assignment, board: Board) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     threading.Thread(target=_end_with_the_run, daemon=True).start()
+    faults = assignment.settings.faults
+    if "partial-write" in faults:
+        narrow_sockets()
+    if not assignment.settings.mends:
+        weaken(faults)
     worker = Worker(assignment, board)
     if assignment.tasks:
         asyncio.run(worker.run_tasks())
@@ -150,11 +163,20 @@ class Worker:
         self._authority = _authority(assignment)
         self._keepers = _keepers(assignment, self._notes, self._over)
         self._lost: WeakSet[Lease] = WeakSet()
+        self._strikes = Strikes() if "signal" in assignment.settings.faults else None
 
     def run(self) -> None:
         for keeper in self._keepers:
             threading.Thread(target=run, args=(keeper.work(),), daemon=True).start()
+        crowd = [
+            threading.Thread(target=run, args=(self._work(),)) for _ in range(_CROWD if self._strikes else 0)
+        ]
+        for thread in crowd:
+            thread.start()
         run(self._work())
+        for thread in crowd:
+            thread.join()
+        run(self._look_for_left())
 
     async def run_tasks(self) -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(_THREADS))
@@ -163,6 +185,7 @@ class Worker:
                 group.create_task(run_in_task(keeper.work()))
             for _ in range(self._tasks):
                 group.create_task(run_in_task(self._work()))
+        await run_in_task(self._look_for_left())
 
     def _work(self) -> Steps[None]:
         while not self._over():
@@ -171,37 +194,58 @@ class Worker:
             before = yield self._storage.read_before(plan)
             began = time.monotonic_ns()
             try:
-                yield Step(lock.acquire, lock.aio.acquire)
-            except FencelockError as error:
+                yield Step(self._exposed(lock.acquire), lock.aio.acquire)
+            except (Exception, Struck) as error:  # noqa: BLE001 - the checker says which are none of ours
                 self._notes.failed(plan.resources, began, error)
-                yield sleep(_BACK_OFF)
+                if lock.leases:  # it was struck when it had them
+                    lock.release()
+                if not isinstance(error, Struck):
+                    yield sleep(_BACK_OFF)
+                elif self._rng.random() < _SHARE_CLOSED:
+                    self._authority.close()
                 continue
-            self._note_acquisition(lock, began)
+            self._note_acquisition(lock, plan, began)
             if plan.work:
                 yield sleep(plan.work)
-            if plan.writes and not (yield self._storage.add(_tokens(lock), plan, before)):
+            if plan.writes and not (yield self._storage.add(_tokens(lock, plan), plan, before)):
                 yield from self._settle(lock, plan)
-            yield from self._release(lock)
+            yield from self._release(lock, plan)
 
     def _settle(self, lock: FencedLock[Any], plan: Plan) -> Steps[None]:
         """After a COMMIT in doubt, mint a new token and add with that."""
-        old, stopped = _tokens(lock), time.monotonic_ns()
+        old, stopped = _tokens(lock, plan), time.monotonic_ns()
         with suppress(FencelockError):
             yield Step(lock.remint, lock.aio.remint)
-            self._note_acquisition(lock, stopped)
+            self._note_acquisition(lock, plan, stopped)
             self._notes.released(old, stopped)
-            yield self._storage.add(_tokens(lock), _settling(plan), {})
+            yield self._storage.add(_tokens(lock, plan), _settling(plan), {})
 
-    def _release(self, lock: FencedLock[Any]) -> Steps[None]:
-        tokens, worked_until, leases = _tokens(lock), time.monotonic_ns(), lock.leases
+    def _release(self, lock: FencedLock[Any], plan: Plan) -> Steps[None]:
+        tokens, worked_until, leases = _tokens(lock, plan), time.monotonic_ns(), lock.leases
         try:
-            yield Step(lock.release, lock.aio.release)
-        except FencelockError as error:
+            yield Step(self._exposed(lock.release), lock.aio.release)
+        except (Exception, Struck) as error:  # noqa: BLE001 - as above
             self._notes.released(tokens, worked_until, type(error).__name__)
+            if lock.leases:  # it was struck before it gave them back
+                with suppress(FencelockError):
+                    lock.release()
         else:
             # A COMMIT under a lease that was lost had it only logged.
             lost = any(lease.why_lost or lease in self._lost for lease in leases)
             self._notes.released(tokens, worked_until, LockLostError.__name__ if lost else "")
+
+    def _exposed(self, call: Callable[[], _T]) -> Callable[[], _T]:
+        return call if self._strikes is None else self._strikes.expose(call)
+
+    def _look_for_left(self) -> Steps[None]:
+        """Note what this process still holds, when it has given back all."""
+        if not (self._settings.gentle and self._settings.quorum):
+            return
+        yield sleep(self._settings.ttl + _LATE)
+        found: Sequence[LockInfo] = yield Step(self._authority.inspect, self._authority.aio.inspect)
+        for lock in found:
+            if lock.holder is not None and lock.holder.pid == os.getpid():
+                self._notes.left(lock.resource)
 
     @contextmanager
     def _thinking(self) -> Iterator[None]:
@@ -216,16 +260,18 @@ class Worker:
         return bool(self._board.over[0])
 
     def _lock(self, plan: Plan) -> FencedLock[Any]:
-        lock = fenced_lock(*plan.resources, **plan.lock, authority=self._authority)
+        lock = fenced_lock(*plan.resources, *plan.padding, **plan.lock, authority=self._authority)
         lock.on_lost(self._lost.add)
         return lock
 
-    def _note_acquisition(self, lock: FencedLock[Any], began: int) -> None:
-        self._notes.acquired(lock.leases, began)
-        self._board.acquired[self._number] += len(lock.leases)
+    def _note_acquisition(self, lock: FencedLock[Any], plan: Plan, began: int) -> None:
+        leases = lock.leases[: len(plan.resources)]
+        self._notes.acquired(leases, began)
+        self._board.acquired[self._number] += len(leases)
 
 
-def _authority(assignment: Assignment) -> Authority:
+def _authority(assignment: Assignment) -> Any:
+    """Return an `Authority`; not the naive ones can be closed and inspected."""
     settings = assignment.settings
     if settings.on_database:
         if not settings.quorum:
@@ -233,8 +279,9 @@ def _authority(assignment: Assignment) -> Authority:
         return authority_on(assignment.leases, for_tasks=bool(assignment.tasks))
     if not settings.quorum:
         return NaiveRedlock(assignment.urls)
+    patience = {} if settings.gentle else IMPATIENT
     return Redlock(
-        assignment.urls, namespace=assignment.places.namespace, recover=not assignment.proxied, **IMPATIENT
+        assignment.urls, namespace=assignment.places.namespace, recover=not assignment.proxied, **patience
     )
 
 
@@ -260,5 +307,6 @@ def _settling(plan: Plan) -> Plan:
     return plan if plan.style is Style.GATE else replace(plan, style=Style.CLAIM)
 
 
-def _tokens(lock: FencedLock[Any]) -> dict[str, int]:
-    return {lease.resource: lease.fencing_token for lease in lock.leases}
+def _tokens(lock: FencedLock[Any], plan: Plan) -> dict[str, int]:
+    """Return those of what is written to and noted, which are the first."""
+    return {lease.resource: lease.fencing_token for lease in lock.leases[: len(plan.resources)]}

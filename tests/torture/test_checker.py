@@ -24,6 +24,7 @@ from proof.torture.history import (
     Failure,
     Fault,
     HistoryError,
+    Left,
     Outcome,
     Record,
     Release,
@@ -152,6 +153,59 @@ def test_what_is_told_of_a_violation() -> None:
         "P2: r: token 8 was asked for 0.000 ms after 9 had been given",
         "wrong list: r: worker 3 was told: ",
     ]
+
+
+GENTLE = replace(RUN, settings={"faults": ["signal", "line-freeze", "odd-value"], "ttl": 1.0})
+SECOND = 1_000_000_000
+FROZEN = Fault("line-freeze", "worker 1", 0, 9 * SECOND)
+AWAY, ODD, CLAIMED = (
+    Failure(1, "r", 5 * SECOND, 6 * SECOND, error)
+    for error in ("QuorumError", "ValueError", "LockTimeoutError")
+)
+EDGES: dict[str, tuple[list[Record], dict[Rule, int]]] = {
+    "told that nodes are away, which are well": ([AWAY], {Rule.OUR_ERRORS: 1}),
+    "told so beside an odd value": (
+        [AWAY, Fault("odd-value", "resource r", 0, 9 * SECOND)],
+        {Rule.OUR_ERRORS: 1},
+    ),
+    "told so when it woke": ([AWAY, FROZEN], {}),
+    "told so while another is frozen": ([replace(AWAY, worker=2), FROZEN], {Rule.OUR_ERRORS: 1}),
+    "the counter is none": ([AWAY, Fault("odd-value", "resource r", 0, 9 * SECOND, "a counter")], {}),
+    "that of another is none": (
+        [AWAY, Fault("odd-value", "resource s", 0, 9 * SECOND, "a counter")],
+        {Rule.OUR_ERRORS: 1},
+    ),
+    "asked for both at once": (
+        [AWAY, replace(AWAY, resource="s"), Fault("odd-value", "resource s", 0, 9 * SECOND, "a counter")],
+        {},
+    ),
+    "an error of no library": ([ODD, FROZEN], {Rule.OUR_ERRORS: 1}),
+    "others were faster": ([CLAIMED], {}),
+    "a line that stands still": (
+        [FROZEN, acquisition(1, 0, SECOND), acquisition(2, SECOND, 5 * SECOND)],
+        {Rule.MOVING_LINE: 1},
+    ),
+    "a line that moves": (
+        [FROZEN, *(acquisition(second, 0, second * SECOND) for second in (1, 3, 5, 7))],
+        {},
+    ),
+    "a line that no other waits in": (
+        [FROZEN, acquisition(1, 0, SECOND), acquisition(2, 4 * SECOND, 5 * SECOND)],
+        {},
+    ),
+    "a line of the frozen one alone": (
+        [FROZEN, acquisition(1, 0, SECOND), acquisition(2, SECOND, 5 * SECOND, worker=1)],
+        {},
+    ),
+    "a lock is left": ([Left(1, "r", 5)], {Rule.NOTHING_LEFT: 1}),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_more_is_promised_while_nodes_and_network_are_well(name: str) -> None:
+    """Errors, lines, and what is left."""
+    records, rules = EDGES[name]
+    assert check([GENTLE, *records]).broken == rules
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 9), st.integers(1, 12)), min_size=1, max_size=8))

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from proof.torture.clusters import CLUSTER_FAULTS
+from proof.torture.history import Manner
 from proof.torture.settings import CLUSTERS, DATABASE, FAULTS, Settings, default_faults
 
 
@@ -28,6 +29,7 @@ from proof.torture.settings import CLUSTERS, DATABASE, FAULTS, Settings, default
         ({"quorum": False}, "--tasks 0 --writes 0"),
         ({"authority": "oracle"}, "--authority is one of nodes, database, not 'oracle'"),
         ({"authority": "database", "nodes": ("redis://a",)}, "--nodes are for --authority nodes"),
+        ({"authority": "database", "manners": (Manner.FAIR,)}, "--manner fair and large are for"),
         ({"authority": "database", "synchronous": True}, "--synchronous is for --database patroni"),
     ],
 )
@@ -38,7 +40,7 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tm
 
 
 OF_NODES = {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
-WITH_NODES = OF_NODES | {"clock", "partition"}
+WITH_NODES = OF_NODES | {"clock", "partition", "line-freeze", "odd-value", "partial-write"}
 OF_CONNECTIONS = {"connection-end", "lease-silence"}
 
 
@@ -55,11 +57,11 @@ OF_CONNECTIONS = {"connection-end", "lease-silence"}
         ({"authority": "database", "database": "mysql+pymysql://b"}, WITH_NODES | {"database-kill"}),
         (
             {"nodes": ("redis://a", "redis://b", "redis://c")},
-            OF_NODES | {"clock", *OF_CONNECTIONS},
+            OF_NODES | {"clock", "odd-value", *OF_CONNECTIONS},
         ),
         (
             {"nodes": ("rediss://a",), "database": "postgresql+psycopg://b"},
-            set(FAULTS) - {"worker-pause", "worker-kill"},
+            set(FAULTS) - {"worker-pause", "worker-kill", "signal", "line-freeze", "partial-write"},
         ),
     ],
 )
