@@ -175,6 +175,8 @@ class Settings:
                 return "the database grants the leases, and there are no nodes"
             case "signal" if not self.blocking_workers:
                 return "each worker runs tasks, and no handler should raise in those"
+            case "odd-value" if not _OF_NODES.isdisjoint(self.faults):
+                return "it is for runs in which no node is broken, else nobody could put the keys in order"
             case str() if fault in _OF_NODES | {"clock", "odd-value"} and self.nodes:
                 return "the nodes were not started by this run"
             case str() if fault in _OF_NODES and not self.minority:

@@ -42,16 +42,18 @@ def test_what_makes_no_sense_is_refused(wrong: dict[str, Any], sentence: str, tm
 OF_NODES = {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
 WITH_NODES = OF_NODES | {"clock", "partition", "line-freeze", "odd-value", "partial-write"}
 OF_CONNECTIONS = {"connection-end", "lease-silence"}
+SELDOM = {"odd-value", *OF_CONNECTIONS}
 
 
 @pytest.mark.parametrize(
     ("settings", "skipped"),
     [
-        ({}, OF_CONNECTIONS),
-        ({"database": "sqlite"}, {"database-kill", *OF_CONNECTIONS}),
-        ({"writes": 0.0}, {"database-kill", *OF_CONNECTIONS}),
-        ({"workers": 1}, {"partition", *OF_CONNECTIONS}),
-        ({"nodes_count": 2}, OF_NODES | OF_CONNECTIONS),
+        ({}, SELDOM),
+        ({"database": "sqlite"}, {"database-kill", *SELDOM}),
+        ({"writes": 0.0}, {"database-kill", *SELDOM}),
+        ({"workers": 1}, {"partition", *SELDOM}),
+        ({"nodes_count": 2}, OF_NODES | SELDOM),
+        ({"faults": ("signal", "odd-value")}, set()),
         ({"authority": "database"}, WITH_NODES),
         ({"authority": "database", "database": "sqlite"}, WITH_NODES | {"database-kill", *OF_CONNECTIONS}),
         ({"authority": "database", "database": "mysql+pymysql://b"}, WITH_NODES | {"database-kill"}),
