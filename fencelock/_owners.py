@@ -98,6 +98,8 @@ def name_of_process(pid: int) -> str:
     """Return host, process id and program of this process: at most 255 characters."""
     path = Path(next(iter(getattr(sys, "argv", ())), ""))
     program = path.parent.name if path.name == "__main__.py" else path.name  # of `python -m package`
+    if program in {"", "-", "-c"}:
+        program = f"python {program}".rstrip()
     return printable(f"{socket.gethostname()} {pid} {program}")[:255]
 
 

@@ -36,6 +36,7 @@ from typing import Any
 from sqlalchemy.exc import DontWrapMixin
 
 from fencelock.holder import Holder
+from fencelock.tokens import COUNTER_BITS, split
 
 __all__ = [
     "AuthorityError",
@@ -54,6 +55,15 @@ __all__ = [
     "StaleTokenError",
     "UnfencedWriteError",
 ]
+
+
+#: What stale holders are told whose next token may be refused as well, and so on for ever.
+_OF_ANOTHER_LIFE = (
+    ". Where new tokens are refused, too, what grants them has forgotten how far it had come: "
+    "fencelock init --after-loss --database URL"
+)
+#: More tokens than are granted in a lifetime.
+_FAR = 1 << (COUNTER_BITS - 4)
 
 
 class FencelockError(Exception):
@@ -181,8 +191,17 @@ class StaleTokenError(FenceError):
         return (
             f"token {self.token} is stale: {row} has been fenced with {fence}; "
             "a newer holder has taken over, so roll back and acquire the lock again"
+            + (_OF_ANOTHER_LIFE if self._is_of_another_life else "")
             + (f" ({self.detail})" if self.detail else "")
         )
+
+    @property
+    def _is_of_another_life(self) -> bool:
+        """Whether counting on from the token does not reach the fence."""
+        if self.current is None or not self.token:
+            return False
+        ahead = self.current - self.token
+        return split(self.current)[0] > split(self.token)[0] or ahead > _FAR
 
 
 class StaleReadError(StaleTokenError):

@@ -114,7 +114,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
     for fault, options in EDGES.items():
         edge = ("--fault", fault, *EDGE, *options)
         yield _torture(fault, folder, *edge, "--duration", "10", says=[f" {fault}"])
-        control = (*edge, "--duration", "15", "--without-mends")
+        control = (*edge, "--duration", "20", "--without-mends")
         yield _torture(f"{fault} without mends", folder, *control, breaks=_BREAKS[fault])
     for name, where in databases(stack).items():
         faults = _faults(DATABASE, where[3])

@@ -379,7 +379,7 @@ def test_init_after_loss_needs_a_database_that_knows(tmp_path: Path) -> None:
         (["--after-loss"], "belong together"),
         (["--database", "sqlite://"], "belong together"),
         (["--after-loss", "--database", "oracel://x"], "cannot be read"),
-        (["--after-loss", "--database", f"sqlite:///{tmp_path}/no/such.db"], "cannot be read"),
+        (["--after-loss", "--database", f"sqlite:///{tmp_path}/no/such.db"], "there is no file"),
         (["--after-loss", "--database", "sqlite://"], "no table with a column last_fencing_token"),
         (["--after-loss", "--database", "postgresql+asyncpg://u:secret@127.0.0.1:1/x"], "cannot be read"),
         (["--after-loss", "--database", "mysql+aiomysql://u:secret@127.0.0.1:1/x"], "cannot be read"),

@@ -8,7 +8,7 @@ import typer
 from sqlalchemy import make_url
 
 from fencelock._configure import factory_of
-from fencelock._engines import blocking_engine, with_blocking_driver
+from fencelock._engines import with_blocking_driver
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.cli import shared
@@ -110,7 +110,7 @@ def _highest_fence(databases: list[str]) -> int:
     highest = 0
     for url in databases:
         shown = shared.without_password(url)
-        with shared.refusing_databases(shown, "read"), blocking_engine(url).connect() as connection:
+        with shared.database_at(url) as engine, engine.connect() as connection:
             fence, tables = highest_fence(connection)
         if not tables:
             shared.fail(

@@ -173,6 +173,11 @@ def history(
     The program has to write it: fencelock.observe.history.record(engine).
     """
     with shared.database_at(database) as engine:
+        if not sqlalchemy.inspect(engine).has_table(EVENT_TABLE):
+            shared.fail(
+                f"the database has no table {EVENT_TABLE}: a program that calls "
+                "fencelock.observe.history.record(engine) makes it, and writes there"
+            )
         found = read(engine, resource, last)
     if as_json:
         shared.print_json([{**asdict(entry), "at": f"{entry.at.isoformat()}Z"} for entry in found])
@@ -205,6 +210,8 @@ def top(
         for look in itertools.count(1):
             live.update(_screen(authority, live.console.height), refresh=True)
             if look == times:
+                if not live.console.is_terminal:
+                    live.console.print()  # which leaves out the end of the last line
                 break
             time.sleep(every)
 
@@ -225,6 +232,9 @@ def release(
     force: Annotated[bool, typer.Option("--force", help="Yes, take it from its holder.")] = False,
     reason: Annotated[str, typer.Option(help="Why; it is required, and logged.")] = "",
     token: Annotated[int | None, typer.Option(help="Only from the holder that has this token.")] = None,
+    process: Annotated[
+        str, typer.Option("--holder", help="Only from this process, as inspect shows it: '4711 on web-3'.")
+    ] = "",
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
@@ -235,7 +245,7 @@ def release(
         typer.Option(help="Let a row in it refuse the holder, orders:id=1; once for each row."),
     ] = None,
 ) -> None:
-    """Take a lock from its holder. Status 3: it was free, or another holder than that of --token has it.
+    """Take a lock from its holder. Status 3: it was free, or another than that of --token or --holder has it.
 
     The holder is not stopped, and its lock is lost. With --database the gate refuses it from now on, and with
     --claim that row does, too. Any other row refuses it once the next holder has written or claimed it.
@@ -249,6 +259,8 @@ def release(
         engine = opened.enter_context(shared.database_at(database)) if database else None
         if engine is not None:
             _check_tables(engine, rows)
+        if process:
+            token = _token_of(process, authority.inspect(resource), token)
         was = authority.force_release(resource, token=token)
         if was is None:
             free = "was free" if token is None else f"is not held with token {token}"
@@ -267,6 +279,19 @@ def release(
             _raise_fences(authority, engine, resource, rows, token if was is None else was.token)
     if was is None:
         raise typer.Exit(shared.FOUND_NOTHING)
+
+
+def _token_of(process: str, info: LockInfo | None, token: int | None) -> int:
+    """Return the token by which a process holds a lock: another grant of the same lock has another one."""
+    if info is None or info.holder is None:
+        shared.say("no process holds that lock")
+        raise typer.Exit(shared.FOUND_NOTHING)
+    if process not in {f"{info.holder.pid} on {info.holder.host}", f"{info.holder.pid}"}:
+        shared.say(f"that lock is not held by {process}, but by {info.holder}")
+        raise typer.Exit(shared.FOUND_NOTHING)
+    if info.token is None:
+        shared.fail("its token is not known at the moment: try again")
+    return info.token if token is None else token
 
 
 def _row_of(text: str) -> tuple[str, dict[str, str]]:

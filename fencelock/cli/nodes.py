@@ -69,16 +69,16 @@ def _present(current: str) -> list[str]:
 
 
 def _table(found: tuple[NodeStatus, ...]) -> Table:
-    table = Table("node", "state", "epoch", "")
+    table = Table("node", "state", "epoch", "longest ttl", "")
     for status in found:
         state = status.state.value
         if status.recovering_for:
             state += f" for another {status.recovering_for:.0f} s"
         colour = "green" if status.state is NodeState.ADMITTED else "yellow"
         epoch = "" if status.epoch is None else str(status.epoch)
-        table.add_row(
-            shared.shown(status.address), f"[{colour}]{state}[/]", epoch, shared.shown(status.detail)
-        )
+        longest = "" if status.max_ttl is None else f"{status.max_ttl:g} s"
+        name, detail = shared.shown(status.address), shared.shown(status.detail)
+        table.add_row(name, f"[{colour}]{state}[/]", epoch, longest, detail)
     return table
 
 
@@ -106,11 +106,14 @@ def set_nodes(
     urls: Annotated[list[str], typer.Argument(help="Every node that is to be in use, each once.")],
     current: Current = "",
     namespace: shared.Namespace = "",
+    max_ttl: Annotated[
+        float | None, typer.Option(help="The longest lease in seconds, from now on; as it is by default.")
+    ] = None,
 ) -> None:
-    """Let other nodes take the place of the present ones; some may stay. Safe to run again."""
+    """Let other nodes take the place of the present ones, or change --max-ttl. Safe to run again."""
     present = _present(current or context.obj[0])
     with shared.errors_as_sentences():
-        _change(present, urls, namespace or context.obj[1])
+        _change(present, urls, namespace or context.obj[1], max_ttl)
 
 
 def _name_of(url: str) -> str:
@@ -118,9 +121,11 @@ def _name_of(url: str) -> str:
         return one.nodes[0]
 
 
-def _change(present: list[str], wanted: list[str], namespace: str) -> None:
+def _change(present: list[str], wanted: list[str], namespace: str, max_ttl: float | None = None) -> None:
     namespace = namespace or DEFAULT_NAMESPACE
-    done = change_nodes(present, wanted, namespace=namespace, tell=lambda step: shared.say(f"… {step}"))
+    done = change_nodes(
+        present, wanted, namespace=namespace, max_ttl=max_ttl, tell=lambda step: shared.say(f"… {step}")
+    )
     if done.done:
         shared.say(f"{len(wanted)} nodes are in use now")
     else:

@@ -49,6 +49,7 @@ def run(
     if not hasattr(os, "killpg"):
         shared.say("fencelock run needs process groups, which this system has not", "red")
         raise typer.Exit(FAILED)
+    sys.argv[0] = context.args[0]  # as which the holder is shown
     command = _Command(context.args)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, command.on_signal)

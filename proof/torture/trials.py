@@ -60,7 +60,7 @@ EDGES = {
         *("--manner", "quick", "--manner", "fair"),
     ),
     "line-freeze": (
-        *("4", "--tasks", "110", "--resources", "2", "--pause", "10", "--every", "0.5", "--manner", "fair"),
+        *("4", "--tasks", "200", "--resources", "2", "--pause", "12", "--every", "0.2", "--manner", "fair"),
     ),
     "odd-value": (
         *("4", "--tasks", "100", "--resources", "300", "--every", "0.1", "--manner", "quick"),

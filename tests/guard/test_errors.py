@@ -12,7 +12,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import (
     FencedModel,
     bind,
@@ -139,3 +139,20 @@ def test_a_row_without_a_fence(shared_engine: Engine, way: str) -> None:
             NULL_WRITES[way](session)
         session.rollback()
         assert session.scalar(text("SELECT value FROM er_rows")) == 0
+
+
+@pytest.mark.parametrize(
+    ("token", "fence", "is_lost"),
+    [
+        (5, 6, False),
+        (1_795_784_627_256, 1_795_999_999_999, False),
+        (5, 1 << 44, True),
+        (1, 1_795_784_627_256, True),
+        ((2 << 44) + 7, (3 << 44) + 1, True),
+        (5, None, False),
+        (0, 1 << 44, False),
+    ],
+)
+def test_a_fence_that_no_new_token_reaches(token: int, fence: int | None, *, is_lost: bool) -> None:
+    """What grants the locks has begun again: to acquire again is no advice."""
+    assert ("fencelock init --after-loss" in str(StaleTokenError("orders", (1,), token, fence))) is is_lost

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import redis
-from sqlalchemy import Engine, text
+from sqlalchemy import Engine, create_engine, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
@@ -176,6 +176,23 @@ def test_release_by_force(mine: Any, kind: Kind) -> None:
         other.close()
     again = fencelock("release", "order:1", "--force", "--reason", "it hangs", "--url", kind.url)
     assert again.returncode == 3
+
+
+def test_release_from_one_process_only(mine: Any, kind: Kind) -> None:
+    """As inspect shows it, or by its id alone; another one keeps its lock."""
+    force = ("release", "order:1", "--force", "--reason", "it hangs", "--url", kind.url, "--holder")
+    with mine.lock("order:1", if_lost="warn") as token:
+        host = mine.inspect("order:1").holder.host
+        other = fencelock(*force, f"1 on {host}")
+        assert (other.returncode, f"not held by 1 on {host}" in other.stderr) == (3, True)
+        assert mine.inspect("order:1").token == token
+        older = fencelock(*force, f"{os.getpid()} on {host}", "--token", str(token - 1))
+        assert older.returncode == 3
+        assert mine.inspect("order:1").token == token
+        assert fencelock(*force, f"{os.getpid()} on {host}").returncode == 0
+        assert mine.inspect("order:1") is None
+    free = fencelock(*force, f"{os.getpid()}")
+    assert (free.returncode, free.stderr) == (3, "no process holds that lock\n")
 
 
 def test_release_by_force_has_the_database_refuse_the_victim(
@@ -612,6 +629,21 @@ def test_passwords_are_never_printed(make_nodes: Callable[..., Nodes]) -> None:
         for given in (url, wrong):
             ran = (program if command[0] == "run" else fencelock)(*command, FENCELOCK_URL=given)
             assert "s3cret" not in ran.stdout + ran.stderr, command
+
+
+def test_history_that_no_program_writes(tmp_path: Path) -> None:
+    """It says which call writes it."""
+    create_engine(f"sqlite:///{tmp_path}/a.db").connect().close()
+    found = fencelock("history", "order:1", "--database", f"sqlite:///{tmp_path}/a.db")
+    assert (found.returncode, "fencelock.observe.history.record(engine)" in found.stderr) == (1, True)
+
+
+def test_init_after_loss_makes_no_file(tmp_path: Path) -> None:
+    """A name that is typed wrong is no database."""
+    database = f"sqlite:///{tmp_path}/typo.db"
+    done = fencelock("init", f"sqlite:///{tmp_path}/a.db", "--after-loss", "--database", database, "--yes")
+    assert (done.returncode, "there is no file" in done.stderr) == (1, True)
+    assert not (tmp_path / "typo.db").exists()
 
 
 def test_prune_deletes_what_was_locked_long_ago(tmp_path: Path) -> None:

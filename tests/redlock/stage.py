@@ -343,9 +343,9 @@ def _group(stations: Sequence[RealNode]) -> NodeGroup:
     return NodeGroup(names, NODE_KEY, 1.0, lambda: "word", lambda: 0.0)
 
 
-def operator(stations: Sequence[RealNode], wanted: Sequence[int]) -> Actor:
+def operator(stations: Sequence[RealNode], wanted: Sequence[int], max_ttl: float | None = None) -> Actor:
     """Return an operator who wants some of the nodes to be the list."""
-    return Actor(stations, change(_group(stations), wanted, lambda _: None))
+    return Actor(stations, change(_group(stations), wanted, lambda _: None, max_ttl))
 
 
 def without(script: str, line: str, instead: str = "") -> dict[str, str]:

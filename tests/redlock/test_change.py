@@ -139,6 +139,53 @@ def test_clients_lock_through_a_change(nodes: Nodes, present: list[str]) -> None
     assert tokens == sorted(set(tokens))
 
 
+def test_a_longer_lease_is_allowed_by_the_same_nodes(present: list[str]) -> None:
+    """Or a shorter one, once the longer ones are over; a client that is there goes on. Tokens grow."""
+    tokens = [take(present)]
+    with Redlock(present, node_timeout=0.3, outage_grace=5) as client:
+        with client.lock("r", ttl=1) as token:
+            tokens.append(token)
+        with pytest.raises(ValueError, match=f"fencelock nodes set --max-ttl 5 {present[0]} ") as caught:
+            client.lock("r", ttl=4.5).acquire()
+        assert str(caught.value).endswith(present[2])
+        for max_ttl in (5.0, MAX_TTL):
+            assert change_nodes(present, present, max_ttl=max_ttl, patience=0.5).done
+            assert not change_nodes(present, present, max_ttl=max_ttl, patience=0.5).done
+            assert not change(present, present)
+            assert [status.max_ttl for status in client.status()] == [max_ttl] * 3
+            with client.lock("r", ttl=max_ttl) as token:
+                tokens.append(token)
+        with pytest.raises(ValueError, match="longer than the 2 s"):
+            client.lock("r", ttl=4.5).acquire()
+    with pytest.raises(ValueError, match="ttl"):
+        change_nodes(present, present, max_ttl=-1)
+    assert tokens == sorted(set(tokens))
+
+
+@pytest.mark.parametrize("steps", range(1, 30, 4))
+def test_interrupted_change_of_the_longest_lease_is_finished(
+    present: list[str], stations: list[RealNode], steps: int
+) -> None:
+    """By the next, with the same lease or none; another is refused where a node is closed for this one."""
+    first = take(present)
+    actor = operator(stations, (0, 1, 2), 5.0)
+    for _ in range(steps):
+        if actor.request is None:
+            break
+        actor.step()
+    if any("next" in station.remember() for station in stations[:3]):
+        with pytest.raises(MembershipError, match="set --max-ttl 5 "):
+            change_nodes(present, present, max_ttl=7.0, patience=0.5)
+        change(present, present)
+    else:
+        change_nodes(present, present, max_ttl=5.0, patience=0.5)
+    with Redlock(present, node_timeout=0.3) as authority:
+        assert [(status.state, status.max_ttl) for status in authority.status()] == [
+            (NodeState.ADMITTED, 5.0)
+        ] * 3
+    assert take(present, ttl=4) > first
+
+
 @pytest.mark.parametrize("steps", range(1, 40, 3))
 def test_interrupted_change_is_finished_by_the_next(
     nodes: Nodes, present: list[str], stations: list[RealNode], steps: int

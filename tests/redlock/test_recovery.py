@@ -492,7 +492,7 @@ def test_status_tells_each_state(nodes: Nodes, connect: MakeRedlock) -> None:
         NodeState.OTHER_MEMBERSHIP,
         NodeState.UNREACHABLE,
     ]
-    assert told[0] == NodeStatus(nodes.urls[0], NodeState.ADMITTED, 0)
+    assert told[0] == NodeStatus(nodes.urls[0], NodeState.ADMITTED, 0, 300.0)
     assert "refused" in told[4].detail
     assert nodes.urls[3] in told[3].detail
 

@@ -7,6 +7,7 @@ import logging
 import random
 import secrets
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Final
 
@@ -53,6 +54,7 @@ class NodeStatus:
         address: without password.
         state: admitted nodes vote; the others do not, or not in this list.
         epoch: in which it votes, or voted last; None where it has forgotten.
+        max_ttl: the longest lease in seconds that its list allows; None where it has forgotten.
         recovering_for: seconds until it can be admitted again, at the earliest; None unless recovering.
         detail: what a person should read; may be empty.
     """
@@ -60,6 +62,7 @@ class NodeStatus:
     address: str
     state: NodeState
     epoch: int | None = None
+    max_ttl: float | None = None
     recovering_for: float | None = None
     detail: str = ""
 
@@ -171,11 +174,18 @@ def statuses(names: tuple[str, ...], reports: Reports, answers: Answers) -> tupl
         if node in reports:
             state, detail = _state(node, name, reports[node], census)
             left = reports[node].ticket_left if state is NodeState.RECOVERING else None
-            found.append(NodeStatus(name, state, reports[node].epoch, left, "" if left else detail))
+            longest = _max_ttl(reports[node])
+            found.append(NodeStatus(name, state, reports[node].epoch, longest, left, "" if left else detail))
         else:
             detail = answers[node].detail or answers[node].said.value
             found.append(NodeStatus(name, NodeState.UNREACHABLE, detail=detail))
     return tuple(found)
+
+
+def _max_ttl(report: NodeReport) -> float | None:
+    with suppress(MembershipError):  # its list cannot be read by this version
+        return Membership.from_json(report.members).max_ttl if report.members else None
+    return None
 
 
 def _state(node: int, name: str, report: NodeReport, census: Census | None) -> tuple[NodeState, str]:
@@ -219,20 +229,30 @@ def change_nodes(
     wanted: Sequence[str],
     *,
     namespace: str = "fencelock",
+    max_ttl: float | None = None,
     tell: Callable[[str], None] = lambda _: None,
     patience: float = _CONNECT_TIMEOUT,
 ) -> Change:
-    """Let the wanted nodes vote instead of the present ones; both are URLs, and some may be the same.
+    """Let the wanted nodes vote instead of the present ones; both are URLs, and all may be the same.
 
     Those that are gone for good may be among the present ones, or left out. No lock is granted meanwhile;
-    leases that are held come to their end first. May be run again after an interruption. `tell` gets a
-    sentence for each step; `patience` is in seconds, for each node.
+    leases that are held come to their end first. May be run again after an interruption.
+
+    Args:
+        present: those in use.
+        wanted: those that are to be in use.
+        namespace: of theirs.
+        max_ttl: the longest lease in seconds that the wanted nodes grant; as the present ones by default.
+        tell: gets a sentence for each step.
+        patience: seconds to wait for each node.
 
     Raises:
         QuorumError: too few of the present nodes vote, or a wanted one does not answer.
         MembershipError: a wanted node is in use elsewhere, or another change is under way.
         ValueError: for a URL that cannot be understood, or a wanted node that is named twice.
     """
+    if max_ttl is not None:
+        check_ttl(max_ttl)
     given = [Node(url, patience, verify_votes=False) for url in (*present, *wanted)]
     nodes: dict[str, Node] = {}
     for node in given:
@@ -251,6 +271,7 @@ def change_nodes(
         patience=patience,
     )
     try:
-        return block(change(group, [group.names.index(name) for name in wanted_names], tell), connections.do)
+        chosen = [group.names.index(name) for name in wanted_names]
+        return block(change(group, chosen, tell, max_ttl), connections.do)
     finally:
         connections.close()

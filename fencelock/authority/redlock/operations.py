@@ -5,6 +5,7 @@ Threads, event loops and the simulator run the same of it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Final
@@ -167,7 +168,7 @@ def check_max_ttl(ttl: float, node_set: NodeSet) -> None:
     """
     if ttl > node_set.max_ttl:
         raise ValueError(
-            f"a ttl of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes were initialised "
-            "for: a node that lost its memory stays out for no longer than that. Use a shorter one and "
-            "extend it in time, or initialise with a larger --max-ttl"
+            f"a ttl of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes allow: one that "
+            "lost its memory stays out for no longer. Use a shorter one, which is renewed, or type: "
+            + node_set.init_command.replace("init", f"nodes set --max-ttl {math.ceil(ttl)}", 1)
         )

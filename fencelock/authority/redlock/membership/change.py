@@ -47,7 +47,9 @@ class Change:
     left_out: Mapping[str, str]
 
 
-def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None]) -> Steps[Change]:
+def change(
+    group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None], max_ttl: float | None = None
+) -> Steps[Change]:
     """Let the wanted nodes of a group, old and new, vote instead of those that do now; see `change_nodes`."""
     reports, told = yield from _read(group)
     old = _present_list(reports)
@@ -57,11 +59,13 @@ def change(group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None])
             "name the nodes that are in use now"
         )
     addresses = {group.names[node] for node in wanted}
-    if set(old.addresses) == addresses:
+    following = _next_lists(old, reports)
+    is_present = set(old.addresses) == addresses and max_ttl in (None, old.max_ttl)
+    if is_present and all(set(known.addresses) != addresses for known in following):
         target, epoch = old, _epoch_of_stragglers(group, old, reports)
     else:
-        target = _next_list(old, addresses, reports) or (
-            yield from _make_list(group, old, wanted, reports, told)
+        target = _chosen(following, addresses, max_ttl) or (
+            yield from _make_list(group, old, wanted, reports, told, max_ttl=max_ttl or old.max_ttl)
         )
         _check_closable(old, reports, told)
         tell("closing the present list")
@@ -136,24 +140,35 @@ def _epoch_of_stragglers(group: NodeGroup, present: Membership, reports: Reports
     return max(report.highest for report in voters + waiting) + 1
 
 
-def _next_list(old: Membership, addresses: set[str], reports: Reports) -> Membership | None:
-    """Return the list for which the old one is being closed already; a change is never begun twice.
+def _next_lists(old: Membership, reports: Reports) -> list[Membership]:
+    """Return the list for which the old one is being closed already, if there is one.
 
-    Not any list of these nodes that some node still knows: one that has been replaced must not come back.
+    Not any list that some node still knows: one that has been replaced must not come back.
     """
-    lists = _lists(r.next_members for r in reports.values() if r.fingerprint == old.fingerprint)
-    for known in lists:
-        if set(known.addresses) != addresses:
+    return _lists(r.next_members for r in reports.values() if r.fingerprint == old.fingerprint)
+
+
+def _chosen(following: list[Membership], addresses: set[str], max_ttl: float | None) -> Membership | None:
+    """Return the list of a change that is under way, which must be this one: none is begun twice."""
+    for known in following:
+        if set(known.addresses) != addresses or max_ttl not in (None, known.max_ttl):
             others = sorted(known.addresses)
             raise MembershipError(
-                f"another change is under way already, to {', '.join(others)}: finish that one first, with "
-                f"`fencelock nodes set {' '.join(others)}`"
+                f"another change is under way already, to {', '.join(others)} and a longest lease of "
+                f"{known.max_ttl:g} s: finish that one first, with "
+                f"`fencelock nodes set --max-ttl {known.max_ttl:g} {' '.join(others)}`"
             )
-    return next(iter(lists), None)
+    return next(iter(following), None)
 
 
 def _make_list(
-    group: NodeGroup, old: Membership, wanted: Sequence[int], reports: Reports, told: dict[str, str]
+    group: NodeGroup,
+    old: Membership,
+    wanted: Sequence[int],
+    reports: Reports,
+    told: dict[str, str],
+    *,
+    max_ttl: float,
 ) -> Steps[Membership]:
     """Make the new list: nodes that stay keep their ids, new ones get a ticket for theirs."""
     missing = [group.names[node] for node in wanted if node not in reports]
@@ -178,7 +193,7 @@ def _make_list(
                 f"more, delete the key {group.node_key} there; or name another"
             )
         else:
-            begin = ("", group.new_word(), round(old.max_ttl * 1000), "")
+            begin = ("", group.new_word(), round(max_ttl * 1000), "")
             answer = (yield from group.ask("begin", [node], *begin))[node]
             if answer.said is not Said.TICKET:
                 raise QuorumError(f"{name} cannot be made a member: {answer}", nodes={name: str(answer)})
@@ -189,7 +204,7 @@ def _make_list(
             f"({', '.join(old.addresses)}), or leave one of them out"
         )
     seats_now = tuple(sorted((ids[node], group.names[node]) for node in wanted))
-    return Membership(seats_now, old.max_ttl, after=old.fingerprint)
+    return Membership(seats_now, max_ttl, after=old.fingerprint)
 
 
 def _check_closable(old: Membership, reports: Reports, told: dict[str, str]) -> None:
@@ -214,7 +229,8 @@ def _close(group: NodeGroup, old: Membership, target: Membership) -> Steps[int]:
         if len(closed) >= old.quorum:
             return max(report.highest for report in closed.values()) + 1
     reports, told = yield from _read(group)
-    _next_list(old, set(target.addresses), reports)  # another operator may have come first
+    # Another operator may have come first.
+    _chosen(_next_lists(old, reports), set(target.addresses), target.max_ttl)
     raise QuorumError(
         "a majority of the present nodes could not be closed: bring them back, and run the same command "
         "again",
