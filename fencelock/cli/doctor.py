@@ -59,7 +59,8 @@ def doctor(
     with shared.authority_of(url, namespace) as authority:
         if isinstance(authority, Redlock):
             found += _of_nodes(authority, given)
-        token = _new_token(authority, found)
+        where = "nodes" if isinstance(authority, Redlock) else shared.without_password(given[0])
+        token = _new_token(authority, where, found)
         for its in database or ():
             is_above = _is_above_nodes if isinstance(authority, Redlock) else _is_above_times
             look = partial(_of_database, token=token, metadata=metadata, is_above=is_above)
@@ -87,16 +88,16 @@ def _show(found: list[Finding]) -> None:
         console.print("nothing was found")
 
 
-def _new_token(authority: Redlock | Database, found: list[Finding]) -> int | None:
+def _new_token(authority: Redlock | Database, where: str, found: list[Finding]) -> int | None:
     """Return a token that is granted now; none where nothing is granted."""
     try:
         with authority.lock(_PROBE, ttl=1, timeout=2, renew=False, if_lost="warn") as token:
             return token
     except LockTimeoutError as error:
-        found.append(note(repr(authority), str(error), "another doctor is at work: try again"))
+        found.append(note(where, str(error), "another doctor is at work: try again"))
     except FencelockError as error:
         page = "docs/recover.md" if isinstance(authority, Redlock) else "docs/authorities.md"
-        found.append(Finding(repr(authority), f"grants nothing: {error}", f"{page}, docs/errors.md"))
+        found.append(Finding(where, f"grants nothing: {error}", f"{page}, docs/errors.md"))
     return None
 
 
@@ -104,14 +105,18 @@ def _new_token(authority: Redlock | Database, found: list[Finding]) -> int | Non
 
 
 def _of_nodes(authority: Redlock, urls: list[str]) -> Iterator[Finding]:
-    for node in authority.status():
+    reached = []
+    for url, node in zip(urls, authority.status(), strict=True):
+        if node.state is not NodeState.UNREACHABLE:
+            reached.append((url, node.address))
         if node.state is not NodeState.ADMITTED:
+            detail = f", {node.detail}" if node.detail else ""
             advice = "it votes again by itself" if node.recovering_for else "docs/recover.md"
-            yield Finding(node.address, f"does not vote: {node.state.value} {node.detail}".strip(), advice)
+            yield Finding(node.address, f"does not vote: {node.state.value}{detail}", advice)
     if (count := len(authority.nodes)) % 2 == 0:
         yield note("nodes", f"{count} nodes survive no more losses than {count - 1}", "use 1, 3 or 5")
     with ThreadPoolExecutor() as threads:
-        for findings in threads.map(_of_url, urls, authority.nodes):
+        for findings in threads.map(lambda each: _of_url(*each), reached):
             yield from findings
 
 
