@@ -106,7 +106,7 @@ def _new_token(authority: Redlock | Database, where: str, found: list[Finding]) 
 
 def _of_nodes(authority: Redlock, urls: list[str]) -> Iterator[Finding]:
     reached = []
-    for url, node in zip(urls, authority.status(), strict=True):
+    for url, node in zip(urls, authority.status(), strict=False):
         if node.state is not NodeState.UNREACHABLE:
             reached.append((url, node.address))
         if node.state is not NodeState.ADMITTED:
