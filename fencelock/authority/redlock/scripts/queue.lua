@@ -33,7 +33,7 @@ local function line_up(key, place, waited, since)
   local arrived, said = now_ms() - tonumber(waited), tonumber(since)
   if math.abs(said - arrived) <= 1000 then arrived = said end
   queued('ZADD', queue, 'NX', digits(arrived), place)
-  queued('ZREMRANGEBYRANK', queue, LONGEST_QUEUE, -1)
+  for _, youngest in ipairs(queued('ZRANGE', queue, LONGEST_QUEUE, -1)) do queued('ZREM', queue, youngest) end
   redis.call('PEXPIRE', queue, QUEUE_MS)
 end
 
