@@ -156,7 +156,8 @@ faulthandler.dump_traceback_later(30, exit=True)
 name, urls = sys.argv[1], sys.argv[2:]
 os.environ["FENCELOCK_URL"] = ",".join(urls)
 said, started = [], []
-begin, start = threading._start_new_thread, threading.Thread.start
+starter = "_start_new_thread" if sys.version_info < (3, 13) else "_start_joinable_thread"
+begin, start = getattr(threading, starter), threading.Thread.start
 
 def note(thread):
     started.append(thread)
@@ -187,7 +188,7 @@ signal.signal(signal.SIGUSR1, handle)
 if name == "fencelock-recovery":
     redis.Redis.from_url(urls[0]).flushall()
 threading.Thread.start = note
-threading._start_new_thread = begin_and_strike
+setattr(threading, starter, begin_and_strike)
 for _ in range(100):
     try:
         use()
@@ -198,7 +199,7 @@ for _ in range(100):
     if said:
         break
     time.sleep(0.01)
-threading._start_new_thread = begin
+setattr(threading, starter, begin)
 use()
 print(json.dumps({"said": said}))
 """

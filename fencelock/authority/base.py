@@ -135,7 +135,8 @@ class Authority(Protocol):
     - `kinds`, a `frozenset` of what else it can do: `"fair"`.
     - `holder_ttl(resources)`, also of `aio`, tells for how many seconds one of them is held; None for none.
     - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` the grant of it again.
-      Its end is known when it has been extended.
+      Its end is known when it has been extended. `vouch(grant)`, also of `aio`, tells whether its tokens are
+      those that were granted.
     - `inspect(resource)`, also of `aio`, returns the `LockInfo` of a resource, None where it is free;
       `inspect()` those of all that are held.
     """

@@ -67,6 +67,12 @@ class Stepped(abc.ABC):
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         """Do as `Authority.release`."""
 
+    def vouching(self, grant: Grant) -> Steps[bool]:
+        """Tell whether the tokens of a grant that was loaded are those that its locks were granted with."""
+        found = yield from self.inspecting(grant.resources)
+        granted = {info.resource: info.token for info in found}
+        return all(granted.get(name) == its for name, its in zip(grant.resources, grant.tokens, strict=True))
+
     @abc.abstractmethod
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the locks that are held of these resources; of all, where none is named."""
@@ -118,6 +124,9 @@ class Stepped(abc.ABC):
 
     def release(self, grant: Grant) -> bool | None:
         return self.run(self.releasing(grant))
+
+    def vouch(self, grant: Grant) -> bool:
+        return self.run(self.vouching(grant))
 
     def run(self, steps: Steps[_T]) -> _T:
         return block(steps, self.do)
@@ -188,6 +197,9 @@ class AsyncView(abc.ABC):
 
     async def release(self, grant: Grant) -> bool | None:
         return await self.wait_for(self._authority.releasing(grant))
+
+    async def vouch(self, grant: Grant) -> bool:
+        return await self.wait_for(self._authority.vouching(grant))
 
     async def holder_ttl(self, resources: tuple[str, ...]) -> float | None:
         return _last_end(await self.wait_for(self._authority.inspecting(resources)))

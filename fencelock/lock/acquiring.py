@@ -17,7 +17,7 @@ from fencelock import _events
 from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
 from fencelock._events import LockNotAcquired, Outcome
 from fencelock._owners import running_loop
-from fencelock.authority.base import Authority, Grant
+from fencelock.authority.base import Authority, Grant, named
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
 from fencelock.lock.block import Block, last_of_ours
@@ -31,6 +31,7 @@ from fencelock.lock.steps import (
     ask_to_extend,
     ask_to_release,
     ask_to_remint,
+    ask_to_vouch,
     name_holder,
 )
 from fencelock.renewal.loop import for_loop
@@ -311,6 +312,13 @@ class LockSteps(Generic[Token]):
 
 
 def _take_over(authority: Authority, grant: Grant, ttl: float) -> Steps[Grant]:
+    known = ask_to_vouch(authority, grant)
+    yield known
+    if not known.answer:
+        raise LockLostError(
+            f"{named(grant.resources)} was not taken over: its lease has ended, or a token of the text is "
+            "not that of its lock; acquire the lock again"
+        )
     asked = ask_to_extend(authority, grant, ttl)
     yield asked
     (outcome,) = asked.answer

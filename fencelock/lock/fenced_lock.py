@@ -6,7 +6,7 @@ import json
 from typing import Any, Unpack, cast, overload
 
 from fencelock._configure import default_authority
-from fencelock.authority.base import Authority
+from fencelock.authority.base import Authority, Grant
 from fencelock.lock.acquiring import HANDED
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
@@ -81,7 +81,8 @@ def fenced_lock(
 def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:
     """Return a lock that was handed over: its first entering extends the lease instead of acquiring it.
 
-    The tokens stay. Each text is for one process. Entering raises LockLostError where the lease has ended.
+    The tokens stay. Each text is for one process. Entering raises LockLostError where the lease has ended, or
+    the text does not have the tokens that were granted.
 
     Args:
         text: of `FencedLock.hand_over`.
@@ -92,14 +93,22 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
     """
     settings["authority"] = authority = cast("Any", settings.get("authority") or default_authority())
     try:
-        its = json.loads(text)[HANDED]
-        grant = authority.load(tuple(its["resources"]), tuple(map(check_token, its["tokens"])), its["proof"])
-        by = its["by"]
-        settings.setdefault("ttl", its["ttl"])
-    except (ValueError, TypeError, AttributeError, LookupError) as error:
-        raise ValueError(f"this is no text of hand_over: {str(text)[:80]!r} ({error!r})") from error
-    if authority.dump(grant) != its["proof"]:
-        raise ValueError(f"{by} has granted this lease, and {authority!r} cannot take it over")
+        grant, proof, by, ttl = _read(text, authority)
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise ValueError(f"this is no text of hand_over: {str(text)[:80]!r} ({str(error)[:200]})") from error
+    settings.setdefault("ttl", ttl)
+    if authority.dump(grant) != proof:
+        raise ValueError(f"{str(by)[:200]!r} has granted this lease, and {authority!r} cannot take it over")
     lock: FencedLock[Any] = fenced_lock(*grant.resources, **settings)
     lock._handed = grant  # noqa: SLF001 - the rooms of a lock are one thing
     return lock
+
+
+def _read(text: str, authority: Any) -> tuple[Grant, object, object, float]:
+    """Return the grant of a text, its proof, the name of its authority, and the ttl in seconds."""
+    its = json.loads(text)[HANDED]
+    names, tokens, proof, by, ttl = (its[word] for word in ("resources", "tokens", "proof", "by", "ttl"))
+    if not isinstance(names, list) or len({*names}) < len(names) or len(names) != len(tokens):
+        raise ValueError("its resources are no list of different names, each with a token")
+    fenced_lock(*names, ttl=ttl, authority=authority)  # which refuses wrong ones
+    return authority.load(tuple(names), tuple(map(check_token, tokens)), proof), proof, by, ttl

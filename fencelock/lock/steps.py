@@ -190,6 +190,10 @@ def ask_to_extend(authority: Authority, grant: Grant, seconds: float) -> Step:
     return _call(authority, lambda its: its.extend_many([(grant, seconds)]))
 
 
+def ask_to_vouch(authority: Authority, grant: Grant) -> Step:
+    return _call(authority, lambda its: its.vouch(grant))
+
+
 def ask_to_remint(authority: Authority, grant: Grant, seconds: float) -> Step:
     return _call(authority, lambda its: its.remint(grant, seconds))
 

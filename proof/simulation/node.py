@@ -12,14 +12,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import compress
 from typing import Any, ClassVar, NamedTuple
 
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.tokens import MAX_COUNTER
 
 CLAIM_MS = 100
-LONGEST_QUEUE = 128
+LONGEST_QUEUE = 1000
 QUEUE_MS = 5000
+NEAR = 1 << 32
 
 _AMNESIA = Answer(Said.AMNESIA)
 _CONFIG = Answer(Said.CONFIG)
@@ -213,9 +215,14 @@ class ModelNode:
         counter: int = self.hash.get(stripe, self.hash.get("b", 0))
         return counter
 
-    def catch_up(self, stripe: int, decided: int) -> None:
-        if decided > self.counter(stripe):
+    def catch_up(self, stripe: int, decided: int) -> bool:
+        """Raise a counter; return False for a number that no grants explain."""
+        last = self.counter(stripe)
+        if decided > last:
+            if decided - last > NEAR:
+                return False
             self.hash[stripe] = decided
+        return True
 
     # The scripts about locks.
 
@@ -274,7 +281,7 @@ class ModelNode:
         return Answer(_GRANTED, epoch, tuple(granted))
 
     def next_counter(self, last: int, hint: int) -> int:
-        return max(last + 1, hint)
+        return max(last + 1, hint if hint - last <= NEAR else 0)
 
     def confirm(self, command: Command) -> Answer:
         arguments: Sequence[Any] = command.arguments
@@ -289,9 +296,8 @@ class ModelNode:
         counters = tuple(0 if lock is None else lock.counter or 0 for lock in locks)
         if self.is_higher(counters, arguments[4::2]):
             return Answer(Said.HIGHER, self.hash["e"], counters)
-        for stripe, decided in zip(arguments[3::2], arguments[4::2], strict=True):
-            self.catch_up(stripe, decided)
-        return _CONFIRMED
+        pairs = zip(arguments[3::2], arguments[4::2], strict=True)
+        return _CONFIRMED if all(self.catch_up(*pair) for pair in pairs) else _LOST
 
     def asks_for_epoch(self, epoch: int) -> bool:
         return bool(epoch != self.hash["e"])
@@ -315,7 +321,10 @@ class ModelNode:
         count = 3 + 2 * len(keys)
         fields = self.hash
         if fields.get("e") == arguments[2] and fields["cfg"] == arguments[0]:
-            self.on_release(arguments[3:count:2], arguments[4:count:2])
+            found = [self.lock(key) for key in keys]
+            ours = [lock is not None and lock.nonce == command.nonce for lock in found]
+            stripes, decided = compress(arguments[3:count:2], ours), compress(arguments[4:count:2], ours)
+            self.on_release(tuple(stripes), tuple(decided))
         if len(arguments) > count:
             return self._release_in_line(command, *arguments[count:])
         released = 0
@@ -435,12 +444,12 @@ class ModelNode:
         if queue is None:
             queue = self.queues[key] = Queue({}, 0.0)
         queue.ends = self.now + QUEUE_MS
-        if len(queue.since) >= LONGEST_QUEUE:
-            return
         arrived = int(self.now) - waited
         if abs(since - arrived) <= 1000:
             arrived = since
         queue.since.setdefault(place, arrived)
+        if len(queue.since) > LONGEST_QUEUE:
+            del queue.since[max(queue.since, key=lambda each: (queue.since[each], each))]
 
     def _hear_from(self, keys: Sequence[str], place: str) -> None:
         for key in keys:

@@ -165,7 +165,7 @@ Complete(a) ==
         /\ acq' = [acq EXCEPT ![a].done = TRUE, ![a].tok = t, ![a].acks = {}]
     /\ UNCHANGED <<run, disk, snap, out, rec, op, raises, db, left>>
 
-\* RELEASE asks for no run_id: it never votes.
+\* RELEASE asks for no run_id: it never votes. The script does this only where the lock is a's still: it does less.
 Release(a, n) ==
     /\ acq[a].done /\ disk[n].adm /\ disk[n].cfg = acq[a].cfg /\ disk[n].e = acq[a].tok[1]
     /\ disk' = [disk EXCEPT ![n].c = Max(@, acq[a].tok[2])]

@@ -66,7 +66,7 @@ def test_maximum_without_write_back_gives_a_token_twice(
 ) -> None:
     """Control: without CONFIRM, and without the catch-up of RELEASE, the second token comes again."""
     monkeypatch.setattr(acquire, "_decide", maximum_without_write_back)
-    mutant = without("release", "for i = 1, LOCKS do catch_up", "for i = 1, 0 do catch_up")
+    mutant = without("release", "== NONCE then catch_up", "== 0 then catch_up")
     assert play_three_overlapping_majorities(make_stage(mutant)) == [1, 2, 2]
 
 
@@ -408,15 +408,19 @@ def test_confirm_that_ends_early_refuses_nobody(make_stage: MakeStage) -> None:
 
 
 def test_release_lets_a_laggard_catch_up(make_stage: MakeStage) -> None:
-    """The node that missed the acquisition learns the token from its release."""
+    """The node that has granted less learns the token from the release; one without the lock does not."""
     stage = make_stage()
     stage.stand_at(7, 7, 0)
-    a = stage.bidder()
-    a.deliver(stage.nodes, 0, 1)
-    a.resume()
-    assert a.token == 8
-    assert stage.release(a, 2) == [Said.LOST]
-    assert stage.nodes[2].execute(stage.bidder().request.command).counters == (9,)
+    missed, low = stage.bidder(), stage.bidder()
+    for bidder, nodes, said, counter in ((missed, (0, 1), Said.LOST, 1), (low, (0, 1, 2), Said.RELEASED, 10)):
+        bidder.deliver(stage.nodes, *nodes)
+        bidder.resume()
+        assert stage.release(bidder, 2) == [said]
+        stage.release(bidder, 0)
+        stage.release(bidder, 1)
+        another = stage.bidder()
+        assert stage.nodes[2].execute(another.request.command).counters == (counter,)
+        stage.release(another, 2)
 
 
 def play_node_that_forgets_when_another_is_admitted(stage: Stage) -> Any:

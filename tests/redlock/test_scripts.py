@@ -261,12 +261,24 @@ def test_confirm_of_somebody_elses_lock_is_lost(scripts: Scripts) -> None:
 def test_catch_up_never_lowers_a_counter(shared_nodes: list[Node], base: int) -> None:
     """RELEASE with a small T leaves a counter, and a stripe that was never used, where they stand."""
     scripts = Scripts(shared_nodes[3].url, base)
-    scripts.release("n", {"r": 5})
-    assert scripts.counter("r") == max(base, 5)
+    scripts.acquire("n", "r")
+    scripts.release("n", {"r": base + 5})
+    assert scripts.counter("r") == base + 5
     scripts.acquire("n", "r")
     scripts.release("n", {"r": 3})
-    assert scripts.acquire("m", "r").counters == (max(base, 5) + 2,)
+    assert scripts.acquire("m", "r").counters == (base + 7,)
     scripts.real.close()
+
+
+@pytest.mark.parametrize("token", [MAX_COUNTER, 1 << 33])
+def test_a_number_that_no_grants_explain_moves_no_counter(scripts: Scripts, token: int) -> None:
+    """From its holder, from another, decided, given back or hinted at: other names of the stripe go on."""
+    scripts.acquire("n", "r")
+    assert scripts.confirm("n", {"r": token}).said is Said.LOST
+    scripts.release("n", {"r": token})
+    scripts.release("another", {"r": token})
+    assert scripts.counter("r") == 1
+    assert scripts.acquire("m", "r", hint=token).counters == (2,)
 
 
 def test_release_in_another_epoch_or_list_changes_no_counter(scripts: Scripts) -> None:

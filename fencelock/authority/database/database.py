@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -143,6 +144,8 @@ class Database(Acquiring):
         return {"database": self._dialect, "nonce": grant.proof}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
+        if not re.fullmatch("[0-9a-f]{32}", data["nonce"]):
+            raise ValueError("its nonce is none of Database's")
         return Grant(resources, tokens, 0.0, data["nonce"])
 
     def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:

@@ -188,6 +188,10 @@ class Redlock(Stepped):
     def releasing(self, grant: Grant) -> Steps[bool | None]:
         return operations.release(self._see, grant.proof)
 
+    def vouching(self, grant: Grant) -> Steps[bool]:
+        tokens = dict(zip(grant.resources, grant.tokens, strict=True))
+        return inspecting.vouch(self._see, grant.proof.attempt.nonce, tokens)
+
     def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         return inspecting.look(self._see, resources)
 
@@ -207,6 +211,8 @@ class Redlock(Stepped):
         return {"namespace": self._namespace, "nonce": grant.proof.attempt.nonce}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
+        if not inspecting.NONCE.fullmatch(data["nonce"]):
+            raise ValueError("its nonce is none of Redlock's")
         names, halves = tuple(sorted(resources)), dict(zip(resources, map(split, tokens), strict=True))
         attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))
         counters = tuple(halves[name][1] for name in names)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
@@ -24,8 +24,10 @@ from fencelock.authority.redlock.protocol.messages import (
 )
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.holder import Holder, LockInfo
-from fencelock.tokens import compose
+from fencelock.tokens import compose, split
 
+#: What `new_nonce` makes.
+NONCE: Final = re.compile("[0-9a-f]{43}")
 #: Keys that a node looks at in one script, and does nothing else meanwhile.
 PAGE: Final = 200
 CLIENT_DIGITS: Final = 16
@@ -101,6 +103,23 @@ def force(
         if sum(answer.said in _GONE for answer in done.answers.values()) < node_set.quorum:
             raise_no_quorum(node_set, done.answers)
     return _info(resource, its) if its else None
+
+
+def vouch(
+    see: Callable[[], NodeSet], nonce: str, tokens: Mapping[str, int]
+) -> Generator[Broadcast, Any, bool]:
+    """Tell whether each resource is locked by this nonce, and a node has granted it this token.
+
+    A node may have granted another token than was decided. A text with that one harms only this lock.
+
+    Raises:
+        QuorumError: too few nodes vote.
+    """
+    _, seen, _ = yield from _seen_by_nodes(see, tuple(tokens))
+    return all(
+        any(each.value == "|".join((nonce, *map(str, split(token)))) for each in seen.get(name, {}).values())
+        for name, token in tokens.items()
+    )
 
 
 def _seen_by_nodes(

@@ -78,6 +78,7 @@ for i = 1, LOCKS do
     local last = counters[field] or tonumber(state[5 + i] or state[5]) or 0 / 0
     local hint = 0
     if tonumber(ARGV[4]) == epoch then hint = tonumber(ARGV[4 + 2 * i]) end
+    if not is_near(hint, last) then hint = 0 end
     counters[field] = math.max(last + 1, hint)
     if not is_counter(counters[field]) then return {'FULL'} end
     answer[2 + i] = counters[field]

@@ -20,5 +20,7 @@ for i = 1, LOCKS do
 end
 if higher then return answer end
 
-for i = 1, LOCKS do catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[5]) end
+for i = 1, LOCKS do
+  if not catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[5]) then return {'LOST'} end
+end
 return {'CONFIRMED'}

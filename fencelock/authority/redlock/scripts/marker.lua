@@ -49,8 +49,20 @@ local function digits(number)
   return string.format('%.0f', number)
 end
 
--- Raise a stripe's counter to a decided value; never lower it. A missing counter stands at `base`.
+-- Whether this node may have missed all the grants between its counter and a number that a client names. A stripe is
+-- shared by many names, and none of them could be granted any more behind a number that is made up.
+local function is_near(number, last)
+  return number - last <= 4294967296  -- 2^32: a thousand a second for fifty days
+end
+
+-- Raise a stripe's counter to a decided value; never lower it. A missing counter stands at `base`. Returns false for a
+-- value that no grants explain.
 local function catch_up(stripe, decided, base)
-  local last = redis.call('HGET', NODE, 'c' .. stripe) or base
-  if tonumber(decided) > (tonumber(last) or 0 / 0) then redis.call('HSET', NODE, 'c' .. stripe, decided) end
+  local last = tonumber(redis.call('HGET', NODE, 'c' .. stripe) or base) or 0 / 0
+  decided = tonumber(decided)
+  if decided > last then
+    if not is_near(decided, last) then return false end
+    redis.call('HSET', NODE, 'c' .. stripe, digits(decided))
+  end
+  return true
 end

@@ -14,9 +14,12 @@ end
 
 -- include marker
 -- include queue
--- A blank node stays blank: a counter alone would be state without a marker.
+-- Only for a lock that is ours: a number that is made up may hurt the lock of its client, and no other. A blank node stays
+-- blank: a counter alone would be state without a marker.
 if state[1] == ARGV[3] and state[2] == ARGV[1] then
-  for i = 1, LOCKS do catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[3]) end
+  for i = 1, LOCKS do
+    if read_lock(KEYS[i + 1]) == NONCE then catch_up(ARGV[2 + 2 * i], ARGV[3 + 2 * i], state[3]) end
+  end
 end
 
 -- Before anything is passed on: a contender that gives way, but has waited longest, is the next all the same. So
