@@ -235,8 +235,8 @@ def change_nodes(
 ) -> Change:
     """Let the wanted nodes vote instead of the present ones; both are URLs, and all may be the same.
 
-    Those that are gone for good may be among the present ones, or left out. No lock is granted meanwhile;
-    leases that are held come to their end first. May be run again after an interruption.
+    Those that are gone for good may be left out. No lock is granted meanwhile, and leases come to their end
+    first. May be run again after an interruption.
 
     Args:
         present: those in use.

@@ -110,11 +110,10 @@ def vouch(
 ) -> Generator[Broadcast, Any, bool]:
     """Tell whether each resource is locked by this nonce, and a node has granted it this token.
 
-    A node may have granted another token than was decided. A text with that one harms only this lock.
-
     Raises:
         QuorumError: too few nodes vote.
     """
+    # A node may have granted another token than was decided. A text with that one harms only this lock.
     _, seen, _ = yield from _seen_by_nodes(see, tuple(tokens))
     return all(
         any(each.value == "|".join((nonce, *map(str, split(token)))) for each in seen.get(name, {}).values())
