@@ -8,6 +8,7 @@ from typing import TypeVar
 _Choice = TypeVar("_Choice", bound=str)
 
 MIN_TTL = 0.01
+MAX_TTL = 604_800.0
 
 
 def check_seconds(name: str, value: object, *, zero: bool = False, more: str = "") -> float:
@@ -22,6 +23,11 @@ def check_seconds(name: str, value: object, *, zero: bool = False, more: str = "
 def check_ttl(value: object) -> float:
     """Return for how many seconds a lease can last."""
     ttl = check_seconds("ttl", value)
+    if ttl > MAX_TTL:
+        raise ValueError(
+            f"a ttl of {ttl:g} s is longer than a week: for so long is a lock held whose process has died. "
+            "However short the ttl is, a lease is renewed while its block lasts (max_hold)"
+        )
     if ttl < MIN_TTL:
         raise ValueError(f"a ttl of {ttl:g} s leaves no time to work: use at least {MIN_TTL:g} s")
     return ttl

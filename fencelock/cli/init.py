@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
 import typer
@@ -11,17 +12,19 @@ from fencelock._configure import factory_of
 from fencelock._engines import with_blocking_driver
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
+from fencelock.authority.redlock.transport.endpoints import split_urls
 from fencelock.cli import shared
 from fencelock.max_fence import highest_fence
 
 
 def init(
     urls: Annotated[
-        list[str],
+        list[str] | None,
         typer.Argument(
-            help="A database (postgresql+psycopg://…), or every node, each once: redis://host:6379 …"
+            help="A database (postgresql+psycopg://…), or every node, each once: redis://host:6379 … "
+            "FENCELOCK_URL by default, which shows no password to other users of this machine."
         ),
-    ],
+    ] = None,
     *,
     base: Annotated[
         int | None,
@@ -58,6 +61,9 @@ def init(
 
     All nodes must be reachable.
     """
+    urls = urls or split_urls(os.environ.get("FENCELOCK_URL", ""))
+    if not urls:
+        shared.fail("which database or nodes? Name them, or set FENCELOCK_URL")
     if after_loss != bool(database):
         shared.fail(
             "--after-loss and --database belong together: only the database knows which tokens have been "

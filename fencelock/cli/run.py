@@ -36,6 +36,10 @@ def run(
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     ttl: Annotated[float, typer.Option(help="Seconds that the lease lasts; it is extended.")] = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for another holder; 0 for one try.")] = 10.0,
+    keep_url: Annotated[
+        bool,
+        typer.Option("--keep-url", help="Give FENCELOCK_URL to the command; it may have a password."),
+    ] = False,
 ) -> None:
     """Run a command under a lock: fencelock run RESOURCE -- COMMAND. Its token is in FENCELOCK_TOKEN.
 
@@ -50,7 +54,7 @@ def run(
         shared.say("fencelock run needs process groups, which this system has not", "red")
         raise typer.Exit(FAILED)
     sys.argv[0] = context.args[0]  # as which the holder is shown
-    command = _Command(context.args)
+    command = _Command(context.args, keep_url=keep_url)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, command.on_signal)
     try:
@@ -77,8 +81,11 @@ def _run(command: _Command, lock: FencedLock[int]) -> int:
 class _Command:
     """The command that is run, and who hears of a signal: we before it starts, it from then on."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], *, keep_url: bool) -> None:
         self._arguments = arguments
+        self._environment = dict(os.environ)
+        if not keep_url:
+            self._environment.pop("FENCELOCK_URL", None)
         # A group of its own hears of signals, too; behind a terminal it could not read from that.
         self._group = None if sys.stdin.isatty() else 0
         self._program: subprocess.Popen[bytes] | None = None
@@ -118,7 +125,7 @@ class _Command:
         try:
             program = subprocess.Popen(  # noqa: S603 - as typed
                 self._arguments,
-                env=os.environ | its,
+                env=self._environment | its,
                 process_group=self._group,
                 preexec_fn=_dying_with_this_process() if sys.platform == "linux" else None,  # noqa: PLW1509
             )

@@ -335,9 +335,12 @@ def template_of(
         raise TypeError(f"{where} is a str such as 'order:{{id}}', not {type(template).__name__}")
     where += f" = {template!r}"
     try:
-        names = sorted({name for _, name, _, _ in Formatter().parse(template) if name is not None})
+        fields = [(name, spec) for _, name, spec, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
         raise ValueError(f"{where} is no format string: {error}") from error
+    if any("{" in (spec or "") for _, spec in fields):
+        raise ValueError(f"{where} has braces within braces: name each column by itself")
+    names = sorted({name for name, _ in fields})
     if unknown := [name for name in names if name not in attributes]:
         raise ValueError(
             f"{where} names {', '.join(map(repr, unknown))}, but the columns of its fenced table are "

@@ -43,6 +43,8 @@ _WRITES: Final = re.compile(
     r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
     r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
 )
+#: Characters of a statement that is looked at each time that it is executed.
+_LONG: Final = 4096
 _ORDINARY: Final = re.compile(r"(?i)(?:select|with|values|insert|replace|update|delete)\b")
 _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|comment|grant|revoke)\b")
 
@@ -78,9 +80,12 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
     )
 
 
-@lru_cache(maxsize=1000)
 def written(statement: str, names: tuple[str, ...]) -> str | None:
     """Return the fenced table that a text may write to; None where it plainly writes to no table so named."""
+    return (_written if len(statement) > _LONG else _written_before)(statement, names)
+
+
+def _written(statement: str, names: tuple[str, ...]) -> str | None:
     bare, named = _bare(statement), _pattern(names)
     sql = statement if bare is None else bare if _ORDINARY.match(bare) else _bare(statement, "\"`'") or ""
     found = named.search(sql)
@@ -90,8 +95,14 @@ def written(statement: str, names: tuple[str, ...]) -> str | None:
     return found[0] if _WRITES.search(rest) else None
 
 
+#: Short ones come again; a long one has values in it.
+_written_before: Final = lru_cache(maxsize=1000)(_written)
+
+
 def _bare(text: str, kept: str = '"`') -> str | None:
     """Return a text without comments and strings; None where databases may read it in other ways."""
+    if len(text) > _LONG and text.rfind("/*") > text.rfind("*/"):  # each would be looked for to the end
+        return None
     bare = _QUOTED.sub(
         lambda part: part[0] if part[0][0] in kept else " _ " if part[0][0] == "'" else " ", text
     )

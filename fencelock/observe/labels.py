@@ -16,8 +16,12 @@ LabelFunction = Callable[[LockEvent], str]
 
 
 def kind_of_lock(event: LockEvent) -> str:
-    """Return the template that `@fenced` was given, or else what stands before the first `:`."""
-    return event.template or event.resources[0].partition(":")[0]
+    """Return the template that `@fenced` was given, or else what stands before the first `:`.
+
+    A name without one may be a person's, and is "other".
+    """
+    constant, colon, _ = event.resources[0].partition(":")
+    return event.template or (constant if colon else OTHER)
 
 
 class Labels:
@@ -33,7 +37,7 @@ class Labels:
 
     def of(self, event: LockEvent) -> str:
         name = self._function(event)
-        if name not in self._known:
+        if name not in self._known and name != event.template:  # those are as many as the program has
             if len(self._known) >= _MOST_NAMES:
                 return OTHER
             self._known.add(name)

@@ -64,8 +64,8 @@ def authority(cluster: Cluster) -> Iterator[Redlock]:
 
 
 def test_any_server_of_a_cluster_leads_to_its_keys(cluster: Cluster) -> None:
-    """As one of several in a URL, and by a plain URL of its own: nobody has to know how slots are divided."""
-    urls = [cluster.url(), *(cluster.url(node) for node in cluster.nodes), *cluster.nodes.urls]
+    """As one of several in a URL, or alone: nobody has to know how slots are divided."""
+    urls = [cluster.url(), *(cluster.url(node) for node in cluster.nodes)]
     for number, url in enumerate(urls):
         with Redlock(url) as authority:
             assert authority.init(base=0) is (number == 0)
@@ -73,6 +73,18 @@ def test_any_server_of_a_cluster_leads_to_its_keys(cluster: Cluster) -> None:
                 assert token == number + 1
     assert ask(cluster.primary(), "DBSIZE") == len(OF_THE_NODE) + len(urls)  # each client tells what it is
     assert all(ask(node, "DBSIZE") == 0 for node in cluster.others())
+
+
+def test_only_who_names_a_cluster_is_led_to_another_server(cluster: Cluster) -> None:
+    """It would get the password. The plain URL of the server that has the keys is a node like any other."""
+    with Redlock(cluster.primary().url) as authority:
+        authority.init(base=0)
+        assert token_within(authority) == 1
+    with (
+        Redlock(cluster.others()[0].url, outage_grace=0.0) as authority,
+        pytest.raises(QuorumError, match=r"redis\+cluster://host1"),
+    ):
+        authority.lock("r", timeout=0).acquire()
 
 
 def test_client_of_a_cluster_is_a_node(cluster: Cluster) -> None:

@@ -153,16 +153,23 @@ def test_majority_of_the_sentinels_has_to_answer(watch: Callable[..., Watched]) 
             assert token == 2
 
 
-def test_newest_word_of_the_sentinels_counts(watch: Callable[..., Watched], service: Watched) -> None:
-    """Where they differ: here one knows of a failover, and another watches something else by that name."""
-    changed = watch()
-    changed.fail_over(kill=False)
-    addresses = [f"{LOOPBACK}:{watched.sentinel_addresses[0][1]}" for watched in (service, changed)]
-    for hosts in (addresses, addresses[::-1]):
-        with Redlock(f"redis+sentinel://{','.join(hosts)}/{service.name()}") as authority:
-            authority.init(base=0)
-    assert ask(changed.primary(), "EXISTS", NODE_KEY) == 1
-    assert ask(service.primary(), "EXISTS", NODE_KEY) == 0
+def test_a_majority_of_the_sentinels_names_the_primary(
+    watch: Callable[..., Watched], service: Watched
+) -> None:
+    """One that says something else changes nothing, though it knows of a later failover; of two it blocks."""
+    other = watch()
+    other.fail_over(kill=False)
+    ours = [f"{LOOPBACK}:{port}" for _, port in service.sentinel_addresses[:2]]
+    hosts = [f"{LOOPBACK}:{other.sentinel_addresses[0][1]}", *ours]
+    with Redlock(f"redis+sentinel://{','.join(hosts)}/{service.name()}") as authority:
+        authority.init(base=0)
+    assert ask(service.primary(), "EXISTS", NODE_KEY) == 1
+    assert ask(other.primary(), "EXISTS", NODE_KEY) == 0
+    with (
+        Redlock(f"redis+sentinel://{','.join(hosts[:2])}/{service.name()}", outage_grace=0) as authority,
+        pytest.raises(QuorumError, match="do not agree who is the primary"),
+    ):
+        authority.lock("r", timeout=0).acquire()
 
 
 def test_promoted_server_votes_when_it_has_been_admitted(watch: Callable[..., Watched]) -> None:

@@ -215,7 +215,7 @@ def test_cluster_fails_over(server_program: Path) -> None:
     """So it does in a cluster; and who waits is called there."""
     with (
         Cluster(3, replicas=True, executable=server_program) as cluster,
-        Redlock(cluster.nodes[0].url, **PATIENT) as authority,
+        Redlock(cluster.url(), **PATIENT) as authority,
     ):
         authority.init(base=0, max_ttl=MAX_TTL)
         assert token_within(authority) == 1

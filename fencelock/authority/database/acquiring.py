@@ -104,6 +104,7 @@ class Acquiring(Releasing):
             tokens = self._mint(connection, resources, nonce, ttl, waiting.world)
             return Grant(resources, tuple(tokens), validity(began, ttl), nonce)
 
+        looked_free = False
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         if len(resources) > 1:
             place.queue.put_off()  # others would wait for a caller that looks from time to time
@@ -125,7 +126,10 @@ class Acquiring(Releasing):
                 place.is_late = place.is_late or any(map(is_in_doubt, again))
                 if time.monotonic() >= end:
                     yield from self._refusing(waiting)
-                yield from self._waiting(waiting)
+                looks_free = not (yield from self._waiting(waiting))
+                if looks_free and looked_free:  # and is refused again and again
+                    yield from self._pausing(waiting, self._pause(waiting))
+                looked_free = looks_free
                 continue
             if time.monotonic() < grant.expires_at:
                 queues.waited = waited

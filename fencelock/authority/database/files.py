@@ -15,6 +15,7 @@ from sqlalchemy import URL, Engine, event
 from sqlalchemy.exc import DisconnectionError
 
 from fencelock.authority.database.table import LEASE_TABLE
+from fencelock.errors import AuthorityError
 
 #: The folder of the files for databases in memory, and the process that has made it.
 _folder: dict[int, Path] = {}
@@ -65,6 +66,9 @@ def watch_file(engine: Engine) -> None:
     """Have a pool open its file again where that was deleted or replaced: others use the new one."""
     path = engine.url.database or ""
 
+    def make(*_: object) -> None:
+        _make_file(path)
+
     def note(_connection: object, record: Any) -> None:
         record.info[_NUMBER] = _number_of(path)
 
@@ -76,10 +80,29 @@ def watch_file(engine: Engine) -> None:
         with suppress(Exception):
             connection.rollback()  # a cursor that is left would keep the file locked
 
+    event.listen(engine, "do_connect", make)
     event.listen(engine.pool, "connect", note)
     if not engine.dialect.is_async:
         event.listen(engine.pool, "close", roll_back)
     event.listen(engine.pool, "checkout", check)
+
+
+def _make_file(path: str) -> None:
+    """Make the file with the rights and the owner of its database; it names what is locked, and by whom.
+
+    Raises:
+        AuthorityError: a symbolic link has its name, which another user of the folder may have put there.
+    """
+    if Path(path).is_symlink():
+        raise AuthorityError(f"{path} is a symbolic link, and the leases need a file of their own: delete it")
+    with suppress(OSError):  # SQLite says what is wrong; and it makes the database
+        its = Path(path.removesuffix("-leases")).stat()
+        made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, its.st_mode & 0o666)
+        try:
+            os.fchmod(made, its.st_mode & 0o666)
+            os.fchown(made, its.st_uid, its.st_gid)
+        finally:
+            os.close(made)
 
 
 def _number_of(path: str) -> tuple[int, int] | None:

@@ -7,6 +7,8 @@ vote proves the very server that was admitted, so a wrong server costs a refusal
 from __future__ import annotations
 
 import re
+import ssl
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Final
@@ -29,6 +31,8 @@ _NOT_OURS: Final = re.compile(
 )
 
 #: A connection to a primary does not ask the sentinels by itself.
+#: What `ssl_cert_reqs` is where no certificate is looked at, so that no name can be.
+_UNCHECKED: Final = (None, "none", ssl.CERT_NONE)
 _PLAIN: Final[dict[Any, Any]] = {
     redis.sentinel.SentinelManagedConnection: redis.Connection,
     redis.sentinel.SentinelManagedSSLConnection: redis.SSLConnection,
@@ -108,18 +112,18 @@ class Endpoint:
     def servers(self) -> Sequence[Server]:
         """Return the servers to try, in this order; behind Sentinel, the primary.
 
-        The newest word among a majority of the sentinels names it. Fewer may be cut off together with one
-        that has been replaced and does not know. A recoverer would then bring that one to the epoch in which
-        its successor votes: one node, and two votes.
+        A majority of the sentinels has to name the same one. Fewer may be cut off together with one that has
+        been replaced and does not know. A recoverer would then bring that one to the epoch in which its
+        successor votes: one node, and two votes. And one that is not honest gets no password.
 
         Raises:
-            ConnectionError: of redis-py; too few sentinels answer.
+            ConnectionError: of redis-py; too few sentinels answer, or agree.
             ResponseError: the sentinels do not know the service.
         """
         if self.kind != "sentinel":
             return self.named
         needed = len(self.named) // 2 + 1
-        told: list[tuple[int, str, int]] = []
+        told: Counter[tuple[str, int]] = Counter()
         failures: list[str] = []
         for sentinel in self.named:
             try:
@@ -132,18 +136,23 @@ class Endpoint:
                     f"the sentinel {sentinel.address} knows no service {self.service!r}; "
                     f"those that it knows: {', '.join(sorted(services)) or 'none'}"
                 )
-            told.append(services[self.service])
-            if len(told) == needed:
-                _, host, port = max(told)
-                return [self.server.at(*self.remap(host, port))]
+            told[services[self.service]] += 1
+            if told[services[self.service]] == needed:
+                return [self.server.at(*self.remap(*services[self.service]))]
+        if told.total() >= needed:
+            named = ", ".join(f"{host}:{port} ({count})" for (host, port), count in told.most_common())
+            failures.insert(0, f"they do not agree who is the primary, as after a failover: {named}")
         raise redis.ConnectionError(
-            f"{len(told)} of its {len(self.named)} sentinels answer, and a majority is {needed}: "
+            f"{told.total()} of its {len(self.named)} sentinels answer, and a majority is {needed}: "
             f"{'; '.join(failures)}"
         )
 
     def redirected(self, server: Server, error: Exception) -> Server | None:
-        """Return where a server of a cluster sends us, if its error says so: MOVED slot host:port."""
-        if not is_moved(error) or "path" in server.settings:
+        """Return where a server of a cluster sends us, if its error says so: MOVED slot host:port.
+
+        Only where a cluster was named: the other server gets the password.
+        """
+        if not is_moved(error) or self.kind != "cluster" or "path" in server.settings:
             return None
         host, _, port = str(error).split()[-1].rpartition(":")
         own = server.settings.get("host", "localhost")
@@ -155,8 +164,8 @@ def is_moved(error: Exception) -> bool:
     return isinstance(error, MovedError) or str(error).startswith("MOVED ")
 
 
-def _services_of(sentinel: Server) -> dict[str, tuple[int, str, int]]:
-    """Return the services that a sentinel watches: the number of the last failover, host and port of each."""
+def _services_of(sentinel: Server) -> dict[str, tuple[str, int]]:
+    """Return the services that a sentinel watches: host and port of the primary of each."""
     connection = sentinel.new_connection(protocol=2)
     try:
         connection.connect()
@@ -165,7 +174,7 @@ def _services_of(sentinel: Server) -> dict[str, tuple[int, str, int]]:
     finally:
         connection.disconnect()
     services = [dict(zip(flat[::2], flat[1::2], strict=True)) for flat in words]
-    return {each["name"]: (int(each["config-epoch"]), each["ip"], int(each["port"])) for each in services}
+    return {each["name"]: (each["ip"], int(each["port"])) for each in services}
 
 
 def sources_of(nodes: Source | Sequence[Source]) -> list[Source]:
@@ -222,6 +231,9 @@ def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
     settings = {k: v for k, v in pool.connection_kwargs.items() if not _NOT_OURS.fullmatch(k)} | others
     settings |= {"retry": Retry(NoBackoff(), 0), "command_packer": _TextPacker()}
     settings |= {"socket_connect_timeout": timeout, "socket_timeout": timeout}
+    is_tls = issubclass(pool.connection_class, redis.SSLConnection)
+    if is_tls and settings.get("ssl_cert_reqs", ssl.CERT_REQUIRED) not in _UNCHECKED:
+        settings.setdefault("ssl_check_hostname", True)  # by itself, redis-py checks it from version 6 on
     server = Server(_PLAIN.get(pool.connection_class, pool.connection_class), settings)
     try:
         server.new_connection()  # opens nothing yet, but knows its settings
