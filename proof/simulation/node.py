@@ -550,8 +550,8 @@ class ModelNode:
     def raise_(self, cfg: str, epoch: int) -> Answer:
         refused = self.refusal(cfg)
         if refused is None and epoch > self.hash["e"]:
-            self.hash["e"] = epoch
-            self.hash["p"] = max(self.hash["p"], epoch)
+            self.hash = {field: value for field, value in self.hash.items() if not isinstance(field, int)}
+            self.hash |= {"e": epoch, "p": max(self.hash["p"], epoch), "b": 0}
             self.ever = max(self.ever, epoch + 1)
         return refused or Answer(Said.RAISED)
 

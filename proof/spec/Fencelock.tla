@@ -353,11 +353,11 @@ RecStill(k, n) ==
             /\ UNCHANGED raises
     /\ UNCHANGED <<run, disk, snap, out, acq, op, db, left>>
 
-\* RAISE, by the recoverer, or by whoever saw that epoch on another node. Not of a double: it is cut off.
+\* RAISE, by the recoverer, or by whoever saw that epoch on another node. Not of a double: it is cut off. Counters begin anew.
 Raise(n, f, e) ==
     /\ n \notin Spare \/ Broken("raise_double")
     /\ Member(n, f) /\ Open(n) /\ disk[n].e < e
-    /\ disk' = [disk EXCEPT ![n].e = e, ![n].p = Max(@, e)]
+    /\ disk' = [disk EXCEPT ![n].e = e, ![n].p = Max(@, e), ![n].c = 0]
     /\ out' = [out EXCEPT ![n].ever = e + 1]
     /\ UNCHANGED <<run, snap, acq, rec, op, raises, db, left>>
 
@@ -368,7 +368,7 @@ RecRaise(k, n) ==
     /\ HasPromise(k) /\ n \in Members(rec[k].cfg) \ rec[k].up /\ Member(n, rec[k].cfg) /\ Open(n)
     /\ rec' = [rec EXCEPT ![k].up = @ \cup {n}]
     /\ IF disk[n].e < rec[k].e
-       THEN /\ disk' = [disk EXCEPT ![n].e = rec[k].e, ![n].p = Max(@, rec[k].e)]
+       THEN /\ disk' = [disk EXCEPT ![n].e = rec[k].e, ![n].p = Max(@, rec[k].e), ![n].c = 0]
             /\ out' = [out EXCEPT ![n].ever = rec[k].e + 1]
        ELSE UNCHANGED <<disk, out>>
     /\ UNCHANGED <<run, snap, acq, op, raises, db, left>>

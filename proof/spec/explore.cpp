@@ -441,7 +441,7 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
                 State t = s;
                 Column& u = t.node[n];
                 u.rec_up[k] = 1;
-                if (d.e < r.e) u.disk.e = r.e, u.disk.p = std::max(d.p, r.e), u.ever = r.e + 1;
+                if (d.e < r.e) u.disk.e = r.e, u.disk.p = std::max(d.p, r.e), u.disk.c = 0, u.ever = r.e + 1;
                 emit(t, "RecRaise", k + 1, n);
             }
             if (waiting && ((promised && raised) || finish_unpromised)) {
@@ -473,7 +473,7 @@ template <class Emit> static void recovery(const State& s, const std::vector<int
                 if (!(s.raises >> (4 * f + e) & 1) || !member(d, f) || !is_open(d) || d.e >= e) continue;
                 if (n == SPARE && !raise_double) continue;
                 State t = s;
-                t.node[n].disk.e = e, t.node[n].disk.p = std::max<int>(d.p, e), t.node[n].ever = e + 1;
+                t.node[n].disk.e = e, t.node[n].disk.p = std::max<int>(d.p, e), t.node[n].disk.c = 0, t.node[n].ever = e + 1;
                 emit(t, "Raise", e, n);
             }
 }

@@ -177,12 +177,15 @@ def test_a_million_resources_are_one_series(registry: CollectorRegistry, authori
     """Also where they have nothing in common: what is beyond 200 names is `other`."""
     metrics = prometheus.instrument(registry)
     for number in range(210):
-        with authority.lock(f"order:{number}"), authority.lock(f"random-{number}"):
+        with authority.lock(f"order:{number}"), authority.lock(f"random-{number}:1"):
+            pass
+        with authority.lock(f"alice-{number}@example.org"):
             pass
     text = generate_latest(registry).decode()
     metrics.close()
     assert text.count("fencelock_lock_hold_seconds_count{") == 201
     assert 'lock="other"' in text
+    assert "alice" not in text
 
 
 def test_lock_that_was_held_before_is_not_counted_below_zero(

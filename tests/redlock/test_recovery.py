@@ -19,10 +19,10 @@ import redis
 from fencelock import Redlock, fenced_lock
 from fencelock.authority.redlock.admin import NodeState, NodeStatus
 from fencelock.errors import AuthorityError, NodesNotInitialisedError, QuorumError
-from fencelock.tokens import split
+from fencelock.tokens import MAX_COUNTER, split
 from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
-from tests.redlock.stage import NODE_KEY
+from tests.redlock.stage import NODE_KEY, stripe_of
 
 pytestmark = pytest.mark.timed
 
@@ -507,3 +507,24 @@ def test_client_of_another_number_of_nodes_recovers_nobody(nodes: Nodes, connect
         with pytest.raises(AuthorityError):
             take(wrong)
     assert field(nodes, 0, "ticket") is None
+
+
+def test_counters_that_have_come_to_their_end_begin_anew_in_the_next_epoch(nodes: Nodes) -> None:
+    """At once, without a restart, and with larger tokens; other names go on meanwhile."""
+    with Redlock(nodes.urls[:3]) as authority:
+        authority.init(base=0)
+        with authority.lock("other") as before:
+            pass
+        last = str(MAX_COUNTER)
+        for node in list(nodes)[:3]:
+            with redis.Redis.from_url(node.url) as client:
+                client.hset(NODE_KEY, f"c{stripe_of('r')}", last)
+        with pytest.raises(QuorumError, match=r"no counters left.*init .*--after-loss"):
+            authority.lock("r", timeout=0).acquire()
+        with authority.lock("other") as token:
+            assert token == before + 1
+        authority.init(above=MAX_COUNTER)
+        for name in ("r", "other"):
+            with authority.lock(name) as token:
+                assert split(token) == (1, 1)
+        assert [status.epoch for status in authority.status()] == [1, 1, 1]

@@ -88,14 +88,14 @@ def watch_file(engine: Engine) -> None:
 
 
 def _make_file(path: str) -> None:
-    """Make the file with the rights and the owner of its database; it names what is locked, and by whom.
+    """Make the file with the rights and the owner of its database, for it names locks and their holders.
 
     Raises:
         AuthorityError: a symbolic link has its name, which another user of the folder may have put there.
     """
     if Path(path).is_symlink():
         raise AuthorityError(f"{path} is a symbolic link, and the leases need a file of their own: delete it")
-    with suppress(OSError):  # SQLite says what is wrong; and it makes the database
+    with suppress(OSError):  # SQLite tells of it, and makes the database
         its = Path(path.removesuffix("-leases")).stat()
         made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, its.st_mode & 0o666)
         try:

@@ -141,7 +141,7 @@ class Endpoint:
                 return [self.server.at(*self.remap(*services[self.service]))]
         if told.total() >= needed:
             named = ", ".join(f"{host}:{port} ({count})" for (host, port), count in told.most_common())
-            failures.insert(0, f"they do not agree who is the primary, as after a failover: {named}")
+            failures.insert(0, f"they name different primaries, as after a failover: {named}")
         raise redis.ConnectionError(
             f"{told.total()} of its {len(self.named)} sentinels answer, and a majority is {needed}: "
             f"{'; '.join(failures)}"
