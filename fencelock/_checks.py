@@ -25,7 +25,7 @@ def check_ttl(value: object) -> float:
     ttl = check_seconds("ttl", value)
     if ttl > MAX_TTL:
         raise ValueError(
-            f"a ttl of {ttl:g} s is longer than a week, and a lock whose process has died is held until then. "
+            f"a ttl of {ttl:g} s is longer than a week, and a lock whose process has died is held for it. "
             "However short the ttl is, a lease is renewed while its block lasts (max_hold)"
         )
     if ttl < MIN_TTL:

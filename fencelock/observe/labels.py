@@ -37,7 +37,7 @@ class Labels:
 
     def of(self, event: LockEvent) -> str:
         name = self._function(event)
-        if name not in self._known and name != event.template:  # those are as many as the program has
+        if name not in self._known and name not in {OTHER, event.template}:
             if len(self._known) >= _MOST_NAMES:
                 return OTHER
             self._known.add(name)
