@@ -50,7 +50,13 @@ MODEL = (
     *("M no claim", "M no guard", "M not what was loaded", "M no row lock"),
 )
 #: What each fault at the edges breaks where the library has nothing against it.
-_BREAKS = {"signal": "P1", "line-freeze": "line", "odd-value": "error", "partial-write": "error"}
+_BREAKS = {
+    "signal": "P1",
+    "line-freeze": "line",
+    "odd-value": "error",
+    "lie": "error",
+    "partial-write": "error",
+}
 #: Seconds after which a proof in short is said to hang.
 _PATIENCE = 600
 

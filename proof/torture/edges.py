@@ -9,10 +9,11 @@ import hashlib
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
+from fencelock.authority.redlock.protocol import inspecting
 from fencelock.authority.redlock.transport import blocking, connector
 from fencelock.authority.redlock.transport.polling import READ
 from fencelock.authority.redlock.wire import codec, connection
@@ -100,6 +101,18 @@ def _stumble() -> None:
     _change_scripts("redis.pcall", "redis.call")
 
 
+def _believe() -> None:
+    """Believe what a client says of tokens, and of locks that are not its own."""
+    _change_scripts("return number - last <= 4294967296", "return true")
+    _change_scripts("if read_lock(KEYS[i + 1]) == NONCE then catch_up", "if true then catch_up")
+
+    def vouch(*_: object) -> Generator[Any, Any, bool]:
+        yield from ()
+        return True
+
+    setattr(inspecting, "vouch", vouch)  # noqa: B010 - for mypy it is a function
+
+
 def _change_scripts(text: str, instead: str) -> None:
     assert any(text in script for script in codec.SCRIPTS.values()), f"no script has {text!r}"
     for name, script in codec.SCRIPTS.items():
@@ -117,4 +130,5 @@ _WEAKER: Final[dict[str, Callable[[], None]]] = {
     "line-freeze": _call_silent_clients,
     "odd-value": _stumble,
     "partial-write": _continue_with_answers_only,
+    "lie": _believe,
 }

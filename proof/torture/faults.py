@@ -26,6 +26,7 @@ from proof.torture.clusters import CLUSTER_FAULTS
 from proof.torture.doubt import Doubt
 from proof.torture.edges import STRIKE
 from proof.torture.lease_connections import LeaseConnections
+from proof.torture.lies import tell_lies
 from proof.torture.odd_values import write_odd_values
 from proof.torture.proxy import FAIR, SILENT, Proxies, Weather
 from proof.torture.settings import CLUSTERS
@@ -281,6 +282,7 @@ LANES: Final[Sequence[Mapping[str, Inject]]] = (
     },
     {"partition": partition},
     {"odd-value": write_odd_values},
+    {"lie": tell_lies},
     {"partial-write": write_in_parts},
     {"database-kill": end_commits, "connection-end": end_connections},
     {"lease-silence": silence_leases},

@@ -29,10 +29,12 @@ from proof.torture.clocks import Clocks
 from proof.torture.clusters import CLUSTER_FAULTS
 from proof.torture.crew import Crew
 from proof.torture.doubt import Doubt
+from proof.torture.edges import weaken
 from proof.torture.faults import start_lanes
 from proof.torture.history import VERSION, Row, Run, Style, line_of
 from proof.torture.journal import Journal, history_lines
 from proof.torture.lease_connections import LeaseConnections
+from proof.torture.lies import Liar
 from proof.torture.naive import NaiveLeases
 from proof.torture.plan import names
 from proof.torture.proxy import Proxies
@@ -209,10 +211,23 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         if settings.on_database:
             _prepare_leases(settings, database, stack)
             leases = _ways_to_leases(settings, databases, faults, stack, tools)
+        if "lie" in faults:
+            tools.append(_liar(settings, urls, namespace, leases, stack))
         if settings.database in CLUSTERS and settings.quorum and settings.guard:
             tools.append(stack.enter_context(Service(databases, names(settings))))
         places = Places(urls, behind, namespace, databases, leases, settings.output)
         yield _Servers(places, authority, engine, tools)
+
+
+def _liar(
+    settings: Settings, urls: Sequence[str], namespace: str, leases: Sequence[str], stack: ExitStack
+) -> Liar:
+    if not settings.mends:
+        weaken(["lie"])
+    authority = (
+        Database(leases[0]) if settings.on_database else Redlock(urls, namespace=namespace, recover=False)
+    )
+    return Liar(stack.enter_context(authority))
 
 
 def _ways_to_leases(

@@ -25,6 +25,7 @@ FAULTS: Final = {
     "line-freeze": "SIGSTOP a worker that may have many places in line",
     "odd-value": "have another program write anything into the keys of a lock, on all nodes",
     "partial-write": "lock so much at once that no socket takes it with one write",
+    "lie": "have a client make up texts of hand_over and numbers, about locks that no worker wants",
     "database-kill": "have the database end connections in the middle of a COMMIT",
     "connection-end": "end connections over which a database grants leases",
     "lease-silence": "keep such connections open, and pass nothing on",
@@ -58,7 +59,7 @@ _OF_NODES: Final = frozenset(
 #: What only nodes have.
 _WITH_NODES: Final = _OF_NODES | {"clock", "partition", "line-freeze", "odd-value", "partial-write"}
 #: Faults at the edges: nodes, network and clocks are well, so that more is promised.
-GENTLE: Final = frozenset({"signal", "line-freeze", "odd-value", "partial-write"})
+GENTLE: Final = frozenset({"signal", "line-freeze", "odd-value", "partial-write", "lie"})
 #: What only connections to a database have.
 _OF_CONNECTIONS: Final = frozenset({"connection-end", "lease-silence"})
 #: What grants the leases: nodes of Valkey or Redis, or the run's database.
@@ -173,6 +174,8 @@ class Settings:
                 return f"it is for --database {_OF_CLUSTERS[fault]}"
             case str() if fault in _WITH_NODES and self.on_database:
                 return "the database grants the leases, and there are no nodes"
+            case "lie" if not self.quorum:
+                return "naive tokens know no hand_over"
             case "signal" if not self.blocking_workers:
                 return "each worker runs tasks, and no handler should raise in those"
             case "odd-value" if not _OF_NODES.isdisjoint(self.faults):

@@ -66,6 +66,7 @@ EDGES = {
         *("4", "--tasks", "100", "--resources", "300", "--every", "0.1", "--manner", "quick"),
         *("--manner", "fair"),
     ),
+    "lie": ("4", "--tasks", "20", "--resources", "40", "--every", "0.05", "--manner", "quick"),
     "partial-write": ("4", "--ttl", "5", "--manner", "quick", "--manner", "large"),
 }
 #: What has a program see a loopback device that takes no more at a time than Ethernet does.

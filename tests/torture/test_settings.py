@@ -63,7 +63,7 @@ SELDOM = {"odd-value", *OF_CONNECTIONS}
         ),
         (
             {"nodes": ("rediss://a",), "database": "postgresql+psycopg://b"},
-            set(FAULTS) - {"worker-pause", "worker-kill", "signal", "line-freeze", "partial-write"},
+            set(FAULTS) - {"worker-pause", "worker-kill", "signal", "line-freeze", "partial-write", "lie"},
         ),
     ],
 )
