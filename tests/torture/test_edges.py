@@ -37,7 +37,7 @@ def test_a_handler_strikes_in_exposed_calls_and_nowhere_else() -> None:
 
 def test_a_run_with_all_of_them_ends_right(tmp_path: Path) -> None:
     """Each was made; `make proof` has each alone, and its control."""
-    faults = ("signal", "line-freeze", "odd-value", "partial-write")
+    faults = ("signal", "line-freeze", "odd-value", "partial-write", "lie")
     chosen = [word for fault in faults for word in ("--fault", fault)]
     settings = ("--duration", "6", "--every", "0.2", "--workers", "3", "--nodes-count", "3", "--ttl", "1")
     where = ("--writes", "0", "--database", "sqlite", "--output", tmp_path / "out")
