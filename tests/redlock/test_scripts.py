@@ -281,6 +281,13 @@ def test_a_number_that_no_grants_explain_moves_no_counter(scripts: Scripts, toke
     assert scripts.acquire("m", "r", hint=token).counters == (2,)
 
 
+def test_a_counter_that_is_no_number_stands_at_no_token(scripts: Scripts) -> None:
+    """Another program has written there, after the node had granted: it confirms nothing."""
+    scripts.acquire("n", "r")
+    scripts.client.hset(NODE_KEY, f"c{stripe_of('r')}", "abc")
+    assert scripts.confirm("n", {"r": 1}).said is Said.LOST
+
+
 def test_release_in_another_epoch_or_list_changes_no_counter(scripts: Scripts) -> None:
     """The values of an older epoch mean nothing in this one; the lock goes all the same."""
     scripts.acquire("n", "r")

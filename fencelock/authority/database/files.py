@@ -95,6 +95,8 @@ def _make_file(path: str) -> None:
     """
     if Path(path).is_symlink():
         raise AuthorityError(f"{path} is a symbolic link, and the leases need a file of their own: delete it")
+    if not hasattr(os, "fchown"):  # Windows, where a file has the rights of its folder
+        return
     with suppress(OSError):  # SQLite tells of it, and makes the database
         its = Path(path.removesuffix("-leases")).stat()
         made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, its.st_mode & 0o666)

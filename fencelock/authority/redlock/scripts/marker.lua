@@ -60,9 +60,8 @@ end
 local function catch_up(stripe, decided, base)
   local last = tonumber(redis.call('HGET', NODE, 'c' .. stripe) or base) or 0 / 0
   decided = tonumber(decided)
-  if decided > last then
-    if not is_near(decided, last) then return false end
-    redis.call('HSET', NODE, 'c' .. stripe, digits(decided))
-  end
+  if decided <= last then return true end
+  if not is_near(decided, last) then return false end  -- also where the counter is no number
+  redis.call('HSET', NODE, 'c' .. stripe, digits(decided))
   return true
 end

@@ -30,9 +30,9 @@ _NOT_OURS: Final = re.compile(
     r"|protocol|(encoder|parser)_class|(maint|orig)_.*|retry.*|sentinel_(username|password)"
 )
 
-#: A connection to a primary does not ask the sentinels by itself.
 #: What `ssl_cert_reqs` is where no certificate is looked at, so that no name can be.
 _UNCHECKED: Final = (None, "none", ssl.CERT_NONE)
+#: A connection to a primary does not ask the sentinels by itself.
 _PLAIN: Final[dict[Any, Any]] = {
     redis.sentinel.SentinelManagedConnection: redis.Connection,
     redis.sentinel.SentinelManagedSSLConnection: redis.SSLConnection,
