@@ -7,6 +7,7 @@ from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import (
     AuthorityError,
     CommitInDoubtError,
+    CountersExhaustedError,
     FenceError,
     FencelockError,
     LeaseTableMissingError,
@@ -58,6 +59,7 @@ __all__ = [
     "AsyncLock",
     "AuthorityError",
     "CommitInDoubtError",
+    "CountersExhaustedError",
     "Database",
     "FenceError",
     "FencedDataclassModel",

@@ -10,6 +10,7 @@ FencelockError
 │   ├── QuorumError                            too few nodes, or no database, answered; .nodes: what each said
 │   ├── NodesNotInitialisedError               the nodes hold no marker: run `fencelock init`
 │   ├── MembershipError                        nodes disagree on who the N nodes are
+│   ├── CountersExhaustedError                 the nodes can count no further: begin the next epoch
 │   └── LeaseTableMissingError                 the database has no table of leases: migrate
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
     ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
@@ -41,6 +42,7 @@ from fencelock.tokens import COUNTER_BITS, split
 __all__ = [
     "AuthorityError",
     "CommitInDoubtError",
+    "CountersExhaustedError",
     "FenceError",
     "FencelockError",
     "LeaseTableMissingError",
@@ -145,6 +147,10 @@ class NodesNotInitialisedError(AuthorityError):
 
 class MembershipError(AuthorityError):
     """The nodes, or the nodes and this client, disagree on who the N nodes are."""
+
+
+class CountersExhaustedError(AuthorityError):
+    """The nodes can count no further in this epoch. The message says how to begin the next."""
 
 
 class LeaseTableMissingError(AuthorityError):

@@ -19,6 +19,7 @@ from typing import Any, Final
 
 import httpx
 import pytest
+import redis
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
@@ -45,11 +46,13 @@ from fencelock import (
     fenced_lock,
     fenced_transaction,
 )
+from fencelock.tokens import MAX_COUNTER
 from proof.servers import Nodes
 from proof.servers.workspace import free_ports
 from tests.door import Door
 from tests.pages.blocks import blocks, read
 from tests.polling import IMPATIENT, eventually
+from tests.redlock.stage import NODE_KEY, stripe_of
 
 WRITTEN: Final = {"no": False, "unknown": None}
 CELERY: Final = {"retry", "look first, then retry", "never"}
@@ -318,6 +321,22 @@ def find_another_fleet(stage: Stage) -> None:
         session.add(Note(id=1))
 
 
+def find_no_counters(stage: Stage) -> None:
+    """Another program has written into them, on all nodes."""
+    field, before = f"c{stripe_of('account:1')}", []
+    for node in stage.nodes:
+        with redis.Redis.from_url(node.url) as client:
+            before.append(client.hget(NODE_KEY, field) or 0)
+            client.hset(NODE_KEY, field, str(MAX_COUNTER))
+    try:
+        with stage.working() as session:
+            session.add(Note(id=1))
+    finally:
+        for node, value in zip(stage.nodes, before, strict=True):
+            with redis.Redis.from_url(node.url) as client:
+                client.hset(NODE_KEY, field, value)
+
+
 def configure_nothing(stage: Stage) -> None:
     """Lock without any nodes."""
     with fenced_transaction(stage.engine, "account:1") as session:
@@ -418,6 +437,7 @@ PROVOKED: Final[dict[str, tuple[Callable[[Stage], None], ...]]] = {
     "NodesNotInitialisedError": (find_blank_nodes,),
     "LeaseTableMissingError": (find_no_lease_table,),
     "MembershipError": (find_another_fleet,),
+    "CountersExhaustedError": (find_no_counters,),
     "AuthorityError": (configure_nothing,),
     "NotHeldError": (release_what_is_not_held,),
     "LockError": (hand_over_what_is_entered_twice,),

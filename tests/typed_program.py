@@ -20,6 +20,7 @@ from fencelock import (
     AsyncLock,
     AuthorityError,
     CommitInDoubtError,
+    CountersExhaustedError,
     Database,
     FencedDataclassModel,
     FencedLock,
@@ -296,6 +297,7 @@ def errors() -> dict[str, list[type[FencelockError]]]:
     return {
         "lock": [LockError, LockLostError, NotHeldError],
         "authority": [AuthorityError, NodesNotInitialisedError, MembershipError, LeaseTableMissingError],
+        "exhausted": [CountersExhaustedError],
         "fence": [FenceError, UnfencedWriteError, CommitInDoubtError],
     }
 

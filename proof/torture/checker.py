@@ -55,6 +55,8 @@ _BEARABLE = frozenset(
 _SECOND = 1_000_000_000
 #: Names of what a call may end with.
 _ERRORS = frozenset({*errors.__all__, STRUCK})
+#: Those that say of nodes that something is wrong with them.
+_OF_NODES = {"QuorumError", "AuthorityError", "CountersExhaustedError"}
 #: Seconds that one frozen process may hold up a line, beyond a lease of its own.
 _LINE_SECONDS = 2.0
 _R = TypeVar("_R", Run, Acquisition, Failure, Release, Left, Write, Fault, Row, Cut)
@@ -352,7 +354,11 @@ def _wrong_errors(facts: _Facts) -> Iterator[Violation]:
     asked: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
     for failure in facts.of(Failure):
         asked[failure.worker, failure.began].add(failure.resource)
-    expected = _ERRORS - {"QuorumError", "AuthorityError"} if _is_gentle(facts) else _ERRORS
+    expected = (
+        _ERRORS - {"QuorumError", "AuthorityError", "CountersExhaustedError"}
+        if _is_gentle(facts)
+        else _ERRORS
+    )
     for failure in facts.of(Failure):
         targets = {f"worker {failure.worker}"}
         targets |= {f"resource {resource}" for resource in asked[failure.worker, failure.began]}

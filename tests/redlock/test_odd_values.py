@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import redis
 
-from fencelock import LockTimeoutError, QuorumError, Redlock
+from fencelock import CountersExhaustedError, LockTimeoutError, Redlock
 from proof.servers import Nodes
 from tests.redlock.stage import NODE_KEY
 
@@ -113,7 +113,7 @@ def test_what_is_in_the_place_of_a_counter(authority: Redlock, nodes: Nodes, cou
     """No token is made of it, no lock is left, and other counters go on."""
     before = take(authority)
     write(nodes, lambda node: node.hset(NODE_KEY, STRIPE, counter))
-    with pytest.raises(QuorumError, match="another program has written"):
+    with pytest.raises(CountersExhaustedError, match="another program has written"):
         take(authority)
     assert authority.inspect() == []
     assert take(authority, "other")

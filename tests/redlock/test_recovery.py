@@ -18,7 +18,7 @@ import redis
 
 from fencelock import Redlock, fenced_lock
 from fencelock.authority.redlock.admin import NodeState, NodeStatus
-from fencelock.errors import AuthorityError, NodesNotInitialisedError, QuorumError
+from fencelock.errors import AuthorityError, CountersExhaustedError, NodesNotInitialisedError, QuorumError
 from fencelock.tokens import MAX_COUNTER, split
 from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
@@ -519,7 +519,7 @@ def test_counters_that_have_come_to_their_end_begin_anew_in_the_next_epoch(nodes
         for node in list(nodes)[:3]:
             with redis.Redis.from_url(node.url) as client:
                 client.hset(NODE_KEY, f"c{stripe_of('r')}", last)
-        with pytest.raises(QuorumError, match=r"no counters left.*init .*--after-loss"):
+        with pytest.raises(CountersExhaustedError, match=r"no counters left.*init .*--after-loss"):
             authority.lock("r", timeout=0).acquire()
         with authority.lock("other") as token:
             assert token == before + 1

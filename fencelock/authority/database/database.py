@@ -144,7 +144,7 @@ class Database(Acquiring):
         return {"database": self._dialect, "nonce": grant.proof}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
-        if not re.fullmatch("[0-9a-f]{32}", data["nonce"]):
+        if "database" in data and not re.fullmatch("[0-9a-f]{32}", data["nonce"]):
             raise ValueError("its nonce is none of Database's")
         return Grant(resources, tokens, 0.0, data["nonce"])
 

@@ -211,7 +211,7 @@ class Redlock(Stepped):
         return {"namespace": self._namespace, "nonce": grant.proof.attempt.nonce}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
-        if not inspecting.NONCE.fullmatch(data["nonce"]):
+        if "namespace" in data and not inspecting.NONCE.fullmatch(data["nonce"]):
             raise ValueError("its nonce is none of Redlock's")
         names, halves = tuple(sorted(resources)), dict(zip(resources, map(split, tokens), strict=True))
         attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))

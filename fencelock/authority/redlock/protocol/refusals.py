@@ -10,7 +10,13 @@ from typing import NoReturn
 from fencelock.authority.base import held_by_another, too_slow
 from fencelock.authority.redlock.protocol.attempts import Failed, NodeSet
 from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
-from fencelock.errors import LockTimeoutError, MembershipError, NodesNotInitialisedError, QuorumError
+from fencelock.errors import (
+    CountersExhaustedError,
+    LockTimeoutError,
+    MembershipError,
+    NodesNotInitialisedError,
+    QuorumError,
+)
 
 
 def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
@@ -46,10 +52,13 @@ def raise_no_quorum(node_set: NodeSet, answers: Answers) -> NoReturn:
             f"the nodes do not agree with this list of {len(node_set.names)} nodes: configure every client "
             f"with exactly the nodes that were initialised together ({report})"
         )
+    if said[Said.FULL] > spare:
+        raise CountersExhaustedError(
+            f"no more tokens can be counted in this epoch: {report}; begin the next, which takes no restart: "
+            f"`{node_set.init_command} --after-loss --database URL` (docs/recover.md)"
+        )
     voters = sum(answer.said in VOTING for answer in answers.values())
     advice = "bring the others back, or mend their URLs"
-    if said[Said.FULL]:
-        advice = f"begin another epoch: `{node_set.init_command} --after-loss --database URL`"
     if said[Said.AMNESIA] or said[Said.RESTARTED]:
         advice = f"{_when_back(node_set, answers)}; `fencelock nodes` tells more (docs/redis.md)"
     raise QuorumError(
