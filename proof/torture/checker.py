@@ -354,11 +354,7 @@ def _wrong_errors(facts: _Facts) -> Iterator[Violation]:
     asked: defaultdict[tuple[int, int], set[str]] = defaultdict(set)
     for failure in facts.of(Failure):
         asked[failure.worker, failure.began].add(failure.resource)
-    expected = (
-        _ERRORS - {"QuorumError", "AuthorityError", "CountersExhaustedError"}
-        if _is_gentle(facts)
-        else _ERRORS
-    )
+    expected = _ERRORS - _OF_NODES if _is_gentle(facts) else _ERRORS
     for failure in facts.of(Failure):
         targets = {f"worker {failure.worker}"}
         targets |= {f"resource {resource}" for resource in asked[failure.worker, failure.began]}
