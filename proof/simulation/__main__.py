@@ -30,11 +30,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from proof.simulation.lying import Lying
 from proof.simulation.rolling import Rolling
 from proof.simulation.run import Kept, Outcome, Run, play
 from proof.simulation.tidy import Tidy
 
-KINDS = (Run, Rolling, Tidy)
+KINDS = (Run, Rolling, Tidy, Lying)
 SIZES = (3, 5)
 #: How many runs are handed out to each process beforehand.
 _AHEAD = 4
@@ -159,7 +160,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--start", type=int, default=0, help="the first seed")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes")
     parser.add_argument("--nodes", type=int, choices=SIZES, help="only with so many nodes")
-    for kind, what in ((Rolling, "rolling restarts of all nodes"), (Tidy, "broken connections, hung nodes")):
+    others = {
+        Rolling: "rolling restarts of all nodes",
+        Tidy: "broken connections, hung nodes",
+        Lying: "a client that lies, beside all faults",
+    }
+    for kind, what in others.items():
         parser.add_argument(
             f"--{kind.kind}", action="store_const", dest="kind", const=kind, help=f"only {what}"
         )

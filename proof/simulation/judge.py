@@ -21,6 +21,7 @@ AGAIN = "a node voted again in an epoch that it has forgotten"
 LOST_LEASE = "a lease was lost, although its holder and a majority were well"
 WRONG_LIST = "a client with the right list was told that it is wrong"
 LEFT = "a lock was left that nobody holds"
+EXHAUSTED = "a client that lied stopped the locks of others"
 STUCK = "nobody could go on after the faults had ended"
 
 

@@ -32,6 +32,7 @@ from fencelock.authority.redlock.wire import nodes
 from proof.simulation import weaker
 from proof.simulation.client import Habits
 from proof.simulation.judge import STUCK
+from proof.simulation.lying import Lying
 from proof.simulation.node import ModelNode
 from proof.simulation.rolling import Rolling
 from proof.simulation.run import Kept, Run, play
@@ -238,6 +239,13 @@ MUTANTS = (
         weaker.MakesLocksAsVoter,
         control=_SCHEDULES + "node_without_the_locks_of_leases_gives_them_to_who_waits",
         run=Rolling,
+    ),
+    # A client that lies.
+    _node(
+        "any number",
+        "a node counts on from no number that no grants explain, nor for a lock that is not the sender's",
+        weaker.Credulous,
+        run=Lying,
     ),
     # Connections that break, and nodes that hang.
     Mutant(

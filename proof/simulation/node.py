@@ -96,6 +96,7 @@ class ModelNode:
         self.name = name
         self.run = 1  #: which of this server's processes it is
         self.now = 0.0  #: its clock, in ms
+        self.exhausted = False  #: whether it has ever had no counter left
         self.hash: dict[str | int, Any] = {}  #: numbers as keys are stripes, with their counters
         self.locks: dict[str, Lock] = {}  #: those that have ended may be there still
         self.queues: dict[str, Queue] = {}
@@ -219,7 +220,7 @@ class ModelNode:
         """Raise a counter; return False for a number that no grants explain."""
         last = self.counter(stripe)
         if decided > last:
-            if decided - last > NEAR:
+            if not self.is_near(decided, last):
                 return False
             self.hash[stripe] = decided
         return True
@@ -268,6 +269,7 @@ class ModelNode:
             last = counters[stripe] if stripe in counters else self.counter(stripe)
             counter = self.next_counter(last, hint if arguments[3] == epoch else 0)
             if counter > MAX_COUNTER:
+                self.exhausted = True
                 return Answer(Said.FULL)
             counters[stripe] = counter
             granted.append(counter)
@@ -281,7 +283,10 @@ class ModelNode:
         return Answer(_GRANTED, epoch, tuple(granted))
 
     def next_counter(self, last: int, hint: int) -> int:
-        return max(last + 1, hint if hint - last <= NEAR else 0)
+        return max(last + 1, hint if self.is_near(hint, last) else 0)
+
+    def is_near(self, number: int, last: int) -> bool:
+        return number - last <= NEAR
 
     def confirm(self, command: Command) -> Answer:
         arguments: Sequence[Any] = command.arguments
@@ -322,7 +327,7 @@ class ModelNode:
         fields = self.hash
         if fields.get("e") == arguments[2] and fields["cfg"] == arguments[0]:
             found = [self.lock(key) for key in keys]
-            ours = [lock is not None and lock.nonce == command.nonce for lock in found]
+            ours = [self.may_raise(lock, command.nonce) for lock in found]
             stripes, decided = compress(arguments[3:count:2], ours), compress(arguments[4:count:2], ours)
             self.on_release(tuple(stripes), tuple(decided))
         if len(arguments) > count:
@@ -342,6 +347,9 @@ class ModelNode:
         if not left:
             return _RELEASED
         return _LOST if "e" in self.hash else _AMNESIA
+
+    def may_raise(self, lock: Lock | None, nonce: str) -> bool:
+        return lock is not None and lock.nonce == nonce
 
     def may_release(self, lock: Lock, nonce: str) -> bool:
         return lock.nonce == nonce

@@ -75,6 +75,16 @@ class WithoutCatchingUp(ModelNode):
         """Learn nothing."""
 
 
+class Credulous(ModelNode):
+    """A node counts on from any number, whoever names it."""
+
+    def is_near(self, number: int, last: int) -> bool:  # noqa: ARG002 - the mutation
+        return True
+
+    def may_raise(self, lock: Lock | None, nonce: str) -> bool:  # noqa: ARG002 - the mutation
+        return True
+
+
 class CountsMadeAgain(ModelNode):
     """EXTEND says of a lock that it has made again what it says of one that was there."""
 

@@ -9,6 +9,7 @@ from collections import Counter
 
 import pytest
 
+from proof.simulation.lying import Lying
 from proof.simulation.rolling import Rolling
 from proof.simulation.run import Run, play
 from proof.simulation.tidy import Tidy
@@ -20,6 +21,7 @@ FAULTS = {
     Run: {"node blank", "node rollback", "node flush", "client crash", "client pause", "partition"},
     Rolling: {"rolling restart, blank", "rolling restart, flushed", "rolling restart, with its data"},
     Tidy: {"message lost", "node pause", "partition"},
+    Lying: {"node blank", "node rollback", "node flush", "client crash", "client pause", "partition"},
 }
 
 
