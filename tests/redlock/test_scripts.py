@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import redis
 
+from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.acquire import _acquire_command
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
@@ -22,7 +23,9 @@ from fencelock.authority.redlock.protocol.attempts import (
 from fencelock.authority.redlock.protocol.holding import _extend_command
 from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
 from fencelock.authority.redlock.redlock import Redlock
-from fencelock.authority.redlock.wire.codec import read_answer
+from fencelock.authority.redlock.wire.batch import BatchingConnection
+from fencelock.authority.redlock.wire.codec import Packed, read_answer
+from fencelock.authority.redlock.wire.connection import Connection, MalformedReplyError, PendingReply
 from fencelock.tokens import MAX_COUNTER
 from proof.servers import Node
 from tests.redlock.stage import NODE_KEY, RealNode, node_set_of, stripe_of
@@ -268,6 +271,30 @@ def test_catch_up_never_lowers_a_counter(shared_nodes: list[Node], base: int) ->
     scripts.release("n", {"r": 3})
     assert scripts.acquire("m", "r").counters == (base + 7,)
     scripts.real.close()
+
+
+ODD = (
+    b"*2\r\n$6\r\nTICKET\r\n:0\r\n",
+    b"*3\r\n$7\r\nGRANTED\r\n$1\r\n0\r\n:1\r\n",
+    b"*3\r\n$7\r\nGRANTED\r\n:0\r\n$1\r\n1\r\n",
+    b"*2\r\n$7\r\nGRANTED\r\n:0\r\n",
+    b"*4\r\n$7\r\nGRANTED\r\n:0\r\n:1\r\n:2\r\n",
+    b"*2\r\n$4\r\nHELD\r\n$1\r\n1\r\n",
+    b"*0\r\n",
+    b"*1\r\n*0\r\n",
+)
+
+
+@pytest.mark.parametrize("reply", ODD)
+@pytest.mark.parametrize("kind", [Connection, BatchingConnection])
+def test_what_no_node_says_is_heard_as_that(kind: type[Connection], reply: bytes) -> None:
+    """Other types than a script's, and counters for more or fewer locks than were asked for."""
+    connection = kind(0, Identity("run", "", "", None), None, pushes=True)
+    command = Command("acquire", "n", ("k", "k:l:a"), ("list", "n", 1000, 0, 1, 0))
+    connection.put(PendingReply(None, command, 0.0), Packed(command))
+    connection.flush_batch()
+    with pytest.raises(MalformedReplyError):
+        connection.received(reply, 0.0)
 
 
 @pytest.mark.parametrize("token", [MAX_COUNTER, 1 << 33])

@@ -183,17 +183,20 @@ def read_answer(reply: Any) -> Answer:
         reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
         return Answer(Said.UNREACHABLE if reason.startswith(PASSING_ERRORS) else Said.ERROR, detail=reason)
     word = reply[0]
-    if word == b"GRANTED":  # first, because most are that or bare
-        return Answer(GRANTED, reply[1], tuple(reply[2:]))
-    if (bare := _BARE.get(word)) is not None:
-        return bare
-    said = _SAID[word]
-    if said in _WITH_TTL:
-        # A lock without an end is none of a client of ours.
-        return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
-    if said in _WITH_FACTS:
-        return Answer(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))
-    return Answer(said, reply[1], tuple(reply[2:]))
+    said = GRANTED
+    if word != b"GRANTED":  # most are that or bare
+        if (bare := _BARE.get(word)) is not None:
+            return bare
+        said = _SAID[word]
+        if said in _WITH_TTL:
+            # A lock without an end is none of a client of ours.
+            return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
+        if said in _WITH_FACTS:
+            return Answer(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))
+    _, epoch, *counters = reply
+    if {type(epoch), *map(type, counters)} != {int}:
+        raise ValueError(f"{counters} of {epoch!r} are no counters of an epoch")
+    return Answer(said, epoch, tuple(counters))
 
 
 def leads_elsewhere(answer: Answer) -> bool:

@@ -180,7 +180,7 @@ class Connection:
                     self.published += reply[2:] if reply[0] == b"message" else ()
                 else:
                     self._take(reply, now, news)
-        except (hiredis.HiredisError, LookupError, TypeError, ValueError) as error:
+        except (hiredis.HiredisError, LookupError, TypeError, ValueError, AttributeError) as error:
             raise MalformedReplyError(repr(error)) from error
         return news
 
@@ -191,6 +191,8 @@ class Connection:
             return
         if _ONLY_TO.get(answer.said, script := self.unanswered[0].command.script) != script:
             raise ValueError(f"{answer.said} in answer to {script}")
+        if answer.said is GRANTED and len(answer.counters) != len(self.unanswered[0].command.keys) - 1:
+            raise ValueError(f"{len(answer.counters)} counters for other locks")
         if self.answered(pending := self.unanswered.popleft(), answer):
             news.append((pending, answer))
 

@@ -1,0 +1,133 @@
+"""What comes from outside, at random: bytes of a node, and texts of `hand_over`.
+
+    python -m proof.fuzz --seconds 60
+
+A node may say anything: the connection hands on answers, or says that it is no node. A text may be anything:
+`take_over` raises ValueError, or entering what it makes raises an error of the library.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+from hypothesis import HealthCheck, given, seed, settings
+from hypothesis import strategies as st
+
+from fencelock import Database, FencelockError, take_over
+from fencelock.authority.redlock.membership.members import Identity
+from fencelock.authority.redlock.protocol.messages import Broadcast, Command, Said
+from fencelock.authority.redlock.wire.batch import BatchingConnection
+from fencelock.authority.redlock.wire.codec import Packed
+from fencelock.authority.redlock.wire.connection import (
+    Connection,
+    MalformedReplyError,
+    PendingBroadcast,
+    PendingReply,
+)
+from fencelock.lock.acquiring import HANDED
+
+_EXAMPLES = 500
+_NUMBERS = st.one_of(st.integers(-5, 5), st.integers(-(1 << 70), 1 << 70))
+_WORDS = st.one_of(st.sampled_from([said.name.encode() for said in Said]), st.binary(max_size=12))
+_LEAVES = st.one_of(
+    _NUMBERS.map(lambda number: b":%d\r\n" % number),
+    _WORDS.map(lambda word: b"$%d\r\n%b\r\n" % (len(word), word)),
+    st.sampled_from(
+        [b"+OK\r\n", b"-ERR no\r\n", b"-NOSCRIPT no\r\n", b"-MOVED 1 h:1\r\n", b"$-1\r\n", b"_\r\n"]
+    ),
+)
+REPLIES = st.recursive(
+    _LEAVES,
+    lambda inner: st.tuples(st.sampled_from([b"*", b">"]), st.lists(inner, max_size=6)).map(
+        lambda made: b"%b%d\r\n%b" % (made[0], len(made[1]), b"".join(made[1]))
+    ),
+    max_leaves=12,
+)
+BYTES = st.one_of(st.lists(REPLIES, max_size=5).map(b"".join), st.binary(max_size=60))
+_KEYS = ("{fencelock}", "{fencelock}:l:a")
+COMMANDS = st.lists(
+    st.sampled_from(
+        [
+            Command("acquire", "n", _KEYS, ("list", "n", 1000, 0, 1, 0)),
+            Command("release", "n", _KEYS, ("list", "n", 0, 1, 1)),
+            Command("confirm", "n", _KEYS, ("list", "n", 0, 1, 1)),
+            Command("extend", "", _KEYS, ("list", "", "n", 1000, 1, "n|0|x")),
+            Command("inspect", "", _KEYS, ("list", "")),
+        ]
+    ),
+    max_size=6,
+)
+_JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), _NUMBERS, st.floats(), st.text(max_size=8)),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=4)
+    ),
+    max_leaves=8,
+)
+_FIELDS = ("resources", "tokens", "ttl", "proof", "by")
+CHANGES = st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3)
+
+
+def hear(commands: list[Command], pieces: list[bytes], kind: type[Connection]) -> None:
+    """Have a connection hear bytes after commands; anything but news or MalformedReplyError is a fault."""
+    connection = kind(0, Identity("run", "", "", None), None, pushes=True)
+    broadcast = PendingBroadcast(Broadcast(Command("read", "", (), ()), range(1), lambda _: False, 1.0))
+    for command in commands:
+        connection.put(PendingReply(broadcast, command, 0.0), Packed(command))
+    connection.flush_batch()
+    with suppress(MalformedReplyError):
+        for piece in pieces:
+            connection.received(piece, 0.0)
+            for answer in broadcast.answers.values():
+                assert {type(answer.epoch), *map(type, answer.counters)} <= {int, type(None)}, answer
+
+
+def enter(authority: Any, its: object) -> None:
+    """Take over what a text says; anything but ValueError and the library's errors is a fault."""
+    with suppress(ValueError, FencelockError), take_over(json.dumps({HANDED: its}), authority=authority):
+        pass
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m proof.fuzz", description=(__doc__ or "").partition("\n")[0]
+    )
+    parser.add_argument("--seconds", type=float, default=60.0)
+    until = time.monotonic() + parser.parse_args().seconds
+    authority = Database("sqlite://")
+    authority.init()
+    lock = authority.lock("a", ttl=3600, max_hold=None)
+    lock.acquire()
+    genuine = json.loads(lock.hand_over())[HANDED]
+
+    def wire(commands: list[Command], pieces: list[bytes], kind: type[Connection]) -> None:
+        hear(commands, pieces, kind)
+
+    def texts(changes: dict[str, object], without: set[str]) -> None:
+        enter(authority, {key: its for key, its in (genuine | changes).items() if key not in without})
+
+    kinds = st.sampled_from([Connection, BatchingConnection])
+    rounds = 0
+    while time.monotonic() < until:
+        _many(given(COMMANDS, st.lists(BYTES, max_size=4), kinds)(wire), rounds)
+        _many(given(CHANGES, st.sets(st.sampled_from(_FIELDS), max_size=1))(texts), rounds)
+        rounds += 1
+    sys.stdout.write(f"{2 * rounds * _EXAMPLES:,} inputs: nothing but answers and errors that are promised\n")
+    return 0
+
+
+def _many(fuzz: Callable[[], None], number: int) -> None:
+    checked = settings(
+        max_examples=_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
+    )
+    checked(seed(number)(fuzz))()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
