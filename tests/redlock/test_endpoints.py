@@ -132,12 +132,13 @@ def test_client_of_a_service_that_connects_in_its_own_way_is_refused() -> None:
 @pytest.mark.parametrize("host", ["", "?"])
 def test_server_that_does_not_know_its_own_address_means_the_one_that_was_used(host: str) -> None:
     """So a cluster says it where it is told to give no addresses."""
-    endpoint = endpoint_of("redis://:pw@me:1", 1.0)
+    endpoint = endpoint_of("redis+cluster://:pw@me:1", 1.0)
     (server,) = endpoint.servers()
     there = endpoint.redirected(server, MovedError(f"12 {host}:7"))
     assert there is not None
     assert there.address == "me:7"
     assert there.settings["password"] == "pw"
+    assert endpoint_of("redis://:pw@me:1", 1.0).redirected(server, MovedError(f"12 {host}:7")) is None
 
 
 @pytest.mark.parametrize(
