@@ -17,7 +17,20 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeAlias
 from uuid import UUID
 from weakref import ReferenceType, WeakSet
 
-from sqlalchemy import BigInteger, Column, DateTime, Enum, Float, Integer, Numeric, String, Table, Uuid, text
+from sqlalchemy import (
+    CHAR,
+    BigInteger,
+    Column,
+    DateTime,
+    Enum,
+    Float,
+    Integer,
+    Numeric,
+    String,
+    Table,
+    Uuid,
+    text,
+)
 from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 from sqlalchemy.types import TypeDecorator, TypeEngine
@@ -160,7 +173,8 @@ def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
         as_text = isinstance(value, str) and value == str(int(value))
         return int(value) if as_text else operator.index(value)
     if isinstance(kind, String) and not isinstance(kind, Enum):
-        return str.__str__(value)
+        # PostgreSQL gives CHAR back with spaces, by which no values differ.
+        return str.__str__(value).rstrip(" ") if isinstance(kind, CHAR) else str.__str__(value)
     if isinstance(kind, Uuid):
         return value if isinstance(value, UUID) else str(UUID(value))
     if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, and MariaDB a name in any case

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import (
+    CHAR,
     Dialect,
     Engine,
     Enum,
@@ -136,7 +137,16 @@ class Word(FencedModel, Base):
     status: Mapped[str] = mapped_column(String(20), default="new")
 
 
-MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Document, Account)
+class Bin(FencedModel, Base):
+    """Guarded by text that PostgreSQL gives back with spaces."""
+
+    __tablename__ = "na_bins"
+    __fence_resource__ = "bin:{code}"
+    code: Mapped[str] = mapped_column(CHAR(12), primary_key=True)
+    count: Mapped[int] = mapped_column(default=0)
+
+
+MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Document, Account, Bin)
 KEY = uuid.UUID("A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11")
 
 
@@ -164,6 +174,7 @@ def engine(lasting_engine: Engine) -> Engine:
         connection.execute(insert(Order), {"id": 1, **fence})
         connection.execute(insert(Document), {"id": KEY, **fence})
         connection.execute(insert(Account), {"mail": "a@b", **fence})
+        connection.execute(insert(Bin), {"code": "abc", **fence})
     return lasting_engine
 
 
@@ -356,6 +367,19 @@ def test_a_uuid_has_one_name(session: Session) -> None:
     bind(session, Lease(f"document:{KEY}", 6))
     written = session.execute(update(Document).where(Document.id == KEY).values(pages=1))
     assert written.rowcount == 1  # type: ignore[attr-defined]
+
+
+def test_the_spaces_of_char_are_no_part_of_a_name(session: Session) -> None:
+    """By object, by claim, by statement; another code is another bin."""
+    bind(session, Lease("bin:abc", 6))
+    session.get_one(Bin, "abc").count = 1
+    session.commit()
+    assert claim(session, Bin, "abc").count == 1
+    written = session.execute(update(Bin).where(Bin.code == "abc").values(count=2))
+    assert written.rowcount == 1  # type: ignore[attr-defined]
+    session.commit()
+    with pytest.raises(UnfencedWriteError, match="bin:ab'"):
+        session.execute(update(Bin).where(Bin.code == "ab ").values(count=3))
 
 
 def test_a_type_that_has_no_one_spelling_is_refused_when_mapped() -> None:
