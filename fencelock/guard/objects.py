@@ -156,7 +156,8 @@ class _Watch:
     def before_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         tokens = self._tokens(connection, state)
         if tokens is None:
-            state.dict[WRITE_COLUMN] = new_write_id()
+            # A form may have assigned one. A statement sets it where that is meant.
+            state.dict[FENCE_COLUMN], state.dict[WRITE_COLUMN] = 0, new_write_id()
             return
         token = self._token_for(tokens, state)
         state.dict[WRITE_COLUMN] = new_stamp(tokens.write_id, token, None)

@@ -304,3 +304,17 @@ def test_a_fence_alone_is_no_change(session: Session) -> None:
         order.last_fencing_token = 3
         session.commit()
         assert order.last_fencing_token == 9
+
+
+def test_a_new_object_brings_no_fence(engine: Engine, session: Session) -> None:
+    """As from a form that names all columns: no holder would come past it. A statement sets one."""
+    with fencelock.bypass(session):
+        session.add(Order(id=2, last_fencing_token=(1 << 63) - 1, last_write_id=3))
+        session.merge(Order(id=3, last_fencing_token=(1 << 63) - 1))
+        session.commit()
+    with engine.connect() as connection:
+        found = connection.execute(
+            select(Order.id, Order.last_fencing_token, Order.last_write_id).where(Order.id > 1)
+        ).all()
+    assert [(key, fence) for key, fence, _ in found] == [(2, 0), (3, 0)]
+    assert all(write_id != 3 for _, _, write_id in found)
