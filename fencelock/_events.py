@@ -36,7 +36,7 @@ class LockEvent(Event):
 
     Attributes:
         authority: what grants it; its `repr` shows no password.
-        resources: what is locked.
+        resources: their names.
         template: `"order:{id}"` where `@fenced` was given that; empty otherwise.
     """
 
@@ -77,7 +77,7 @@ class LockNotAcquired(LockEvent):
         had_to_wait: whether a `LockWaiting` was told before.
         outcome: another holder kept it ("timeout"), it could not be decided ("error"), or the task was
             cancelled, the thread interrupted or the acquisition given up ("cancelled").
-        error: what is raised.
+        error: which is raised.
     """
 
     waited: float
@@ -185,7 +185,7 @@ class GuardEvent(Event):
         resource: of the lease; None where it is not known, or there is none.
         token: the fencing token that was written or refused; None where there is none.
         fence: of the row, where that was higher than the token.
-        error: what is raised; None for a claim.
+        error: which is raised; None for a claim.
     """
 
     table: str | None
@@ -242,7 +242,7 @@ def on_event(listener: _L) -> _L:
     It is to be quick, and must not use the session, connection or lock that the event tells of.
 
     Raises:
-        TypeError: for what is no function.
+        TypeError: it is no function.
     """
     global listeners  # noqa: PLW0603 - the list of this process is what this module is about
     if not callable(listener):

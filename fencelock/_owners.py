@@ -1,4 +1,4 @@
-"""The owner of locks and transactions: what is running.
+"""The owner of locks and transactions: a thread, task or greenlet.
 
 A task, where an event loop runs one; or else the call that a thread of an executor works at; or else a
 greenlet, where gevent switches between several in one thread; or else the thread. Greenlets of SQLAlchemy's
@@ -39,7 +39,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def current_owner() -> object:
-    """Return what is running, equal only to what it returns for the same later; keeps nothing alive."""
+    """Return the owner that runs, equal only to itself; keeps nothing alive."""
     loop = running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     current = _current_greenlet()

@@ -3,24 +3,24 @@
 ```
 FencelockError
 ├── LockError
-│   ├── LockTimeoutError (also TimeoutError)   somebody else held it until the timeout; .holder .holder_ttl
+│   ├── LockTimeoutError (also TimeoutError)   another held it until the timeout; .holder .holder_ttl
 │   ├── LockLostError                          the lease ended before the work did
-│   └── NotHeldError                           release or extend of what is not held
+│   └── NotHeldError                           release or extend of a lock that is not held
 ├── AuthorityError
 │   ├── QuorumError                            too few nodes, or no database, answered; .nodes: what each said
 │   ├── NodesNotInitialisedError               the nodes hold no marker: run `fencelock init`
-│   ├── MembershipError                        nodes disagree on who the N nodes are
+│   ├── MembershipError                        nodes disagree on the list of nodes
 │   ├── CountersExhaustedError                 the nodes can count no further: begin the next epoch
 │   └── LeaseTableMissingError                 the database has no table of leases: migrate
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
     ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
     │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
-    ├── CommitInDoubtError                     nobody knows yet what became of the last COMMIT
+    ├── CommitInDoubtError                     it is not known what became of the last COMMIT
     └── UnfencedWriteError                     no lease guards this write
 ```
 
 "Held by another", "too few nodes answered" and "the nodes refuse" are three different errors, because
-a caller does three different things about them: wait, page somebody, fix the configuration.
+a caller does three different things about them: wait, call an operator, fix the configuration.
 
 Every error has `written`: False where nothing of the transaction is written once it is rolled back, None
 where that cannot be known. docs/errors.md says of each what to do.
@@ -80,15 +80,15 @@ class FencelockError(Exception):
 
 
 class LockError(FencelockError):
-    """Something about one lock: who holds it, and for how long."""
+    """Something about one lock: its holder, or its time."""
 
 
 class LockTimeoutError(LockError, TimeoutError):
-    """Somebody else held the resource until the timeout.
+    """Another holder had the resource until the timeout.
 
     Attributes:
         holder_ttl: seconds until the holder's lease ends unless it is renewed, as the nodes last
-            reported it; None where contenders split the votes and nobody held it.
+            reported it; None where contenders split the votes and none held it.
         holder: the process that held it, and since when (`host`, `pid`, `program`, `since`); None where it
             could not be told, and from `try_acquire`.
     """
@@ -146,7 +146,7 @@ class NodesNotInitialisedError(AuthorityError):
 
 
 class MembershipError(AuthorityError):
-    """The nodes, or the nodes and this client, disagree on who the N nodes are."""
+    """The nodes, or the nodes and this client, disagree on the list of nodes."""
 
 
 class CountersExhaustedError(AuthorityError):
@@ -213,7 +213,7 @@ class StaleTokenError(FenceError):
 class StaleReadError(StaleTokenError):
     """The row was written since this object was loaded, by whichever holder: what it is made from is old.
 
-    The lease may well be valid. What is to be done is the same as for any `StaleTokenError`: begin again, and
+    The lease may well be valid. Do the same as for any `StaleTokenError`: begin again, and
     load the row again.
 
     Attributes:

@@ -46,7 +46,7 @@ class LockInfo:
     """A lock that is held at this moment.
 
     Attributes:
-        resource: what is locked.
+        resource: its name.
         token: the holder's fencing token; None where nodes have made the lock again, and do not know it.
         holder: which process, and since when; None where something else than fencelock has made the lock.
         remaining: seconds until it ends unless it is extended; infinite for what ends never.

@@ -31,7 +31,7 @@ OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
 
 
 def check_resource(resource: object) -> str:
-    """Return `resource`, as a plain string, if it can name what is locked.
+    """Return `resource`, as a plain string, if it can name a lock.
 
     That is 1 to 255 characters without control characters and without white space at either end, which every
     supported database can keep, and compare, exactly.
@@ -74,7 +74,7 @@ class Lease:
     works on the resource at this moment. Ask the storage, which compares tokens.
 
     Args:
-        resource: the name of what is locked.
+        resource: its name.
         fencing_token: 1 … 2**63 - 1.
         expires_at: when the lease ends, on the clock of `time.monotonic`; for ever by default, which
             serves tokens that come from elsewhere and are handed over with `bind`.
@@ -110,7 +110,7 @@ class Lease:
 
     @property
     def resource(self) -> str:
-        """The name of what is locked."""
+        """The name of the resource."""
         return self._resource
 
     @property
@@ -169,7 +169,7 @@ class Lease:
 
         It may not once the time of the lease has run out, though only the storage knows whether another
         holder has taken over: an older holder's write that arrives after a newer one has read is accepted,
-        unless the newer one has claimed the row. What is not sent can do no such thing.
+        unless the newer one has claimed the row. A write that is not sent can do no such thing.
 
         Raises:
             LockLostError: as `check` does; and where its time has run out, by this process' clock.
@@ -239,7 +239,7 @@ class Lease:
         self._needed_by.add(user)
 
     def let_go(self, user: object, *, committed: bool = False) -> list[Callable[[], object]]:
-        """Note that `user` has ended; return what is to be called, where nothing needs the lease now."""
+        """Note that `user` has ended; return the functions to call, where nothing needs the lease now."""
         self.committed = self.committed or committed
         self._needed_by.discard(user)
         calls: list[Callable[[], object]] = []
@@ -287,7 +287,7 @@ def note_held(*leases: Lease) -> None:
     """Add leases to those of the current context; one that it holds already stays where it is.
 
     Those that were let expire stay only as long as other code refers to them: code that still works under one
-    is to hear from the storage that it is stale, but what is never released must not pile up.
+    is to hear from the storage that it is stale, but leases that are never released must not pile up.
     """
     if not _held.get():
         _held.set(leases)

@@ -1,6 +1,6 @@
 """A fenced transaction with every order right: lease, transaction, gate; commit, release.
 
-It is the one place that puts both halves together; each half can be had without it. What is remembered of a
+It is the one place that puts both halves together; each half can be had without it. The memory of a
 COMMIT whose answer was lost lives in the lease: here it is only asked for, to run the body once more.
 """
 
@@ -73,7 +73,7 @@ class _Plan(Generic[_Made]):
         if operator.index(self.retries) < 0:
             raise ValueError(f"retries is how often to run again, from 0, not {self.retries}")
         self.lock()  # checks the resources and the settings
-        # In one order, so that two who pass the same gates wait for each other instead of deadlocking.
+        # In one order, so that two that pass the same gates wait for each other instead of deadlocking.
         object.__setattr__(self, "gates", tuple(sorted({*self.resources})) if self.gate else ())
 
     def lock(self) -> FencedLock[Any]:
@@ -189,7 +189,7 @@ def _pass_gates(session: Session, plan: _Plan[Any]) -> None:
 
 
 class _Blocks(Generic[_Block]):
-    """The open blocks of one object that several threads or tasks may share, and who has entered each."""
+    """The open blocks of one object that threads or tasks may share, and which of them has entered each."""
 
     __slots__ = ("_open",)
 
@@ -251,7 +251,7 @@ def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
         names = ", ".join(map(repr, resources))
         raise CommitInDoubtError(
             f"the outcome of the COMMIT is unknown ({str(error).splitlines()[0]}). The lock of {names} is "
-            f"being released: lock again, and look what is written before you write it again. Where an outer "
+            f"being released: lock again, and look at the row before you write it again. Where an outer "
             f"block still holds the lock, call its remint() first. To have all that done: "
             f"fenced_transaction(…, retries=2).run(body)"
         ) from error
@@ -287,8 +287,8 @@ class FencedTransaction(Generic[_S]):
     def run(self, body: Callable[[_S], _R]) -> _R:
         """Call `body` with the session, commit, and return what it returned.
 
-        Where the connection is lost so that nobody knows whether the COMMIT took place, the token is minted
-        anew, the gates are passed with it, and the body is called again, up to `retries` times. What the
+        Where the connection is lost, and it is not known whether the COMMIT took place, a new token is
+        minted, the gates are passed with it, and the body is called again, up to `retries` times. What the
         first one did may have been committed: the body finds out by looking, which it can once it is called.
         Without gates (`gate=False`), an object that it
         has loaded before the first one's commit is refused with `StaleReadError`.
@@ -431,7 +431,7 @@ def fenced_transaction(
 
     In this order: the lock is acquired, a session begins its transaction, and passes the gate of each
     resource; after the body it is committed, or rolled back if the body raised, and closed; only then the
-    lock is released. No older holder who passes the gate too can come between what the body reads and what
+    lock is released. No older holder that passes the gate too can come between what the body reads and what
     it writes, new rows included. One who does not pass it is noticed when an object is written that he has
     written since (`StaleReadError`).
 

@@ -36,7 +36,7 @@ OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {FENCE_TABLE: fence_table, 
 
 
 class FenceOperation(MigrateOperation):
-    """One operation: a table, and what is done to it.
+    """One operation on a table.
 
     A subclass names the operation and the one that reverses it. Unless it has a method of that name, the
     operation is `op.NAME(table_name, schema=None)`, or `op.NAME(schema=None)` for a table of fencelock's own.

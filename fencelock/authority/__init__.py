@@ -1,1 +1,1 @@
-"""Who grants leases and mints tokens. Knows nothing of the guard, nor of SQLAlchemy."""
+"""What grants leases and mints tokens. Knows nothing of the guard, nor of SQLAlchemy."""

@@ -130,7 +130,7 @@ class Authority(Protocol):
     An authority may have more than this:
 
     - `close()` closes its connections, and using it again opens them again. One that is in `in_use` is closed
-      when the interpreter exits, after what is held has been given back.
+      when the interpreter exits, after leases have been given back.
     - `settle()` sends the releases that are owed; called before that.
     - `kinds`, a `frozenset` of what else it can do: `"fair"`.
     - `holder_ttl(resources)`, also of `aio`, tells for how many seconds one of them is held; None for none.

@@ -116,7 +116,7 @@ def _of_postgresql(connection: Connection, where: str, url: URL) -> Iterator[Fin
     if (default := values.get("synchronous_commit")) in {"off", "local", "remote_write"}:
         yield note(
             where,
-            f"synchronous_commit is {default} by default: a crash or a failover may lose what is committed",
+            f"synchronous_commit is {default} by default: a crash or a failover may lose a COMMIT",
             "locks are granted with synchronous_commit = on all the same; what they guard needs it, too",
         )
     standbys = sum(int(count) for (count,) in _ask(connection, _STANDBYS))

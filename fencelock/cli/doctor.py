@@ -1,4 +1,4 @@
-"""`fencelock doctor`: what is wrong with nodes and databases, and what to do about each."""
+"""`fencelock doctor`: problems of nodes and databases, and what to do about each."""
 
 from __future__ import annotations
 
@@ -171,7 +171,7 @@ def _time_of(node: Redis) -> float:
 
 
 def _look_into(url: str, look: Callable[[Connection, str], Iterable[Finding]]) -> list[Finding]:
-    """Return what is found in a database; that it cannot be read is found, too."""
+    """Return the findings in a database; that it cannot be read is one, too."""
     shown = shared.without_password(url)
     try:
         with shared.database_at(url) as engine, engine.connect() as connection:

@@ -33,7 +33,7 @@ def init(
     max_ttl: Annotated[
         float | None,
         typer.Option(
-            help="Longest lease in seconds, 60 by default; a node that restarted stays out for so long."
+            help="Longest lease in seconds, 60 by default; a node that restarted stays out until then."
         ),
     ] = None,
     after_loss: Annotated[
@@ -49,7 +49,7 @@ def init(
         typer.Option(help="SQLAlchemy URL of a database with fenced tables, for --after-loss; each once."),
     ] = None,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Do not ask before --after-loss deletes what is left on the nodes.")
+        bool, typer.Option("--yes", help="Do not ask before --after-loss deletes old keys on the nodes.")
     ] = False,
     allow_eviction: Annotated[
         bool,
@@ -98,7 +98,7 @@ def _init_database(url: str, above: int | None) -> None:
 
 
 def _clear(quorum: Redlock, *, yes: bool) -> None:
-    """Delete what is left on nodes of which too few vote, if the operator agrees."""
+    """Delete the keys of nodes of which too few vote, if the operator agrees."""
     left = quorum.remains()
     if not left:
         return

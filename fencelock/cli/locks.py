@@ -266,7 +266,7 @@ def release(
             free = "was free" if token is None else f"is not held with token {token}"
             shared.say(f"{resource!r} {free}")
         else:
-            holder = str(was.holder or "what is not fencelock")
+            holder = str(was.holder or "another program")
             facts = {"resource": resource, "token": was.token, "holder": holder, "reason": reason}
             logger.warning("%r was taken from %s: %s", resource, holder, reason, extra=facts)
             if engine is None:

@@ -44,7 +44,7 @@ def nodes(
     voters = sum(status.state is NodeState.ADMITTED for status in found)
     shared.console().print(_table(found))
     if 2 * voters <= len(found):
-        shared.fail(f"{voters} of {len(found)} nodes vote, which is no majority: nobody gets a lock")
+        shared.fail(f"{voters} of {len(found)} nodes vote, which is no majority: no lock is granted")
     if unnamed or strangers:
         missing = f"{', '.join(unnamed)} belong to the list and are not named" if unnamed else ""
         other = f"{', '.join(strangers)} do not belong to it" if strangers else ""

@@ -79,7 +79,7 @@ def _run(command: _Command, lock: FencedLock[int]) -> int:
 
 
 class _Command:
-    """The command that is run, and who hears of a signal: we before it starts, it from then on."""
+    """The command that is run. It hears of signals from its start on; before that, we do."""
 
     def __init__(self, arguments: list[str], *, keep_url: bool) -> None:
         self._arguments = arguments

@@ -43,7 +43,7 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def fail(sentence: str) -> NoReturn:
-    """Print what is wrong, and exit with status 1."""
+    """Print the sentence, and exit with status 1."""
     say(sentence, "red")
     raise typer.Exit(1) from None
 

@@ -2,7 +2,7 @@
 
 `UPDATE … SET …, last_fencing_token = :token, last_write_id = :new WHERE … AND last_fencing_token <= :token`,
 for objects `AND last_write_id = :loaded` as well: check and write are one statement. Everything here is there
-so that no write can forget it. Nothing here knows who grants the leases.
+so that no write can forget it. Nothing here knows what grants the leases.
 """
 
 from fencelock.guard._fenced_text import fenced_text

@@ -242,7 +242,7 @@ def hear_merges(name: str, heard: Callable[..., None]) -> None:
 
 
 def left_out_of(context: Any, mapper: Mapper[Any]) -> set[str]:
-    """Return the columns that a query leaves as they are in an object that it loads anew."""
+    """Return the columns that a query leaves as they are in an object that it loads again."""
     said: dict[bool, set[Any]] = {False: set(), True: set()}
     for path, each in getattr(getattr(context, "compile_state", None), "attributes", {}).items():
         strategy = getattr(each, "strategy", None) or ()

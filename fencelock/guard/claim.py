@@ -1,7 +1,7 @@
 """Claim before reading: raise the fence, take the lock, then read.
 
 What a program decides on and does not write is not compared, and an act outside of the database cannot be
-undone. A claim turns the old holder away, and what is read afterwards stays true until the transaction ends.
+undone. A claim turns the old holder away, and reads after it stay true until the transaction ends.
 Nothing is remembered as claimed, because a rollback to a savepoint gives the row lock back.
 """
 
@@ -191,7 +191,7 @@ async def claim_all_async(
 
 
 def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
-    """Return what is known of a fenced model; TypeError says that it is none."""
+    """Return the record of a fenced model; TypeError says that it is none."""
     try:
         mapper: Mapper[Any] = inspect(model)
         tables = mapper.tables
@@ -237,7 +237,7 @@ def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key |
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     """Make a query that comes before the lock take it, where it would take a snapshot of all tables instead.
 
-    The snapshot would be older than the lock that is waited for next. The lock is that of a writer: two who
+    The snapshot would be older than the lock that is waited for next. The lock is that of a writer: two that
     share one and want to write deadlock. A query that says how it locks keeps its own way.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in LOCKING_READS

@@ -1,4 +1,4 @@
-"""What each database does in its own way: comparing text exactly, reading what is newest, beginning.
+"""What each database does in its own way: comparing text exactly, reading the newest row, beginning.
 
 "stock:abc" and "stock:ABC" are two leases, and a collation may take the rows for one. So the guard compares
 once more, exactly. The looser `=` stays and finds the row by its index.
@@ -68,7 +68,7 @@ TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Make a query read what is committed now, not what was when the transaction's snapshot was taken."""
+    """Make a query read committed rows of now, not of when the transaction's snapshot was taken."""
     return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
 
 

@@ -27,7 +27,7 @@ from fencelock.errors import FenceError, LockLostError, StaleTokenError, Unfence
 __all__ = ["GuardEvent", "forget", "on_claim", "on_stale", "on_unfenced", "report", "report_claim"]
 
 logger = logging.getLogger("fencelock.guard")
-logger.addHandler(logging.NullHandler())  # what is refused is an error as well: nobody has to read it twice
+logger.addHandler(logging.NullHandler())  # a refusal is an error as well, to be read once
 
 Callback = Callable[[GuardEvent], object]
 _C = TypeVar("_C", bound=Callback)

@@ -51,7 +51,7 @@ def bind(target: AnySession, *leases: Lease) -> None:
     have been written under it by then, and for no others.
 
     Raises:
-        TypeError: if what is bound is no lease, or is bound to something else than a session or connection.
+        TypeError: if it is no lease, or bound to something else than a session or connection.
     """
     for lease in leases:
         if not isinstance(lease, Lease):
@@ -318,7 +318,7 @@ class Tokens:
         )
 
     def of_new_row(self) -> int:
-        """Return the fence 0 for a row whose resource nobody can have locked yet: the database names it.
+        """Return the fence 0 for a row whose resource cannot have been locked yet: the database names it.
 
         That is a row without a key so far, and until the transaction ends what hangs on it. All leases are
         waited for, because it cannot be told which of them it is written under.

@@ -116,7 +116,7 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
-    """Listen to the unit of work of a fenced model, and to what is loaded of it.
+    """Listen to the unit of work of a fenced model, and to its loads.
 
     The mapper's events see also what other listeners and cascades have added to the flush, for each object,
     just before its columns are looked at. With retval SQLAlchemy calls them as they are.
@@ -315,7 +315,7 @@ def on_row(context: Any, state: _State, before: int | None, found: int | None) -
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Have an object of which only a part is loaded anew be of two versions; or follow a statement."""
+    """Have an object of which only a part is loaded again be of two versions; or follow a statement."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
         by = None if state.session is None else state.session.info.get(MOVED)
@@ -324,7 +324,7 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
         return
     for made in state.mapper.composites:
         if names is None or not {column.key for column in made.props}.isdisjoint(names):
-            current.pop(made.key, None)  # made anew, from the columns
+            current.pop(made.key, None)  # made again, from the columns
     attributes: dict[Any, Any] = getattr(context, "attributes", {})
     if (WRITE_COLUMN, state) not in attributes:
         return  # the new part is of the same version

@@ -157,7 +157,7 @@ def bypass(target: AnySession) -> Iterator[None]:
 
     For seeds, repairs and tests, at times when no holder is at work: nothing is compared or refused. Rows get
     new write ids all the same. Other threads and tasks are guarded as ever, also on the same connection.
-    Blocks may be inside each other; for asyncio it is a plain `with`. What is pending in a session when the
+    Blocks may stand in each other; for asyncio it is a plain `with`. What is pending in a session when the
     block ends is guarded when it is flushed: flush in the block.
 
     Raises:

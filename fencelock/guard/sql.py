@@ -1,4 +1,4 @@
-"""Fenced writes for those who write SQL: Core constructs, and bare DB-API cursors.
+"""Fenced writes in SQL: Core constructs, and bare DB-API cursors.
 
 The Core constructs carry the condition visibly and go through the same guard as everything else. For a bare
 cursor nothing stands between the program and the database, so `conditional_update` makes the whole statement.
@@ -119,7 +119,7 @@ def _loaded(write_id: int | BindParameter[int]) -> BindParameter[int]:
 
 
 def known(target: FromClause) -> FencedTable:
-    """Return what is known of a fenced table; a `Table` with the column is known from now on."""
+    """Return the record of a fenced table; a `Table` with the column is known from now on."""
     install()
     fenced = tables.fenced_table(target)
     if fenced is not None:

@@ -292,7 +292,7 @@ def registered(table: Table | None) -> FencedTable | None:
 
 
 def fenced_table(target: object) -> FencedTable | None:
-    """Return what is known of a table (or an alias of one), or None if it is not fenced."""
+    """Return the record of a table (or an alias of one), or None if it is not fenced."""
     table = target if type(target) is Table else underlying(target)
     fenced = registered(table)
     if fenced is not None or not isinstance(table, Table):

@@ -46,7 +46,7 @@ def upsert(
     """Insert rows, or update those whose key is there already, unless a newer holder has fenced them.
 
     All or nothing: where one is turned away, nothing of the transaction (or of the innermost savepoint) can
-    be committed any more. The rows are written in the order of their keys, so that two who write the same
+    be committed any more. The rows are written in the order of their keys, so that two that write the same
     ones wait for each other. Objects that the session has of them are expired. Columns that a row does not
     name keep their values, or get their defaults in a new row; `onupdate` has no effect, as SQLAlchemy has it
     for ON CONFLICT. As with any INSERT, a stale holder may bring back a row that was deleted: pass the `gate`

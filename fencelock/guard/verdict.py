@@ -63,7 +63,7 @@ class Verdict:
 
         One kind may change by what it writes which rows its WHERE clause is about: a child that was turned
         away while its parent was changed, say. Another is a DELETE of objects that the driver does not count.
-        The rows are locked, so what is found stays true; SQLite has no such locks, and no second writer.
+        The rows are locked, so the verdict stays true; SQLite has no such locks, and no second writer.
         """
         if self.form.reads_more:
             query = self._asked().where(*self.form.where).with_for_update(of=self.form.source)

@@ -1,4 +1,4 @@
-"""What a lock does: acquire, hold, extend, mint anew and give back, each as steps that take time."""
+"""What a lock does: acquire, hold, extend, remint and give back, each as steps that take time."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ class LockSteps(Generic[Token]):
         handed: Grant | None,
         renewers: Renewers,
     ) -> Steps[None]:
-        """Acquire what is not held yet, and enter that and the rest."""
+        """Acquire the missing resources, and enter these and the rest."""
         began = time.monotonic()
         try:
             grant = yield from self._granted(block, asked, handed)
@@ -147,7 +147,7 @@ class LockSteps(Generic[Token]):
             raise
         new.note_acquired(time.monotonic() - began, had_to_wait=asked.had_to_wait)
         if new.renewer is not None:
-            # Not before: what is interrupted until here is not extended while the traceback lives.
+            # Not before: a hold that is interrupted until here is not extended while the traceback lives.
             new.renewer.watch(new)
 
     def _granted(self, block: Block, asked: Acquisition, handed: Grant | None) -> Steps[Grant]:
@@ -175,7 +175,7 @@ class LockSteps(Generic[Token]):
         self._entered.append(block)
 
     def _enter_again(self, block: Block, authority: Authority) -> Steps[list[Hold]]:
-        """Be inside what the owner holds already; return that."""
+        """Enter what the owner holds already; return that."""
         found = [hold for name in self._resources if (hold := find(authority, block.owner, name))]
         holds = [hold for hold in found if block.enter_again(hold)]
         if len(holds) < len(found):

@@ -20,7 +20,7 @@ from fencelock.lock.hold import everything_held
 from fencelock.lock.releasing import release_hold
 from fencelock.lock.steps import end_acquisitions, run_blocking, under_way
 
-#: Seconds that giving back may take at the end of the process; what is left ends by itself.
+#: Seconds that giving back may take at the end of the process; leases that are left end by themselves.
 _PATIENCE = 2.0
 #: Packages whose workers leave their blocks when a signal ends them.
 _SERVERS = frozenset({"uvicorn", "gunicorn", "hypercorn"})
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 
 def exit_on_signals(*signals: signal.Signals) -> None:
-    """Have signals end the process as `sys.exit` does: blocks are left, and what is held is given back.
+    """Have signals end the process as `sys.exit` does: blocks are left, and leases given back.
 
     Nothing is installed unless this is called. SIGINT needs it not: KeyboardInterrupt leaves the blocks. A
     signal that the process ignores, as `nohup` has it ignore SIGHUP, stays ignored; a log line says so. The
@@ -52,7 +52,7 @@ def exit_on_signals(*signals: signal.Signals) -> None:
         if handler not in {signal.SIG_IGN, signal.SIG_DFL, _exit}:
             raise RuntimeError(
                 f"{signal.Signals(number).name} has a handler already: have it call sys.exit(), which leaves "
-                "the blocks and gives back what is held"
+                "the blocks and gives back the leases"
             )
     for number, handler in handlers.items():
         if handler is signal.SIG_IGN:

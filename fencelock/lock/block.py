@@ -1,4 +1,4 @@
-"""One entered block of a lock: who is inside, and which holds it stands on."""
+"""One entered block of a lock: its owner, and the holds that it stands on."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Block:
     is_try: bool = False
 
     def enter_again(self, hold: Hold) -> bool:
-        """Be inside a hold that the owner has already; return False where that is being given back."""
+        """Enter a hold that the owner has already; return False where that is being given back."""
         if hold not in self.holds:
             self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
             if not (hold.blocks or hold.stop_waiting()):
@@ -44,7 +44,7 @@ class Block:
         return True
 
     def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
-        """Be inside holds, which have all of the resources between them; note them, and in this context."""
+        """Enter holds, which have all of the resources between them; note them, and in this context."""
         self.holds = tuple(dict.fromkeys(holds))
         self.asked = None
         by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}

@@ -86,7 +86,7 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
 
     Args:
         text: of `FencedLock.hand_over`.
-        **settings: as for `fenced_lock`. The ttl is that of the text by default, and max_hold begins anew.
+        **settings: as for `fenced_lock`. The ttl is that of the text by default, and max_hold begins again.
 
     Raises:
         ValueError: for any other text, also of another kind of authority, or of another namespace.

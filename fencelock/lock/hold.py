@@ -35,8 +35,8 @@ class Hold:
         renewer: extends it; None if nothing does.
         loop: whose task has acquired it; returns None for blocking code's.
         leases: of each of its resources. All of them end together.
-        itself: a weak reference: what is thrown away while it is held is not extended any more.
-        blocks: what is inside it; when that is nothing any more, it is given back.
+        itself: a weak reference: a lock that is thrown away while it is held is not extended any more.
+        blocks: those that stand on it; when the last has ended, it is given back.
         trouble: why it could not be extended last time; empty if it could.
         planned: when the renewer means to look at it next.
         extended_behind: whether an extension has ended since its release was sent: it may have arrived after
@@ -146,7 +146,7 @@ class Hold:
             _events.tell(TokenReminted(*self.names, grant.tokens))
 
     def lose(self, detail: str, reason: LossReason = "gone") -> tuple[Callable[[], object], ...]:
-        """Note that the hold has ended before it was given back; return what is to be called for that."""
+        """Note that the hold has ended before it was given back; return the functions to call."""
         if self.released:
             return ()
         for lease in self.leases:
@@ -180,7 +180,7 @@ class Hold:
             _events.tell(LockReleased(*self.names, self.grant.tokens, held, end, error))
 
     def calls_when_lost(self) -> tuple[Callable[[], object], ...]:
-        """Return what is to be called for a lost hold, which is only told once."""
+        """Return the functions to call for a lost hold, which is only told once."""
         listeners, self._listeners = self._listeners, ()
         return tuple(functools.partial(listener, lease) for listener in listeners for lease in self.leases)
 

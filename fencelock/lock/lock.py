@@ -23,7 +23,7 @@ class FencedLock(LockSteps[Token]):
 
     Made by `fenced_lock` or `Redlock.lock`, for `with` and for `async with`; coroutines find its methods
     under `aio`. The thread (asyncio task, greenlet) that holds a resource enters it again at no cost and
-    gets the same token, with this object or another; what is held is given back when the last block is left,
+    gets the same token, with this object or another; the lease is given back when the last block is left,
     or, where a transaction that was written under it is still open then, when that ends. May be used again
     afterwards.
     """

@@ -32,7 +32,7 @@ class Loss(NamedTuple):
     Attributes:
         error: what to raise.
         is_committed: whether work was committed under it, and nothing is open. Then the loss is only logged,
-            because an error invites a retry, and what is committed must not be done twice.
+            because an error invites a retry, and a COMMIT must not be made twice.
     """
 
     error: LockLostError
@@ -215,7 +215,7 @@ def _loss_of(hold: Hold) -> Loss:
     if any(lease.needed or lease.in_doubt for lease in leases):
         ended += (
             "; a transaction that was written under it is open, or its COMMIT is in doubt: roll back, lock "
-            "again, and look what is written"
+            "again, and look at the row"
         )
     elif any(lease.committed for lease in leases):
         ended += (

@@ -41,7 +41,7 @@ _PARENT = (
 
 
 class Step:
-    """Something that takes time: one function blocks for it, the other returns what is to be awaited.
+    """Something that takes time: one function blocks for it, the other returns an awaitable.
 
     The functions write their arguments out. Behind a call with `*` or `**`, as behind all that goes through
     C, Python runs signal handlers: if one raised, the answer would be lost on its way.
@@ -203,7 +203,7 @@ def ask_to_release(authority: Authority, grant: Grant) -> Step:
 
 
 def name_holder(asked: Acquisition, error: LockTimeoutError) -> Steps[None]:
-    """Have an error say who holds the lock that could not be acquired, where the authority can tell."""
+    """Have an error name the holder of the lock that could not be acquired, where the authority can tell."""
     if not hasattr(asked.authority, "inspect"):
         return
     for name in asked.resources:

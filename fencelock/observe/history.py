@@ -1,4 +1,4 @@
-"""A history of locks in a table: who was granted, lost, refused, released by force, and when.
+"""A history of locks in a table: grants, losses, refusals, releases by force, and when.
 
 ```python
 from fencelock.observe import history
@@ -50,7 +50,7 @@ logger = logging.getLogger("fencelock.observe")
 EVENT_TABLE: Final = "fencelock_events"
 _TIME: Final = DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb")
 _DAY: Final = 86_400.0
-#: Seconds between two writes, and between two looks for what is too old.
+#: Seconds between two writes, and between two looks for old entries.
 _PAUSE, _PRUNING_PAUSE = 0.5, 3600.0
 #: Entries that wait to be written, when the database does not answer.
 _MOST_WAITING: Final = 10_000
@@ -123,7 +123,7 @@ class Recorder:
                 _threads.start(self._thread)
 
     def close(self) -> None:
-        """Listen no more, and write what is left to be written."""
+        """Listen no more, and write the rest."""
         _events.forget(self)
         atexit.unregister(self.close)
         if self._pid == os.getpid():
@@ -156,7 +156,7 @@ class Recorder:
 
 
 def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None) -> Recorder:
-    """Write the history of this process from now on; `close()` of what is returned ends that.
+    """Write the history of this process from now on; `close()` of the result ends that.
 
     Args:
         engine: of the database that has the table, which is made where it is not there.
@@ -196,7 +196,7 @@ def _entry(what: str, resource: str, token: int | None, detail: str = "") -> Ent
 
 
 def _entries_of(event: Event) -> Iterator[Entry]:
-    """Return what is written of an event."""
+    """Return the entry of an event."""
     if isinstance(event, (LockAcquired, LeaseLost)):
         what, detail = ("lost", event.detail) if isinstance(event, LeaseLost) else ("granted", "")
         for resource, token in zip(event.resources, event.tokens, strict=True):

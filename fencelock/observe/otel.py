@@ -141,7 +141,7 @@ class _Listener:
     def _end_span(
         self, event: LockEvent, seconds: float, its: dict[str, Any], error: BaseException | None
     ) -> None:
-        """Make the span of an acquisition that has ended, as a child of what is current here."""
+        """Make the span of an acquisition that has ended, as a child of the current one."""
         now = time.time_ns()
         span = self._tracer.start_span(
             f"fencelock acquire {self._label(event)}",

@@ -169,7 +169,7 @@ class Metrics:
         self._later.append(event)
         if len(self._later) < _BATCH and getattr(event, "error", None) is None:
             return
-        # Where another thread counts, or this one was interrupted in it, that goes on with what is new.
+        # Where another thread counts, or this one was interrupted in it, that counts the new ones too.
         while self._later and self._mutex.acquire(blocking=False):
             try:
                 self._count_all()
@@ -177,7 +177,7 @@ class Metrics:
                 self._mutex.release()
 
     def collect(self) -> Iterable[Metric]:
-        """Count what is left to be counted. The registry calls this before it asks the metrics."""
+        """Count the rest. The registry calls this before it asks the metrics."""
         with self._mutex:
             self._count_all()
         return ()
@@ -252,7 +252,7 @@ def instrument(
         registry: where the metrics are; the default one of `prometheus_client` by default.
         label: returns what the label `lock` says of an event. By default that is the template that `@fenced`
             was given, or else what stands before the first `:` of the resource. There are at most 200
-            values; what is beyond is called `other`.
+            values; the others are called `other`.
         textbook_names: count also as `distributed_lock_wait_seconds` and `distributed_lock_failures_total`.
 
     Raises:

@@ -72,7 +72,7 @@ class LoopRenewer(Renewer):
 
     def _end_round(self, done: asyncio.Task[None]) -> None:
         tended, self._round, self._tended = self._tended, None, frozenset()
-        if done.cancelled():  # with all tasks that there are; what is held is held still
+        if done.cancelled():  # with all tasks that there are; leases are held still
             for hold in tended:
                 if not hold.over:
                     hold.trouble = "the task that extends it was cancelled"

@@ -30,12 +30,12 @@ logger = logging.getLogger("fencelock.renewal")
 _PARTS = 16
 _SHORTEST_PAUSE = 0.01
 
-#: What is to be called for leases that were lost.
+#: Functions to call for leases that were lost.
 Calls = list[Callable[[], object]]
 
 
 class Renewable(Protocol):
-    """What is renewed. `Hold` of `lock/` meets it, and says what each of these is."""
+    """A hold that is renewed. `Hold` of `lock/` meets it, and says what each of these is."""
 
     grant: Grant
     ttl: float
@@ -111,7 +111,7 @@ class Renewer(abc.ABC):
         self._looks.setdefault(hold.planned, set()).add(hold.itself)
 
     def take(self, now: float) -> list[Renewable]:
-        """Take off, and return, what is to be looked at now."""
+        """Take off, and return, the holds to look at now."""
         due: list[Renewable] = []
         while (look := self.next_at) <= now:
             # A copy, made in one step: another thread may strike one.
@@ -123,7 +123,7 @@ class Renewer(abc.ABC):
     def tend(
         self, due: Iterable[Renewable], now: Callable[[], float], tell: Callable[[Calls], None]
     ) -> Steps[None]:
-        """Extend what is due and can be, give up what cannot, and plan the rest.
+        """Extend the holds that are due, give up those that have ended, and plan the rest.
 
         Yields wishes, and is sent what became of each; tells the losses; yields grants, to be released: see
         `ask`.
@@ -136,7 +136,7 @@ class Renewer(abc.ABC):
             # A holder in another thread or loop, or one that was interrupted, did not wait for this.
             if hold.released:
                 ended += follow_release(hold)
-            elif hold.grant is grant:  # or else extended or minted anew meanwhile, and planned
+            elif hold.grant is grant:  # or else extended or reminted meanwhile, and planned
                 calls += self._note(hold, outcome, late, now())
                 if hold.over:
                     ended.append(hold.grant)
@@ -148,7 +148,7 @@ class Renewer(abc.ABC):
     def _look(
         self, due: Iterable[Renewable], now: Callable[[], float], calls: Calls, ended: list[Grant]
     ) -> Iterator[tuple[Renewable, Wish, float]]:
-        """Yield what is to be extended, with the wish and how late it is; give up what has ended."""
+        """Yield the holds to extend, with the wish and how late it is; give up those that have ended."""
         for hold in due:
             moment = now()
             if hold.over:
@@ -198,7 +198,7 @@ def _is_final(hold: Renewable) -> bool:
 
 
 def _give_up(hold: Renewable, now: float) -> tuple[Callable[[], object], ...]:
-    """Note that a hold's time has run out; return what is to be called for that."""
+    """Note that a hold's time has run out; return the functions to call."""
     if _is_final(hold):
         return hold.lose("it was held for as long as max_hold allows", "max_hold")
     detail = f"it could not be extended in time: {hold.trouble or 'this process was held up'}"
@@ -225,7 +225,7 @@ def follow_release(hold: Renewable) -> Iterator[Grant]:
 
 
 def tell(calls: Iterable[Callable[[], object]]) -> None:
-    """Call what is to be called for leases that were lost; one that fails is logged."""
+    """Call the functions for leases that were lost; one that fails is logged."""
     for call in calls:
         try:
             call()

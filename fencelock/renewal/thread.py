@@ -98,7 +98,7 @@ class ThreadRenewer(Renewer):
             self._changed.ring()
 
     def _await_due(self) -> list[Renewable]:
-        """Return what is to be looked at; nothing when the thread may end: it was idle, or is one too many.
+        """Return the holds to look at; none when the thread may end: it was idle, or is one too many.
 
         For a signal handler that raises within `Thread.start` leaves a thread that seems not to be alive.
         """

@@ -56,8 +56,8 @@ class Database(Acquiring):
         max_overflow: how many more may be opened. What finds none free waits for one.
 
     Raises:
-        ValueError: for a database that cannot grant leases, and what is no URL.
-        TypeError: for what is neither a URL nor an engine.
+        ValueError: for a database that cannot grant leases, and a text that is no URL.
+        TypeError: it is neither a URL nor an engine.
         ImportError: the driver is not installed.
     """
 

@@ -54,7 +54,7 @@ class Later(NamedTuple):
 
 
 def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
-    """Yield for how long to wait before each next look; others who wait look at other moments."""
+    """Yield for how long to wait before each next look; others look at other moments."""
     pause = shortest
     while True:
         yield pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

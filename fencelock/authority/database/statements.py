@@ -1,4 +1,4 @@
-"""What is said to each database. A statement reads the clock once, and the clock is the database's.
+"""The statements for each database. A statement reads the clock once, and the clock is the database's.
 
 A token is the time at which it was minted, in Unix milliseconds above a base, and ten bits of the server:
 
@@ -81,7 +81,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "joined": "strpos(COALESCE(queue, ''), CAST(:world AS VARCHAR))",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
         "standby": "pg_is_in_recovery()",
-        # What is granted must outlive a crash and a failover, whatever the server does by default.
+        # A grant must outlive a crash and a failover, whatever the server does by default.
         "durable": "set_config('lock_timeout', '1s', true) || CASE WHEN current_setting('synchronous_commit')"
         " IN ('off', 'local', 'remote_write') THEN set_config('synchronous_commit', 'on', true) ELSE '' END",
         # A release that a crash forgets leaves a lease until its end.
@@ -180,7 +180,7 @@ _NAME: Final = "\0"
 
 
 class Statements:
-    """What is said to a database of this dialect, about its table of leases (quoted where that has to be)."""
+    """The statements for a database of this dialect, about its table of leases (quoted where needed)."""
 
     def __init__(self, dialect: str, table: str, driver: Dialect) -> None:
         words = {

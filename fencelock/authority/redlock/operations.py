@@ -1,4 +1,4 @@
-"""One acquisition: its attempts, and what is left of it. No sockets, no clock.
+"""One acquisition: its attempts, and its rest. No sockets, no clock.
 
 Threads, event loops and the simulator run the same of it.
 """
@@ -26,12 +26,12 @@ class Acquisition:
     """One attempt after the other, each with a nonce of its own.
 
     Args:
-        resources: what is acquired, in the order of the caller.
+        resources: their names, in the order of the caller.
         ttl: seconds.
         new_nonce: makes a nonce. It is drawn when it is needed: two processes that were restored from one
             snapshot would have had the same in advance, and a node would take the attempt of one for that of
             the other, resent.
-        waiter: knows its place among those who wait; None where there is no waiting.
+        waiter: knows its place in line; None where there is no waiting.
         instead_of: what the attempts take over.
     """
 

@@ -1,4 +1,4 @@
-"""The authority: N nodes, what is known about them, and the blocking way to use them."""
+"""The authority: N nodes, their state as far as it is known, and the blocking way to use them."""
 
 from __future__ import annotations
 
@@ -242,7 +242,7 @@ class Redlock(Stepped):
                 granted: all new tokens are larger, for they are of a larger epoch. When this returns,
                 that is so whoever has initialised the nodes, and however long ago.
             max_ttl: the longest lease in seconds that these nodes will grant. A node that lost its
-                memory must stay out for so long. By default 60, or what the nodes have already.
+                memory must stay out until then. By default 60, or what the nodes have already.
             allow_eviction: initialise also nodes that drop keys when their memory is full. A lock may be
                 gone then while it is held, and with `allkeys-` policies the record of all tokens.
 
@@ -321,7 +321,7 @@ class Redlock(Stepped):
             connections.close()
 
     def check_process(self) -> None:
-        """In a forked child, begin anew with connections of its own."""
+        """In a forked child, begin with connections of its own."""
         if self._pid != os.getpid():
             self._connections.leave_to_parent()
             self._recoverer.leave_to_parent()
@@ -368,7 +368,7 @@ class Redlock(Stepped):
 
 
 _FAREWELL: Final = 0.5
-"""Seconds that the end of the process may take for what is owed."""
+"""Seconds that the end of the process may take for releases that are owed."""
 
 
 def _default_base() -> int:

@@ -11,7 +11,7 @@ in `proof/spec` that each prevents:
 3. A second look at the same nodes: they are closed still. One may have forgotten that, and have been
    admitted again by a majority that was not closed yet ("one closing pass").
 4. The new epoch is above all that they know of. No counters are carried over: the epoch dominates. Two
-   operators who finish the same change may have chosen different ones, so a majority of the *new* nodes
+   operators that finish the same change may have chosen different ones, so a majority of the *new* nodes
    promises it ("OPEN without PROMISE").
 5. Before that, wait for the leases that old nodes have granted: for mutual exclusion only.
 6. OPEN the new nodes first: then, wherever this is interrupted, the old list is closed by a majority still

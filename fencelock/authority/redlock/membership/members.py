@@ -21,7 +21,7 @@ class Membership:
 
     Attributes:
         seats: (id, address) of each node, sorted by id; the order in which contenders ask after a split.
-        max_ttl: longest lease in seconds. A node that lost its memory stays out for so long.
+        max_ttl: longest lease in seconds. A node that lost its memory stays out until then.
         after: fingerprint of the list that this one has replaced; empty for the first.
     """
 

@@ -6,12 +6,12 @@ again*. Within an epoch then no node forgets, and the lock core is right; and th
 the token. `establish.py` has the steps that all procedures share. The others, and the schedule in
 `proof/spec` that each prevents:
 
-1. BEGIN puts a ticket on the node. Without it, an ADMIT that is delivered again would let a node vote anew
+1. BEGIN puts a ticket on the node. Without it, an ADMIT that is delivered again would let a node vote again
    that has voted since and forgotten ("no ticket"). The node makes it up, else a BEGIN and an ADMIT would do
    the same ("client's ticket"). It is bound to the server process, else a node could fall back to a state in
    which the ticket stood ("ticket not bound").
 2. Only then the highest epoch is read, from a majority of *other* nodes that vote. The new one is above it:
-   what is in flight in the old one, and could be copied at no moment, no longer matters ("no epoch").
+   messages in flight in the old one, which could be copied at no moment, no longer matter ("no epoch").
 3. ADMIT needs the ticket, as old as the longest lease by the node's own clock: so a program that lives for a
    second can admit it later. The wait serves mutual exclusion only: the locks that the node has forgotten end
    meanwhile. EXTEND makes those of leases that go on again, also on nodes that wait to be admitted.
@@ -131,7 +131,7 @@ def _is_busy(census: Census) -> bool:
 
 
 def _admit(group: NodeGroup, census: Census, tickets: Mapping[int, str], due: Sequence[int]) -> Steps[bool]:
-    """Bring the voters to a new epoch, and admit to it what is due; tell if all is done."""
+    """Bring the voters to a new epoch, and admit to it the nodes that are due; tell if all is done."""
     membership = census.membership
     chosen = yield from _choose_epoch(group, census, tickets)
     if chosen is None or not due:

@@ -4,7 +4,7 @@ A node that comes back blank names no list, so what it said before stands until 
 that let go of it would know no list any more when each node had been blank once, one after the other,
 although a majority was well all the time.
 
-That no two lists ever have a majority does not rest on what is remembered: each vote names the fingerprint of
+That no two lists ever have a majority does not rest on memory: each vote names the fingerprint of
 one list, and a node of another refuses it.
 """
 

@@ -214,7 +214,7 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
                 refused.add(node)
         larger = maximum_of([value, *granted.values()])
         if larger != value:
-            # A node had granted more: decide again with that, and ask all nodes anew.
+            # A node had granted more: decide again with that, and ask all nodes again.
             value = larger
             acknowledged.clear()
 

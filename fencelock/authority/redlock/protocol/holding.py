@@ -1,4 +1,4 @@
-"""What is done with a lock that is held: give it back, let it live on, mint anew."""
+"""Operations on a lock that is held: release, extend, remint."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def remint(
         if len(node_set.names) - others < node_set.quorum or outcome.ended + pause >= granted.expires_at:
             yield from abandon(node_set, granted.attempt)
             raise LockLostError(
-                f"{attempt.name} was not minted anew: the lease has ended; acquire the lock again "
+                f"{attempt.name} got no new token: the lease has ended; acquire the lock again "
                 f"({report_of(node_set, outcome.answers)})"
             )
         yield Sleep(pause)

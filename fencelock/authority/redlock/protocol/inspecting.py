@@ -1,4 +1,4 @@
-"""Who holds which locks, and how one is taken from its holder.
+"""The holders of locks, and how one is taken from its holder.
 
 A nonce begins with the id of its client and the time of its attempt. Each client keeps what it is (host,
 process id, program) under its id on the nodes, so that no vote carries it.
@@ -42,7 +42,7 @@ def new_nonce(client: str, wall: float, random: str) -> str:
     Args:
         client: the id of the client: 16 hexadecimal digits.
         wall: Unix time in seconds.
-        random: drawn anew for each nonce, because the state of a process may be copied.
+        random: drawn for each nonce, because the state of a process may be copied.
     """
     return f"{client}{int(wall * 1000):0{_TIME_DIGITS}x}{random}"
 

@@ -1,4 +1,4 @@
-"""What is said to the nodes, what they answer, and what the protocol asks of its driver."""
+"""Commands to the nodes, their answers, and what the protocol asks of its driver."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ Answers = Mapping[int, Answer]
 
 
 class Command(NamedTuple):
-    """A script and its arguments: the same for every node. The socket adds what is its own."""
+    """A script and its arguments: the same for every node. The socket adds its own."""
 
     script: str
     nonce: str
@@ -113,7 +113,7 @@ class Command(NamedTuple):
 SYNC = Command("sync", "", (), (1, 0, 2000))
 
 
-#: No script, either: what is published on the channel that it names comes over this connection from now on.
+#: No script, either: messages on the channel that it names come over this connection from now on.
 SUBSCRIBE = "subscribe"
 
 

@@ -1,6 +1,6 @@
 """The asyncio driver: all tasks of a loop share one connection to each node, which the loop reads.
 
-What is asked within one turn of the loop leaves in one write for each node. A loop knows its connections by
+All requests of one turn of the loop leave in one write for each node. A loop knows its connections by
 its readers and timers, and they know it by a weak reference only, so that a loop that is thrown away can go.
 They are closed when their loop is thrown away, or when the next one begins.
 """
@@ -150,7 +150,7 @@ class LoopConnections(Links):
         now = time.monotonic()
         if now - self._last_read > FRESH:
             self._read_all(now)
-            self._flush()  # in a turn that is so long, others have waited for its end
+            self._flush()  # in such a long turn, others have waited for its end
         if self._nodes.absent:
             await self._await_connections(request, loop)
         began = time.monotonic()
@@ -206,7 +206,7 @@ class LoopConnections(Links):
             now = time.monotonic()
 
     async def _await_connections(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
-        """Open what is not open; wait only while less than a majority is."""
+        """Open missing connections; wait only while less than a majority is."""
         began = now = time.monotonic()
         self._nodes.open_absent(now)
         while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0 and not self._closed:

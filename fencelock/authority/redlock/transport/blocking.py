@@ -150,7 +150,7 @@ class SharedConnections(Links):
         """Close every connection; what waits for answers is told. Using these again opens others."""
         self._check_not_inside()
         with self._mutex:
-            self._connecting.clear()  # what is opened now is closed
+            self._connecting.clear()  # one that is opened now is closed
             self._nodes.close()
             self._changed.ring()
 
@@ -290,7 +290,7 @@ class SharedConnections(Links):
                 self._write(link)
 
     def _write(self, link: _Link) -> None:
-        """Write what a connection has to say; what is too much follows when the socket takes more."""
+        """Write what a connection has to say; the rest follows when the socket takes more."""
         index, sock, connection = link
         connection.changing += 1
         try:

@@ -49,7 +49,7 @@ class Opened:
     Attributes:
         sock: the socket; it does not block.
         identity: the server process that answered.
-        pushes: whether it can bring what is published, beside the answers.
+        pushes: whether it can bring published messages, beside the answers.
     """
 
     sock: socket.socket

@@ -208,7 +208,7 @@ def endpoint_of(source: Source, timeout: float) -> Endpoint:
 
     Raises:
         ValueError: for a URL that cannot be understood.
-        TypeError: for what is neither a URL nor a client, or a client that connects in a way of its own.
+        TypeError: it is neither a URL nor a client, or a client that connects in a way of its own.
     """
     try:
         if isinstance(source, str):

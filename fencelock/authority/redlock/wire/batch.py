@@ -56,7 +56,7 @@ class BatchingConnection(Connection):
         super().put_alone(pending, packed)
 
     def flush_batch(self) -> None:
-        """Let what is to travel together stand in `outgoing`."""
+        """Let the commands that travel together stand in `outgoing`."""
         if not self._parts:
             return
         self.changing += 1

@@ -1,4 +1,4 @@
-"""One connection to a node: which commands it has not answered, and what is still to be written.
+"""One connection to a node: which commands it has not answered, and the bytes still to be written.
 
 It moves no bytes. Whoever owns the socket hands in what has arrived and writes `outgoing`. A token is safe
 only if the answers on a connection come from the server process that was there when it was opened. So the
@@ -105,9 +105,9 @@ class Connection:
         acquiring: the nonces of the ACQUIREs that it has not answered, and that were not released meanwhile.
         identity: the server process that it was opened to.
         epoch: in which the nodes have granted last; None if they have not.
-        pushes: whether it can bring what is published, beside the answers.
+        pushes: whether it can bring published messages, beside the answers.
         unanswered: what has been sent and not been answered, in that order.
-        outgoing: what is still to be written.
+        outgoing: bytes still to be written.
         published: messages that have arrived on the channel of this client, to be taken away.
         changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
             While it is not 0, answers could be taken for others. It is only counted, never set back, so that
@@ -163,10 +163,10 @@ class Connection:
             self.acquiring.discard(nonce)
 
     def flush_batch(self) -> None:
-        """Let what is to travel together stand in `outgoing`: it is about to be written."""
+        """Let the commands that travel together stand in `outgoing`, which is about to be written."""
 
     def received(self, data: bytes, now: float) -> News:
-        """Hand on what is waited for; return what says something about the node.
+        """Hand on the answers that callers wait for; return those that say something about the node.
 
         Raises:
             MalformedReplyError: if what answers is no node.

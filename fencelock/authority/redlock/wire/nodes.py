@@ -34,11 +34,11 @@ _SHORTEST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 2.0
 #: Doublings after which the pause is the longest in any case; a number has room for some thousand only.
 _MOST_DOUBLINGS: Final = 10
-#: RELEASEs that are kept for a node; what is beyond that ends with its ttl.
+#: RELEASEs that are kept for a node; locks of further ones end with their ttl.
 MOST_OWED: Final = 10_000
 #: Seconds before the first exchange in which more than a majority of the connections may come up.
 _OTHERS_GRACE: Final = 0.05
-#: Seconds after which a node that owes an answer is connected to anew, because its machine may be gone.
+#: Seconds after which a node that owes an answer is connected to again, because its machine may be gone.
 _LOST_AFTER: Final = 10.0
 #: Seconds for which a node remembers what a client is. A lease that is held is extended more often than that.
 INTRODUCED_FOR: Final = 3600.0
@@ -62,7 +62,7 @@ class Transport(Protocol):
 
 
 class _Node:
-    """What is known of one node: its connection, or why there is none and when to try again."""
+    """One node as it is known: its connection, or why there is none and when to try again."""
 
     __slots__ = ("connection", "failure", "failures", "introduce_at", "owed", "retry_at")
 
@@ -142,7 +142,7 @@ class NodeConnections:
         return connection
 
     def open_absent(self, now: float) -> float:
-        """Begin to open what is not open; return when to call this again."""
+        """Begin to open missing connections; return when to call this again."""
         again = math.inf
         for index, node in enumerate(self._nodes):
             if node.connection is None and not self._transport.is_connecting(index):
@@ -173,7 +173,7 @@ class NodeConnections:
     ) -> None:
         """Put a command into the connections of its nodes; where that cannot be, it is answered at once.
 
-        With `together` it travels with what is put before and after it, as far as it can.
+        With `together` it travels with those that are put before and after it, as far as it can.
         """
         self._has_asked = True
         command, packed = request.command, Packed(request.command)
@@ -227,7 +227,7 @@ class NodeConnections:
         return was_deaf
 
     def _put_subscribe(self, index: int, connection: Connection | None, now: float) -> None:
-        """Subscribe. What is put behind it may count on the calls already; a node that refuses says so."""
+        """Subscribe. A command behind it may count on the calls already; a node that refuses says so."""
         if connection is not None and connection.pushes:
             connection.put_alone(PendingReply(None, self._subscribe, now), Packed(self._subscribe))
             self.queue.listen(index)
@@ -263,7 +263,7 @@ class NodeConnections:
         node.retry_at = now + pause * (0.5 + 0.5 * self._jitter())
 
     def received(self, index: int, data: bytes, now: float) -> Sequence[str]:
-        """Hand on what is waited for, and deal with the rest; return the places in line that were called.
+        """Hand on answers, and deal with the rest; return the places in line that were called.
 
         Where this is interrupted, the connection stays spoilt.
         """
@@ -302,7 +302,7 @@ class NodeConnections:
             self.queue.go_deaf(index)
 
     def _heed(self, index: int, connection: Connection, answer: Answer, now: float) -> Answer:
-        """Take notice of what an answer says about its node; return the answer, or what is wrong with it."""
+        """Take notice of what an answer says about its node; return the answer, or why it is wrong."""
         said = answer.said
         if said is Said.GRANTED:
             if answer.epoch != self._epoch:
