@@ -566,6 +566,7 @@ def test_errors_survive_pickling() -> None:
         errors.QuorumError("too few", nodes={"redis://a": "silent"}),
         errors.NodesNotInitialisedError("blank"),
         errors.MembershipError("others"),
+        errors.CountersExhaustedError("no more"),
         errors.LeaseTableMissingError("no table"),
         errors.StaleTokenError("orders", (1,), 3, 4, detail="x"),
         errors.StaleReadError("orders", (1,), 5, 4, 3),

@@ -16,10 +16,10 @@ PROGRAM = [sys.executable, "-m", "proof.simulation"]
 
 
 def test_seeds_are_played_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
-    """Two seeds with both numbers of nodes, in three kinds: twelve runs, and nothing broke."""
+    """Two seeds with both numbers of nodes, in four kinds: sixteen runs, and nothing broke."""
     assert command.main(["--seeds", "2", "--jobs", "1", "--start", "7"]) == 0
     told = capfd.readouterr().out
-    assert "runs                  12 " in told
+    assert "runs                  16 " in told
     assert "no promise was broken" in told
     assert "snapshot" in told
     assert "rolling restart" in told
