@@ -193,10 +193,9 @@ def read_answer(reply: Any) -> Answer:
             return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
         if said in _WITH_FACTS:
             return Answer(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))
-    _, epoch, *counters = reply
-    if {type(epoch), *map(type, counters)} != {int}:
-        raise ValueError(f"{counters} of {epoch!r} are no counters of an epoch")
-    return Answer(said, epoch, tuple(counters))
+    if type(sum(reply[1:])) is not int:  # for most other types, sum raises a TypeError itself
+        raise ValueError(f"{reply} has no counters of an epoch")
+    return Answer(said, reply[1], tuple(reply[2:]))
 
 
 def leads_elsewhere(answer: Answer) -> bool:

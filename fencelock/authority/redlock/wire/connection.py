@@ -189,9 +189,10 @@ class Connection:
         if answer is None:
             self._put_again(now, pack_with_script(self.unanswered[0].command))
             return
-        if _ONLY_TO.get(answer.said, script := self.unanswered[0].command.script) != script:
+        script, _, keys, _ = self.unanswered[0].command
+        if _ONLY_TO.get(answer.said, script) != script:
             raise ValueError(f"{answer.said} in answer to {script}")
-        if answer.said is GRANTED and len(answer.counters) != len(self.unanswered[0].command.keys) - 1:
+        if answer.said is GRANTED and len(answer.counters) != len(keys) - 1:
             raise ValueError(f"{len(answer.counters)} counters for other locks")
         if self.answered(pending := self.unanswered.popleft(), answer):
             news.append((pending, answer))
