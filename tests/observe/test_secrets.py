@@ -1,0 +1,97 @@
+"""A password is shown nowhere: in each place where a URL may have one, through every way to say something."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import traceback
+
+import pytest
+
+import fencelock
+from fencelock import Database, FencelockError, Redlock
+from fencelock.observe import Event
+from tests.test_cli import fencelock as command
+
+SECRET = "s3cr3t"
+#: Nothing answers there.
+HOST = "127.0.0.1:1"
+NODES = (
+    f"redis://:{SECRET}@{HOST}",
+    f"redis://user:{SECRET}@{HOST}/2",
+    f"redis://{HOST}?password={SECRET}",
+    f"rediss://{HOST}?ssl_password={SECRET}&ssl_keyfile=/none",
+    f"valkey://user:{SECRET}@{HOST}",
+    f"redis+cluster://user:{SECRET}@{HOST}",
+    f"redis+sentinel://user:{SECRET}@{HOST}/service?sentinel_password={SECRET}",
+    f"redis://:{SECRET}@{HOST},redis://:{SECRET}@127.0.0.1:2,redis://:{SECRET}@127.0.0.1:3",
+)
+DATABASES = (
+    f"postgresql+psycopg://user:{SECRET}@{HOST}/shop",
+    f"postgresql+psycopg://{HOST}/shop?user=u&password={SECRET}",
+    f"postgresql+psycopg://{HOST}/shop?user=u&sslpassword={SECRET}",
+    f"mysql+pymysql://user:{SECRET}@{HOST}/shop",
+    f"mysql+pymysql://{HOST}/shop?user=u&password={SECRET}",
+)
+COMMANDS = (
+    ("inspect",),
+    ("inspect", "r"),
+    ("leaks",),
+    ("top", "--times", "1"),
+    ("doctor",),
+    ("release", "r", "--force", "--reason", "why"),
+    ("nodes",),
+    ("init",),
+    ("prune", "--older-than", "1d"),
+)
+
+
+def clean(*shown: object) -> bool:
+    """Tell whether none of this has it."""
+    return all(SECRET not in f"{each} {each!r}" for each in shown)
+
+
+@pytest.mark.parametrize("url", [*NODES, *DATABASES])
+def test_a_program(url: str, events: list[Event], caplog: pytest.LogCaptureFixture) -> None:
+    """The authority, locks, errors with tracebacks, events and logs; blocking and in a loop."""
+    caplog.set_level(logging.DEBUG, "fencelock")
+    made: Redlock | Database = Database(url) if url in DATABASES else Redlock(url, outage_grace=0)
+    with made as authority:
+        lock = authority.lock("r", timeout=0)
+        assert clean(authority, authority.aio, lock)
+        with pytest.raises(FencelockError) as caught:
+            lock.acquire()
+        shown = "".join(traceback.format_exception(caught.value))
+        assert clean(caught.value, vars(caught.value), shown)
+
+        async def enter() -> None:
+            try:
+                async with authority.lock("r", timeout=0):
+                    pass
+            finally:
+                await authority.aio.close()
+
+        with pytest.raises(FencelockError) as caught:
+            asyncio.run(enter())
+        assert clean(caught.value, "".join(traceback.format_exception(caught.value)))
+    assert events
+    assert clean(caplog.text, *events)
+
+
+@pytest.mark.parametrize("url", [*NODES[1:3], *DATABASES[:2]])
+def test_the_command_line(url: str) -> None:
+    """By its option, and by the environment."""
+    for words in COMMANDS:
+        ran = command(*words, FENCELOCK_URL=url)
+        assert clean(ran.stdout, ran.stderr), words
+    for rest in ("history r", "doctor --url sqlite://"):
+        ran = command(*rest.split(), "--database", url)
+        assert clean(ran.stdout, ran.stderr), rest
+
+
+def test_configure() -> None:
+    """It shows what it was given when that is no URL."""
+    for url in ("redis//:s3cr3t@h", "s3cr3t", "https://u:s3cr3t@h", "postgres://u:s3cr3t@h/x"):
+        with pytest.raises(ValueError, match="names nothing") as caught:
+            fencelock.configure(url)
+        assert clean(caught.value)
