@@ -175,7 +175,7 @@ def test_queue_is_bounded_and_ends(scripts: Scripts) -> None:
     So all nodes keep the same. One that is full is kept alive like any other.
     """
     for number in range(1005):
-        scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}", waited=number / 1000))
+        scripts.queue(f"n{number}", "r", position=QueuePosition(f"client.{number}", waited=number))
     queue = f"{NODE_KEY}:q:r"
     assert len(queue_of(scripts)) == 1000
     assert queue_of(scripts)[0] == "client.1004"
