@@ -19,8 +19,8 @@ from fencelock import Database
 from fencelock.authority.base import Grant
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
-from fencelock.authority.database.queues import Queue, Queues, ThreadBell
-from fencelock.errors import AuthorityError, LockTimeoutError
+from fencelock.authority.database.queues import Place, Queue, Queues, ThreadBell
+from fencelock.errors import AuthorityError, LockTimeoutError, QuorumError
 from tests.authorities.kinds import EACH_DATABASE
 from tests.authorities.stage import Stage, in_one_loop, together
 from tests.conftest import ReusedDatabase
@@ -384,3 +384,37 @@ def test_a_table_of_an_earlier_version_is_named_and_mended(postgres_database: Re
         assert authority.init() is False
         assert authority.release(authority.acquire(("r",), ttl=5.0, timeout=0)) is True
     postgres_database.empty()
+
+
+@pytest.mark.parametrize("does", ["join", "fail"])
+def test_a_caller_that_the_garbage_collector_ends_may_leave_at_any_moment(does: str) -> None:
+    """A generator that was thrown away leaves the queue in its `finally`, between any two lines."""
+    queues = Queues(ThreadBell, in_threads=True)
+    first, thrown_away, third, last = (queues.new_place(1.0) for _ in range(4))
+
+    class Struck(Place):
+        """Another leaves while this one is looked at."""
+
+        @property
+        def stack(self) -> Any:
+            """Return its own, which no other is."""
+            queues.leave("r", thrown_away)
+            return self
+
+        @stack.setter
+        def stack(self, _: Any) -> None:
+            """Keep that."""
+
+    struck = Struck(ThreadBell(), 1.0)
+    for stack, place in enumerate((first, thrown_away, third, last)):
+        place.stack = stack
+    for place in (first, thrown_away, third, struck):
+        queues.join("r", place)
+    if does == "join":
+        queues.join("r", last)
+        assert last in first.queue.alive()
+    else:
+        queues.join("r", last)
+        queues.fail(last, QuorumError("no"))
+        assert (first.error, third.error) != (None, None)
+    assert first.queue.first is first

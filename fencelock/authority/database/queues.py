@@ -8,7 +8,7 @@ import secrets
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
@@ -133,7 +133,11 @@ class Queue:
     @property
     def first(self) -> Place | None:
         # It takes none away that is dead: another thread could do so meanwhile, and the next would be lost.
-        return next((place for each in tuple(self.places) if (place := each()) is not None), None)
+        return next(self.alive(), None)
+
+    def alive(self) -> Iterator[Place]:
+        """Yield the callers. Meanwhile the garbage collector may have one leave, but not within `list`."""
+        return (place for each in list(self.places) if (place := each()) is not None)
 
     @property
     def held_for(self) -> float | None:
@@ -197,8 +201,7 @@ class Queues:
             queue = self._queues.setdefault(resource, place.queue)
             if queue is place.queue:
                 return
-            known = (each() for each in queue.places)
-            if not (self._in_threads and any(each and each.stack == place.stack for each in known)):
+            if not (self._in_threads and any(each.stack == place.stack for each in queue.alive())):
                 place.queue = queue
                 queue.places.append(ref(place))
 
@@ -217,8 +220,8 @@ class Queues:
     def fail(self, place: Place, error: QuorumError) -> None:
         """Have all in the queue raise what the first has met."""
         with self._mutex:
-            for other in (known() for known in place.queue.places):
-                if other is not None and other is not place:
+            for other in place.queue.alive():
+                if other is not place:
                     other.error = error
                     other.bell.ring()
 
