@@ -133,7 +133,7 @@ class Queue:
     @property
     def first(self) -> Place | None:
         # It takes none away that is dead: another thread could do so meanwhile, and the next would be lost.
-        return next(self.alive(), None)
+        return next((place for each in list(self.places) if (place := each()) is not None), None)
 
     def alive(self) -> Iterator[Place]:
         """Yield the callers. Meanwhile the garbage collector may have one leave, but not within `list`."""
