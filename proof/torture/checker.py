@@ -356,13 +356,15 @@ def _wrong_errors(facts: _Facts) -> Iterator[Violation]:
         asked[failure.worker, failure.began].add(failure.resource)
     expected = _ERRORS - _OF_NODES if _is_gentle(facts) else _ERRORS
     for failure in facts.of(Failure):
+        if failure.error in expected:
+            continue
         targets = {f"worker {failure.worker}"}
         targets |= {f"resource {resource}" for resource in asked[failure.worker, failure.began]}
         is_hit = failure.error in _ERRORS and any(
             fault.target in targets and fault.began < failure.ended and fault.ended + _SECOND > failure.began
             for fault in hit
         )
-        if failure.error not in expected and not is_hit:
+        if not is_hit:
             yield Violation(
                 Rule.OUR_ERRORS,
                 failure.resource,

@@ -43,9 +43,12 @@ Inject = Callable[[Stage, random.Random], None]
 
 
 def pause_worker(stage: Stage, rng: random.Random) -> None:
-    number = _choose_worker(stage, rng)
+    _pause(stage, rng, "worker-pause", _choose_worker(stage, rng))
+
+
+def _pause(stage: Stage, rng: random.Random, fault: str, number: int) -> None:
     pid = stage.crew.pid(number)
-    with stage.fault("worker-pause", f"worker {number}"):
+    with stage.fault(fault, f"worker {number}"):
         os.kill(pid, signal.SIGSTOP)
         try:
             stage.sleep(rng.uniform(stage.settings.ttl, stage.settings.pause))
@@ -79,13 +82,7 @@ def freeze_line(stage: Stage, rng: random.Random) -> None:
     """Pause a worker for long, if there is one with many places in line."""
     numbers = range(len(stage.crew))
     number = rng.choice(sorted({*numbers} - {*stage.settings.blocking_workers}) or numbers)
-    pid = stage.crew.pid(number)
-    with stage.fault("line-freeze", f"worker {number}"):
-        os.kill(pid, signal.SIGSTOP)
-        try:
-            stage.sleep(rng.uniform(stage.settings.ttl, stage.settings.pause))
-        finally:
-            os.kill(pid, signal.SIGCONT)
+    _pause(stage, rng, "line-freeze", number)
 
 
 def write_in_parts(stage: Stage, _: random.Random) -> None:

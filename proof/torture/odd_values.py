@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import zlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import redis
 
-from fencelock.authority.redlock.protocol.messages import STRIPES
+from fencelock.authority.redlock.protocol.attempts import names_of
 from fencelock.errors import FencelockError
 from proof.torture.history import COUNTER
 from proof.torture.plan import names
@@ -50,7 +49,7 @@ def write_odd_values(stage: Stage, rng: random.Random) -> None:
     # A large lock may share the counter by one of its hundreds of names.
     what = rng.choice([*_LOCKS, *_LINES, *([] if "partial-write" in stage.settings.faults else [COUNTER])])
     stripe = _stripe(resource)
-    hit = [each for each in names(stage.settings) if each == resource or _stripe(each) == stripe]
+    hit = [each for each in names(stage.settings) if _stripe(each) == stripe]
     with stage.fault("odd-value", *(f"resource {each}" for each in hit)) as note:
         note.detail = what
         key = f"{{{stage.namespace}}}"
@@ -88,4 +87,5 @@ def _each(stage: Stage, do: Callable[[Any], Any]) -> list[Any]:
 
 
 def _stripe(resource: str) -> int:
-    return zlib.crc32(resource.encode()) % STRIPES
+    _, (stripe,) = names_of("", (resource,))
+    return stripe

@@ -151,8 +151,7 @@ def database_trials(stack: ExitStack) -> Iterator[Trial]:
         yield Trial(f"{short}-no-guard", f"{name}, control: no guard", no_guard, right=False)
 
 
-def edge_trials(stack: ExitStack) -> Iterator[Trial]:
-    del stack
+def edge_trials() -> Iterator[Trial]:
     for fault, options in EDGES.items():
         run = ("--fault", fault, *EDGE, *options)
         within = NARROW if fault == "partial-write" and _works(*NARROW, "true") else ()
@@ -232,8 +231,8 @@ def main() -> None:
     page = ["# Long runs", f"Written by `make torture`, not by hand, from the histories of the runs. {about}"]
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        chosen = database_trials if options.databases else edge_trials if options.edges else None
-        for trial in options.trials or (LONG if chosen is None else chosen(stack)):
+        chosen = database_trials(stack) if options.databases else edge_trials() if options.edges else LONG
+        for trial in options.trials or chosen:
             verdict = judge(trial, folder)
             page.append(section(trial, verdict, outages_of(folder / trial.name / "history.jsonl")))
             print(page[-1], end="\n\n", flush=True)
