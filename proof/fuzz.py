@@ -30,7 +30,7 @@ from fencelock.authority.redlock.wire.connection import (
     PendingBroadcast,
     PendingReply,
 )
-from fencelock.lock.acquiring import HANDED
+from fencelock.lock.base import HANDED
 
 _EXAMPLES = 500
 _NUMBERS = st.one_of(st.integers(-5, 5), st.integers(-(1 << 70), 1 << 70))

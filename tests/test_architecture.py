@@ -49,7 +49,9 @@ MODULES = {
     for path in sorted(PACKAGE.rglob("*.py"))
 }
 
-VALUES = "_checks _databases _engines _events _owners _platform _steps _threads errors holder lease tokens"
+VALUES = (
+    "_checks _databases _engines _events _generators _owners _platform _threads errors holder lease tokens"
+)
 REDLOCK = "authority.redlock"
 ARROWS = {
     # room: the rooms that it may know, imports for types and imports in functions included
@@ -57,13 +59,13 @@ ARROWS = {
     "authority.base": "values",
     "renewal": "values authority.base",
     "lock": "values authority.base renewal",
-    "authority.stepped": "values authority.base lock",
-    "authority.database": "values authority.base authority.stepped",
+    "authority.generators": "values authority.base lock",
+    "authority.database": "values authority.base authority.generators",
     f"{REDLOCK}.protocol": "values authority.base",
     f"{REDLOCK}.membership": f"values {REDLOCK}.protocol",
     f"{REDLOCK}.wire": f"values {REDLOCK}.protocol {REDLOCK}.membership",
     f"{REDLOCK}.transport": f"values authority.base {REDLOCK}.protocol {REDLOCK}.membership {REDLOCK}.wire",
-    REDLOCK: f"values authority.base authority.stepped {REDLOCK}.protocol {REDLOCK}.membership "
+    REDLOCK: f"values authority.base authority.generators {REDLOCK}.protocol {REDLOCK}.membership "
     f"{REDLOCK}.wire {REDLOCK}.transport",
     "_configure": f"values authority.base authority.database {REDLOCK} {REDLOCK}.transport",
     "lock.fenced_lock": "values authority.base lock _configure",

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import Database, FencedModel, LockTimeoutError, fenced_lock
-from fencelock.lock import steps
+from fencelock.lock import waiting
 
 _SAID = "keeps a connection while the lock is waited for"
 
@@ -33,7 +33,7 @@ class Order(FencedModel, Base):
 @pytest.fixture
 def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
     """An authority of which another holds "r"; the process has told nothing yet."""
-    monkeypatch.setattr(steps, "_warned", [])
+    monkeypatch.setattr(waiting, "_warned", [])
     with Database(f"sqlite:///{tmp_path}/app.db") as holder, Database(f"sqlite:///{tmp_path}/app.db") as mine:
         holder.acquire(("r",), ttl=30.0, timeout=0)
         yield mine

@@ -504,7 +504,7 @@ def test_who_enters_first_keeps_what_a_transaction_lets_go(
     from fencelock.lock import releasing as module  # noqa: PLC0415 - the place where the schedule is made
 
     reached, entered = threading.Event(), threading.Event()
-    release = module.release_hold
+    release = module.release_hold_gen
 
     def late(hold: Hold) -> object:
         if threading.current_thread() is committing:
@@ -515,7 +515,7 @@ def test_who_enters_first_keeps_what_a_transaction_lets_go(
     with Session(accounts) as session:
         with authority.lock("account:1"):
             withdraw(session)
-        monkeypatch.setattr(module, "release_hold", late)
+        monkeypatch.setattr(module, "release_hold_gen", late)
         committing = threading.Thread(target=session.commit, daemon=True)
         committing.start()
         assert reached.wait(5)

@@ -7,13 +7,13 @@ import logging
 import math
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import pytest
 
 from fencelock import Lease
-from fencelock._steps import block
+from fencelock._generators import Steps, run
 from fencelock.authority.base import Grant, Wish
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 from fencelock.lock.hold import Hold
@@ -65,7 +65,7 @@ class Clockwork:
     def hold(self, ttl: float, max_hold: float = math.inf, resource: str = "r", token: int = 1) -> Hold:
         """Return a lock that is held, and extended from now on."""
         grant = Grant((resource,), (token,), self.now + ttl, None)
-        made = Hold(object(), grant, None, ttl, self.now + max_hold)  # type: ignore[arg-type]
+        made = Hold(self, grant, None, ttl, self.now + max_hold)  # type: ignore[arg-type]
         made.tell_when_lost([lambda lease: self.told.append((lease, self.now))])
         self.plans.plan(made, self.now)
         return made
@@ -82,19 +82,28 @@ class Clockwork:
             self.look_at(self.plans.take(self.now))
         self.now = end
 
-    def look_at(self, due: Iterable[Renewable]) -> None:
+    def look_at(self, due: Sequence[Renewable]) -> None:
         """Let the renewer look at holds now."""
-        block(self.plans.tend(due, lambda: self.now, tell), self._do)
+        if due:
+            run(self.plans.tend(due, lambda: self.now, tell), self._refuse)
         self.plans._tended = frozenset()  # as each driver says when it has done so
 
-    def _do(self, step: list[Wish] | Grant) -> list[Grant | FencelockError] | bool:
-        if isinstance(step, Grant):
-            self.released.append(step)
-            return True
-        self.rounds.append(len(step))
-        self.asked += [Asked(grant.resources[0], self.now, seconds) for grant, seconds in step]
+    def _refuse(self, step: object) -> None:
+        raise TypeError(f"nothing here takes time: {step!r}")
+
+    def release_gen(self, grant: Grant) -> Steps[bool]:
+        """See `Authority.release_gen`."""
+        self.released.append(grant)
+        yield from ()
+        return True
+
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        """See `Authority.extend_gen`."""
+        yield from ()
+        self.rounds.append(len(wishes))
+        self.asked += [Asked(grant.resources[0], self.now, seconds) for grant, seconds in wishes]
         outcomes: list[Grant | FencelockError] = []
-        for wish in step:
+        for wish in wishes:
             outcome = self.answer(*wish)
             if not isinstance(outcome, Grant | FencelockError):
                 raise outcome

@@ -1,17 +1,22 @@
-"""What every authority offers to the lock, be it a quorum of nodes, a database or a consensus store.
-
-A lock calls `Authority` and `AsyncAuthority`. `authority/stepped.py` makes both of one set of generators.
-"""
+"""What every authority offers to the lock, be it a quorum of nodes, a database or a consensus store."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from contextvars import ContextVar
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NotRequired, Protocol, TypedDict, Unpack
+from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar, Unpack
 from weakref import WeakSet
 
+from fencelock._generators import Steps
+from fencelock._owners import running_loop
 from fencelock.errors import FencelockError, LockTimeoutError, QuorumError
+from fencelock.holder import LockInfo
+
+_T = TypeVar("_T")
+
+logger = logging.getLogger("fencelock.authority")
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -87,38 +92,47 @@ class GivenUp(BaseException):
     """Ends an acquisition that `FencedLock.cancel` has given up, as an interruption does."""
 
 
-class Asked(Protocol):
-    """An acquisition of a lock."""
-
-    def go_on_waiting(self) -> None:
-        """Note that it waits; raise GivenUp where it is to end."""
+#: Event loops in which a blocking lock had to wait, and which the log has told of it.
+_warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
-#: The acquisition of this context.
-asked_here: ContextVar[Asked | None] = ContextVar("fencelock_asked_here", default=None)
-
-
-def go_on_waiting() -> None:
-    """Tell the acquisition of this context that it has waited. Drivers call it after each wait.
-
-    Raises:
-        GivenUp: it is to wait no more.
-    """
-    asked = asked_here.get()
-    if asked is not None:
-        asked.go_on_waiting()
+def warn_of_blocked_loop(key: str) -> None:
+    """Log, once for each event loop, that a blocking acquisition keeps it from running."""
+    if (loop := running_loop()) is not None and loop not in _warned_of:
+        _warned_of.add(loop)
+        logger.warning(
+            "%s: a blocking lock waits for its holder inside an event loop, which runs nothing meanwhile: no "
+            "task of it, and not the holder's either. In coroutines write `async with`, or `await "
+            "lock.aio.acquire()`",
+            key,
+        )
 
 
 class Terms(TypedDict):
-    """How an acquisition is asked for: see `Authority.acquire`."""
+    """How an acquisition is asked for: see `Authority.acquire_gen`."""
 
     ttl: float
     timeout: float | None
     fair: NotRequired[bool]
+    go_on: NotRequired[Callable[[], None]]
+
+
+class AsyncAuthority(Protocol):
+    """The part of an `Authority` that differs for coroutines.
+
+    A generator that is cancelled leaves no lease behind: what an acquisition may have got is given back,
+    without waiting for that, and a release takes place all the same.
+    """
+
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+        """See `Authority.acquire_gen`."""
+
+    async def run(self, steps: Steps[_T]) -> _T:
+        """Run a generator; other tasks run meanwhile."""
 
 
 class Authority(Protocol):
-    """Grants leases and mints their tokens.
+    """Grants leases and mints their tokens, by generators that `run` or `aio.run` runs.
 
     For each resource, no two grants carry the same token, and a token exceeds every token whose
     acquisition had completed before its own began.
@@ -132,34 +146,34 @@ class Authority(Protocol):
     - `close()` closes its connections, and using it again opens them again. One that is in `in_use` is closed
       when the interpreter exits, after leases have been given back.
     - `settle()` sends the releases that are owed; called before that.
-    - `kinds`, a `frozenset` of what else it can do: `"fair"`.
-    - `holder_ttl(resources)`, also of `aio`, tells for how many seconds one of them is held; None for none.
     - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` the grant of it again.
-      Its end is known when it has been extended. `vouch(grant)`, also of `aio`, tells whether its tokens are
-      those that were granted.
-    - `inspect(resource)`, also of `aio`, returns the `LockInfo` of a resource, None where it is free;
-      `inspect()` those of all that are held.
+      Its end is known when it has been extended. `vouch_gen(grant)` tells whether its tokens are those that
+      were granted.
     """
 
     @property
     def aio(self) -> AsyncAuthority:
         """The same authority for coroutines."""
 
-    def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
+    def run(self, steps: Steps[_T]) -> _T:
+        """Run a generator, blocking."""
+
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
         """Return leases of all the resources, or of none.
 
         Args:
             resources: what to lock.
             **terms: `ttl`: seconds that the leases last. `timeout`: seconds to wait for other holders; None
                 for ever, 0 one try. `fair`: the client that has waited longest comes first, as far as the
-                authority can tell.
+                authority can tell. `go_on`: called after each wait; may raise `GivenUp`.
 
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.
             AuthorityError: it could not be decided.
+            ValueError: it cannot be `fair`.
         """
 
-    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         """Extend any number of grants, in as few round trips as can be; return what became of each.
 
         That is the grant with its new end, which may be earlier than asked for where the authority has a
@@ -167,38 +181,21 @@ class Authority(Protocol):
         AuthorityError where that could not be decided, and the grant still ends when it would have.
         """
 
-    def remint(self, grant: Grant, ttl: float) -> Grant:
+    def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         """Exchange a grant for one of the same resources with larger tokens, and no other grant in between.
 
         Raises:
             LockLostError: it came to nothing; the old grant is not in force any more either.
         """
 
-    def release(self, grant: Grant) -> bool | None:
+    def release_gen(self, grant: Grant) -> Steps[bool | None]:
         """Give the leases back.
 
         Returns True if they were still ours, False if they no longer were, None if that could not be told.
         """
 
-
-class AsyncAuthority(Protocol):
-    """What an `Authority` offers to coroutines: the same names, promises and errors.
-
-    One that is cancelled leaves no lease behind: what an acquisition may have got is given back, without
-    waiting for that, and a release takes place all the same.
-    """
-
-    async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
-        """See `Authority.acquire`."""
-
-    async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """See `Authority.extend_many`."""
-
-    async def remint(self, grant: Grant, ttl: float) -> Grant:
-        """See `Authority.remint`."""
-
-    async def release(self, grant: Grant) -> bool | None:
-        """See `Authority.release`."""
+    def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+        """Return the locks that are held of these resources; of all, where none is named."""
 
 
 #: The authorities that have a `close()`, which is called when the interpreter exits.

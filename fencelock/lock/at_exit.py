@@ -16,9 +16,9 @@ import time
 from types import FrameType
 
 from fencelock.authority.base import in_use
+from fencelock.lock.base import end_acquisitions, under_way
 from fencelock.lock.hold import everything_held
-from fencelock.lock.releasing import release_hold
-from fencelock.lock.steps import end_acquisitions, run_blocking, under_way
+from fencelock.lock.releasing import release_hold_gen
 
 #: Seconds that giving back may take at the end of the process; leases that are left end by themselves.
 _PATIENCE = 2.0
@@ -87,13 +87,13 @@ def _end() -> None:
 def _give_back_everything() -> None:
     deadline = time.monotonic() + _PATIENCE
     here = threading.get_ident()  # an acquisition of this thread cannot go on any more
-    while (held := everything_held()) or any(asked.thread != here for asked in list(under_way)):
+    while (held := everything_held()) or any(block.thread != here for block in list(under_way)):
         for hold in held:
             if time.monotonic() > deadline:
                 logger.warning("leases are left that were not released; they end by themselves")
                 return
             try:
-                run_blocking(release_hold(hold))
+                hold.authority.run(release_hold_gen(hold))
             except Exception as error:  # noqa: BLE001 - the process ends; it must not end with this
                 logger.debug("a lease could not be released at the end of the process: %s", error)
         if time.monotonic() > deadline:

@@ -1,37 +1,50 @@
-"""One entered block of a lock: its owner, and the holds that it stands on."""
+"""One entering of a lock: its owner, and the holds that it stands on."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from fencelock._owners import current_owner
+from fencelock.authority.base import Authority, Grant
 from fencelock.lease import Lease
 from fencelock.lock.hold import Hold, add
-from fencelock.lock.steps import Acquisition
 
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block of code in which a lock is held: from one entering of it to the leaving.
+    """A block of code in which a lock is held: from its acquisition until it is left.
 
     Attributes:
-        owner: the thread, task or greenlet that did.
+        authority: grants what is not held yet.
+        timeout: seconds to wait for another holder; None for ever.
+        is_with: whether `with` or `async with` enters it.
+        is_try: whether the caller does not want to know by whom the lock is held.
+        owner: the thread, task or greenlet that enters it.
         mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
             was thrown away alive, and renewed, until the garbage collector comes along.
-        asked: for what it did not hold before.
-        holds: what it is inside.
-        leases: what it yields, in the order of the lock's resources.
-        is_try: whether the caller does not want to know by whom the lock is held.
+        thread: in which it is entered.
+        given_up: whether its acquisition is to wait no longer.
+        had_to_wait: whether its acquisition has waited.
+        grant: what was acquired and is no hold yet.
+        holds: what it stands on.
+        leases: in the order of the lock's resources.
     """
 
+    authority: Authority
+    timeout: float | None = None
+    is_with: bool = False
+    is_try: bool = False
     owner: object = field(default_factory=current_owner)
     mark: object = field(default_factory=object)
-    asked: Acquisition | None = None
+    thread: int = field(default_factory=threading.get_ident)
+    given_up: bool = False
+    had_to_wait: bool = False
+    grant: Grant | None = None
     holds: tuple[Hold, ...] = ()
     leases: tuple[Lease, ...] = ()
-    is_try: bool = False
 
     def enter_again(self, hold: Hold) -> bool:
         """Enter a hold that the owner has already; return False where that is being given back."""
@@ -44,9 +57,9 @@ class Block:
         return True
 
     def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
-        """Enter holds, which have all of the resources between them; note them, and in this context."""
+        """Enter holds, which have all of the resources between them; note that in this context, too."""
         self.holds = tuple(dict.fromkeys(holds))
-        self.asked = None
+        self.grant = None
         by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
         self.leases = tuple([by_name[resource] for resource in resources])
         for hold in self.holds:

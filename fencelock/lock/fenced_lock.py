@@ -7,7 +7,7 @@ from typing import Any, Unpack, cast, overload
 
 from fencelock._configure import default_authority
 from fencelock.authority.base import Authority, Grant
-from fencelock.lock.acquiring import HANDED
+from fencelock.lock.base import HANDED
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
 from fencelock.tokens import check as check_token

@@ -1,4 +1,4 @@
-"""The faces of a lock: `FencedLock` blocks and `AsyncLock` awaits what `acquiring` has written once."""
+"""The faces of a lock: `FencedLock` blocks and `AsyncLock` awaits what `base` has written once."""
 
 # ruff: noqa: SLF001 - the rooms of a lock are one thing
 
@@ -7,18 +7,15 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from types import EllipsisType
-from typing import Generic
+from typing import Any, Generic
 
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
-from fencelock.lock.acquiring import LockSteps, Token
+from fencelock.lock.base import BaseLock, Token, under_way
 from fencelock.lock.block import Block
-from fencelock.lock.steps import run_blocking, run_waiting, under_way
-from fencelock.renewal.loop import for_loop
-from fencelock.renewal.thread import for_thread
 
 
-class FencedLock(LockSteps[Token]):
+class FencedLock(BaseLock[Token]):
     """A lock on one or several resources; a context manager that yields the fencing token.
 
     Made by `fenced_lock` or `Redlock.lock`, for `with` and for `async with`; coroutines find its methods
@@ -62,20 +59,20 @@ class FencedLock(LockSteps[Token]):
             LockLostError: the lease of a resource that was held already ended meanwhile.
             AuthorityError: it could not be decided.
         """
-        return self._acquire_lease(Block(), timeout)
+        return self._enter(self._new_block(timeout))  # type: ignore[no-any-return]
 
     def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if another holder has the lock; errors as for `acquire`."""
         try:
-            return self._acquire_lease(Block(is_try=True), 0)
+            return self._enter(self._new_block(0, is_try=True))  # type: ignore[no-any-return]
         except LockTimeoutError:
             return None
 
-    def _acquire_lease(self, block: Block, timeout: float | EllipsisType | None) -> Lease:
+    def _enter(self, block: Block) -> Any:
         try:
-            return run_blocking(self._acquire(block, timeout, for_thread)).leases[0]
+            return block.authority.run(self._acquire_gen(block))
         except BaseException:
-            run_blocking(self._take_back(block))
+            block.authority.run(self._take_back_gen(block))
             raise
 
     def extend(self, ttl: float | None = None) -> None:
@@ -88,7 +85,8 @@ class FencedLock(LockSteps[Token]):
             LockLostError: the lease has ended; it stays lost.
             AuthorityError: it could not be decided; the lease still ends when it would have.
         """
-        run_blocking(self._extend(ttl))
+        block = self._innermost()
+        block.authority.run(self._extend_gen(block, ttl))
 
     def remint(self) -> Token:
         """Exchange the token for a new, larger one, and keep holding the lock; return it.
@@ -102,19 +100,21 @@ class FencedLock(LockSteps[Token]):
             NotHeldError: the lock is not held.
             LockLostError: it could not be done; the lease has ended.
         """
-        return run_blocking(self._remint())  # type: ignore[no-any-return]
+        block = self._innermost()
+        return block.authority.run(self._remint_gen(block))  # type: ignore[no-any-return]
 
     def locked(self) -> bool:
         """Tell whether a holder anywhere, also in this process, has one of the resources at this moment."""
-        return run_blocking(self._locked())
+        authority = self._find_authority()
+        return authority.run(self._locked_gen(authority))
 
     def cancel(self) -> None:
         """Give up the acquisitions of this lock that wait for another holder, in whatever thread or task.
 
         Within about a second each raises a LockTimeoutError, and leaves no lock behind.
         """
-        for asked in list(under_way):
-            asked.given_up = asked.given_up or asked.lock is self
+        for block, lock in list(under_way.items()):
+            block.given_up = block.given_up or lock is self
 
     def hand_over(self) -> str:
         """End the holding here without giving the lock back; return a text for another process's `take_over`.
@@ -122,7 +122,8 @@ class FencedLock(LockSteps[Token]):
         Nothing renews the lease on its way. A LockError says where the lock was entered more than once, or a
         transaction needs it; then it stays held. Other errors are as for `remint`.
         """
-        return run_blocking(self._hand_over())
+        block = self._innermost()
+        return block.authority.run(self._hand_over_gen(block))
 
     def release(self) -> None:
         """Give the lock back; where it was entered several times, leave one block.
@@ -133,7 +134,9 @@ class FencedLock(LockSteps[Token]):
             NotHeldError: the lock is not held.
             LockLostError: the lease had ended before, and nothing was committed under it.
         """
-        run_blocking(self._release())
+        block = self._innermost(to_leave=True)
+        if (lost := block.authority.run(self._leave_gen(block))) is not None:
+            self._complain(lost, None)
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
         """Have a function called with the lease when it is found to be lost, once for each lease.
@@ -154,35 +157,36 @@ class FencedLock(LockSteps[Token]):
             hold.tell_when_lost([callback])
 
     def __enter__(self) -> Token:
-        block = Block()
-        try:
-            return self._begin_block(run_blocking(self._acquire(block, ..., for_thread)))
-        except BaseException:
-            run_blocking(self._take_back(block))
-            raise
+        return self._enter(self._new_block(is_with=True))  # type: ignore[no-any-return]
 
     def __exit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
-        block = None
+        block = lost = None
         try:
-            block = self._block_to_leave()
-            lost = run_blocking(self._exit(block))
+            if (block := self._block_to_leave()) is not None:
+                lost = block.authority.run(self._exit_gen(block))
         except BaseException:
             # A signal handler's, at any line. Until `block` is known nothing is left, and it is found again.
             if (block := block or self._block_to_leave()) is not None:
-                run_blocking(self._take_back(block))
+                block.authority.run(self._take_back_gen(block))
             raise
-        self._complain(lost, exc_value)
+        if lost is not None:
+            self._complain(lost, exc_value)
+
+    async def _enter_async(self, block: Block) -> Any:
+        try:
+            return await block.authority.aio.run(self._acquire_gen(block, in_loop=True))
+        except BaseException:
+            await block.authority.aio.run(self._take_back_gen(block))
+            raise
 
     async def __aenter__(self) -> Token:
-        block = Block()
-        try:
-            return self._begin_block(await run_waiting(self._acquire(block, ..., for_loop)))
-        except BaseException:
-            await run_waiting(self._take_back(block))
-            raise
+        return await self._enter_async(self._new_block(is_with=True))  # type: ignore[no-any-return]
 
     async def __aexit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
-        self._complain(await run_waiting(self._exit(self._block_to_leave())), exc_value)
+        if (block := self._block_to_leave()) is not None:
+            lost = await block.authority.aio.run(self._exit_gen(block))
+            if lost is not None:
+                self._complain(lost, exc_value)
 
 
 class AsyncLock(Generic[Token]):
@@ -201,38 +205,37 @@ class AsyncLock(Generic[Token]):
 
     async def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:  # noqa: ASYNC109 - how long others may hold it
         """Wait for the lock and return its lease: see `FencedLock.acquire`."""
-        return await self._acquire_lease(Block(), timeout)
+        return await self._lock._enter_async(self._lock._new_block(timeout))  # type: ignore[no-any-return]
 
     async def try_acquire(self) -> Lease | None:
         """Try once: return the lease, or None if another holder has the lock."""
         try:
-            return await self._acquire_lease(Block(is_try=True), 0)
+            return await self._lock._enter_async(self._lock._new_block(0, is_try=True))  # type: ignore[no-any-return]
         except LockTimeoutError:
             return None
 
-    async def _acquire_lease(self, block: Block, seconds: float | EllipsisType | None) -> Lease:
-        try:
-            return (await run_waiting(self._lock._acquire(block, seconds, for_loop))).leases[0]
-        except BaseException:
-            await run_waiting(self._lock._take_back(block))
-            raise
-
     async def extend(self, ttl: float | None = None) -> None:
         """Let the lease live on: see `FencedLock.extend`."""
-        await run_waiting(self._lock._extend(ttl))
+        block = self._lock._innermost()
+        await block.authority.aio.run(self._lock._extend_gen(block, ttl))
 
     async def remint(self) -> Token:
         """Exchange the token for a new, larger one, and keep holding the lock: see `FencedLock.remint`."""
-        return await run_waiting(self._lock._remint())
+        block = self._lock._innermost()
+        return await block.authority.aio.run(self._lock._remint_gen(block))
 
     async def locked(self) -> bool:
         """Tell whether a holder anywhere has one of the resources at this moment: see `FencedLock.locked`."""
-        return await run_waiting(self._lock._locked())
+        authority = self._lock._find_authority()
+        return await authority.aio.run(self._lock._locked_gen(authority))
 
     async def hand_over(self) -> str:
         """End the holding here without giving the lock back: see `FencedLock.hand_over`."""
-        return await run_waiting(self._lock._hand_over())
+        block = self._lock._innermost()
+        return await block.authority.aio.run(self._lock._hand_over_gen(block))
 
     async def release(self) -> None:
         """Give the lock back: see `FencedLock.release`."""
-        await run_waiting(self._lock._release())
+        block = self._lock._innermost(to_leave=True)
+        if (lost := await block.authority.aio.run(self._lock._leave_gen(block))) is not None:
+            self._lock._complain(lost, None)

@@ -12,12 +12,12 @@ import time
 from typing import NamedTuple
 
 from fencelock import _threads
+from fencelock._generators import Call, Steps
 from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.lease import Lease, note_left
 from fencelock.lock.block import Block
 from fencelock.lock.hold import Hold, remove
-from fencelock.lock.steps import Step, Steps, ask_to_release, run_blocking, run_waiting
 from fencelock.renewal.schedule import follow_release, tell
 
 logger = logging.getLogger("fencelock.lock")
@@ -79,19 +79,19 @@ def _go_on(hold: Hold) -> None:
             loop.call_soon_threadsafe(_give_back_soon, hold, loop, context=contextvars.Context())
             return
     if here is None:
-        _give_back_quietly(release_hold(hold))
+        _give_back_quietly(hold)
     else:  # no other task of this loop is to wait for it
-        _give_back_apart(release_hold(hold))
+        _give_back_apart(hold)
 
 
 def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
     async def release() -> None:
-        _note_late(await run_waiting(release_hold(hold)))
+        _note_late(await hold.authority.aio.run(release_hold_gen(hold)))
 
     def end(done: asyncio.Task[None]) -> None:
         _releases.pop(done, None)
         if done.cancelled() and not hold.released:  # by a loop that ends, before it began
-            _give_back_apart(release_hold(hold))
+            _give_back_apart(hold)
         elif not done.cancelled() and (error := done.exception()) is not None:
             logger.error("%s could not be released", hold.name, exc_info=error)
 
@@ -100,16 +100,16 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
     task.add_done_callback(end)
 
 
-def _give_back_apart(steps: Steps[Loss | None]) -> None:
+def _give_back_apart(hold: Hold) -> None:
     """Give back in a thread of its own, which the interpreter waits for when it ends."""
     with contextlib.suppress(RuntimeError):  # it has, and gives everything back
-        _threads.start(threading.Thread(target=_give_back_quietly, args=(steps,), name="fencelock-release"))
+        _threads.start(threading.Thread(target=_give_back_quietly, args=(hold,), name="fencelock-release"))
 
 
-def _give_back_quietly(steps: Steps[Loss | None]) -> None:
+def _give_back_quietly(hold: Hold) -> None:
     """Give back; what ends a transaction is not to hear that it could not be done."""
     try:
-        _note_late(run_blocking(steps))
+        _note_late(hold.authority.run(release_hold_gen(hold)))
     except Exception:
         logger.exception("a lock could not be released")
 
@@ -124,31 +124,31 @@ async def _end_releases(owner: object) -> None:
         await asyncio.wait(tasks)
 
 
-def end_releases(owner: object) -> Step:
-    """Wait for an owner's releases behind its COMMIT: its next acquisition comes after them.
+def wait_for_releases(owner: object) -> Call:
+    """Return a step that waits for an owner's releases behind its COMMIT.
 
     Blocking code need not: a thread that ends a transaction gives back before it goes on.
     """
-    return Step(lambda: None, lambda: _end_releases(owner))
+    return Call(lambda: None, lambda: _end_releases(owner))
 
 
-def stop_renewal(hold: Hold) -> Steps[None]:
+def stop_renewal_gen(hold: Hold) -> Steps[None]:
     """Have a hold not be extended any more: mostly at once, without a step."""
     renewer = hold.renewer
     if renewer is not None and not renewer.strike(hold):
-        yield Step(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
+        yield Call(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
 
 
-def go_on_holding(hold: Hold) -> Steps[None]:
+def resume_renewal_gen(hold: Hold) -> Steps[None]:
     """Have a hold renewed again that was stopped; or given back, if another thread released it meanwhile."""
     if hold.released:
         for grant in follow_release(hold):
-            yield ask_to_release(hold.authority, grant)
+            yield from hold.authority.release_gen(grant)
     elif hold.renewer is not None and not hold.over:
         hold.renewer.watch(hold)
 
 
-def leave(block: Block) -> Steps[Loss | None]:
+def leave_gen(block: Block) -> Steps[Loss | None]:
     """Give back what no block is inside any more; return what had been lost before, or None."""
     over = []
     for hold in reversed(block.holds):
@@ -158,7 +158,7 @@ def leave(block: Block) -> Steps[Loss | None]:
     lost, interruption = None, None
     for hold in over:
         try:
-            lost = (yield from release_hold(hold)) or lost
+            lost = (yield from release_hold_gen(hold)) or lost
         except BaseException as error:  # noqa: BLE001 - the others are given back all the same
             interruption = interruption or error
     if interruption is not None:
@@ -166,7 +166,7 @@ def leave(block: Block) -> Steps[Loss | None]:
     return lost
 
 
-def release_hold(hold: Hold) -> Steps[Loss | None]:
+def release_hold_gen(hold: Hold) -> Steps[Loss | None]:
     """Give a hold back; return how to report it where it had been lost before."""
     if hold.given_back:
         return None
@@ -176,20 +176,20 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
         return Loss(LockLostError(error))
     again = hold.release_ended  # the first release was interrupted, so that this one may find nothing
-    released = ask_to_release(hold.authority, hold.grant)
+    released: bool | None = None
     failure: AuthorityError | None = None
     try:
         try:
-            yield from stop_renewal(hold)
+            yield from stop_renewal_gen(hold)
         finally:
             hold.extended_behind = False  # what has been extended by now is released with the rest
             try:
-                yield released
+                released = yield from hold.authority.release_gen(hold.grant)
             finally:
                 hold.release_ended = True
                 if hold.extended_behind:
-                    yield ask_to_release(hold.authority, hold.grant)
-        if released.answer is None:
+                    yield from hold.authority.release_gen(hold.grant)
+        if released is None:
             logger.warning("%s: too few answers to its release; it ends by itself at the latest", hold.name)
     except AuthorityError as error:
         failure = error
@@ -198,7 +198,7 @@ def release_hold(hold: Hold) -> Steps[Loss | None]:
         hold.note_released()
         raise
     hold.given_back = True
-    found = _loss_of(hold) if lost or (released.answer is False and not again) else None
+    found = _loss_of(hold) if lost or (released is False and not again) else None
     hold.note_released(failure)
     return found
 

@@ -14,9 +14,8 @@ from weakref import WeakKeyDictionary, ref
 
 from fencelock._owners import running_loop
 from fencelock._platform import in_forked_child
-from fencelock._steps import wait_for
 from fencelock.authority.base import Authority
-from fencelock.renewal.schedule import Renewable, Renewer, ask, tell
+from fencelock.renewal.schedule import Renewable, Renewer, tell
 
 
 class LoopRenewer(Renewer):
@@ -63,8 +62,7 @@ class LoopRenewer(Renewer):
     def _ring(self) -> None:
         self._timer, self._wakes_at = None, math.inf
         if due := self.take(time.monotonic()):
-            view = due[0].authority.aio
-            extending = wait_for(self.tend(due, time.monotonic, tell), lambda step: ask(view, step))
+            extending = due[0].authority.aio.run(self.tend(due, time.monotonic, tell))
             self._round = asyncio.get_running_loop().create_task(extending, name="fencelock-renewal")
             self._round.add_done_callback(self._end_round)
         else:

@@ -16,12 +16,12 @@ import abc
 import logging
 import math
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal, Protocol
 
 from fencelock import _events
 from fencelock._events import LeaseExtended, LossReason
-from fencelock._steps import Steps
+from fencelock._generators import Steps
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
 
@@ -121,17 +121,15 @@ class Renewer(abc.ABC):
         return due
 
     def tend(
-        self, due: Iterable[Renewable], now: Callable[[], float], tell: Callable[[Calls], None]
+        self, due: Sequence[Renewable], now: Callable[[], float], tell: Callable[[Calls], None]
     ) -> Steps[None]:
-        """Extend the holds that are due, give up those that have ended, and plan the rest.
-
-        Yields wishes, and is sent what became of each; tells the losses; yields grants, to be released: see
-        `ask`.
-        """
+        """Extend the holds that are due, give up those that have ended, and plan the rest."""
+        authority = due[0].authority
         calls: Calls = []
         ended: list[Grant] = []
         wanted = list(self._look(due, now, calls, ended))
-        outcomes = (yield from _tried([wish for _, wish, _ in wanted], len(wanted))) if wanted else ()
+        wishes = [wish for _, wish, _ in wanted]
+        outcomes = (yield from _tried(authority.extend_gen(wishes), len(wanted))) if wanted else ()
         for (hold, (grant, _), late), outcome in zip(wanted, outcomes, strict=True):
             # A holder in another thread or loop, or one that was interrupted, did not wait for this.
             if hold.released:
@@ -143,7 +141,7 @@ class Renewer(abc.ABC):
         if calls:
             tell(calls)
         for each in ended:
-            yield from _tried(each)
+            yield from _tried(authority.release_gen(each))
 
     def _look(
         self, due: Iterable[Renewable], now: Callable[[], float], calls: Calls, ended: list[Grant]
@@ -177,15 +175,10 @@ class Renewer(abc.ABC):
         return ()
 
 
-def ask(authority: Any, step: list[Wish] | Grant) -> Any:
-    """Take a step of `tend`: with an authority, or to be awaited with its view for coroutines."""
-    return authority.release(step) if isinstance(step, Grant) else authority.extend_many(step)
-
-
-def _tried(step: object, outcomes: int = 0) -> Steps[Any]:
-    """Take a step; return the answer, or an error as each outcome: renewal must outlive whatever happens."""
+def _tried(steps: Steps[Any], outcomes: int = 0) -> Steps[Any]:
+    """Run a generator; return what it does, or an error as each outcome, because renewal must go on."""
     try:
-        return (yield step)
+        return (yield from steps)
     except AuthorityError as error:
         return [error] * outcomes
     except Exception as error:

@@ -11,10 +11,9 @@ from weakref import WeakKeyDictionary
 
 from fencelock import _threads
 from fencelock._platform import in_forked_child
-from fencelock._steps import block
 from fencelock._threads import sleep_until_rung
 from fencelock.authority.base import Authority
-from fencelock.renewal.schedule import Calls, Renewable, Renewer, ask, logger, tell
+from fencelock.renewal.schedule import Calls, Renewable, Renewer, logger, tell
 
 #: Seconds after which a thread ends that has nothing to extend.
 _IDLE = 30.0
@@ -91,8 +90,7 @@ class ThreadRenewer(Renewer):
             del due  # while it waits, it must not keep what nothing else keeps
 
     def _extend(self, due: list[Renewable]) -> None:
-        authority = due[0].authority
-        block(self.tend(due, time.monotonic, _tell_apart), lambda step: ask(authority, step))
+        due[0].authority.run(self.tend(due, time.monotonic, _tell_apart))
         with self._mutex:
             self._tended = frozenset()
             self._changed.ring()

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
-from fencelock._steps import Steps
+from fencelock._generators import Call, Steps
 from fencelock.authority.base import Authority
 from fencelock.errors import FencelockError
 from fencelock.lease import Lease
@@ -21,7 +21,7 @@ from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
 from proof.torture.history import HELD_UP
 from proof.torture.journal import Notes
-from proof.torture.steps import Step, sleep
+from proof.torture.steps import sleep
 
 #: Seconds between two looks at a lease, and after an attempt that failed.
 _LOOK: Final = 0.02
@@ -44,7 +44,7 @@ class Keeper:
         while not self.over():
             lock, began = self._lock(), time.monotonic_ns()
             try:
-                lease = yield Step(lock.acquire, lock.aio.acquire)
+                lease = yield Call(lock.acquire, lock.aio.acquire)
             except FencelockError as error:
                 self.notes.failed([f"kept {self.kept}"], began, error)
                 yield sleep(_BACK_OFF)
@@ -55,7 +55,7 @@ class Keeper:
                 yield sleep(_LOOK)
             tokens, worked_until = {lease.resource: lease.fencing_token}, time.monotonic_ns()
             try:
-                yield Step(lock.release, lock.aio.release)
+                yield Call(lock.release, lock.aio.release)
             except FencelockError as error:
                 why = HELD_UP if watch.held_up else type(error).__name__
                 self.notes.released(tokens, worked_until, why)

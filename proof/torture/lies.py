@@ -15,7 +15,7 @@ from fencelock.authority.redlock.protocol.attempts import Attempt, in_pairs, rel
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError
-from fencelock.lock.acquiring import HANDED
+from fencelock.lock.base import HANDED
 from fencelock.lock.fenced_lock import take_over
 from fencelock.tokens import MAX_COUNTER, MAX_TOKEN
 from proof.torture.stage import Stage

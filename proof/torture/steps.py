@@ -4,29 +4,26 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
-from fencelock._steps import Steps, block, wait_for
+from fencelock import _generators
+from fencelock._generators import Call, Steps
 
 _T = TypeVar("_T")
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    blocking: Callable[[], Any]
-    waiting: Callable[[], Awaitable[Any]]
+def sleep(seconds: float) -> Call:
+    return Call(partial(time.sleep, seconds), partial(asyncio.sleep, seconds))
 
 
-def sleep(seconds: float) -> Step:
-    return Step(partial(time.sleep, seconds), partial(asyncio.sleep, seconds))
+def _refuse(step: Any) -> NoReturn:
+    raise TypeError(f"a worker yields calls, not {step!r}")
 
 
 def run(steps: Steps[_T]) -> _T:
-    return block(steps, lambda step: step.blocking())
+    return _generators.run(steps, _refuse)
 
 
 async def run_in_task(steps: Steps[_T]) -> _T:
-    return await wait_for(steps, lambda step: step.waiting())
+    return await _generators.run_async(steps, _refuse)

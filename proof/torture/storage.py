@@ -22,13 +22,13 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock._databases import error_number
-from fencelock._steps import Steps
+from fencelock._generators import Call, Steps
 from fencelock.errors import FencelockError, StaleTokenError
 from fencelock.guard import claim, gate
 from proof.torture.history import Outcome, Style, Write
 from proof.torture.journal import Journal
 from proof.torture.plan import Plan
-from proof.torture.steps import Step, run, run_in_task, sleep
+from proof.torture.steps import run, run_in_task, sleep
 from proof.torture.table import Counter, PlainCounter, VersionedCounter, name_of_versioned
 
 #: A node of Galera that has left its group does not know what has become of a COMMIT.
@@ -77,9 +77,9 @@ class Storage:
         self._guard = guard
         self._thinking = thinking
 
-    def read_before(self, plan: Plan) -> Step:
+    def read_before(self, plan: Plan) -> Call:
         """Return objects of the rows, for who is going to ask for their lock only now; none if that fails."""
-        return Step(partial(self._read_before, plan), partial(asyncio.to_thread, self._read_before, plan))
+        return Call(partial(self._read_before, plan), partial(asyncio.to_thread, self._read_before, plan))
 
     def _read_before(self, plan: Plan) -> dict[str, Kept]:
         if not plan.writes or plan.style is not Style.BEFORE or not self._guard:
@@ -95,12 +95,12 @@ class Storage:
         except DBAPIError:
             return {}
 
-    def add(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> Step:
+    def add(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> Call:
         """Add 1 to each of the rows in one transaction; return whether it is certain what came of it."""
         blocking = partial(self._add_blocking, tokens, plan, before)
         if self._async_engine is None:
-            return Step(blocking, partial(asyncio.to_thread, blocking))
-        return Step(blocking, partial(self._add_in_task, self._async_engine, tokens, plan, before))
+            return Call(blocking, partial(asyncio.to_thread, blocking))
+        return Call(blocking, partial(self._add_in_task, self._async_engine, tokens, plan, before))
 
     def _add_blocking(self, tokens: Mapping[str, int], plan: Plan, before: Mapping[str, Kept]) -> bool:
         additions = self._begin(tokens, plan, before)
@@ -129,7 +129,7 @@ class Storage:
         try:
             counters = yield _within(session, self._read, additions, plan, before)
             if not plan.together:
-                yield Step(commit, commit)  # a claim stays: by the fence, no longer by the row's lock
+                yield Call(commit, commit)  # a claim stays: by the fence, no longer by the row's lock
             if plan.late:
                 yield _within(session, self._write, counters, additions)
             with self._thinking():
@@ -139,7 +139,7 @@ class Storage:
         except (FencelockError, StaleDataError, DBAPIError) as error:
             return self._note_failure(additions, error)
         try:
-            yield Step(commit, commit)
+            yield Call(commit, commit)
         except (FencelockError, DBAPIError) as error:
             return self._note_commit(additions, error)
         return self._note_commit(additions)
@@ -239,6 +239,6 @@ class Storage:
         )
 
 
-def _within(session: Any, action: Callable[..., Any], *arguments: Any) -> Step:
+def _within(session: Any, action: Callable[..., Any], *arguments: Any) -> Call:
     blocking = partial(action, session, *arguments)
-    return Step(blocking, lambda: session.run_sync(action, *arguments))
+    return Call(blocking, lambda: session.run_sync(action, *arguments))

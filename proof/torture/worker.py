@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
-from fencelock._steps import Steps
+from fencelock._generators import Call, Steps
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError, LockLostError
 from fencelock.holder import LockInfo
@@ -38,7 +38,7 @@ from proof.torture.keeper import Keeper
 from proof.torture.naive import NaiveLeases, NaiveRedlock
 from proof.torture.plan import Plan, choose_plan
 from proof.torture.settings import Settings
-from proof.torture.steps import Step, run, run_in_task, sleep
+from proof.torture.steps import run, run_in_task, sleep
 from proof.torture.storage import Storage
 from proof.torture.table import async_engine_on, authority_on, engine_on
 
@@ -194,7 +194,7 @@ class Worker:
             before = yield self._storage.read_before(plan)
             began = time.monotonic_ns()
             try:
-                yield Step(self._exposed(lock.acquire), lock.aio.acquire)
+                yield Call(self._exposed(lock.acquire), lock.aio.acquire)
             except (Exception, Struck) as error:  # noqa: BLE001 - the checker says which are none of ours
                 self._notes.failed(plan.resources, began, error)
                 if lock.leases:  # it was struck when it had them
@@ -215,7 +215,7 @@ class Worker:
         """After a COMMIT in doubt, mint a new token and add with that."""
         old, stopped = _tokens(lock, plan), time.monotonic_ns()
         with suppress(FencelockError):
-            yield Step(lock.remint, lock.aio.remint)
+            yield Call(lock.remint, lock.aio.remint)
             self._note_acquisition(lock, plan, stopped)
             self._notes.released(old, stopped)
             yield self._storage.add(_tokens(lock, plan), _settling(plan), {})
@@ -223,7 +223,7 @@ class Worker:
     def _release(self, lock: FencedLock[Any], plan: Plan) -> Steps[None]:
         tokens, worked_until, leases = _tokens(lock, plan), time.monotonic_ns(), lock.leases
         try:
-            yield Step(self._exposed(lock.release), lock.aio.release)
+            yield Call(self._exposed(lock.release), lock.aio.release)
         except (Exception, Struck) as error:  # noqa: BLE001 - as above
             self._notes.released(tokens, worked_until, type(error).__name__)
             if lock.leases:  # it was struck before it gave them back
@@ -242,7 +242,7 @@ class Worker:
         if not (self._settings.gentle and self._settings.quorum):
             return
         yield sleep(self._settings.ttl + _LATE)
-        found: Sequence[LockInfo] = yield Step(self._authority.inspect, self._authority.aio.inspect)
+        found: Sequence[LockInfo] = yield Call(self._authority.inspect, self._authority.aio.inspect)
         for lock in found:
             if lock.holder is not None and lock.holder.pid == os.getpid():
                 self._notes.left(lock.resource)

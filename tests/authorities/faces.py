@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from contextlib import suppress
 from typing import Any, Protocol, TypeVar
 
-from fencelock.authority.base import AsyncAuthority, Authority, Grant, Wish
+from fencelock.authority.base import Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockTimeoutError
+from fencelock.holder import LockInfo
 
 _T = TypeVar("_T")
 
@@ -18,19 +19,52 @@ _T = TypeVar("_T")
 PATIENCE = 30.0
 
 
-class AsyncClient(AsyncAuthority, Protocol):
-    """An authority for coroutines whose connections can be closed."""
+class AsyncClient(Protocol):
+    """An authority for coroutines, or an imitation that is not sound."""
+
+    async def acquire(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,  # noqa: ASYNC109 - as every authority has it
+        fair: bool = False,
+    ) -> Grant:
+        """See `Face`."""
+
+    async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """See `Face`."""
+
+    async def remint(self, grant: Grant, ttl: float) -> Grant:
+        """See `Face`."""
+
+    async def release(self, grant: Grant) -> bool | None:
+        """See `Face`."""
 
     async def close(self) -> None:
         """Close the connections of the running loop."""
 
 
-class Client(Authority, Protocol):
-    """An authority whose connections can be closed."""
+class Client(Protocol):
+    """An authority, or an imitation that is not sound."""
 
     @property
     def aio(self) -> AsyncClient:
         """The same client for coroutines."""
+
+    def acquire(
+        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
+    ) -> Grant:
+        """See `Face`."""
+
+    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        """See `Face`."""
+
+    def remint(self, grant: Grant, ttl: float) -> Grant:
+        """See `Face`."""
+
+    def release(self, grant: Grant) -> bool | None:
+        """See `Face`."""
 
     def close(self) -> None:
         """Close the connections."""
@@ -48,22 +82,27 @@ class Face(Protocol):
         timeout: float | None = 2.0,
         fair: bool = False,
     ) -> Grant:
-        """See `Authority.acquire`."""
+        """See `Authority.acquire_gen`."""
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """See `Authority.extend_many`."""
+        """See `Authority.extend_gen`."""
 
     def remint(self, grant: Grant, ttl: float = 30.0) -> Grant:
-        """See `Authority.remint`."""
+        """See `Authority.remint_gen`."""
 
     def release(self, grant: Grant) -> bool | None:
-        """See `Authority.release`."""
+        """See `Authority.release_gen`."""
 
     def holder_ttl(self, *resources: str) -> float | None:
-        """See `Authority`."""
+        """Return the seconds for which one of the resources is held; None for none."""
 
     def close(self) -> None:
         """Close the connections of this face."""
+
+
+def longest(found: Sequence[LockInfo]) -> float | None:
+    """Return the seconds until the last of some locks ends; None for none."""
+    return max((info.remaining for info in found), default=None)
 
 
 class BlockingFace:
@@ -79,25 +118,25 @@ class BlockingFace:
         timeout: float | None = 2.0,
         fair: bool = False,
     ) -> Grant:
-        """See `Authority.acquire`."""
+        """See `Authority.acquire_gen`."""
         return self.client.acquire(resources, ttl=ttl, timeout=timeout, fair=fair)
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """See `Authority.extend_many`."""
+        """See `Authority.extend_gen`."""
         return self.client.extend_many(wishes)
 
     def remint(self, grant: Grant, ttl: float = 30.0) -> Grant:
-        """See `Authority.remint`."""
+        """See `Authority.remint_gen`."""
         return self.client.remint(grant, ttl)
 
     def release(self, grant: Grant) -> bool | None:
-        """See `Authority.release`."""
+        """See `Authority.release_gen`."""
         return self.client.release(grant)
 
     def holder_ttl(self, *resources: str) -> float | None:
-        """See `Authority`."""
+        """Return the seconds for which one of the resources is held; None for none."""
         client: Any = self.client
-        return client.holder_ttl(resources)  # type: ignore[no-any-return]
+        return longest(client.run(client.inspect_gen(resources)))
 
     def close(self) -> None:
         """Close the connections."""
@@ -147,25 +186,25 @@ class AsyncFace:
         timeout: float | None = 2.0,
         fair: bool = False,
     ) -> Grant:
-        """See `Authority.acquire`."""
+        """See `Authority.acquire_gen`."""
         return self.loop.run(self.client.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair))
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """See `Authority.extend_many`."""
+        """See `Authority.extend_gen`."""
         return self.loop.run(self.client.aio.extend_many(wishes))
 
     def remint(self, grant: Grant, ttl: float = 30.0) -> Grant:
-        """See `Authority.remint`."""
+        """See `Authority.remint_gen`."""
         return self.loop.run(self.client.aio.remint(grant, ttl))
 
     def release(self, grant: Grant) -> bool | None:
-        """See `Authority.release`."""
+        """See `Authority.release_gen`."""
         return self.loop.run(self.client.aio.release(grant))
 
     def holder_ttl(self, *resources: str) -> float | None:
-        """See `Authority`."""
+        """Return the seconds for which one of the resources is held; None for none."""
         client: Any = self.client
-        return self.loop.run(client.aio.holder_ttl(resources))  # type: ignore[no-any-return]
+        return longest(self.loop.run(client.aio.run(client.inspect_gen(resources))))
 
     def close(self) -> None:
         """Close the connections of the loop, then whatever else the client has."""

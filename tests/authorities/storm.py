@@ -8,6 +8,7 @@ import time
 from contextlib import suppress
 from typing import Any, Final
 
+from fencelock import Redlock
 from fencelock.authority.base import Grant
 from fencelock.errors import FencelockError
 from fencelock.lease import held_leases
@@ -33,7 +34,7 @@ class Storm:
     def __init__(self, client: Any, seed: int = 7, resources: int = 20) -> None:
         self._client = client
         self._chance = random.Random(seed)
-        self._is_fair = [True, False, False] if "fair" in client.kinds else [False]
+        self._is_fair = [True, False, False] if isinstance(client, Redlock) else [False]
         self.tokens: dict[str, list[int]] = {f"r{number}": [] for number in range(resources)}
         self.cancelled = 0
 

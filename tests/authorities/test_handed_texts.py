@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -32,7 +32,7 @@ def handed(stage: Stage, *names: str) -> dict[str, Any]:
 
 def enter(stage: Stage, its: object) -> object:
     """Take over what a text says, blocking; return the token."""
-    lock = take_over(json.dumps({HANDED: its}), authority=stage.new_client())
+    lock = take_over(json.dumps({HANDED: its}), authority=cast("Any", stage.new_client()))
     with lock as token:
         return token
 
@@ -110,7 +110,7 @@ def test_a_text_that_is_none(stage: Stage, wrong: str) -> None:
     """A ValueError, before anything is asked."""
     its = WRONG[wrong](handed(stage, "a"))
     with pytest.raises(ValueError, match="text of hand_over"):
-        take_over(json.dumps({HANDED: its}), authority=stage.new_client())
+        take_over(json.dumps({HANDED: its}), authority=cast("Any", stage.new_client()))
 
 
 UNREADABLE = {
@@ -126,4 +126,4 @@ UNREADABLE = {
 def test_a_text_that_cannot_be_read(stage: Stage, text: str) -> None:
     """The same, also where Python gives up."""
     with pytest.raises(ValueError, match="text of hand_over"):
-        take_over(text, authority=stage.new_client())
+        take_over(text, authority=cast("Any", stage.new_client()))

@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, contextmanager
-from typing import Final
+from typing import Any, Final
 
 import pytest
 from sqlalchemy import NullPool, create_engine, make_url
@@ -233,7 +233,8 @@ def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: Run
 def check_lost_lease(face: Face, silence: Callable[[], None], run_lock: RunLock) -> None:
     """Have a silence end a lease, and see who is told when."""
     told: list[float] = []
-    lock: FencedLock[int] = FencedLock(("r",), lambda: face.client, ttl=3.0)
+    authority: Any = face.client
+    lock: FencedLock[int] = FencedLock(("r",), lambda: authority, ttl=3.0)
     lock.on_lost(lambda _lease: told.append(time.monotonic()))
 
     def body() -> float:

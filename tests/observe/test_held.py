@@ -53,7 +53,7 @@ def test_timeout_in_a_task_says_by_whom(mine: Any, other: Any) -> None:
 
 def test_a_try_asks_nothing_more(mine: Any, other: Any) -> None:
     """It returns None, so nobody reads the sentence."""
-    other.inspect = mine.aio.inspect = None  # calling it would fail
+    other.inspect_gen = mine.inspect_gen = None  # calling it would fail
     with mine.lock("order:1"):
         assert other.lock("order:1").try_acquire() is None
 
@@ -64,13 +64,13 @@ def test_nodes_that_die_meanwhile_leave_the_error_as_it_was(make_nodes: Callable
     with Redlock(nodes.urls, **IMPATIENT) as mine, Redlock(nodes.urls, **IMPATIENT) as other:
         mine.init()
         contextvars.copy_context().run(mine.lock("order:1").acquire)
-        lock, seen = other.lock("order:1"), other.inspecting
+        lock, seen = other.lock("order:1"), other.inspect_gen
 
-        def inspecting(resources: tuple[str, ...]) -> Any:
+        def inspect_gen(resources: tuple[str, ...]) -> Any:
             nodes[0].kill()
             return seen(resources)
 
-        other.inspecting = inspecting  # type: ignore[method-assign]
+        other.inspect_gen = inspect_gen  # type: ignore[method-assign]
         with pytest.raises(LockTimeoutError, match="held by another") as caught:
             lock.acquire(timeout=0.1)
     assert caught.value.holder is None

@@ -27,7 +27,7 @@ from redis.retry import Retry
 
 import fencelock
 from fencelock import Redlock
-from fencelock._steps import block
+from fencelock._generators import run
 from fencelock.authority.redlock.membership.initialise import DEFAULT_MAX_TTL, initialise
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.protocol.acquire import make_attempt
@@ -352,7 +352,7 @@ def test_second_name_of_a_server_that_connects_late_gets_no_second_vote(nodes: N
             node_set = wrong._see()
             door.open.set()
             time.sleep(0.3)
-            outcome = block(
+            outcome = run(
                 make_attempt(node_set, Attempt.of(node_set, ("r",), "nonce", 5.0)), wrong._connections.do
             )
             assert isinstance(outcome, Failed)

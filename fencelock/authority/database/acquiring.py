@@ -7,11 +7,11 @@ import math
 import random
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from fencelock._steps import Steps
+from fencelock._generators import Steps
 from fencelock.authority.base import Grant, held_by_another, named, too_slow, validity
 from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, is_in_doubt
 from fencelock.authority.database.connections import Lent
@@ -42,6 +42,8 @@ class _Waiting(NamedTuple):
     place: Place
     #: The name in the queue of worlds.
     world: str
+    #: Called after each wait; may raise.
+    go_on: Callable[[], None]
 
     @property
     def is_called(self) -> bool:
@@ -52,18 +54,21 @@ class _Waiting(NamedTuple):
 class Acquiring(Releasing):
     """A database that grants leases."""
 
-    def acquiring(
+    def acquire_gen(
         self,
         resources: tuple[str, ...],
         *,
         ttl: float,
         timeout: float | None,
-        fair: bool = False,  # noqa: ARG002 - was refused
+        fair: bool = False,
+        go_on: Callable[[], None] = lambda: None,
     ) -> Steps[Grant]:
+        if fair:
+            raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")
         nonce = secrets.token_hex(16)
         queues: Queues = yield QUEUES
         end = math.inf if timeout is None else time.monotonic() + timeout
-        waiting = _Waiting(resources, end, queues, queues.new_place(ttl), queues.name)
+        waiting = _Waiting(resources, end, queues, queues.new_place(ttl), queues.name, go_on)
         if len(resources) > 1:
             waiting = waiting._replace(world=new_name())
         try:
@@ -84,7 +89,7 @@ class Acquiring(Releasing):
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
         """Take these steps behind the callers of this world that wait for the same resource."""
-        resources, end, queues, place, _ = waiting
+        resources, end, queues, place, *_ = waiting
         try:
             if len(resources) == 1 and end > time.monotonic():
                 queues.join(resources[0], place)
@@ -97,7 +102,7 @@ class Acquiring(Releasing):
             queues.leave(resources[0], place)
 
     def _attempts(self, waiting: _Waiting, nonce: str, ttl: float) -> Steps[Grant]:
-        resources, end, queues, place, _ = waiting
+        resources, end, queues, place, *_ = waiting
         began = time.monotonic()
 
         def attempt(connection: Lent) -> Grant:
@@ -158,6 +163,7 @@ class Acquiring(Releasing):
             if time.monotonic() >= waiting.end:
                 raise held_by_another(waiting.resources, place.queue.held_for)
             yield Wait(waiting.end, named(waiting.resources), place.bell)
+            waiting.go_on()
         if place.error is not None:
             raise QuorumError(str(place.error), nodes=place.error.nodes)
         if not was_first:
@@ -187,6 +193,7 @@ class Acquiring(Releasing):
         place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
         while time.monotonic() < until and not place.is_due and not place.looks:
             yield Wait(until, named(waiting.resources), place.bell)
+            waiting.go_on()
         place.looks = False
 
     def _pause(self, waiting: _Waiting) -> float:

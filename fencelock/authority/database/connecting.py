@@ -28,7 +28,7 @@ from fencelock._databases import (
 )
 from fencelock._engines import for_blocking, is_async_engine, shown, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
-from fencelock._steps import Steps
+from fencelock._generators import Steps
 from fencelock.authority.base import in_use
 from fencelock.authority.database.connections import (
     Connections,
@@ -215,7 +215,7 @@ class Connecting(WithLoops):
     async def work_soon(self, step: Work | Ear) -> Any:
         if (connections := (end := self.loop_end()).kept) is not None:
             if isinstance(step, Ear):
-                return await step.hear_in_loop(connections, lambda steps: end.begin(self.aio.wait_for(steps)))
+                return await step.hear_in_loop(connections, lambda steps: end.begin(self.aio.run(steps)))
             work = functools.partial(self._work, step=step)
             return await connections.run_in_loop(work, step.seconds, step.until)
         if isinstance(step, Ear):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import URL, Connection, Engine, MetaData, inspect
 from sqlalchemy.exc import DBAPIError
 
-from fencelock._steps import Steps
+from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish, named, validity
 from fencelock.authority.database.acquiring import Acquiring
 from fencelock.authority.database.connecting import (
@@ -112,7 +112,7 @@ class Database(Acquiring):
         work = Work(lambda connection: connection.execute(self._says.prune, age).changed, seconds=60.0)
         return self.asking(work)
 
-    def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+    def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the locks that are held; refuse a standby, which may not have heard of the last ones."""
 
         def rows(connection: Lent) -> Iterator[Any]:
@@ -131,8 +131,8 @@ class Database(Acquiring):
 
         return self.asking(Work(look))
 
-    def forcing(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
-        (found,) = (yield from self.inspecting((resource,))) or (None,)
+    def force_gen(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
+        (found,) = (yield from self.inspect_gen((resource,))) or (None,)
         if token is not None and found is not None and found.token != token:
             return None
         asked = {"resource": resource, "token": token if found is None else found.token}
@@ -148,7 +148,7 @@ class Database(Acquiring):
             raise ValueError("its nonce is none of Database's")
         return Grant(resources, tokens, 0.0, data["nonce"])
 
-    def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         ended: dict[int, Grant | FencelockError] = {}
         for ttl in {ttl for _, ttl in wishes}:
             for grants in _batches([grant for grant, its in wishes if its == ttl]):
@@ -180,7 +180,7 @@ class Database(Acquiring):
             for grant in grants
         }
 
-    def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
+    def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         def remint(connection: Lent) -> dict[str, int]:
             tokens = {}
             for resource in sorted(grant.resources):
@@ -243,11 +243,11 @@ class AsyncDatabase(AsyncWithLoops):
 
     async def init(self, *, above: int | None = None) -> bool:
         """Make the table of leases where there is none: see `Database.init`."""
-        return await self.wait_for(self._authority.initialising(above))
+        return await self.run(self._authority.initialising(above))
 
     async def prune(self, older_than: float) -> int:
         """Delete the rows of resources that nothing holds: see `Database.prune`."""
-        return await self.wait_for(self._authority.pruning(older_than))
+        return await self.run(self._authority.pruning(older_than))
 
 
 def _lost(grant: Grant) -> LockLostError:

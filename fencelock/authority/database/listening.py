@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import util as sa_util
 
-from fencelock._steps import Steps
+from fencelock._generators import Steps
 from fencelock.authority.database.queues import Queues
 
 if TYPE_CHECKING:

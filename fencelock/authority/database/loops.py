@@ -15,10 +15,10 @@ from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from fencelock import _threads
-from fencelock._steps import Steps, wait_for
-from fencelock.authority.base import go_on_waiting
+from fencelock._generators import Steps, run, run_async
+from fencelock.authority.base import warn_of_blocked_loop
 from fencelock.authority.database.queues import QUEUES, LoopBell, Queues, ThreadBell
-from fencelock.authority.stepped import AsyncView, Stepped, warn_of_blocked_loop
+from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
 
 _T = TypeVar("_T")
@@ -117,7 +117,7 @@ class LoopEnd:
             task.exception()  # nothing asks for it where the caller was cancelled
 
 
-class WithLoops(Stepped):
+class WithLoops(GeneratorAuthority):
     """An authority whose steps are `Wait`, `Abandon`, and what `work` and `work_soon` do."""
 
     def _start_over(self) -> None:
@@ -153,11 +153,13 @@ class WithLoops(Stepped):
             with contextlib.suppress(RuntimeError):  # it has been closed
                 loop.call_soon_threadsafe(end.begin_to_end)
 
+    def run(self, steps: Steps[_T]) -> _T:
+        return run(steps, self.do)
+
     def do(self, step: Any) -> Any:
         if isinstance(step, Wait):
             warn_of_blocked_loop(step.key)
-            (time.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
-            return go_on_waiting()
+            return (time.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
         if step is QUEUES:
             return self._queues
         if isinstance(step, Later):
@@ -183,32 +185,31 @@ class AsyncWithLoops(AsyncView):
     async def close(self) -> None:
         await self._authority.loop_end().end()
 
-    async def wait_for(self, steps: Steps[_T]) -> _T:
+    async def run(self, steps: Steps[_T]) -> _T:
         latest: asyncio.Task[Any] | None = None
         end = self._authority.loop_end()
 
         async def do(step: Any) -> Any:
             nonlocal latest
             if isinstance(step, Wait):
-                await (asyncio.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
-                return go_on_waiting()
+                return await (asyncio.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
             if step is QUEUES:
                 return end.queues
             if isinstance(step, Abandon):
                 return end.begin(self._abandon(step, latest))
             if isinstance(step, Later):
                 present = self._authority.loop_end()  # the other may be over
-                return present.later.add(present.begin(self.wait_for(step.steps())))
+                return present.later.add(present.begin(self.run(step.steps())))
             latest = end.begin(self._authority.work_soon(step))
             return await asyncio.shield(latest)
 
-        return await wait_for(steps, do)
+        return await run_async(steps, do)
 
     async def _abandon(self, step: Abandon, latest: asyncio.Task[Any] | None) -> None:
         try:
             if latest is not None:
                 await asyncio.wait([latest])
-            await self.wait_for(step.giving_back())
+            await self.run(step.giving_back())
         except asyncio.CancelledError:  # with all tasks, by a loop that ends; it waits for this one
             self._authority.loop_end().begin(self._abandon(step, latest))
             raise

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from fencelock._generators import Steps
 from fencelock._owners import name_of_process
-from fencelock._steps import Steps
 from fencelock.authority.base import Grant, named, validity
 from fencelock.authority.database.connecting import ANSWER, Connecting, Work
 from fencelock.authority.database.connections import Lent
@@ -53,7 +53,7 @@ class Releasing(Connecting):
         #: The last releases that a server has confirmed, and when. A failover may lose them.
         self._confirmed: deque[tuple[float, str, Owed]] = deque(maxlen=256)
 
-    def releasing(self, grant: Grant) -> Steps[bool | None]:
+    def release_gen(self, grant: Grant) -> Steps[bool | None]:
         queues: Queues = yield QUEUES
         #: The nonces of the lease and of the one that it may become, and when these end.
         ends = {grant.proof: grant.expires_at}

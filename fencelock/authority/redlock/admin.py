@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Final
 
 from fencelock._checks import check_ttl
-from fencelock._steps import block
+from fencelock._generators import run
 from fencelock.authority.redlock.membership import initialise as initialising
 from fencelock.authority.redlock.membership.change import Change, change
 from fencelock.authority.redlock.membership.members import Membership
@@ -272,6 +272,6 @@ def change_nodes(
     )
     try:
         chosen = [group.names.index(name) for name in wanted_names]
-        return block(change(group, chosen, tell, max_ttl), connections.do)
+        return run(change(group, chosen, tell, max_ttl), connections.do)
     finally:
         connections.close()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import threading
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
-from fencelock._steps import Steps, wait_for
+from fencelock._generators import Steps, run_async
+from fencelock.authority.base import Grant, Terms
+from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.protocol.messages import Broadcast
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.aio import LoopConnections
-from fencelock.authority.stepped import AsyncView, Stepped
 
 _T = TypeVar("_T")
 
@@ -23,6 +25,9 @@ class Nodes(Protocol):
     def init(self, *, base: int | None, max_ttl: float | None, allow_eviction: bool) -> bool: ...
     def status(self) -> tuple[NodeStatus, ...]: ...
     def check_process(self) -> None: ...
+    def acquire_gen(
+        self, resources: tuple[str, ...], *, queue: WaitQueue, **terms: Unpack[Terms]
+    ) -> Steps[Grant]: ...
     def connect_in(self, loop: asyncio.AbstractEventLoop) -> LoopConnections: ...
 
 
@@ -34,7 +39,7 @@ class AsyncRedlock(AsyncView):
     sent all the same.
     """
 
-    def __init__(self, authority: Stepped, nodes: Nodes) -> None:
+    def __init__(self, authority: GeneratorAuthority, nodes: Nodes) -> None:
         super().__init__(authority)
         self._nodes = nodes
         self._start_over()
@@ -44,8 +49,11 @@ class AsyncRedlock(AsyncView):
         self._lock = threading.Lock()
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopConnections] = WeakKeyDictionary()
 
-    async def wait_for(self, steps: Steps[_T]) -> _T:
-        """Take steps to their end, letting other tasks run.
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+        return self._nodes.acquire_gen(resources, queue=self.here().queue, **terms)
+
+    async def run(self, steps: Steps[_T]) -> _T:
+        """Run a generator; other tasks run meanwhile.
 
         A cancelled step has ended. The steps that give back what it may have acquired wait for nothing.
         """
@@ -66,7 +74,7 @@ class AsyncRedlock(AsyncView):
                         step = steps.send(connections.tell(step))
                 raise
 
-        return await wait_for(steps, do)
+        return await run_async(steps, do)
 
     async def init(
         self, *, base: int | None = None, max_ttl: float | None = None, allow_eviction: bool = False

@@ -83,9 +83,17 @@ class Acquisition:
         grace: float,
         outage: float,
         jitter: Callable[[], float],
+        go_on: Callable[[], None] = lambda: None,
     ) -> Generator[Request, Any, Grant]:
         attempts = acquire.acquire(
-            see, self.next_attempt, began=began, timeout=timeout, grace=grace, outage=outage, jitter=jitter
+            see,
+            self.next_attempt,
+            began=began,
+            timeout=timeout,
+            grace=grace,
+            outage=outage,
+            jitter=jitter,
+            go_on=go_on,
         )
         return self._ending(attempts)
 

@@ -7,13 +7,14 @@ import os
 import random
 import time
 from collections import Counter
-from collections.abc import Generator, Sequence
-from typing import Any, ClassVar, Final, TypeVar
+from collections.abc import Callable, Generator, Sequence
+from typing import Any, Final, TypeVar
 
 from fencelock._checks import check_seconds
+from fencelock._generators import Steps, run
 from fencelock._owners import name_of_process
-from fencelock._steps import Steps, block
-from fencelock.authority.base import Grant, Wish, in_use, named
+from fencelock.authority.base import Grant, Wish, in_use
+from fencelock.authority.generators import GeneratorAuthority
 from fencelock.authority.redlock import admin, operations
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.aio import AsyncRedlock
@@ -26,14 +27,13 @@ from fencelock.authority.redlock.operations import Acquisition
 from fencelock.authority.redlock.protocol import inspecting, messages
 from fencelock.authority.redlock.protocol.attempts import Attempt, Granted, names_of
 from fencelock.authority.redlock.protocol.messages import INTRODUCE, Command
-from fencelock.authority.redlock.protocol.queue import QUEUE, Waiter, WaitQueue
+from fencelock.authority.redlock.protocol.queue import Waiter, WaitQueue
 from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.transport.endpoints import Source, sources_of
 from fencelock.authority.redlock.wire.nodes import INTRODUCED_FOR
-from fencelock.authority.stepped import Stepped, warn_of_blocked_loop
 from fencelock.errors import FencelockError, NodesNotInitialisedError
 from fencelock.holder import LockInfo
 from fencelock.tokens import epoch_above, split
@@ -43,7 +43,7 @@ _T = TypeVar("_T")
 DEFAULT_NAMESPACE = "fencelock"
 
 
-class Redlock(Stepped):
+class Redlock(GeneratorAuthority):
     """Grants leases on a quorum of independent Redis or Valkey nodes, and mints their fencing tokens.
 
     Connects when first used. May be shared by threads. A forked child opens connections of its own.
@@ -69,7 +69,6 @@ class Redlock(Stepped):
         TypeError: for a node that is neither a URL nor a client.
     """
 
-    kinds: ClassVar[frozenset[str]] = frozenset({"fair"})
     aio: AsyncRedlock
     _names: tuple[str, ...] = ()
     _namespace = DEFAULT_NAMESPACE
@@ -140,15 +139,17 @@ class Redlock(Stepped):
             messages.Broadcast(read, everyone, lambda answers: len(answers) == len(everyone), patience)
         )
 
-    def acquiring(
+    def acquire_gen(
         self,
         resources: tuple[str, ...],
         *,
+        queue: WaitQueue | None = None,
         ttl: float,
         timeout: float | None,
         fair: bool = False,
+        go_on: Callable[[], None] = lambda: None,
     ) -> Steps[Grant]:
-        """Do as `Authority.acquire`.
+        """See `Authority.acquire_gen`.
 
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.
@@ -157,7 +158,7 @@ class Redlock(Stepped):
             MembershipError: nodes and client disagree on which the N nodes are.
             ValueError: the ttl is longer than these nodes allow.
         """
-        queue: WaitQueue = yield QUEUE
+        queue = queue or self._connections.queue
         waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
         acquisition = Acquisition(resources, ttl, self._new_nonce, waiter)
         initialised = False
@@ -170,6 +171,7 @@ class Redlock(Stepped):
                     grace=self._outage_grace,
                     outage=max(self._connect_timeout, self._outage_grace),
                     jitter=random.random,
+                    go_on=go_on,
                 )
                 return (yield from attempts)
             except NodesNotInitialisedError:
@@ -178,24 +180,24 @@ class Redlock(Stepped):
             initialised = True
             yield from self._initialising(None, None)
 
-    def extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         return operations.extend(self._see, wishes)
 
-    def reminting(self, grant: Grant, ttl: float) -> Steps[Grant]:
+    def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         acquisition = Acquisition(grant.resources, ttl, self._new_nonce, instead_of=grant.proof)
         return acquisition.remint(self._see, grant.proof, jitter=random.random)
 
-    def releasing(self, grant: Grant) -> Steps[bool | None]:
+    def release_gen(self, grant: Grant) -> Steps[bool | None]:
         return operations.release(self._see, grant.proof)
 
-    def vouching(self, grant: Grant) -> Steps[bool]:
+    def vouch_gen(self, grant: Grant) -> Steps[bool]:
         tokens = dict(zip(grant.resources, grant.tokens, strict=True))
         return inspecting.vouch(self._see, grant.proof.attempt.nonce, tokens)
 
-    def inspecting(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+    def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         return inspecting.look(self._see, resources)
 
-    def forcing(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
+    def force_gen(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
         return inspecting.force(self._see, resource, token)
 
     def endless(self, pattern: str) -> dict[str, list[str]]:
@@ -218,11 +220,9 @@ class Redlock(Stepped):
         counters = tuple(halves[name][1] for name in names)
         return Grant(resources, tokens, 0.0, Granted(attempt, halves[names[0]][0], counters, 0.0))
 
-    def do(self, step: Any) -> Any:
+    def run(self, steps: Steps[_T]) -> _T:
         self.check_process()
-        if isinstance(step, messages.Sleep) and step.waits_for:
-            warn_of_blocked_loop(named(step.waits_for))
-        return self._connections.do(step)
+        return run(steps, self._connections.do)
 
     def init(
         self,
@@ -316,7 +316,7 @@ class Redlock(Stepped):
         """Run what an operator asks for, over connections of its own: WAITAOF takes one for two seconds."""
         connections = self._connect()
         try:
-            return block(generator, connections.do)
+            return run(generator, connections.do)
         finally:
             connections.close()
 

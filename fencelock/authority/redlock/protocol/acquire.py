@@ -70,6 +70,7 @@ def acquire(
     grace: float,
     outage: float,
     jitter: Callable[[], float],
+    go_on: Callable[[], None] = lambda: None,
 ) -> Generator[Request, Any, Granted]:
     """Make attempts until a quorum grants, or until the time is over.
 
@@ -81,6 +82,7 @@ def acquire(
         grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
         outage: seconds without a quorum in which connections are worth waiting for.
         jitter: returns a random number between 0 and 1.
+        go_on: called after each wait; may raise.
 
     Raises:
         LockTimeoutError: another holder kept the resource until the timeout.
@@ -117,6 +119,7 @@ def acquire(
             raise_timeout(node_set, outcome)
         pause = min(ends - outcome.ended, next_pause(outcome, tries, jitter()))
         yield Sleep(pause, attempt.resources, attempt.place)
+        go_on()
 
 
 def make_attempt(

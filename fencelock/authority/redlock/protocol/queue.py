@@ -17,12 +17,9 @@ import itertools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Final
 
 from fencelock.authority.redlock.protocol.attempts import QueuePosition
 
-#: A step: return the queue that hears the nodes' calls for the caller.
-QUEUE: Final = object()
 #: Seconds after which a place acts that only some of the nodes have called; about half to one and a half.
 HESITATION = 0.02
 

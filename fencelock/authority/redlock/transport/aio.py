@@ -18,9 +18,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from fencelock.authority.base import go_on_waiting
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
-from fencelock.authority.redlock.protocol.queue import QUEUE
 from fencelock.authority.redlock.transport.blocking import FRESH
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
@@ -134,11 +132,8 @@ class LoopConnections(Links):
     async def do(self, request: Any) -> Any:
         if isinstance(request, Broadcast):
             return await self.broadcast(request)
-        if request is QUEUE:
-            return self.queue
         if request.waits_for:
             await self.wait(request.place, request.seconds)
-            go_on_waiting()
         else:
             await asyncio.sleep(request.seconds)
         return time.monotonic()

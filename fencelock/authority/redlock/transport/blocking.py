@@ -23,9 +23,8 @@ from typing import Any, Final, NamedTuple
 
 from fencelock._owners import current_stack
 from fencelock._threads import Bells, sleep_until_rung
-from fencelock.authority.base import go_on_waiting
+from fencelock.authority.base import named, warn_of_blocked_loop
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
-from fencelock.authority.redlock.protocol.queue import QUEUE
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.polling import READ, WRITE, Selected, new_poll
@@ -76,37 +75,36 @@ class SharedConnections(Links):
         #: What each stack of frames waits for while it uses these. An interrupted end leaves its entry here.
         self._inside: dict[int, Wait] = {}
 
-    def _check_not_inside(self) -> None:
-        """Raise RuntimeError if a frame below is using these.
+    def _check_not_inside(self) -> int:
+        """Return the number of this stack; raise RuntimeError if a frame of it is using these.
 
         A frame uses them while its wait goes on. A wait that ends may still hold the mutex.
         """
-        waiting = self._inside.get(current_stack())
+        stack = current_stack()
+        waiting = self._inside.get(stack)
         if waiting is not None and (not waiting.over or self._mutex.locked()):
             raise RuntimeError(
                 "a signal handler or a finaliser has interrupted a lock call, and uses the same nodes: the "
                 "interrupted call cannot go on first. Set a flag in the handler, or raise an exception, and "
                 "use the lock outside"
             )
+        return stack
 
     # What callers do.
 
     def do(self, request: Any) -> Any:
-        self._check_not_inside()
         if isinstance(request, Broadcast):
             return self.broadcast(request)
-        if request is QUEUE:
-            return self.queue
         if request.waits_for:
+            warn_of_blocked_loop(named(request.waits_for))
             self.wait(request.place, request.seconds)
-            go_on_waiting()
         else:
             time.sleep(request.seconds)
         return time.monotonic()
 
     def broadcast(self, request: Broadcast) -> Round:
+        stack = self._check_not_inside()
         waiting = WaitForAnswers(request)
-        stack = current_stack()
         try:
             self._inside[stack] = waiting
             was_congested = bool(self._congested)
@@ -124,8 +122,8 @@ class SharedConnections(Links):
 
     def wait(self, place: str, seconds: float) -> None:
         """Return when the nodes call the place, at the latest after so many seconds."""
+        stack = self._check_not_inside()
         waiting = WaitForCall(time.monotonic() + seconds, self.queue, place)
-        stack = current_stack()
         try:
             self._inside[stack] = waiting
             with self._mutex:

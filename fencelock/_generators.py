@@ -1,0 +1,60 @@
+"""What runs generators: it takes each step that one yields, and sends back the answer.
+
+Everything that takes time is written once, as such a generator; `run` takes its steps in blocking code, and
+`run_async` in a task. The error of a step, or of a signal handler, is thrown into the generator.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Generator
+from typing import Any, NamedTuple, TypeVar
+
+_T = TypeVar("_T")
+
+Steps = Generator[Any, Any, _T]
+
+
+class Call(NamedTuple):
+    """A step that needs no connection: blocking code calls one function, a task awaits the other."""
+
+    blocking: Callable[[], Any]
+    waiting: Callable[[], Awaitable[Any]]
+
+
+def run(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
+    """Run a generator in blocking code. `do` takes all steps but a `Call`.
+
+    Python looks for signals behind calls into C and where a loop goes round. The inner loop is inside the
+    `try`, so that the generator gets the error of a handler that raises there.
+    """
+    error: BaseException | None = None
+    while True:
+        try:
+            answer: Any = None
+            while True:
+                step = steps.send(answer) if error is None else steps.throw(error)
+                error = answer = None
+                answer = step.blocking() if type(step) is Call else do(step)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        except BaseException as caught:
+            if inspect.getgeneratorstate(steps) == inspect.GEN_CLOSED:
+                raise
+            error = caught
+
+
+async def run_async(steps: Steps[_T], do: Callable[[Any], Awaitable[Any]]) -> _T:
+    """Run a generator in a task. `do` takes all steps but a `Call`."""
+    error: BaseException | None = None
+    answer: Any = None
+    while True:
+        try:
+            step = steps.send(answer) if error is None else steps.throw(error)
+        except StopIteration as end:
+            return end.value  # type: ignore[no-any-return]
+        error = answer = None
+        try:
+            answer = await (step.waiting() if type(step) is Call else do(step))
+        except BaseException as caught:  # noqa: BLE001 - the generator decides what to do about it
+            error = caught

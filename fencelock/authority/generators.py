@@ -1,0 +1,170 @@
+"""An authority that is written once, as generators, for blocking code and for coroutines."""
+
+from __future__ import annotations
+
+import abc
+from collections.abc import Sequence
+from typing import Any, Self, TypeVar, Unpack, overload
+
+from fencelock._generators import Steps
+from fencelock.authority.base import Grant, Terms, Wish
+from fencelock.errors import FencelockError
+from fencelock.holder import LockInfo
+from fencelock.lease import check_resource
+from fencelock.lock.lock import FencedLock
+from fencelock.lock.options import LockSettings
+
+_T = TypeVar("_T")
+
+
+class GeneratorAuthority(abc.ABC):
+    """An `Authority`, and its methods for blocking code. May be used in a `with`, which closes it."""
+
+    aio: AsyncView
+
+    @abc.abstractmethod
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+        """See `Authority.acquire_gen`; the ttl is checked."""
+
+    @abc.abstractmethod
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        """See `Authority.extend_gen`."""
+
+    @abc.abstractmethod
+    def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
+        """See `Authority.remint_gen`."""
+
+    @abc.abstractmethod
+    def release_gen(self, grant: Grant) -> Steps[bool | None]:
+        """See `Authority.release_gen`."""
+
+    @abc.abstractmethod
+    def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+        """See `Authority.inspect_gen`."""
+
+    @abc.abstractmethod
+    def force_gen(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
+        """See `force_release`."""
+
+    @abc.abstractmethod
+    def run(self, steps: Steps[_T]) -> _T:
+        """Run a generator, blocking."""
+
+    @abc.abstractmethod
+    def close(self) -> None:
+        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+
+    def vouch_gen(self, grant: Grant) -> Steps[bool]:
+        """Tell whether the tokens of a grant that was loaded are those that its locks were granted with."""
+        found = yield from self.inspect_gen(grant.resources)
+        granted = {info.resource: info.token for info in found}
+        return all(granted.get(name) == its for name, its in zip(grant.resources, grant.tokens, strict=True))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_error: object) -> None:
+        self.close()
+
+    @overload
+    def lock(self, resource: str, /, **settings: Unpack[LockSettings]) -> FencedLock[int]: ...
+    @overload
+    def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> FencedLock[tuple[int, ...]]: ...
+    def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> Any:
+        """Return `fenced_lock(*resources, …)` of this authority, with the same settings.
+
+        Raises:
+            TypeError, ValueError: as `fenced_lock` does.
+        """
+        return FencedLock(resources, lambda: self, **settings)
+
+    def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
+        return self.run(self.acquire_gen(resources, **terms))
+
+    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        return self.run(self.extend_gen(wishes))
+
+    def remint(self, grant: Grant, ttl: float) -> Grant:
+        return self.run(self.remint_gen(grant, ttl))
+
+    def release(self, grant: Grant) -> bool | None:
+        return self.run(self.release_gen(grant))
+
+    def force_release(self, resource: str, *, token: int | None = None) -> LockInfo | None:
+        """Give back what another holds, and return what it was; None where it was free.
+
+        With a token, only the holder that has it loses the lock: repeated, it takes nothing from a successor.
+
+        Nothing stops the holder, which hears of it when it extends its lease. Have a new holder claim what
+        the old one may write, so that the database refuses it: `fencelock release --force` does so.
+
+        Raises:
+            AuthorityError: it could not be done, or not be told whether it was.
+        """
+        return self.run(self.force_gen(check_resource(resource), token))
+
+    @overload
+    def inspect(self, resource: str, /) -> LockInfo | None: ...
+    @overload
+    def inspect(self, resource: None = None, /) -> list[LockInfo]: ...
+    def inspect(self, resource: str | None = None, /) -> LockInfo | list[LockInfo] | None:
+        """Tell by whom a resource is held, None where it is free; without one, all that is held.
+
+        Raises:
+            AuthorityError: it could not be told.
+        """
+        found = self.run(self.inspect_gen(() if resource is None else (check_resource(resource),)))
+        return found if resource is None else next(iter(found), None)
+
+
+class AsyncView(abc.ABC):
+    """A `GeneratorAuthority` for coroutines. May be used in an `async with`, which closes it."""
+
+    def __init__(self, authority: GeneratorAuthority) -> None:
+        self._authority = authority
+
+    def __repr__(self) -> str:
+        return f"{self._authority!r}.aio"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self.close()
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Close the connections of the running loop; using it again connects again."""
+
+    @abc.abstractmethod
+    async def run(self, steps: Steps[_T]) -> _T:
+        """Run a generator; other tasks run meanwhile."""
+
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+        return self._authority.acquire_gen(resources, **terms)
+
+    async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
+        """Return leases of all the resources, or of none: see `Authority.acquire_gen`.
+
+        Cancelled, it gives back what it may have acquired, without waiting for that.
+        """
+        return await self.run(self.acquire_gen(resources, **terms))
+
+    async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
+        return await self.run(self._authority.extend_gen(wishes))
+
+    async def remint(self, grant: Grant, ttl: float) -> Grant:
+        return await self.run(self._authority.remint_gen(grant, ttl))
+
+    async def release(self, grant: Grant) -> bool | None:
+        return await self.run(self._authority.release_gen(grant))
+
+    @overload
+    async def inspect(self, resource: str, /) -> LockInfo | None: ...
+    @overload
+    async def inspect(self, resource: None = None, /) -> list[LockInfo]: ...
+    async def inspect(self, resource: str | None = None, /) -> LockInfo | list[LockInfo] | None:
+        """Tell by whom a resource is held: see `GeneratorAuthority.inspect`."""
+        asked = () if resource is None else (check_resource(resource),)
+        found = await self.run(self._authority.inspect_gen(asked))
+        return found if resource is None else next(iter(found), None)

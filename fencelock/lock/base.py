@@ -1,0 +1,367 @@
+"""What a lock does, as generators: acquire, extend, remint, hand over, release."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import math
+import re
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from types import EllipsisType, FrameType
+from typing import Any, Final, Generic, TypeVar, cast
+from weakref import ref
+
+from fencelock import _events
+from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
+from fencelock._events import LockNotAcquired, Outcome
+from fencelock._generators import Steps
+from fencelock._owners import running_loop
+from fencelock.authority.base import Authority, GivenUp, Grant, named
+from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
+from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
+from fencelock.lock.block import Block, last_of_ours
+from fencelock.lock.hold import Hold, find, remove
+from fencelock.lock.options import DEFAULT_TTL, IfLost
+from fencelock.lock.releasing import Loss, leave_gen, resume_renewal_gen, stop_renewal_gen, wait_for_releases
+from fencelock.lock.waiting import go_on_waiting, name_holder_gen, with_reason
+from fencelock.renewal.loop import for_loop
+from fencelock.renewal.schedule import tell
+from fencelock.renewal.thread import for_thread
+
+logger = logging.getLogger("fencelock.lock")
+
+Token = TypeVar("Token", int, tuple[int, ...])
+
+_ITSELF: Final = (
+    "this very thread, task or greenlet holds it, and reentrant=False forbids to enter it again. Leave the "
+    "outer block first, or write reentrant=True"
+)
+
+#: Braces that an f-string would have filled.
+_UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
+
+#: Nodes take so many names, of any length, in one command.
+_MOST_NAMES: Final = 5000
+
+#: What the text of a lease that is handed over says of itself: its version, too.
+HANDED: Final = "fencelock lease 1"
+
+#: The acquisitions that are under way, each with its lock.
+under_way: dict[Block, object] = {}
+
+_ends: list[bool] = []
+
+
+def end_acquisitions() -> None:
+    """Give up the acquisitions that wait, and refuse those of other threads from now on: the process ends."""
+    _ends[:] = [True]
+    for block in list(under_way):
+        block.given_up = True
+
+
+class BaseLock(Generic[Token]):
+    """What a lock is and does; the faces in `lock` block or await."""
+
+    def __init__(
+        self,
+        resources: tuple[str, ...],
+        find_authority: Callable[[], Authority],
+        *,
+        ttl: float = DEFAULT_TTL,
+        timeout: float | None = 10.0,
+        renew: bool = True,
+        max_hold: float | None = 3600.0,
+        fair: bool = False,
+        reentrant: bool = True,
+        if_lost: IfLost = "raise",
+    ) -> None:
+        self._resources = _check_resources(resources)
+        self._find_authority = find_authority
+        self._ttl = check_ttl(ttl)
+        self._timeout = check_timeout(timeout)
+        self._renew = bool(renew)
+        most = check_max_hold(max_hold, self._ttl) if self._renew else None
+        self._max_hold = math.inf if most is None else most
+        self._fair = bool(fair)
+        self._reentrant = bool(reentrant)
+        #: A grant that the next entering takes over.
+        self._handed: Grant | None = None
+        self._if_lost = check_choice("if_lost", if_lost, ("raise", "warn"))
+        self._entered: list[Block] = []
+        #: Entered by `with` and not left yet. Its body may have released it, so that it is no block any more.
+        self._with_blocks: list[Block] = []
+        self._listeners: tuple[Callable[[Lease], object], ...] = ()
+        #: What `@fenced` was given; for listeners to events.
+        self.template = ""
+
+    def _new_block(
+        self,
+        timeout: float | EllipsisType | None = ...,
+        *,
+        is_with: bool = False,
+        is_try: bool = False,
+    ) -> Block:
+        seconds = self._timeout if timeout is ... else check_timeout(timeout)
+        return Block(self._find_authority(), seconds, is_with, is_try)
+
+    def _acquire_gen(self, block: Block, *, in_loop: bool = False) -> Steps[Any]:
+        """Enter the lock; return the tokens for `with`, and else the first lease."""
+        held = [hold for name in self._resources if (hold := find(block.authority, block.owner, name))]
+        missing = tuple(dict.fromkeys(self._resources)) if len(self._resources) > 1 else self._resources
+        if held:
+            missing = yield from self._enter_again_gen(block, held, missing)
+        began, new = time.monotonic(), None
+        if missing:
+            try:
+                under_way[block] = self
+                block.grant = yield from self._grant_gen(block, missing, in_loop=in_loop)
+                for hold in block.holds:
+                    _check_still_held(hold)  # it may have ended while the others were waited for
+                new = self._new_hold(block, block.grant, in_loop=in_loop)
+                block.enter([*block.holds, new], self._resources)
+            except BaseException as caught:
+                under_way.pop(block, None)
+                error = yield from self._explain_gen(caught, block, missing, began)
+                if error is caught:
+                    raise
+                raise error from None
+            under_way.pop(block, None)
+        else:
+            block.enter(block.holds, self._resources)
+        self._entered.append(block)
+        if block.is_with:
+            self._with_blocks.append(block)
+        if new is not None:
+            new.note_acquired(time.monotonic() - began, had_to_wait=block.had_to_wait)
+            if new.renewer is not None:
+                # Not before: a hold that is interrupted until here is not extended while the traceback lives.
+                new.renewer.watch(new)
+        for hold in block.holds:
+            hold.tell_when_lost(self._listeners)
+        return block.tokens if block.is_with else block.leases[0]
+
+    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+        """Return the generator that acquires, or takes over what was handed over."""
+        if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
+            raise LockError(f"{named(missing)} is not acquired any more: the process ends")
+        handed, self._handed = self._handed, None
+        if handed is not None:
+            return _take_over_gen(block.authority, handed, self._ttl)
+        its = block.authority.aio if in_loop else block.authority
+        go_on = functools.partial(go_on_waiting, block, missing, self.template)
+        return its.acquire_gen(missing, ttl=self._ttl, timeout=block.timeout, fair=self._fair, go_on=go_on)
+
+    def _new_hold(self, block: Block, grant: Grant, *, in_loop: bool) -> Hold:
+        authority = block.authority
+        hold = Hold(authority, grant, block.owner, self._ttl, time.monotonic() + self._max_hold)
+        hold.template = self.template
+        frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as `inspect.currentframe` does
+        while frame is not None and frame.f_globals.get("__name__", "").startswith("fencelock."):
+            frame = frame.f_back
+        hold.place = None if frame is None else (frame.f_code, frame.f_lineno)
+        if in_loop and (loop := running_loop()) is not None:
+            hold.loop = ref(loop)
+        if self._renew:
+            hold.renewer = for_loop(authority) if in_loop else for_thread(authority)
+        return hold
+
+    def _enter_again_gen(
+        self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
+    ) -> Steps[tuple[str, ...]]:
+        """Enter what the owner holds already; return the names that are missing."""
+        if not self._reentrant:
+            raise LockTimeoutError(f"{self!r}: {_ITSELF}")
+        if self._handed is not None:
+            return names
+        if False in [block.enter_again(hold) for hold in held]:
+            yield wait_for_releases(block.owner)
+        for hold in block.holds:
+            if self._ttl not in {hold.ttl, DEFAULT_TTL}:
+                sentence = "%s: entered again with ttl=%g, and the ttl=%g of the outer block counts"
+                logger.warning(sentence, hold.name, self._ttl, hold.ttl)
+        known = {name for hold in block.holds for name in hold.grant.resources}
+        return tuple(name for name in names if name not in known)
+
+    def _explain_gen(
+        self, error: BaseException, block: Block, missing: tuple[str, ...], began: float
+    ) -> Steps[BaseException]:
+        """Return the error of an acquisition with all that can be said of it, and tell listeners."""
+        if isinstance(error, GivenUp):
+            error = LockTimeoutError(f"{named(missing)}: the acquisition was cancelled")
+        elif isinstance(error, LockTimeoutError) and block.timeout != 0:
+            error = with_reason(error, block.authority, missing)
+        if type(error) is LockTimeoutError and not (block.is_try or block.given_up):
+            yield from name_holder_gen(block.authority, missing, error)
+        if _events.listeners:
+            outcome = "cancelled" if block.given_up else _outcome_of(error)
+            facts = time.monotonic() - began, block.had_to_wait, outcome, error
+            _events.tell(LockNotAcquired(block.authority, missing, self.template, *facts))
+        return error
+
+    def _take_back_gen(self, block: Block) -> Steps[Loss | None]:
+        """Leave a block whose entering or leaving was interrupted; return as `_leave_gen` does."""
+        under_way.pop(block, None)
+        for blocks in (self._with_blocks, self._entered):
+            if block in blocks:
+                blocks.remove(block)
+        try:
+            if block.grant is not None:  # it became no hold
+                yield from block.authority.release_gen(block.grant)
+        finally:
+            lost = (yield from self._leave_gen(block)) if block.holds else None
+        return lost
+
+    def _extend_gen(self, block: Block, ttl: float | None) -> Steps[None]:
+        seconds = self._ttl if ttl is None else check_ttl(ttl)
+        for hold in block.holds:
+            _check_still_held(hold)
+            try:
+                yield from stop_renewal_gen(hold)
+                (outcome,) = yield from hold.authority.extend_gen([(hold.grant, seconds)])
+                if isinstance(outcome, LockLostError):
+                    tell(hold.lose(str(outcome)))
+                if not isinstance(outcome, Grant):
+                    raise outcome
+                _check_still_held(hold)
+                hold.prolong(outcome)
+            finally:
+                yield from resume_renewal_gen(hold)
+
+    def _remint_gen(self, block: Block) -> Steps[Any]:
+        for hold in block.holds:
+            _check_still_held(hold)
+            began, grant = False, None
+            try:
+                yield from stop_renewal_gen(hold)
+                now = time.monotonic()
+                ttl = max(hold.most_seconds(now), hold.grant.expires_at - now)
+                began = True
+                grant = yield from hold.authority.remint_gen(hold.grant, ttl)
+                _note_remint(hold, grant)
+            except BaseException:
+                if began:
+                    _note_remint(hold, grant)  # once more, where a signal handler raised in the middle of it
+                raise
+            finally:
+                yield from resume_renewal_gen(hold)
+            _check_still_held(hold)
+        return block.tokens
+
+    def _locked_gen(self, authority: Authority) -> Steps[bool]:
+        return bool((yield from authority.inspect_gen(tuple(dict.fromkeys(self._resources)))))
+
+    def _hand_over_gen(self, block: Block) -> Steps[str]:
+        hold, authority = block.holds[0], cast("Any", block.authority)
+        _check_still_held(hold)
+        try:
+            yield from stop_renewal_gen(hold)
+            _check_still_held(hold)
+            if len(block.holds) > 1 or len(hold.blocks) > 1:
+                raise LockError(f"{self!r} was entered more than once: leave the other blocks first")
+            if any(lease.needed or lease.in_doubt for lease in hold.leases):
+                raise LockError(f"{self!r}: a transaction under it is open or in doubt: end it first")
+            its = {"resources": hold.grant.resources, "tokens": hold.grant.tokens, "ttl": hold.ttl}
+            its |= {"proof": authority.dump(hold.grant), "by": repr(authority)}
+            self._entered.remove(block)
+            block.holds = ()
+            remove(hold)
+            hold.note_released()
+        finally:
+            yield from resume_renewal_gen(hold)
+        return json.dumps({HANDED: its})
+
+    def _leave_gen(self, block: Block) -> Steps[Loss | None]:
+        """Leave one block; return what had been lost before, or None."""
+        try:
+            if block in self._entered:
+                self._entered.remove(block)
+            return (yield from leave_gen(block))
+        except (Exception, KeyboardInterrupt, SystemExit):
+            # A signal handler's, at any line. (One that is cancelled has been sent.) Once more does no harm.
+            yield from leave_gen(block)
+            raise
+
+    def _exit_gen(self, block: Block) -> Steps[Loss | None]:
+        """Leave a block of `with`, unless its body has released it; return as `_leave_gen` does."""
+        if block in self._with_blocks:
+            self._with_blocks.remove(block)
+        return (yield from self._leave_gen(block)) if block in self._entered else None
+
+    def _innermost(self, *, to_leave: bool = False) -> Block:
+        """Return what this thread, task or greenlet entered last; or else the last block of all."""
+        if (block := last_of_ours(self._entered, to_leave=to_leave)) is None:
+            raise NotHeldError(f"{self!r}: acquire it first")
+        return block
+
+    def _block_to_leave(self) -> Block | None:
+        """Return what this thread, task or greenlet leaves next."""
+        # The second: it was acquired, and handed over to an ExitStack.
+        return last_of_ours(self._with_blocks, to_leave=True) or last_of_ours(self._entered, to_leave=True)
+
+    def _complain(self, lost: Loss, exc_value: BaseException | None) -> None:
+        if exc_value is not None:
+            exc_value.add_note(str(lost.error))
+        elif lost.is_committed or self._if_lost == "warn":
+            logger.warning("%s", lost.error)
+        else:
+            raise lost.error
+
+
+def _take_over_gen(authority: Any, grant: Grant, ttl: float) -> Steps[Grant]:
+    if not (yield from authority.vouch_gen(grant)):
+        raise LockLostError(
+            f"{named(grant.resources)} was not taken over: its lease has ended, or a token of the text is "
+            "not that of its lock; acquire the lock again"
+        )
+    (outcome,) = yield from authority.extend_gen([(grant, ttl)])
+    if isinstance(outcome, LockLostError):
+        yield from authority.release_gen(grant)  # nodes may have made its locks again
+    if not isinstance(outcome, Grant):
+        raise outcome
+    return outcome
+
+
+def _outcome_of(error: BaseException) -> Outcome:
+    if isinstance(error, LockTimeoutError):
+        return "timeout"
+    return "error" if isinstance(error, Exception) else "cancelled"
+
+
+def _check_still_held(hold: Hold) -> None:
+    """Refuse with a LockLostError to go on with a hold that has ended."""
+    for lease in hold.leases:
+        lease.check()
+        if lease.lost or lease.released:
+            raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
+
+
+def _note_remint(hold: Hold, grant: Grant | None) -> None:
+    """Note what came of asking for a new token, None for nothing; again has no effect."""
+    if grant is not None and not hold.released:
+        hold.remint(grant)
+    else:
+        hold.grant = grant or hold.grant
+        # The old token may belong to no lease any more.
+        tell(hold.lose("a new token was asked for, and none came"))
+
+
+def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
+    if not resources:
+        raise ValueError("name what to lock, such as fenced_lock('order:1')")
+    if len(resources) > _MOST_NAMES:
+        raise ValueError(
+            f"one lock has at most {_MOST_NAMES} names, and this one has {len(resources)}: lock what they "
+            "have in common, or take several locks one after the other, always in the same order"
+        )
+    names = tuple(map(check_resource, resources))
+    for name in names:
+        if _UNFILLED.search(name) or OBJECT_IN_NAME.search(name):
+            raise ValueError(
+                f"{name!r} names no one thing to lock: fill its braces with a value, as "
+                "fenced_lock(f'order:{order.id}') does"
+            )
+    return names

@@ -1,0 +1,98 @@
+"""Acquisitions that wait for other holders: who is told, and why they wait in vain."""
+
+from __future__ import annotations
+
+import logging
+import shlex
+import threading
+from collections.abc import Sequence
+from types import CodeType
+from typing import Final
+
+from fencelock import _events
+from fencelock._events import LockWaiting
+from fencelock._generators import Steps
+from fencelock._owners import running_loop
+from fencelock.authority.base import Authority, GivenUp, named
+from fencelock.errors import AuthorityError, LockTimeoutError
+from fencelock.lease import held_leases, latest_session
+from fencelock.lock.block import Block
+from fencelock.lock.hold import holds_of
+
+logger = logging.getLogger("fencelock.lock")
+
+#: What was waited for when the log told of a connection that is kept meanwhile.
+_warned: list[tuple[str, ...]] = []
+
+_OTHER_CALLER: Final = (
+    "this very thread has taken it, {}, for a caller of another context. A lock is entered again only where "
+    "its lease is held: take and leave it within one call, or hand the lease over"
+)
+
+_PARENT: Final = (
+    "the task or thread that started this one holds it, and waits in vain if it waits for this one: take the "
+    "lock in one of the two only. What the holder starts may write under its lease"
+)
+
+
+def go_on_waiting(block: Block, resources: tuple[str, ...], template: str) -> None:
+    """Tell listeners once that an acquisition waits; raise GivenUp if it was cancelled."""
+    if block.given_up:
+        raise GivenUp
+    if not block.had_to_wait:
+        block.had_to_wait = True
+        _warn_of_connection(resources)
+        if _events.listeners:
+            _events.tell(LockWaiting(block.authority, resources, template))
+
+
+def _warn_of_connection(resources: tuple[str, ...]) -> None:
+    """Log, once in a process, that a caller keeps a connection of the program while it waits."""
+    session = latest() if (latest := latest_session.get()) is not None else None
+    if session is not None and session.in_transaction() and not _warned:
+        _warned.append(resources)
+        logger.warning(
+            "%s: a session of this thread or task has begun a transaction, and keeps a connection while the "
+            "lock is waited for; so waiting callers can use up the pool. Call session.rollback() before the "
+            "lock, or read inside it. This is told once",
+            named(resources),
+        )
+
+
+def with_reason(error: LockTimeoutError, authority: Authority, resources: Sequence[str]) -> LockTimeoutError:
+    """Return an error that says, too, that the caller's own thread or parent holds what it waits for."""
+    if not (why := _why_in_vain(authority, resources)):
+        return error
+    return LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl)
+
+
+def _why_in_vain(authority: Authority, resources: Sequence[str]) -> str:
+    holds = [hold for hold in holds_of(authority, resources) if not hold.lost]
+    inherited = held_leases()
+    here = None if running_loop() else threading.get_ident()
+    for hold in holds:
+        if hold.thread == here and hold.loop() is None:
+            return _OTHER_CALLER.format(_shown(hold.place))
+    return _PARENT if any(lease in inherited for hold in holds for lease in hold.leases) else ""
+
+
+def _shown(place: tuple[CodeType, int] | None) -> str:
+    return "somewhere" if place is None else f"in {place[0].co_filename}:{place[1]}"
+
+
+def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: LockTimeoutError) -> Steps[None]:
+    """Add to an error which process holds the lock, where the authority can tell."""
+    for name in resources:
+        try:
+            found = yield from authority.inspect_gen((name,))
+        except AuthorityError:
+            return
+        if found:
+            error.holder = found[0].holder
+            said, by = str(error), f"is held by {error.holder}"
+            if error.holder is None:
+                free = shlex.join(["fencelock", "release", "--force", name])
+                by = f"is held by something that is no fencelock lease (`{free}` frees it)"
+            one = len(resources) == 1
+            error.args = (said.replace("is held by another", by) if one else f"{said}. {name!r} {by}",)
+            return
