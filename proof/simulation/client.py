@@ -13,9 +13,8 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from fencelock.authority.redlock import operations
-from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import holding
+from fencelock.authority.redlock.protocol import attempts, holding
+from fencelock.authority.redlock.protocol.acquire import Acquisition
 from fencelock.authority.redlock.protocol.attempts import Granted, abandon
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.protocol.queue import Waiter
@@ -173,7 +172,7 @@ class Client:
         nonce = partial(self._new_nonce, attempt.resources)
         acquisition = Acquisition(attempt.resources, attempt.ttl, nonce, instead_of=old)
         try:
-            grant = yield from acquisition.remint(self.process.see, old, jitter=self._random.random)
+            grant = yield from holding.remint(self.process.see, acquisition, old, jitter=self._random.random)
         except LockLostError:
             hold.lost = True
             raise
@@ -186,7 +185,7 @@ class Client:
         # Of an extension under way, which is not waited for here, the end releases as well.
         valid = hold.is_valid() and not hold.busy
         hold.released = True
-        ours = yield from operations.release(self.process.see, hold.granted)
+        ours = yield from attempts.release(self.process.see, hold.granted)
         if valid and ours is False:
             self._judge.ended(hold, "it was not there any more when it was given back")
         return ours

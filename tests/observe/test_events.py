@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any
 
@@ -124,15 +124,15 @@ def test_release_that_a_signal_handler_breaks_off(
     mine: Any, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is sent once more, and what that does not find was not lost."""
-    release = mine.release
+    release_gen = mine.release_gen
 
-    def strike(grant: object) -> None:
+    def strike(grant: object) -> Iterator[Any]:
         monkeypatch.undo()
-        release(grant)
+        yield from release_gen(grant)
         raise InterruptedError
 
     with pytest.raises(InterruptedError), mine.lock("order:1"):
-        monkeypatch.setattr(mine, "release", strike)
+        monkeypatch.setattr(mine, "release_gen", strike)
     assert kinds_of(events) == ["LockAcquired", "LockReleased"]
     assert only(events, LockReleased).end == "released"
 

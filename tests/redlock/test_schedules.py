@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
+from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol import acquire, attempts, holding, messages
-from fencelock.authority.redlock.protocol.attempts import Granted
 from fencelock.authority.redlock.protocol.messages import Answer, Said, Sleep
 from fencelock.errors import LockLostError, QuorumError
 from proof.servers import Nodes
@@ -470,9 +470,9 @@ def test_release_does_not_add_up_nodes_that_forgot_one_after_the_other(make_stag
     """Nobody can tell the holder that his lease had ended; where two voters know nothing of it, it had."""
     stage = make_stage()
     bidder = play_node_that_forgets_when_another_is_admitted(stage)
-    actor = Actor(stage.nodes, holding.release(bidder.node_set, bidder.outcome))
+    actor = Actor(stage.nodes, attempts.release(lambda: bidder.node_set, bidder.outcome))
     assert actor.finish() is None
-    again = Actor(stage.nodes, holding.release(bidder.node_set, bidder.outcome))
+    again = Actor(stage.nodes, attempts.release(lambda: bidder.node_set, bidder.outcome))
     assert again.finish() is False
 
 
@@ -485,9 +485,8 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
     new_attempt = itertools.count()
     actor = Actor(
         stage.nodes,
-        acquire.acquire(
+        acquire.Acquisition(("r",), 5.0, lambda: f"bid-{next(new_attempt)}").acquire(
             lambda: node_sets[-1],
-            lambda node_set: attempts.Attempt.of(node_set, ("r",), f"bid-{next(new_attempt)}", 5.0),
             began=0.0,
             timeout=30.0,
             grace=0.0,
@@ -502,7 +501,7 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
         node.expire("r")
     actor.until("read")
     node_sets.append(replace(stage.node_set, fingerprint="another list"))
-    assert isinstance(actor.finish(), Granted)
+    assert isinstance(actor.finish(), Grant)
 
 
 def play_bid_for_a_lease_on_a_node_that_was_just_admitted(stage: Stage) -> Said:

@@ -6,8 +6,8 @@ import itertools
 from collections.abc import Generator, Iterator
 from typing import Any
 
-from fencelock.authority.redlock.protocol.acquire import acquire
-from fencelock.authority.redlock.protocol.attempts import Attempt, Granted
+from fencelock.authority.base import Grant
+from fencelock.authority.redlock.protocol.acquire import Acquisition
 from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Request, Round, Said, Sleep
 from tests.redlock.stage import node_set_of
 
@@ -15,7 +15,7 @@ NODES = node_set_of("", 2)
 TAKEN = Answer(Said.HELD, ttl=30.0)
 
 
-def asked(generator: Generator[Request, Any, Granted], answers: list[Answer]) -> Iterator[list[int]]:
+def asked(generator: Generator[Request, Any, Grant], answers: list[Answer]) -> Iterator[list[int]]:
     """Yield which nodes each ACQUIRE goes to; node 0 gives these answers, and node 1 grants each time."""
     request = next(generator)
     for answer in answers:
@@ -33,9 +33,8 @@ def test_after_a_split_vote_one_node_decides_and_then_all_are_asked_again() -> N
     If that one node refuses, it asked in vain: the next attempt goes to all nodes, in one round trip.
     """
     nonces = map(str, itertools.count())
-    generator = acquire(
+    generator = Acquisition(("r",), 30.0, lambda: next(nonces)).acquire(
         lambda: NODES,
-        lambda node_set: Attempt.of(node_set, ("r",), next(nonces), 30.0),
         began=0.0,
         timeout=10.0,
         grace=1.0,

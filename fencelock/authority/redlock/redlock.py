@@ -15,7 +15,7 @@ from fencelock._generators import Steps, run
 from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, Wish, in_use
 from fencelock.authority.generators import GeneratorAuthority
-from fencelock.authority.redlock import admin, operations
+from fencelock.authority.redlock import admin
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.membership import initialise
@@ -23,8 +23,8 @@ from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
-from fencelock.authority.redlock.operations import Acquisition
-from fencelock.authority.redlock.protocol import inspecting, messages
+from fencelock.authority.redlock.protocol import attempts, holding, inspecting, messages
+from fencelock.authority.redlock.protocol.acquire import Acquisition
 from fencelock.authority.redlock.protocol.attempts import Attempt, Granted, names_of
 from fencelock.authority.redlock.protocol.messages import INTRODUCE, Command
 from fencelock.authority.redlock.protocol.queue import Waiter, WaitQueue
@@ -106,7 +106,7 @@ class Redlock(GeneratorAuthority):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._pid = os.getpid()
-        self._client = os.urandom(inspecting.CLIENT_DIGITS // 2).hex()
+        self._client = os.urandom(attempts.CLIENT_DIGITS // 2).hex()
         itself = f"{self._node_key}:w:{self._client}", name_of_process(self._pid)
         self._introduction = Command(INTRODUCE, "", (), (*itself, "PX", int(INTRODUCED_FOR * 1000)))
         self._view = MembershipView(self._names, self._node_key, self._node_timeout, self._init_command())
@@ -164,16 +164,17 @@ class Redlock(GeneratorAuthority):
         initialised = False
         while True:
             try:
-                attempts = acquisition.acquire(
-                    self._see,
-                    began=time.monotonic(),
-                    timeout=timeout,
-                    grace=self._outage_grace,
-                    outage=max(self._connect_timeout, self._outage_grace),
-                    jitter=random.random,
-                    go_on=go_on,
+                return (
+                    yield from acquisition.acquire(
+                        self._see,
+                        began=time.monotonic(),
+                        timeout=timeout,
+                        grace=self._outage_grace,
+                        outage=max(self._connect_timeout, self._outage_grace),
+                        jitter=random.random,
+                        go_on=go_on,
+                    )
                 )
-                return (yield from attempts)
             except NodesNotInitialisedError:
                 if initialised or os.environ.get("FENCELOCK_AUTO_INIT") != "1":
                     raise
@@ -181,14 +182,14 @@ class Redlock(GeneratorAuthority):
             yield from self._initialising(None, None)
 
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        return operations.extend(self._see, wishes)
+        return holding.extend_many(self._see, wishes)
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         acquisition = Acquisition(grant.resources, ttl, self._new_nonce, instead_of=grant.proof)
-        return acquisition.remint(self._see, grant.proof, jitter=random.random)
+        return holding.remint(self._see, acquisition, grant.proof, jitter=random.random)
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
-        return operations.release(self._see, grant.proof)
+        return attempts.release(self._see, grant.proof)
 
     def vouch_gen(self, grant: Grant) -> Steps[bool]:
         tokens = dict(zip(grant.resources, grant.tokens, strict=True))
@@ -213,7 +214,7 @@ class Redlock(GeneratorAuthority):
         return {"namespace": self._namespace, "nonce": grant.proof.attempt.nonce}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
-        if "namespace" in data and not inspecting.NONCE.fullmatch(data["nonce"]):
+        if "namespace" in data and not attempts.NONCE.fullmatch(data["nonce"]):
             raise ValueError("its nonce is none of Redlock's")
         names, halves = tuple(sorted(resources)), dict(zip(resources, map(split, tokens), strict=True))
         attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))
@@ -335,7 +336,7 @@ class Redlock(GeneratorAuthority):
         return LoopConnections(loop, self._nodes, self._node_key, **self._wiring())
 
     def _new_nonce(self) -> str:
-        return inspecting.new_nonce(self._client, time.time(), os.urandom(8).hex())
+        return attempts.new_nonce(self._client, time.time(), os.urandom(8).hex())
 
     def _wiring(self) -> dict[str, Any]:
         return {

@@ -26,9 +26,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from typing import Any
 
-from fencelock.authority.base import validity
+from fencelock.authority.base import Grant, validity
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
     Failed,
@@ -53,7 +54,10 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout
+from fencelock.authority.redlock.protocol.queue import Waiter
+from fencelock.authority.redlock.protocol.refusals import check_max_ttl, raise_no_quorum, raise_timeout
+from fencelock.errors import FencelockError
+from fencelock.tokens import compose
 
 #: Seconds after which a contender that waits to be called looks for the first time; longer than a claim.
 _LOOK = 0.15
@@ -61,65 +65,180 @@ _LOOK = 0.15
 _LEAST_FOR_LINKS = 0.5
 
 
-def acquire(
-    see: Callable[[], NodeSet],
-    new_attempt: Callable[[NodeSet], Attempt],
-    *,
-    began: float,
-    timeout: float | None,
-    grace: float,
-    outage: float,
-    jitter: Callable[[], float],
-    go_on: Callable[[], None] = lambda: None,
-) -> Generator[Request, Any, Granted]:
-    """Make attempts until a quorum grants, or until the time is over.
+class Acquisition:
+    """One attempt after the other, each with a nonce of its own, until a quorum grants.
 
     Args:
-        see: returns the nodes as they are known at the moment.
-        new_attempt: makes the next attempt, each with a nonce of its own.
-        began: when the caller began, on the driver's clock.
-        timeout: seconds to wait for another holder; None for ever, 0 one try.
-        grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
-        outage: seconds without a quorum in which connections are worth waiting for.
-        jitter: returns a random number between 0 and 1.
-        go_on: called after each wait; may raise.
-
-    Raises:
-        LockTimeoutError: another holder kept the resource until the timeout.
-        QuorumError: too few nodes answered.
-        NodesNotInitialisedError: too many nodes are blank.
-        MembershipError: too many nodes belong to another list.
+        resources: their names, in the order of the caller.
+        ttl: seconds.
+        new_nonce: makes a nonce. It is drawn when it is needed: two processes that were restored from one
+            snapshot would have had the same in advance, and a node would take the attempt of one for that of
+            the other, resent.
+        waiter: knows its place in line; None where there is no waiting.
+        instead_of: what the attempts take over.
     """
-    last_quorum = began
-    ends = math.inf if timeout is None else began + timeout
-    links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
-    tries = 0
-    alone = False
-    while True:
-        node_set = see()
-        attempt = new_attempt(node_set)
-        links_until = min(links_end, last_quorum + outage)
-        outcome = yield from make_attempt(node_set, attempt, alone=alone, links_until=links_until)
-        if isinstance(outcome, Granted):
-            return outcome
-        if nodes := [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]:
-            yield from abandon(node_set, attempt, nodes, stay=True)
-        tries += 1
-        alone = outcome.split and not alone
-        yield from _learn(node_set, outcome, links_until)
-        if see() != node_set:  # nodes were heard for the first time, or have got another list
-            continue
-        if outcome.contended:
-            last_quorum = outcome.ended
-        elif not _may_recover(node_set, outcome.answers, grace) or outcome.ended - last_quorum >= grace:
-            yield from _leave(node_set, attempt)
-            raise_no_quorum(node_set, outcome.answers)
-        if outcome.ended >= ends:
-            yield from _leave(node_set, attempt)
-            raise_timeout(node_set, outcome)
-        pause = min(ends - outcome.ended, next_pause(outcome, tries, jitter()))
-        yield Sleep(pause, attempt.resources, attempt.place)
-        go_on()
+
+    def __init__(
+        self,
+        resources: tuple[str, ...],
+        ttl: float,
+        new_nonce: Callable[[], str],
+        waiter: Waiter | None = None,
+        instead_of: Granted | None = None,
+    ) -> None:
+        self._resources = resources
+        self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
+        self._ttl = ttl
+        self._new_nonce = new_nonce
+        self._waiter = waiter
+        #: What makes an attempt more than an ordinary one.
+        self._special: dict[str, Any] = {}
+        if instead_of is not None:
+            hints = tuple(counter + 1 for counter in instead_of.counters)
+            self._special = {
+                "hint_epoch": instead_of.epoch,
+                "hints": hints,
+                "instead_of": instead_of.attempt.nonce,
+            }
+        self._latest: tuple[NodeSet, Attempt] | None = None
+
+    def acquire(
+        self,
+        see: Callable[[], NodeSet],
+        *,
+        began: float,
+        timeout: float | None,
+        grace: float,
+        outage: float,
+        jitter: Callable[[], float],
+        go_on: Callable[[], None] = lambda: None,
+    ) -> Generator[Request, Any, Grant]:
+        """Make attempts until a quorum grants, or until the time is over.
+
+        Args:
+            see: returns the nodes as they are known at the moment.
+            began: when the caller began, on the driver's clock.
+            timeout: seconds to wait for another holder; None for ever, 0 one try.
+            grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
+            outage: seconds without a quorum in which connections are worth waiting for.
+            jitter: returns a random number between 0 and 1.
+            go_on: called after each wait; may raise.
+
+        Raises:
+            LockTimeoutError: another holder kept the resource until the timeout.
+            QuorumError: too few nodes answered.
+            NodesNotInitialisedError: too many nodes are blank.
+            MembershipError: too many nodes belong to another list.
+            ValueError: the ttl is longer than these nodes allow.
+        """
+        patience = _Patience(began, timeout, grace, outage)
+        try:
+            while True:
+                node_set = see()
+                attempt = self.next_attempt(node_set)
+                outcome = yield from make_attempt(
+                    node_set, attempt, alone=patience.alone, links_until=patience.links_until
+                )
+                if isinstance(outcome, Granted):
+                    if self._waiter is not None:
+                        self._waiter.leave()
+                    return self.grant_of(outcome)
+                yield from _failed(see, node_set, outcome, patience, jitter, go_on)
+        except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
+            self._leave_queue()
+            raise
+        except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
+            yield from self.abandon_latest()
+            self._leave_queue()
+            raise
+
+    def next_attempt(self, node_set: NodeSet) -> Attempt:
+        """Return a new attempt, with a nonce of its own.
+
+        Raises:
+            ValueError: the ttl is longer than these nodes allow.
+        """
+        if self._ttl > node_set.max_ttl:
+            check_max_ttl(self._ttl, node_set)
+        nonce = self._new_nonce()
+        position = self._waiter.position() if self._waiter is not None else None
+        attempt = Attempt.of(node_set, self._canonical, nonce, self._ttl, position)
+        if self._special:
+            attempt = replace(attempt, **self._special)
+        self._latest = node_set, attempt
+        return attempt
+
+    def abandon_latest(self) -> Generator[Broadcast, Round, None]:
+        """Release the latest attempt, if there was one."""
+        if self._latest is not None:
+            yield from abandon(*self._latest)
+
+    def grant_of(self, granted: Granted) -> Grant:
+        """Return the grant that an attempt has come to."""
+        counters = dict(zip(self._canonical, granted.counters, strict=True))
+        tokens = tuple([compose(granted.epoch, counters[resource]) for resource in self._resources])
+        return Grant(self._resources, tokens, granted.expires_at, granted)
+
+    def _leave_queue(self) -> None:
+        if self._waiter is not None:
+            self._waiter.leave()
+
+
+class _Patience:
+    """For how long an acquisition goes on, and how it makes its next attempt.
+
+    Attributes:
+        last_quorum: when a quorum has voted last.
+        tries: how many attempts have failed.
+        alone: whether the next one asks the first node by itself.
+    """
+
+    def __init__(self, began: float, timeout: float | None, grace: float, outage: float) -> None:
+        self.ends = math.inf if timeout is None else began + timeout
+        self.grace = grace
+        self.last_quorum = began
+        self.tries = 0
+        self.alone = False
+        self._links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
+        self._outage = outage
+
+    @property
+    def links_until(self) -> float:
+        """Until when connections are worth waiting for."""
+        return min(self._links_end, self.last_quorum + self._outage)
+
+
+def _failed(
+    see: Callable[[], NodeSet],
+    node_set: NodeSet,
+    outcome: Failed,
+    patience: _Patience,
+    jitter: Callable[[], float],
+    go_on: Callable[[], None],
+) -> Generator[Request, Any, None]:
+    """Release what an attempt has left, and wait until the next one; or raise why there is none."""
+    attempt = outcome.attempt
+    if nodes := [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]:
+        yield from abandon(node_set, attempt, nodes, stay=True)
+    patience.tries += 1
+    patience.alone = outcome.split and not patience.alone
+    yield from _learn(node_set, outcome, patience.links_until)
+    if see() != node_set:  # nodes were heard for the first time, or have got another list
+        return
+    if outcome.contended:
+        patience.last_quorum = outcome.ended
+    elif (
+        not _may_recover(node_set, outcome.answers, patience.grace)
+        or outcome.ended - patience.last_quorum >= patience.grace
+    ):
+        yield from _leave(node_set, attempt)
+        raise_no_quorum(node_set, outcome.answers)
+    if outcome.ended >= patience.ends:
+        yield from _leave(node_set, attempt)
+        raise_timeout(node_set, outcome)
+    pause = min(patience.ends - outcome.ended, next_pause(outcome, patience.tries, jitter()))
+    yield Sleep(pause, attempt.resources, attempt.place)
+    go_on()
 
 
 def make_attempt(

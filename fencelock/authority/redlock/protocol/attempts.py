@@ -1,11 +1,13 @@
-"""The nodes as a client sees them, one attempt at a lock, what came of it, and how it is given up."""
+"""The nodes as a client sees them, one attempt at a lock, what came of it, and how it is given back."""
 
 from __future__ import annotations
 
+import re
 import zlib
 from collections.abc import Callable, Generator, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Final
 
 from fencelock.authority.base import named
 from fencelock.authority.redlock.protocol.messages import (
@@ -18,6 +20,12 @@ from fencelock.authority.redlock.protocol.messages import (
     Round,
     Said,
 )
+from fencelock.errors import FencelockError
+
+#: What `new_nonce` makes.
+NONCE: Final = re.compile("[0-9a-f]{43}")
+CLIENT_DIGITS: Final = 16
+TIME_DIGITS: Final = 11
 
 
 @dataclass(frozen=True)
@@ -49,6 +57,17 @@ class NodeSet:
     @cached_property
     def quorum(self) -> int:
         return len(self.names) // 2 + 1
+
+
+def new_nonce(client: str, wall: float, random: str) -> str:
+    """Return a nonce that tells whose it is, and since when.
+
+    Args:
+        client: the id of the client: 16 hexadecimal digits.
+        wall: Unix time in seconds.
+        random: drawn for each nonce, because the state of a process may be copied.
+    """
+    return f"{client}{int(wall * 1000):0{TIME_DIGITS}x}{random}"
 
 
 def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
@@ -264,3 +283,26 @@ def release_command(
         waiting = (round(position.waited * 1000), round(position.since * 1000)) if stay else ()
         arguments = (*arguments, position.place, *waiting)
     return Command("release", attempt.nonce, attempt.keys, arguments)
+
+
+def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast, Round, bool | None]:
+    """Give the lock back, and let nodes that lag catch up with the token.
+
+    Returns True if a majority still held it for us, False if that can no longer be, None if too few
+    nodes answered to tell; in that case the lock ends by itself with its ttl.
+    """
+    node_set = see()
+    try:
+        command = release_command(node_set, granted.attempt, granted.epoch, granted.counters)
+        done = yield Broadcast(command, node_set.everybody, enough_released(node_set), node_set.patience)
+        if count_of(Said.RELEASED, done.answers) >= node_set.quorum:
+            return True
+        # RELEASE is never refused. Voters that do not know the lock and blank nodes are not added up: see
+        # EXTEND.
+        gone = max(count_of(Said.LOST, done.answers), count_of(Said.AMNESIA, done.answers))
+        return None if len(node_set.names) - gone >= node_set.quorum else False
+    except (FencelockError, GeneratorExit):
+        raise
+    except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+        yield from abandon(see(), granted.attempt)
+        raise

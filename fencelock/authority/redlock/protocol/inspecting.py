@@ -13,7 +13,14 @@ from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
-from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet, names_of, release_command
+from fencelock.authority.redlock.protocol.attempts import (
+    CLIENT_DIGITS,
+    TIME_DIGITS,
+    Attempt,
+    NodeSet,
+    names_of,
+    release_command,
+)
 from fencelock.authority.redlock.protocol.messages import (
     Answer,
     Answers,
@@ -26,25 +33,10 @@ from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import compose, split
 
-#: What `new_nonce` makes.
-NONCE: Final = re.compile("[0-9a-f]{43}")
 #: Keys that a node looks at in one script, and does nothing else meanwhile.
 PAGE: Final = 200
-CLIENT_DIGITS: Final = 16
-_TIME_DIGITS: Final = 11
 _FACTS: Final = 5
 _GONE: Final = frozenset({Said.RELEASED, Said.LOST, Said.AMNESIA})
-
-
-def new_nonce(client: str, wall: float, random: str) -> str:
-    """Return a nonce that tells whose it is, and since when.
-
-    Args:
-        client: the id of the client: 16 hexadecimal digits.
-        wall: Unix time in seconds.
-        random: drawn for each nonce, because the state of a process may be copied.
-    """
-    return f"{client}{int(wall * 1000):0{_TIME_DIGITS}x}{random}"
 
 
 class _Seen(NamedTuple):
@@ -223,7 +215,7 @@ def _info(resource: str, seen: list[_Seen]) -> LockInfo:
 
 def _since(nonce: str) -> float | None:
     """Return when a nonce was made, in Unix time; None for what something else has written."""
-    made = re.match(f"[0-9a-f]{{{CLIENT_DIGITS}}}([0-9a-f]{{{_TIME_DIGITS}}})", nonce)
+    made = re.match(f"[0-9a-f]{{{CLIENT_DIGITS}}}([0-9a-f]{{{TIME_DIGITS}}})", nonce)
     return int(made[1], 16) / 1000 if made else None
 
 

@@ -96,6 +96,20 @@ def _when_back(node_set: NodeSet, answers: Answers) -> str:
     return f"what restarted votes again when the longest lease{longest} has passed since a client met it"
 
 
+def check_max_ttl(ttl: float, node_set: NodeSet) -> None:
+    """Refuse what the nodes would not keep out for.
+
+    Raises:
+        ValueError: the ttl is longer than they allow.
+    """
+    if ttl > node_set.max_ttl:
+        raise ValueError(
+            f"a ttl of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes allow: one that "
+            "lost its memory stays out for no longer. Use a shorter one, which is renewed, or type: "
+            + node_set.init_command.replace("init", f"nodes set --max-ttl {math.ceil(ttl)}", 1)
+        )
+
+
 def by_name(names: Sequence[str], answers: Answers) -> dict[str, str]:
     return {names[node]: str(answers[node]) for node in sorted(answers)}
 
