@@ -131,7 +131,7 @@ class Acquisition:
             MembershipError: too many nodes belong to another list.
             ValueError: the ttl is longer than these nodes allow.
         """
-        patience = _Patience(began, timeout, grace, outage)
+        patience = _Patience(began, timeout, grace, outage, jitter=jitter, go_on=go_on)
         try:
             while True:
                 node_set = see()
@@ -143,7 +143,7 @@ class Acquisition:
                     if self._waiter is not None:
                         self._waiter.leave()
                     return self.grant_of(outcome)
-                yield from _failed(see, node_set, outcome, patience, jitter, go_on)
+                yield from _failed(see, node_set, outcome, patience)
         except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
             self._leave_queue()
             raise
@@ -193,7 +193,18 @@ class _Patience:
         alone: whether the next one asks the first node by itself.
     """
 
-    def __init__(self, began: float, timeout: float | None, grace: float, outage: float) -> None:
+    def __init__(
+        self,
+        began: float,
+        timeout: float | None,
+        grace: float,
+        outage: float,
+        *,
+        jitter: Callable[[], float],
+        go_on: Callable[[], None],
+    ) -> None:
+        self.jitter = jitter
+        self.go_on = go_on
         self.ends = math.inf if timeout is None else began + timeout
         self.grace = grace
         self.last_quorum = began
@@ -213,8 +224,6 @@ def _failed(
     node_set: NodeSet,
     outcome: Failed,
     patience: _Patience,
-    jitter: Callable[[], float],
-    go_on: Callable[[], None],
 ) -> Generator[Request, Any, None]:
     """Release what an attempt has left, and wait until the next one; or raise why there is none."""
     attempt = outcome.attempt
@@ -236,9 +245,9 @@ def _failed(
     if outcome.ended >= patience.ends:
         yield from _leave(node_set, attempt)
         raise_timeout(node_set, outcome)
-    pause = min(patience.ends - outcome.ended, next_pause(outcome, patience.tries, jitter()))
+    pause = min(patience.ends - outcome.ended, next_pause(outcome, patience.tries, patience.jitter()))
     yield Sleep(pause, attempt.resources, attempt.place)
-    go_on()
+    patience.go_on()
 
 
 def make_attempt(
