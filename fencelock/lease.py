@@ -81,6 +81,7 @@ class Lease:
 
     Attributes:
         released: whether the holder has given it back.
+        left: whether its last block was left, and open transactions need it still.
         why_lost: why it ended before that, where it was noted; else empty.
         guarded: whether the guard has seen a transaction that was written under it, whatever its end.
         committed: whether the guard has seen the COMMIT of one.
@@ -88,15 +89,15 @@ class Lease:
     """
 
     __slots__ = (
-        *("__weakref__", "_doubted", "_expires_at", "_fencing_token", "_left", "_needed_by", "_process"),
-        *("_resource", "_waiting", "committed", "granted_at", "guarded", "released", "why_lost"),
+        *("__weakref__", "_doubted", "_expires_at", "_fencing_token", "_needed_by", "_process"),
+        *("_resource", "_waiting", "committed", "granted_at", "guarded", "left", "released", "why_lost"),
     )
 
     def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
         self._resource = check_resource(resource)
         self._fencing_token = check_token(fencing_token)
         self._expires_at = expires_at
-        self.released = self._left = self.guarded = self.committed = False
+        self.released = self.left = self.guarded = self.committed = False
         self.why_lost = ""
         self.granted_at = -math.inf
         self._process = _process[0]
@@ -131,7 +132,7 @@ class Lease:
     @property
     def usable(self) -> bool:
         """Whether work may begin under it: it was not given back, nor left to what had begun by then."""
-        return not (self.released or self._left)
+        return not (self.released or self.left)
 
     @property
     def lost(self) -> bool:
@@ -140,7 +141,9 @@ class Lease:
         True when its time ran out by this process' clock, when a node majority no longer knew it, and
         in a forked child, which holds nothing of its parent's.
         """
-        return not self.released and (self.over or self._expires_at <= time.monotonic())
+        if self.released:
+            return False
+        return bool(self.why_lost) or self._process is not _process[0] or self._expires_at <= time.monotonic()
 
     @property
     def over(self) -> bool:
@@ -204,18 +207,6 @@ class Lease:
     def lose(self, reason: str) -> None:
         """Note that the lease has ended before the work did; the first reason stays."""
         self.why_lost = self.why_lost or reason
-
-    def release(self) -> None:
-        """Note that the holder has given the lease back."""
-        self.released = True
-
-    def leave(self) -> None:
-        """Note that no block is inside any more, and that open transactions still need the lease."""
-        self._left = True
-
-    def enter(self) -> None:
-        """Note that a block is inside again."""
-        self._left = False
 
     # What follows is between the guard, which writes under the lease, and the lock, in any threads.
 

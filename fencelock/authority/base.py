@@ -40,17 +40,12 @@ class Grant:
 Wish = tuple[Grant, float]
 
 
-def drift(ttl: float) -> float:
-    """Return the seconds by which clocks may disagree over a lease of `ttl` seconds."""
-    return ttl * 0.01 + 0.002
-
-
 def validity(began: float, ttl: float) -> float:
     """Return until when a holder may rely on a lease of `ttl` seconds that was asked for at `began`.
 
-    Both are times on the clock of `time.monotonic`.
+    Both are times on the clock of `time.monotonic`. Clocks may disagree by 1 % and 2 ms over a lease.
     """
-    return began + ttl - drift(ttl)
+    return began + ttl - (ttl * 0.01 + 0.002)
 
 
 def named(resources: Iterable[str]) -> str:

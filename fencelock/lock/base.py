@@ -274,22 +274,20 @@ class BaseLock(Generic[Token]):
             yield from resume_renewal_gen(hold)
         return json.dumps({HANDED: its})
 
-    def _leave_gen(self, block: Block) -> Steps[Loss | None]:
-        """Leave one block; return what had been lost before, or None."""
+    def _leave_gen(self, block: Block, *, is_exit: bool = False) -> Steps[Loss | None]:
+        """Leave one block; return what had been lost before. The body of `with` may have released it."""
         try:
+            if is_exit and block in self._with_blocks:
+                self._with_blocks.remove(block)
             if block in self._entered:
                 self._entered.remove(block)
+            elif is_exit:
+                return None
             return (yield from leave_gen(block))
         except (Exception, KeyboardInterrupt, SystemExit):
             # A signal handler's, at any line. (One that is cancelled has been sent.) Once more does no harm.
             yield from leave_gen(block)
             raise
-
-    def _exit_gen(self, block: Block) -> Steps[Loss | None]:
-        """Leave a block of `with`, unless its body has released it; return as `_leave_gen` does."""
-        if block in self._with_blocks:
-            self._with_blocks.remove(block)
-        return (yield from self._leave_gen(block)) if block in self._entered else None
 
     def _innermost(self, *, to_leave: bool = False) -> Block:
         """Return what this thread, task or greenlet entered last; or else the last block of all."""

@@ -54,17 +54,20 @@ class Block:
                 self.holds = self.holds[:-1]
                 return False
             hold.blocks.add(self.mark)
+            for lease in hold.leases:
+                lease.left = False
         return True
 
     def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
         """Enter holds, which have all of the resources between them; note that in this context, too."""
         self.holds = tuple(dict.fromkeys(holds))
         self.grant = None
-        by_name = {lease.resource: lease for hold in self.holds for lease in hold.leases}
-        self.leases = tuple([by_name[resource] for resource in resources])
+        by_name: dict[str, Lease] = {}
         for hold in self.holds:
             hold.blocks.add(self.mark)
             add(hold)
+            by_name.update(zip(hold.grant.resources, hold.leases, strict=True))
+        self.leases = tuple([by_name[resource] for resource in resources])
 
     @property
     def tokens(self) -> Any:

@@ -202,19 +202,18 @@ def find(authority: Authority, owner: object, resource: str) -> Hold | None:
 
 def add(hold: Hold) -> None:
     """Note that the owner of a hold may enter it again, and that this context may write under it."""
-    for lease in hold.leases:
-        lease.enter()
-        _holds[hold.authority, hold.owner, lease.resource] = hold
+    for resource in hold.grant.resources:
+        _holds[hold.authority, hold.owner, resource] = hold
     note_held(*hold.leases)
 
 
 def remove(hold: Hold) -> None:
     """Note that a hold is over."""
     for lease in hold.leases:
-        lease.release()
+        lease.released = True
     note_ended(*hold.leases)
-    for lease in hold.leases:
-        key = (hold.authority, hold.owner, lease.resource)
+    for resource in hold.grant.resources:
+        key = (hold.authority, hold.owner, resource)
         if _holds.get(key) is hold:
             _holds.pop(key, None)  # a signal handler may have been here
 

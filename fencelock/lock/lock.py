@@ -163,7 +163,7 @@ class FencedLock(BaseLock[Token]):
         block = lost = None
         try:
             if (block := self._block_to_leave()) is not None:
-                lost = block.authority.run(self._exit_gen(block))
+                lost = block.authority.run(self._leave_gen(block, is_exit=True))
         except BaseException:
             # A signal handler's, at any line. Until `block` is known nothing is left, and it is found again.
             if (block := block or self._block_to_leave()) is not None:
@@ -184,7 +184,7 @@ class FencedLock(BaseLock[Token]):
 
     async def __aexit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
         if (block := self._block_to_leave()) is not None:
-            lost = await block.authority.aio.run(self._exit_gen(block))
+            lost = await block.authority.aio.run(self._leave_gen(block, is_exit=True))
             if lost is not None:
                 self._complain(lost, exc_value)
 

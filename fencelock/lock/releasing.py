@@ -53,7 +53,7 @@ def waits_for_transactions(hold: Hold) -> bool:
     if lease is None:
         return not hold.stop_waiting()  # it has ended meanwhile, and may have given the hold back
     for each in hold.leases:
-        each.leave()
+        each.left = True
     note_left(*hold.leases)
     written = lease.resource
     logger.debug("%s: released when the transaction that has written to %r ends", hold.name, written)

@@ -41,8 +41,8 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
 )
 from fencelock.authority.redlock.redlock import Redlock
+from fencelock.authority.redlock.transport.blocking import read_from, write_to
 from fencelock.authority.redlock.transport.connector import Node
-from fencelock.authority.redlock.transport.sockets import read_from, write_to
 from fencelock.authority.redlock.wire import codec
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
 from fencelock.tokens import compose
@@ -97,7 +97,7 @@ class RealNode:
     def execute(self, command: Command) -> Answer:
         """Send the command, and wait for its answer."""
         text = self.scripts.get(command.script)
-        alone = None if text is None else codec._pack_call(command, "EVAL", text)
+        alone = None if text is None else codec.pack(command, text)
         waiting = PendingBroadcast(Broadcast(command, [0], lambda _: True, 5.0))
         self.link.put(PendingReply(waiting, command, 0.0), codec.Packed(command, alone))
         poll = select.poll()

@@ -20,7 +20,7 @@ from fencelock.authority.redlock.protocol.acquire import _acquire_command
 from fencelock.authority.redlock.protocol.attempts import Attempt, QueuePosition, release_command
 from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Command, Said
 from fencelock.authority.redlock.transport import aio
-from fencelock.authority.redlock.transport.sockets import read_from, write_to
+from fencelock.authority.redlock.transport.blocking import read_from, write_to
 from fencelock.authority.redlock.wire import batch
 from fencelock.authority.redlock.wire.batch import BatchingConnection
 from fencelock.authority.redlock.wire.codec import DIGESTS, SCRIPTS, Packed

@@ -448,7 +448,7 @@ def interrupted_init(urls: list[str], rounds: int) -> None:
                 time.sleep(request.seconds)
                 request = generator.send(time.monotonic())
             else:
-                request = generator.send(channels.broadcast(request))
+                request = generator.send(channels.do(request))
                 rounds -= 1
         channels.close()
 

@@ -93,7 +93,7 @@ class Recoverer:
             request = next(generator)
             while True:
                 if isinstance(request, Broadcast):
-                    request = generator.send(connections.broadcast(request))
+                    request = generator.send(connections.do(request))
                 elif self._stop.wait(request.seconds):
                     return False
                 else:

@@ -222,7 +222,8 @@ class Redlock(GeneratorAuthority):
         return Grant(resources, tokens, 0.0, Granted(attempt, halves[names[0]][0], counters, 0.0))
 
     def run(self, steps: Steps[_T]) -> _T:
-        self.check_process()
+        if self._pid != os.getpid():
+            self._begin_in_child()
         return run(steps, self._connections.do)
 
     def init(
@@ -324,10 +325,13 @@ class Redlock(GeneratorAuthority):
     def check_process(self) -> None:
         """In a forked child, begin with connections of its own."""
         if self._pid != os.getpid():
-            self._connections.leave_to_parent()
-            self._recoverer.leave_to_parent()
-            self.aio.leave_to_parent()
-            self._start_over()
+            self._begin_in_child()
+
+    def _begin_in_child(self) -> None:
+        self._connections.leave_to_parent()
+        self._recoverer.leave_to_parent()
+        self.aio.leave_to_parent()
+        self._start_over()
 
     def _connect(self) -> SharedConnections:
         return SharedConnections(self._nodes, self._node_key, **self._wiring())

@@ -137,13 +137,15 @@ class Waiter:
         if self._patient and (self._attempts > 1 or self._queue.waits) and self._queue.hears:
             self.place = self._queue.expect(self.place)
             return QueuePosition(self.place, self._clock() - self._began, self._since, self._fair)
-        self._leave_line()  # a call from before would end every sleep at once
+        if self.place:  # or else a call from before would end every sleep at once
+            self._leave_line()
         return QueuePosition(fair=True) if self._fair else None
 
     def leave(self) -> None:
         """Forget the place: the acquisition is over."""
         self._queue.waits = self._attempts > 1
-        self._leave_line()
+        if self.place:
+            self._leave_line()
 
     def _leave_line(self) -> None:
         self._queue.leave(self.place)

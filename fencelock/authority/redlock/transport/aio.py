@@ -19,10 +19,9 @@ from functools import partial
 from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Round
-from fencelock.authority.redlock.transport.blocking import FRESH
+from fencelock.authority.redlock.transport.blocking import FRESH, broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
-from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
 from fencelock.authority.redlock.wire.batch import BATCHES, BatchingConnection
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
@@ -35,7 +34,7 @@ _SLACK: Final = 0.01
 class PendingOfTask(PendingBroadcast):
     """A broadcast whose task waits for `woken`: a weak reference, because that knows the loop."""
 
-    __slots__ = ("_woken", "deadline")
+    __slots__ = ("_woken",)
 
     def __init__(self, request: Broadcast, woken: asyncio.Future[None]) -> None:
         super().__init__(request)

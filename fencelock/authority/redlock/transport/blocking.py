@@ -15,6 +15,7 @@ from __future__ import annotations
 import math
 import select
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Iterable, Sequence
@@ -24,18 +25,12 @@ from typing import Any, Final, NamedTuple
 from fencelock._owners import current_stack
 from fencelock._threads import Bells, sleep_until_rung
 from fencelock.authority.base import named, warn_of_blocked_loop
-from fencelock.authority.redlock.protocol.messages import Broadcast, Round
+from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Round, Said, Sleep
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.polling import READ, WRITE, Selected, new_poll
-from fencelock.authority.redlock.transport.sockets import broken_by, read_from, write_to
-from fencelock.authority.redlock.transport.waits import (
-    Wait,
-    WaitForAnswers,
-    WaitForCall,
-    ring,
-)
-from fencelock.authority.redlock.wire.connection import Connection
+from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast
 
 #: Seconds after which a thread that reads looks for new connections, while there is none to some node.
 _GLANCE: Final = 0.05
@@ -43,9 +38,83 @@ _GLANCE: Final = 0.05
 _TAKES_MORE: Final = 0.05
 #: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
 FRESH: Final = 0.01
-
-
+#: Bytes that are read at first: mostly enough, and room for them is quickly made.
+READ_SIZE: Final = 1024
+_MUCH: Final = 65536
+_NOTHING: Final = (BlockingIOError, ssl.SSLWantReadError)
 _BOTH: Final = READ | WRITE
+
+
+def read_from(sock: socket.socket) -> bytes | None:
+    """Return what has arrived; None where that is nothing.
+
+    Raises:
+        OSError: the connection is broken.
+    """
+    try:
+        data = sock.recv(READ_SIZE)
+    except _NOTHING:
+        return None
+    if not data:
+        raise ConnectionResetError("closed by the node")
+    # With TLS, data may wait inside the socket object where no poll sees it.
+    if len(data) == READ_SIZE or isinstance(sock, ssl.SSLSocket):
+        with suppress(*_NOTHING):
+            while more := sock.recv(_MUCH):
+                data += more
+    return data
+
+
+def write_to(sock: socket.socket, connection: Connection) -> bool:
+    """Write as much as the socket takes; return whether that was all.
+
+    Raises:
+        OSError: the connection is broken.
+    """
+    outgoing = connection.outgoing
+    try:
+        del outgoing[: sock.send(outgoing)]
+    except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
+        return False
+    return not outgoing
+
+
+def broken_by(error: OSError) -> Answer:
+    """Return what to report for a node whose connection an error has ended."""
+    return Answer(Said.UNREACHABLE, detail=f"the connection broke: {error}")
+
+
+class _Sleeper:
+    """A thread that sleeps on its bell while another one reads for it."""
+
+    bell: threading.Lock | None = None
+
+    def wake(self) -> None:
+        if self.bell is not None:
+            with suppress(RuntimeError):  # it is awake
+                self.bell.release()
+
+
+class WaitForAnswers(_Sleeper, PendingBroadcast):
+    """A broadcast whose thread waits, until its patience ends."""
+
+
+class WaitForCall(_Sleeper):
+    """A wait in line, to be called; `over` when it has ended."""
+
+    def __init__(self, until: float, queue: WaitQueue, place: str) -> None:
+        self.over = False
+        self._until = until
+        self._queue = queue
+        self._place = place
+
+    @property
+    def deadline(self) -> float:
+        """When it is over as far as is known now."""
+        return min(self._until, self._queue.due(self._place))
+
+
+Wait = WaitForAnswers | WaitForCall
 
 
 class _Link(NamedTuple):
@@ -93,16 +162,8 @@ class SharedConnections(Links):
     # What callers do.
 
     def do(self, request: Any) -> Any:
-        if isinstance(request, Broadcast):
-            return self.broadcast(request)
-        if request.waits_for:
-            warn_of_blocked_loop(named(request.waits_for))
-            self.wait(request.place, request.seconds)
-        else:
-            time.sleep(request.seconds)
-        return time.monotonic()
-
-    def broadcast(self, request: Broadcast) -> Round:
+        if type(request) is not Broadcast:
+            return self._sleep(request)
         stack = self._check_not_inside()
         waiting = WaitForAnswers(request)
         try:
@@ -119,6 +180,14 @@ class SharedConnections(Links):
             raise
         finally:
             self._inside.pop(stack, None)
+
+    def _sleep(self, request: Sleep) -> float:
+        if request.waits_for:
+            warn_of_blocked_loop(named(request.waits_for))
+            self.wait(request.place, request.seconds)
+        else:
+            time.sleep(request.seconds)
+        return time.monotonic()
 
     def wait(self, place: str, seconds: float) -> None:
         """Return when the nodes call the place, at the latest after so many seconds."""
@@ -142,7 +211,7 @@ class SharedConnections(Links):
     def settle(self, request: Broadcast) -> None:
         """Have the nodes hear of releases that are owed, ahead of a request to all of them."""
         if self._nodes.owes:
-            self.broadcast(request)
+            self.do(request)
 
     def close(self) -> None:
         """Close every connection; what waits for answers is told. Using these again opens others."""
@@ -167,7 +236,7 @@ class SharedConnections(Links):
                 now = time.monotonic()
                 if ready:
                     self._read(ready, now)
-                if (due := waiting.due()) <= now:
+                if (due := waiting.deadline) <= now:
                     self._end(waiting)
                     return now
                 bell = self._bell_to_sleep_on(waiting)
@@ -202,7 +271,7 @@ class SharedConnections(Links):
             self._reader = None
         if self._reader is None or self._reader.over:
             for other in self._sleeping:
-                ring(other)
+                other.wake()
                 return
 
     def _clean_up(self, waiting: Wait) -> None:
@@ -229,9 +298,9 @@ class SharedConnections(Links):
                     self._nodes.open_absent(now)
                     left = self._nodes.worth_waiting_until(began, request, now) - now
                 if left <= 0:
-                    self._nodes.ask(waiting, request, now)
-                    if request.patience > 0.0:
+                    if request.patience > 0.0 and not waiting.complete:
                         waiting.deadline = now + request.patience
+                    self._nodes.ask(waiting, request, now)
                     self._write_all()
                     return now
                 bell = self._changed.hang()
@@ -278,7 +347,7 @@ class SharedConnections(Links):
             connection.changing -= 1
             for place in called:
                 if place in self._in_line:
-                    ring(self._in_line[place])
+                    self._in_line[place].wake()
             if connection.outgoing:
                 self._write(link)
 

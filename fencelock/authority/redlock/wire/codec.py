@@ -137,22 +137,17 @@ def pack_batch(batch: Sequence[Packed]) -> bytes:
     return b"".join([b"*%d\r\n" % count, head, *keys, pack_words(batch[0].fingerprint), *words])
 
 
-def pack(command: Command) -> bytes:
-    """Return the part of a command that is the same for every node."""
-    if (word := _WORDS.get(command.script)) is not None:
-        return b"*%d\r\n%b" % (1 + len(command.arguments), pack_words(word, *command.arguments))
-    return _pack_call(command, "EVALSHA", DIGESTS[command.script])
+def pack(command: Command, text: str = "") -> bytes:
+    """Return the part of a command that is the same for every node.
 
-
-def pack_with_script(command: Command) -> bytes:
-    """Return the same with the text of the script, for a node that does not know it."""
-    return _pack_call(command, "EVAL", SCRIPTS[command.script])
-
-
-def _pack_call(command: Command, verb: str, script: str) -> bytes:
-    keys, arguments = command.keys, command.arguments
+    With the text of the script where a node does not know it.
+    """
+    name, _, keys, arguments = command
+    if (word := _WORDS.get(name)) is not None:
+        return b"*%d\r\n%b" % (1 + len(arguments), pack_words(word, *arguments))
+    call = ("EVAL", text) if text else ("EVALSHA", DIGESTS[name])
     count = 3 + len(keys) + len(arguments) + _OWN_ARGUMENTS
-    return b"*%d\r\n%b" % (count, pack_words(verb, script, len(keys), *keys, *arguments))
+    return b"*%d\r\n%b" % (count, pack_words(*call, len(keys), *keys, *arguments))
 
 
 def pack_words(*words: str | int) -> bytes:

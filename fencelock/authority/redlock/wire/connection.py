@@ -8,6 +8,7 @@ reconnected after its node had been killed was granted the same counter twice.
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from typing import Any, Final, NamedTuple
 
@@ -16,8 +17,9 @@ import hiredis
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Answers, Broadcast, Command, Said
 from fencelock.authority.redlock.wire.codec import (
+    SCRIPTS,
     Packed,
-    pack_with_script,
+    pack,
     pack_words,
     read_answer,
     read_reply,
@@ -65,9 +67,10 @@ class PendingBroadcast:
         answers: of each node that has answered, or could not be asked.
         complete: whether more of them would change nothing.
         over: whether nothing waits for them any more: what comes now is late.
+        deadline: when its patience ends; -inf once it is complete.
     """
 
-    __slots__ = ("_enough", "_nodes", "answers", "complete", "over")
+    __slots__ = ("_enough", "_nodes", "answers", "complete", "deadline", "over")
 
     def __init__(self, request: Broadcast) -> None:
         self._nodes = request.nodes
@@ -75,12 +78,14 @@ class PendingBroadcast:
         self.answers: dict[int, Answer] = {}
         self.complete = not request.nodes
         self.over = False
+        self.deadline = -math.inf
 
     def add_reply(self, node: int, answer: Answer) -> None:
         answers = self.answers
         answers[node] = answer
         if not self.complete and (len(answers) == len(self._nodes) or self._enough(answers)):
             self.complete = True
+            self.deadline = -math.inf
             self.wake()
 
     def wake(self) -> None:
@@ -187,7 +192,7 @@ class Connection:
     def _take(self, reply: Any, now: float, news: News) -> None:
         answer = read_answer(reply) if type(reply) is list else read_reply(reply)
         if answer is None:
-            self._put_again(now, pack_with_script(self.unanswered[0].command))
+            self._put_again(now, pack(command := self.unanswered[0].command, SCRIPTS[command.script]))
             return
         script, _, keys, _ = self.unanswered[0].command
         if _ONLY_TO.get(answer.said, script) != script:
