@@ -1,6 +1,6 @@
 """fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
 
-from fencelock._configure import configure
+from fencelock._locking import configure, fenced_lock, take_over
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
 from fencelock.authority.redlock.redlock import Redlock
@@ -50,7 +50,6 @@ from fencelock.guard import (
 from fencelock.lease import Lease, assert_held
 from fencelock.lock.at_exit import exit_on_signals
 from fencelock.lock.decorator import fenced
-from fencelock.lock.fenced_lock import fenced_lock, take_over
 from fencelock.lock.lock import AsyncLock, FencedLock
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 

@@ -57,6 +57,14 @@ def check_resource(resource: object) -> str:
     return str.__str__(resource)
 
 
+def validity(began: float, ttl: float) -> float:
+    """Return until when a holder may rely on a lease of `ttl` seconds that was asked for at `began`.
+
+    Both are times on the clock of `time.monotonic`. Clocks may disagree by 1 % and 2 ms over a lease.
+    """
+    return began + ttl - (ttl * 0.01 + 0.002)
+
+
 #: The session of SQLAlchemy that has begun a transaction last in this context, as far as the guard knows.
 latest_session: ContextVar[ref[Any] | None] = ContextVar("fencelock_latest_session", default=None)
 
@@ -204,7 +212,7 @@ class Lease:
         self._fencing_token = check_token(fencing_token)
         self._expires_at = expires_at
 
-    def lose(self, reason: str) -> None:
+    def mark_lost(self, reason: str) -> None:
         """Note that the lease has ended before the work did; the first reason stays."""
         self.why_lost = self.why_lost or reason
 

@@ -27,11 +27,11 @@ from sqlalchemy.orm import Session, SessionTransaction, scoped_session, sessionm
 
 from fencelock._databases import leaves_doubt
 from fencelock._engines import is_async_engine, is_async_maker, is_async_scoped
+from fencelock._locking import fenced_lock
 from fencelock._owners import current_owner
 from fencelock.errors import CommitInDoubtError, FenceError
 from fencelock.guard import gate as pass_gate
 from fencelock.guard.fences import FENCES
-from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import AllLockSettings
 

@@ -67,18 +67,16 @@ ARROWS = {
     f"{REDLOCK}.transport": f"values authority.base {REDLOCK}.protocol {REDLOCK}.membership {REDLOCK}.wire",
     REDLOCK: f"values authority.base authority.generators {REDLOCK}.protocol {REDLOCK}.membership "
     f"{REDLOCK}.wire {REDLOCK}.transport",
-    "_configure": f"values authority.base authority.database {REDLOCK} {REDLOCK}.transport",
-    "lock.fenced_lock": "values authority.base lock _configure",
-    "lock.decorator": "lock lock.fenced_lock",
+    "_locking": f"values authority.base authority.database lock {REDLOCK} {REDLOCK}.transport",
+    "lock.decorator": "lock _locking",
     "guard": "values",
     "max_fence": "guard",
-    "transaction": "values guard lock lock.fenced_lock",
+    "transaction": "values guard lock _locking",
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
-    "cli": f"values _configure authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
+    "cli": f"values _locking authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
     "__main__": "cli",
-    "": f"values _configure authority.database {REDLOCK} guard lock lock.decorator lock.fenced_lock "
-    "transaction",
+    "": f"values _locking authority.database {REDLOCK} guard lock lock.decorator transaction",
 }
 """The house from the ground up."""
 

@@ -20,7 +20,7 @@ import pytest
 import redis
 
 import fencelock
-from fencelock import FencedLock, Redlock, _configure, errors, fenced, fenced_lock
+from fencelock import FencedLock, Redlock, _locking, errors, fenced, fenced_lock
 from fencelock.errors import (
     AuthorityError,
     LockLostError,
@@ -590,14 +590,14 @@ def test_default_authority_comes_from_the_environment(
     authority: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`configure` before FENCELOCK_URL before an error that names both."""
-    monkeypatch.setattr(_configure, "_default", None)
+    monkeypatch.setattr(_locking, "_default", None)
     monkeypatch.delenv("FENCELOCK_URL", raising=False)
     with pytest.raises(AuthorityError, match="FENCELOCK_URL"):
         fenced_lock("r").acquire()
     monkeypatch.setenv("FENCELOCK_URL", nodes.url)
     with fenced_lock("r") as token:
         assert token == 1
-    from_environment = _configure.default_authority()
+    from_environment = _locking.default_authority()
     assert isinstance(from_environment, Redlock)
     from_environment.close()
     assert fencelock.configure(authority) is authority
@@ -627,7 +627,7 @@ def test_configure_warns_where_the_environment_names_another_place(
     warns: bool,
 ) -> None:
     """Commands use that, so that a program and `fencelock run` would not exclude each other."""
-    monkeypatch.setattr(_configure, "_default", None)
+    monkeypatch.setattr(_locking, "_default", None)
     monkeypatch.setenv("FENCELOCK_URL", environment)
     fencelock.configure(named)
     assert ("FENCELOCK_URL" in caplog.text) is warns
@@ -635,7 +635,7 @@ def test_configure_warns_where_the_environment_names_another_place(
 
 def test_lock_is_released_where_it_was_granted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also when the process default is configured anew while it is held; the next hold is of the new one."""
-    monkeypatch.setattr(_configure, "_default", None)
+    monkeypatch.setattr(_locking, "_default", None)
     lock = fenced_lock("r")
     with Redlock(nodes[0].url) as first, Redlock(nodes[1].url) as second:
         for authority in (first, second):

@@ -20,7 +20,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
-from fencelock import Database, FencedModel, Redlock, _configure, fenced_lock
+from fencelock import Database, FencedModel, Redlock, _locking, fenced_lock
 from fencelock.guard import leases
 from proof.servers import Nodes
 
@@ -118,7 +118,7 @@ def node(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """One node is the default authority."""
     with Redlock(nodes.urls[:1]) as authority:
         authority.init(base=0)
-        monkeypatch.setattr(_configure, "_default", authority)
+        monkeypatch.setattr(_locking, "_default", authority)
         yield
 
 
@@ -126,7 +126,7 @@ def node(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def sqlite(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A file of SQLite is the default authority, by the driver that the test names."""
     with Database(f"{request.param}:///{tmp_path / 'app.db'}") as authority:
-        monkeypatch.setattr(_configure, "_default", authority)
+        monkeypatch.setattr(_locking, "_default", authority)
         yield
 
 

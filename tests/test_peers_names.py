@@ -530,7 +530,7 @@ def test_nodes_that_are_out_do_not_lose_it(authority: Redlock, rival: Redlock, n
 
 def test_the_default_authority_takes_over(authority: Redlock, monkeypatch: pytest.MonkeyPatch) -> None:
     """As for `fenced_lock`; and the settings are checked as there."""
-    monkeypatch.setattr("fencelock._configure._default", authority)
+    monkeypatch.setattr("fencelock._locking._default", authority)
     lock = fenced_lock("r", ttl=5)
     lock.acquire()
     handed = lock.hand_over()

@@ -431,7 +431,7 @@ def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
         releasing = asyncio.create_task(lock.aio.release())
         for _ in range(10):
             await asyncio.sleep(0.01)
-        assert not hold.release_ended
+        assert not hold.release_finished
         for node in nodes:
             node.resume()
         await asyncio.wait_for(releasing, 5)

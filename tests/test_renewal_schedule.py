@@ -23,14 +23,14 @@ from fencelock.renewal.schedule import Renewable, Renewer, tell
 class Plans(Renewer):
     """What a renewer means to do, without a thread or a loop that does it."""
 
-    def watch(self, hold: Renewable) -> None:
+    def add(self, hold: Renewable) -> None:
         """See `Clockwork.hold`."""
 
     def stop(self, hold: Renewable) -> None:
-        """See `Renewer.strike`."""
+        """See `Renewer.cancel`."""
 
     async def stop_soon(self, hold: Renewable) -> None:
-        """See `Renewer.strike`."""
+        """See `Renewer.cancel`."""
 
 
 class Asked(NamedTuple):
@@ -67,7 +67,7 @@ class Clockwork:
         grant = Grant((resource,), (token,), self.now + ttl, None)
         made = Hold(self, grant, None, ttl, self.now + max_hold)  # type: ignore[arg-type]
         made.tell_when_lost([lambda lease: self.told.append((lease, self.now))])
-        self.plans.plan(made, self.now)
+        self.plans.reschedule(made, self.now)
         return made
 
     def extend(self, grant: Grant, seconds: float) -> Grant:
@@ -79,14 +79,14 @@ class Clockwork:
         end = self.now + seconds
         while self.plans.next_at <= end:
             self.now = max(self.now, self.plans.next_at)
-            self.look_at(self.plans.take(self.now))
+            self.look_at(self.plans.pop_due(self.now))
         self.now = end
 
     def look_at(self, due: Sequence[Renewable]) -> None:
         """Let the renewer look at holds now."""
         if due:
-            run(self.plans.tend(due, lambda: self.now, tell), self._refuse)
-        self.plans._tended = frozenset()  # as each driver says when it has done so
+            run(self.plans.renew_due(due, lambda: self.now, tell), self._refuse)
+        self.plans._in_flight = frozenset()  # as each driver says when it has done so
 
     def _refuse(self, step: object) -> None:
         raise TypeError(f"nothing here takes time: {step!r}")
@@ -120,16 +120,16 @@ def work() -> Clockwork:
 def test_extension_is_planned_for_a_third_of_the_ttl(work: Clockwork) -> None:
     """And sooner where an acquisition has taken long, or an extension failed; rounded up by a sixteenth."""
     hold = work.hold(ttl=9.0)
-    assert 3.0 - 1e-6 <= hold.planned - work.now < 3.0 * 17 / 16
-    hold.prolong(Grant(("r",), (1,), work.now + 1.0, None))
-    work.plans.plan(hold, work.now)
-    assert 0.5 - 1e-6 <= hold.planned - work.now < 0.5 + 3.0 / 16
-    hold.prolong(Grant(("r",), (1,), work.now + 9.0, None))
-    work.plans.plan(hold, work.now)
+    assert 3.0 - 1e-6 <= hold.renew_at - work.now < 3.0 * 17 / 16
+    hold.note_extension(Grant(("r",), (1,), work.now + 1.0, None))
+    work.plans.reschedule(hold, work.now)
+    assert 0.5 - 1e-6 <= hold.renew_at - work.now < 0.5 + 3.0 / 16
+    hold.note_extension(Grant(("r",), (1,), work.now + 9.0, None))
+    work.plans.reschedule(hold, work.now)
     work.answer = lambda _grant, _seconds: QuorumError("nobody")
     work.run(3.0 * 17 / 16)
-    assert 0.45 - 1e-6 <= hold.planned - work.asked[-1].at < 0.45 * 17 / 16
-    assert hold.trouble == "nobody"
+    assert 0.45 - 1e-6 <= hold.renew_at - work.asked[-1].at < 0.45 * 17 / 16
+    assert hold.last_error == "nobody"
 
 
 @pytest.mark.parametrize("ttl", [0.1, 0.6, 30.0])
@@ -142,7 +142,7 @@ def test_held_lease_outlives_its_ttl_for_as_long_as_it_is_held(work: Clockwork, 
     assert {asked.seconds for asked in work.asked} == {ttl}
     pauses = [later.at - one.at for one, later in zip(work.asked, work.asked[1:], strict=False)]
     assert ttl / 3 - 1e-6 <= min(pauses) <= max(pauses) < ttl / 3 * 17 / 16 + 1e-6
-    assert work.plans.strike(hold)
+    assert work.plans.cancel(hold)
     before = len(work.asked)
     work.run(100 * ttl)
     assert len(work.asked) == before
@@ -159,7 +159,7 @@ def test_outage_that_is_shorter_than_the_validity_is_survived(work: Clockwork) -
     work.answer = work.extend
     work.run(10.0)
     assert not hold.over
-    assert not hold.trouble
+    assert not hold.last_error
     assert work.told == []
 
 
@@ -213,9 +213,9 @@ def test_error_of_the_authority_is_the_trouble_of_each_hold(
     work.answer = lambda _grant, _seconds: error
     work.run(3.0 * 17 / 16)
     assert work.told == []
-    assert str(error) in hold.trouble
+    assert str(error) in hold.last_error
     assert not hold.over
-    assert hold.planned - work.asked[-1].at < 0.5
+    assert hold.renew_at - work.asked[-1].at < 0.5
     assert ("a mistake" in caplog.text) == isinstance(error, ZeroDivisionError)
 
 
@@ -241,7 +241,7 @@ def test_hold_that_lasts_until_max_hold_is_left_alone(work: Clockwork) -> None:
     assert [asked.seconds for asked in work.asked] == [pytest.approx(6.0)]
     work.look_at([hold])
     assert len(work.asked) == 1
-    assert 6.0 - 1e-6 <= hold.planned - work.now < 6.0 + 3.0 / 16
+    assert 6.0 - 1e-6 <= hold.renew_at - work.now < 6.0 + 3.0 / 16
     assert not hold.over
 
 
@@ -280,9 +280,9 @@ def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck(work: Clockw
         work.now = chance.uniform(0.0, 10.0)
         hold = work.hold(ttl=chance.uniform(1.0, 9.0))
         wanted[hold] = at = work.now + hold.ttl / 3
-        assert at - 1e-6 <= hold.planned <= at + hold.ttl / 3 / 16 + 1e-6
+        assert at - 1e-6 <= hold.renew_at <= at + hold.ttl / 3 / 16 + 1e-6
     struck = next(iter(wanted))
-    assert work.plans.strike(struck)
+    assert work.plans.cancel(struck)
     wanted.popitem()
     del hold
     gc.collect()
@@ -290,7 +290,7 @@ def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck(work: Clockw
     while work.plans.next_at < math.inf:
         now = work.plans.next_at
         looks += 1
-        for due in work.plans.take(now):
+        for due in work.plans.pop_due(now):
             assert wanted[due] <= now + 1e-6
             seen.add(due)
     assert seen == set(wanted) - {struck}
@@ -300,8 +300,8 @@ def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck(work: Clockw
 def test_schedule_looks_at_many_together_and_forgets_the_released(work: Clockwork) -> None:
     """What is entered within a sixteenth of the interval is looked at in one batch."""
     first, *others = [work.hold(ttl=30.0) for _ in range(4)]
-    work.plans.strike(first)
+    work.plans.cancel(first)
     assert 10.0 - 1e-6 <= work.plans.next_at - work.now < 10.0 + 10.0 / 16
-    assert set(work.plans.take(work.now + 11.0)) == set(others)
+    assert set(work.plans.pop_due(work.now + 11.0)) == set(others)
     assert work.plans.next_at == math.inf
-    assert not work.plans.strike(others[0])  # it is being looked at
+    assert not work.plans.cancel(others[0])  # it is being looked at

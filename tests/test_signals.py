@@ -150,7 +150,7 @@ print(json.dumps({**said, "threads": threads}))
 _STRUCK_AT_THE_START = """
 import os, faulthandler, redis
 from fencelock import Redlock, fenced_lock
-from fencelock._configure import default_authority
+from fencelock._locking import default_authority
 
 faulthandler.dump_traceback_later(30, exit=True)
 name, urls = sys.argv[1], sys.argv[2:]
@@ -209,7 +209,7 @@ _STRUCK = """
 import faulthandler, os, redis
 from fencelock import Redlock, fenced_lock
 from fencelock.authority.redlock.membership.view import MembershipView
-from fencelock._configure import default_authority
+from fencelock._locking import default_authority
 
 faulthandler.dump_traceback_later(30, exit=True)
 raises, where, urls = sys.argv[1] == "raises", sys.argv[2], sys.argv[3:]

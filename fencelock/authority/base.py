@@ -40,14 +40,6 @@ class Grant:
 Wish = tuple[Grant, float]
 
 
-def validity(began: float, ttl: float) -> float:
-    """Return until when a holder may rely on a lease of `ttl` seconds that was asked for at `began`.
-
-    Both are times on the clock of `time.monotonic`. Clocks may disagree by 1 % and 2 ms over a lease.
-    """
-    return began + ttl - (ttl * 0.01 + 0.002)
-
-
 def named(resources: Iterable[str]) -> str:
     """Return resources as they stand in a sentence."""
     return ", ".join(map(repr, resources))

@@ -34,7 +34,7 @@ from fencelock.max_fence import fenced_tables, highest_fence
 from fencelock.tokens import split
 
 _OLDEST_SERVER: Final = (6, 2)
-#: Seconds in which clocks are compared, and by which part of that they may differ: see `base.validity`.
+#: Seconds in which clocks are compared, and by which part of that they may differ: see `lease.validity`.
 _CLOCK_LOOK: Final = 1.0
 _MOST_DRIFT: Final = 0.01
 _PROBE: Final = "fencelock:doctor"

@@ -8,8 +8,8 @@ from typing import Annotated
 import typer
 from sqlalchemy import make_url
 
-from fencelock._configure import factory_of
 from fencelock._engines import with_blocking_driver
+from fencelock._locking import factory_of
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import split_urls

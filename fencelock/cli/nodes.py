@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 from rich.table import Table
 
-from fencelock._configure import factory_of
+from fencelock._locking import factory_of
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.admin import NodeState, NodeStatus, change_nodes
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock

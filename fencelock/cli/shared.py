@@ -15,8 +15,8 @@ from rich.markup import escape
 from sqlalchemy import Engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
-from fencelock._configure import factory_of
 from fencelock._engines import blocking_engine, with_blocking_driver
+from fencelock._locking import factory_of
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.files import file_of
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock

@@ -23,10 +23,15 @@ from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, GivenUp, Grant, named
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
-from fencelock.lock.block import Block, last_of_ours
-from fencelock.lock.hold import Hold, find, remove
+from fencelock.lock.hold import Block, Hold, find, last_of_ours, remove
 from fencelock.lock.options import DEFAULT_TTL, IfLost
-from fencelock.lock.releasing import Loss, leave_gen, resume_renewal_gen, stop_renewal_gen, wait_for_releases
+from fencelock.lock.releasing import (
+    LostLease,
+    leave_gen,
+    resume_renewal_gen,
+    stop_renewal_gen,
+    wait_for_releases,
+)
 from fencelock.lock.waiting import go_on_waiting, name_holder_gen, with_reason
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.schedule import tell
@@ -139,7 +144,7 @@ class BaseLock(Generic[Token]):
             new.note_acquired(time.monotonic() - began, had_to_wait=block.had_to_wait)
             if new.renewer is not None:
                 # Not before: a hold that is interrupted until here is not extended while the traceback lives.
-                new.renewer.watch(new)
+                new.renewer.add(new)
         for hold in block.holds:
             hold.tell_when_lost(self._listeners)
         return block.tokens if block.is_with else block.leases[0]
@@ -202,7 +207,7 @@ class BaseLock(Generic[Token]):
             _events.tell(LockNotAcquired(block.authority, missing, self.template, *facts))
         return error
 
-    def _take_back_gen(self, block: Block) -> Steps[Loss | None]:
+    def _take_back_gen(self, block: Block) -> Steps[LostLease | None]:
         """Leave a block whose entering or leaving was interrupted; return as `_leave_gen` does."""
         under_way.pop(block, None)
         for blocks in (self._with_blocks, self._entered):
@@ -223,11 +228,11 @@ class BaseLock(Generic[Token]):
                 yield from stop_renewal_gen(hold)
                 (outcome,) = yield from hold.authority.extend_gen([(hold.grant, seconds)])
                 if isinstance(outcome, LockLostError):
-                    tell(hold.lose(str(outcome)))
+                    tell(hold.mark_lost(str(outcome)))
                 if not isinstance(outcome, Grant):
                     raise outcome
                 _check_still_held(hold)
-                hold.prolong(outcome)
+                hold.note_extension(outcome)
             finally:
                 yield from resume_renewal_gen(hold)
 
@@ -238,7 +243,7 @@ class BaseLock(Generic[Token]):
             try:
                 yield from stop_renewal_gen(hold)
                 now = time.monotonic()
-                ttl = max(hold.most_seconds(now), hold.grant.expires_at - now)
+                ttl = max(hold.ttl_left(now), hold.grant.expires_at - now)
                 began = True
                 grant = yield from hold.authority.remint_gen(hold.grant, ttl)
                 _note_remint(hold, grant)
@@ -274,7 +279,7 @@ class BaseLock(Generic[Token]):
             yield from resume_renewal_gen(hold)
         return json.dumps({HANDED: its})
 
-    def _leave_gen(self, block: Block, *, is_exit: bool = False) -> Steps[Loss | None]:
+    def _leave_gen(self, block: Block, *, is_exit: bool = False) -> Steps[LostLease | None]:
         """Leave one block; return what had been lost before. The body of `with` may have released it."""
         try:
             if is_exit and block in self._with_blocks:
@@ -300,7 +305,7 @@ class BaseLock(Generic[Token]):
         # The second: it was acquired, and handed over to an ExitStack.
         return last_of_ours(self._with_blocks, to_leave=True) or last_of_ours(self._entered, to_leave=True)
 
-    def _complain(self, lost: Loss, exc_value: BaseException | None) -> None:
+    def _complain(self, lost: LostLease, exc_value: BaseException | None) -> None:
         if exc_value is not None:
             exc_value.add_note(str(lost.error))
         elif lost.is_committed or self._if_lost == "warn":
@@ -344,7 +349,7 @@ def _note_remint(hold: Hold, grant: Grant | None) -> None:
     else:
         hold.grant = grant or hold.grant
         # The old token may belong to no lease any more.
-        tell(hold.lose("a new token was asked for, and none came"))
+        tell(hold.mark_lost("a new token was asked for, and none came"))
 
 
 def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ import string
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
-from fencelock.lock.fenced_lock import fenced_lock
+from fencelock._locking import fenced_lock
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import AllLockSettings
 

@@ -11,14 +11,15 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import CodeType
-from typing import Literal
+from typing import Any, Literal
 from weakref import ReferenceType, WeakValueDictionary, ref
 
 from fencelock import _events
 from fencelock._events import LeaseLost, LockAcquired, LockEnd, LockReleased, LossReason, TokenReminted
+from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, Grant, named
 from fencelock.lease import Lease, note_ended, note_held, stands_here
 from fencelock.renewal.schedule import Renewer
@@ -37,12 +38,12 @@ class Hold:
         leases: of each of its resources. All of them end together.
         itself: a weak reference: a lock that is thrown away while it is held is not extended any more.
         blocks: those that stand on it; when the last has ended, it is given back.
-        trouble: why it could not be extended last time; empty if it could.
-        planned: when the renewer means to look at it next.
-        extended_behind: whether an extension has ended since its release was sent: it may have arrived after
-            that, and made locks again.
-        release_ended: whether its release has been answered, or given up. Of the two that set these marks,
-            the one that sees the other's releases once more; earlier, the release would hear of a loss.
+        last_error: why it could not be extended last time; empty if it could.
+        renew_at: when the renewer means to look at it next.
+        extended_after_release: whether an extension has ended since its release was sent. It may have arrived
+            after that, and made locks again.
+        release_finished: whether its release has been answered, or given up. The later of an extension and a
+            release releases once more; earlier, the release would hear of a loss.
         given_back: whether its release has gone through, so that none is sent again.
         template: what `@fenced` was given; empty otherwise.
         since: when listeners were told that it is held; None until then, and when it has ended.
@@ -61,10 +62,10 @@ class Hold:
     leases: tuple[Lease, ...] = field(init=False)
     itself: ReferenceType[Hold] = field(init=False)
     blocks: set[object] = field(default_factory=set)
-    trouble: str = ""
-    planned: float = math.inf
-    extended_behind: bool = False
-    release_ended: bool = False
+    last_error: str = ""
+    renew_at: float = math.inf
+    extended_after_release: bool = False
+    release_finished: bool = False
     given_back: bool = False
     template: str = ""
     since: float | None = None
@@ -118,7 +119,7 @@ class Hold:
     def released(self) -> bool:
         return self.leases[0].released
 
-    def most_seconds(self, now: float) -> float:
+    def ttl_left(self, now: float) -> float:
         """Return for how long it may be extended at that time: for its ttl, and not beyond its deadline."""
         return min(self.ttl, self.deadline - now)
 
@@ -127,13 +128,13 @@ class Hold:
         if new := tuple(each for each in listeners if each not in self._listeners):
             self._listeners = (*self._listeners, *new)
             if self.lost:
-                for call in self.lose("its time ran out", "expired"):
+                for call in self.mark_lost("its time ran out", "expired"):
                     call()
 
-    def prolong(self, grant: Grant) -> None:
+    def note_extension(self, grant: Grant) -> None:
         """Note that the authority has extended the grant."""
         self.grant = grant
-        self.trouble = ""
+        self.last_error = ""
         for lease in self.leases:
             lease.extend_to(grant.expires_at)
 
@@ -145,12 +146,12 @@ class Hold:
         if _events.listeners:
             _events.tell(TokenReminted(*self.names, grant.tokens))
 
-    def lose(self, detail: str, reason: LossReason = "gone") -> tuple[Callable[[], object], ...]:
+    def mark_lost(self, detail: str, reason: LossReason = "gone") -> tuple[Callable[[], object], ...]:
         """Note that the hold has ended before it was given back; return the functions to call."""
         if self.released:
             return ()
         for lease in self.leases:
-            lease.lose(detail)
+            lease.mark_lost(detail)
         self.note_loss(detail, reason)
         return self.calls_when_lost()
 
@@ -226,3 +227,80 @@ def holds_of(authority: Authority, resources: Iterable[str]) -> list[Hold]:
 
 def everything_held() -> list[Hold]:
     return [hold for hold in dict.fromkeys(_holds.values()) if not hold.inherited]
+
+
+@dataclass(eq=False, slots=True)
+class Block:
+    """A block of code in which a lock is held: from its acquisition until it is left.
+
+    Attributes:
+        authority: grants what is not held yet.
+        timeout: seconds to wait for another holder; None for ever.
+        is_with: whether `with` or `async with` enters it.
+        is_try: whether the caller does not want to know by whom the lock is held.
+        owner: the thread, task or greenlet that enters it.
+        mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
+            was thrown away alive, and renewed, until the garbage collector comes along.
+        thread: in which it is entered.
+        given_up: whether its acquisition is to wait no longer.
+        had_to_wait: whether its acquisition has waited.
+        grant: what was acquired and is no hold yet.
+        holds: what it stands on.
+        leases: in the order of the lock's resources.
+    """
+
+    authority: Authority
+    timeout: float | None = None
+    is_with: bool = False
+    is_try: bool = False
+    owner: object = field(default_factory=current_owner)
+    mark: object = field(default_factory=object)
+    thread: int = field(default_factory=threading.get_ident)
+    given_up: bool = False
+    had_to_wait: bool = False
+    grant: Grant | None = None
+    holds: tuple[Hold, ...] = ()
+    leases: tuple[Lease, ...] = ()
+
+    def enter_again(self, hold: Hold) -> bool:
+        """Enter a hold that the owner has already; return False where that is being given back."""
+        if hold not in self.holds:
+            self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
+            if not (hold.blocks or hold.stop_waiting()):
+                self.holds = self.holds[:-1]
+                return False
+            hold.blocks.add(self.mark)
+            for lease in hold.leases:
+                lease.left = False
+        return True
+
+    def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
+        """Enter holds, which have all of the resources between them; note that in this context, too."""
+        self.holds = tuple(dict.fromkeys(holds))
+        self.grant = None
+        by_name: dict[str, Lease] = {}
+        for hold in self.holds:
+            hold.blocks.add(self.mark)
+            add(hold)
+            by_name.update(zip(hold.grant.resources, hold.leases, strict=True))
+        self.leases = tuple([by_name[resource] for resource in resources])
+
+    @property
+    def tokens(self) -> Any:
+        """What `with` yields: the token, or the tokens of several resources."""
+        tokens = tuple([lease.fencing_token for lease in self.leases])
+        return tokens[0] if len(tokens) == 1 else tokens
+
+
+def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
+    """Return what this thread, task or greenlet entered last; or else the last entry of all.
+
+    A thread of a pool may leave what another has entered: then a lost one, before that of a later caller.
+    """
+    snapshot = tuple(blocks)
+    if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
+        return snapshot[0] if snapshot else None
+    owner = current_owner()
+    ours = [block for block in snapshot if block.owner == owner]
+    lost = [block for block in snapshot if to_leave and any(hold.lost for hold in block.holds)]
+    return (ours or lost or snapshot)[-1]

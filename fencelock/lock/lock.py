@@ -12,7 +12,7 @@ from typing import Any, Generic
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
 from fencelock.lock.base import BaseLock, Token, under_way
-from fencelock.lock.block import Block
+from fencelock.lock.hold import Block
 
 
 class FencedLock(BaseLock[Token]):

@@ -16,9 +16,8 @@ from fencelock._generators import Call, Steps
 from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.lease import Lease, note_left
-from fencelock.lock.block import Block
-from fencelock.lock.hold import Hold, remove
-from fencelock.renewal.schedule import follow_release, tell
+from fencelock.lock.hold import Block, Hold, remove
+from fencelock.renewal.schedule import release_again, tell
 
 logger = logging.getLogger("fencelock.lock")
 
@@ -26,7 +25,7 @@ logger = logging.getLogger("fencelock.lock")
 _releases: dict[asyncio.Task[None], Hold] = {}
 
 
-class Loss(NamedTuple):
+class LostLease(NamedTuple):
     """A lease that ended before it was given back.
 
     Attributes:
@@ -39,7 +38,7 @@ class Loss(NamedTuple):
     is_committed: bool = False
 
 
-def waits_for_transactions(hold: Hold) -> bool:
+def defer_release(hold: Hold) -> bool:
     """Have a hold given back when the transactions that have written under it end; tell whether any is open.
 
     The lock must outlive the COMMIT: the next holder would otherwise read, by its own claim, what is about to
@@ -49,7 +48,7 @@ def waits_for_transactions(hold: Hold) -> bool:
     if not any(lease.needed for lease in hold.leases) or hold.inherited or hold.lost or hold.released:
         return False
     hold.wait_for_transactions()
-    lease = _go_on_when_let_go(hold)
+    lease = _call_when_idle(hold)
     if lease is None:
         return not hold.stop_waiting()  # it has ended meanwhile, and may have given the hold back
     for each in hold.leases:
@@ -60,38 +59,38 @@ def waits_for_transactions(hold: Hold) -> bool:
     return True
 
 
-def _go_on_when_let_go(hold: Hold) -> Lease | None:
-    """Have `_go_on` called when open transactions let a lease go; return that lease, or None if none does."""
-    go_on = functools.partial(_go_on, hold)
-    return next((lease for lease in hold.leases if lease.needed and lease.when_let_go(go_on)), None)
+def _call_when_idle(hold: Hold) -> Lease | None:
+    """Have `_release_if_idle` called when no open transaction needs a lease; return that lease, or None."""
+    call = functools.partial(_release_if_idle, hold)
+    return next((lease for lease in hold.leases if lease.needed and lease.when_let_go(call)), None)
 
 
-def _go_on(hold: Hold) -> None:
+def _release_if_idle(hold: Hold) -> None:
     """Give a hold back that has waited for transactions, unless its owner has entered it again."""
-    if hold.released or _go_on_when_let_go(hold) is not None or not hold.stop_waiting():
+    if hold.released or _call_when_idle(hold) is not None or not hold.stop_waiting():
         return
     loop, here = hold.loop(), running_loop()
     if loop is not None and loop is here:
-        _give_back_soon(hold, loop)
+        _release_in_loop(hold, loop)
         return
     if loop is not None and loop.is_running():
         with contextlib.suppress(RuntimeError):  # it has been closed
-            loop.call_soon_threadsafe(_give_back_soon, hold, loop, context=contextvars.Context())
+            loop.call_soon_threadsafe(_release_in_loop, hold, loop, context=contextvars.Context())
             return
     if here is None:
-        _give_back_quietly(hold)
+        _release_logged(hold)
     else:  # no other task of this loop is to wait for it
-        _give_back_apart(hold)
+        _release_in_thread(hold)
 
 
-def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
+def _release_in_loop(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
     async def release() -> None:
         _note_late(await hold.authority.aio.run(release_hold_gen(hold)))
 
     def end(done: asyncio.Task[None]) -> None:
         _releases.pop(done, None)
         if done.cancelled() and not hold.released:  # by a loop that ends, before it began
-            _give_back_apart(hold)
+            _release_in_thread(hold)
         elif not done.cancelled() and (error := done.exception()) is not None:
             logger.error("%s could not be released", hold.name, exc_info=error)
 
@@ -100,13 +99,13 @@ def _give_back_soon(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
     task.add_done_callback(end)
 
 
-def _give_back_apart(hold: Hold) -> None:
+def _release_in_thread(hold: Hold) -> None:
     """Give back in a thread of its own, which the interpreter waits for when it ends."""
     with contextlib.suppress(RuntimeError):  # it has, and gives everything back
-        _threads.start(threading.Thread(target=_give_back_quietly, args=(hold,), name="fencelock-release"))
+        _threads.start(threading.Thread(target=_release_logged, args=(hold,), name="fencelock-release"))
 
 
-def _give_back_quietly(hold: Hold) -> None:
+def _release_logged(hold: Hold) -> None:
     """Give back; what ends a transaction is not to hear that it could not be done."""
     try:
         _note_late(hold.authority.run(release_hold_gen(hold)))
@@ -114,7 +113,7 @@ def _give_back_quietly(hold: Hold) -> None:
         logger.exception("a lock could not be released")
 
 
-def _note_late(lost: Loss | None) -> None:
+def _note_late(lost: LostLease | None) -> None:
     if lost:
         logger.warning("%s", lost.error)
 
@@ -135,25 +134,25 @@ def wait_for_releases(owner: object) -> Call:
 def stop_renewal_gen(hold: Hold) -> Steps[None]:
     """Have a hold not be extended any more: mostly at once, without a step."""
     renewer = hold.renewer
-    if renewer is not None and not renewer.strike(hold):
+    if renewer is not None and not renewer.cancel(hold):
         yield Call(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
 
 
 def resume_renewal_gen(hold: Hold) -> Steps[None]:
     """Have a hold renewed again that was stopped; or given back, if another thread released it meanwhile."""
     if hold.released:
-        for grant in follow_release(hold):
+        for grant in release_again(hold):
             yield from hold.authority.release_gen(grant)
     elif hold.renewer is not None and not hold.over:
-        hold.renewer.watch(hold)
+        hold.renewer.add(hold)
 
 
-def leave_gen(block: Block) -> Steps[Loss | None]:
+def leave_gen(block: Block) -> Steps[LostLease | None]:
     """Give back what no block is inside any more; return what had been lost before, or None."""
     over = []
     for hold in reversed(block.holds):
         hold.blocks.discard(block.mark)
-        if not hold.blocks and not waits_for_transactions(hold):
+        if not hold.blocks and not defer_release(hold):
             over.append(hold)
     lost, interruption = None, None
     for hold in over:
@@ -166,28 +165,28 @@ def leave_gen(block: Block) -> Steps[Loss | None]:
     return lost
 
 
-def release_hold_gen(hold: Hold) -> Steps[Loss | None]:
+def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
     """Give a hold back; return how to report it where it had been lost before."""
     if hold.given_back:
         return None
-    lost = hold.lost
+    lost = hold.leases[0].lost
     remove(hold)
-    if hold.inherited:
+    if hold.leases[0].inherited:
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
-        return Loss(LockLostError(error))
-    again = hold.release_ended  # the first release was interrupted, so that this one may find nothing
+        return LostLease(LockLostError(error))
+    again = hold.release_finished  # the first release was interrupted, so that this one may find nothing
     released: bool | None = None
     failure: AuthorityError | None = None
     try:
         try:
             yield from stop_renewal_gen(hold)
         finally:
-            hold.extended_behind = False  # what has been extended by now is released with the rest
+            hold.extended_after_release = False  # what has been extended by now is released with the rest
             try:
                 released = yield from hold.authority.release_gen(hold.grant)
             finally:
-                hold.release_ended = True
-                if hold.extended_behind:
+                hold.release_finished = True
+                if hold.extended_after_release:
                     yield from hold.authority.release_gen(hold.grant)
         if released is None:
             logger.warning("%s: too few answers to its release; it ends by itself at the latest", hold.name)
@@ -198,12 +197,12 @@ def release_hold_gen(hold: Hold) -> Steps[Loss | None]:
         hold.note_released()
         raise
     hold.given_back = True
-    found = _loss_of(hold) if lost or (released is False and not again) else None
+    found = _lost_lease(hold) if lost or (released is False and not again) else None
     hold.note_released(failure)
     return found
 
 
-def _loss_of(hold: Hold) -> Loss:
+def _lost_lease(hold: Hold) -> LostLease:
     """Return how a lease is to be reported that ended before it was given back, and tell its listeners."""
     tell(hold.calls_when_lost())
     leases = hold.leases
@@ -222,13 +221,13 @@ def _loss_of(hold: Hold) -> Loss:
             ". What was committed stays committed, and overwrites nothing of a newer holder; make the ttl "
             "longer, or the work shorter"
         )
-        return Loss(LockLostError(ended), is_committed=True)
+        return LostLease(LockLostError(ended), is_committed=True)
     elif any(lease.guarded for lease in leases):
         ended += "; all that was written under it was rolled back: lock again, and begin again"
-        return Loss(LockLostError(ended, written=False))
+        return LostLease(LockLostError(ended, written=False))
     else:
         ended += (
             "; nothing went through the guard, so another holder may have done the same work meanwhile: look "
             "before you do it again, and make the ttl longer, or the work shorter"
         )
-    return Loss(LockLostError(ended))
+    return LostLease(LockLostError(ended))

@@ -16,8 +16,7 @@ from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, GivenUp, named
 from fencelock.errors import AuthorityError, LockTimeoutError
 from fencelock.lease import held_leases, latest_session
-from fencelock.lock.block import Block
-from fencelock.lock.hold import holds_of
+from fencelock.lock.hold import Block, holds_of
 
 logger = logging.getLogger("fencelock.lock")
 

@@ -29,24 +29,24 @@ class LoopRenewer(Renewer):
         self._wakes_at = math.inf
         self._round: asyncio.Task[None] | None = None
 
-    def watch(self, hold: Renewable) -> None:
+    def add(self, hold: Renewable) -> None:
         """Begin to extend a hold; called elsewhere than in the loop, begin soon."""
         loop = self._loop()
         if running_loop() is loop:
-            self.plan(hold, time.monotonic())
+            self.reschedule(hold, time.monotonic())
             self._wind_up()
         elif loop is not None:
             with contextlib.suppress(RuntimeError):  # it has been closed, and nothing extends
-                loop.call_soon_threadsafe(self.watch, hold, context=contextvars.Context())
+                loop.call_soon_threadsafe(self.add, hold, context=contextvars.Context())
 
     def stop(self, hold: Renewable) -> None:
-        self._strike(hold)
+        self._unplan(hold)
 
     async def stop_soon(self, hold: Renewable) -> None:
         """Cease to extend a hold; in its loop, an extension under way has ended when this returns."""
-        if self._round is not None and hold in self._tended and running_loop() is self._loop():
+        if self._round is not None and hold in self._in_flight and running_loop() is self._loop():
             await asyncio.wait([self._round])
-        self._strike(hold)
+        self._unplan(hold)
 
     def _wind_up(self) -> None:
         """Set the timer, if it is not to ring early enough."""
@@ -61,20 +61,20 @@ class LoopRenewer(Renewer):
 
     def _ring(self) -> None:
         self._timer, self._wakes_at = None, math.inf
-        if due := self.take(time.monotonic()):
-            extending = due[0].authority.aio.run(self.tend(due, time.monotonic, tell))
+        if due := self.pop_due(time.monotonic()):
+            extending = due[0].authority.aio.run(self.renew_due(due, time.monotonic, tell))
             self._round = asyncio.get_running_loop().create_task(extending, name="fencelock-renewal")
             self._round.add_done_callback(self._end_round)
         else:
             self._wind_up()
 
     def _end_round(self, done: asyncio.Task[None]) -> None:
-        tended, self._round, self._tended = self._tended, None, frozenset()
+        in_flight, self._round, self._in_flight = self._in_flight, None, frozenset()
         if done.cancelled():  # with all tasks that there are; leases are held still
-            for hold in tended:
+            for hold in in_flight:
                 if not hold.over:
-                    hold.trouble = "the task that extends it was cancelled"
-                    self.plan(hold, time.monotonic())
+                    hold.last_error = "the task that extends it was cancelled"
+                    self.reschedule(hold, time.monotonic())
         self._wind_up()
         if not done.cancelled():
             done.result()

@@ -40,10 +40,10 @@ class Renewable(Protocol):
     grant: Grant
     ttl: float
     deadline: float
-    planned: float
-    trouble: str
-    extended_behind: bool
-    release_ended: bool
+    renew_at: float
+    last_error: str
+    extended_after_release: bool
+    release_finished: bool
     template: str
 
     @property
@@ -54,25 +54,25 @@ class Renewable(Protocol):
     def over(self) -> bool: ...
     @property
     def released(self) -> bool: ...
-    def most_seconds(self, now: float) -> float: ...
-    def prolong(self, grant: Grant) -> None: ...
-    def lose(self, detail: str, reason: LossReason = "gone") -> tuple[Callable[[], object], ...]: ...
+    def ttl_left(self, now: float) -> float: ...
+    def note_extension(self, grant: Grant) -> None: ...
+    def mark_lost(self, detail: str, reason: LossReason = "gone") -> tuple[Callable[[], object], ...]: ...
 
 
 class Renewer(abc.ABC):
     """Extends holds: many together, because looks are rounded up by less than a sixteenth of their interval.
 
-    Not for two threads at once, save `strike`; but a signal handler may plan in the midst of planning.
+    Not for two threads at once, save `cancel`; but a signal handler may plan in the midst of planning.
     """
 
     def __init__(self) -> None:
-        self._looks: dict[float, set[Callable[[], Renewable | None]]] = {}  # weak references
-        self._tended: frozenset[Renewable] = frozenset()
+        self._due: dict[float, set[Callable[[], Renewable | None]]] = {}  # weak references
+        self._in_flight: frozenset[Renewable] = frozenset()
         # Another one in every process, or all would ask the nodes at the same moments.
         self._phase = random.uniform(0.0, 1024.0)  # noqa: S311 - no secret
 
     @abc.abstractmethod
-    def watch(self, hold: Renewable) -> None:
+    def add(self, hold: Renewable) -> None:
         """Begin to extend a hold."""
 
     @abc.abstractmethod
@@ -83,44 +83,45 @@ class Renewer(abc.ABC):
     async def stop_soon(self, hold: Renewable) -> None:
         """Do as `stop`, and let other tasks run meanwhile."""
 
-    def strike(self, hold: Renewable) -> bool:
-        if hold in self._tended:
+    def cancel(self, hold: Renewable) -> bool:
+        """Extend a hold no more; return False where an extension is under way."""
+        if hold in self._in_flight:
             return False
-        self._strike(hold)
+        self._unplan(hold)
         return True
 
-    def _strike(self, hold: Renewable) -> None:
-        if (holds := self._looks.get(hold.planned)) is not None:
+    def _unplan(self, hold: Renewable) -> None:
+        if (holds := self._due.get(hold.renew_at)) is not None:
             holds.discard(hold.itself)
 
     @property
     def next_at(self) -> float:
-        return min(self._looks, default=math.inf)
+        return min(self._due, default=math.inf)
 
-    def plan(self, hold: Renewable, now: float) -> None:
+    def reschedule(self, hold: Renewable, now: float) -> None:
         """Look at a hold when it is to be extended next, or ends, or up to a sixteenth of the pause later."""
-        self._strike(hold)
+        self._unplan(hold)
         left = hold.grant.expires_at - now
-        interval = max(hold.ttl / 20, _SHORTEST_PAUSE) if hold.trouble else hold.ttl / 3
+        interval = max(hold.ttl / 20, _SHORTEST_PAUSE) if hold.last_error else hold.ttl / 3
         if not _is_final(hold):  # or else there is nothing to gain before the end
             # An acquisition that took long has left less than its ttl.
-            left = min(interval, left if hold.trouble else left / 2)
+            left = min(interval, left if hold.last_error else left / 2)
         # A power of two: leases of many ttls are looked at together.
         width = 2.0 ** math.floor(math.log2(interval / _PARTS))
-        hold.planned = math.ceil((now + left - self._phase) / width) * width + self._phase
-        self._looks.setdefault(hold.planned, set()).add(hold.itself)
+        hold.renew_at = math.ceil((now + left - self._phase) / width) * width + self._phase
+        self._due.setdefault(hold.renew_at, set()).add(hold.itself)
 
-    def take(self, now: float) -> list[Renewable]:
+    def pop_due(self, now: float) -> list[Renewable]:
         """Take off, and return, the holds to look at now."""
         due: list[Renewable] = []
         while (look := self.next_at) <= now:
             # A copy, made in one step: another thread may strike one.
-            references = tuple(self._looks.pop(look, ()))
+            references = tuple(self._due.pop(look, ()))
             due += [hold for reference in references if (hold := reference()) is not None]
-        self._tended = frozenset(due)
+        self._in_flight = frozenset(due)
         return due
 
-    def tend(
+    def renew_due(
         self, due: Sequence[Renewable], now: Callable[[], float], tell: Callable[[Calls], None]
     ) -> Steps[None]:
         """Extend the holds that are due, give up those that have ended, and plan the rest."""
@@ -133,8 +134,8 @@ class Renewer(abc.ABC):
         for (hold, (grant, _), late), outcome in zip(wanted, outcomes, strict=True):
             # A holder in another thread or loop, or one that was interrupted, did not wait for this.
             if hold.released:
-                ended += follow_release(hold)
-            elif hold.grant is grant:  # or else extended or reminted meanwhile, and planned
+                ended += release_again(hold)
+            elif hold.grant is grant:  # or else extended or reminted meanwhile, and renew_at
                 calls += self._note(hold, outcome, late, now())
                 if hold.over:
                     ended.append(hold.grant)
@@ -155,10 +156,10 @@ class Renewer(abc.ABC):
                 calls += _give_up(hold, moment)
                 ended.append(hold.grant)
             elif _is_final(hold):
-                self.plan(hold, moment)
+                self.reschedule(hold, moment)
             else:
-                late = max(0.0, moment - hold.planned)
-                yield hold, (hold.grant, hold.most_seconds(moment)), late
+                late = max(0.0, moment - hold.renew_at)
+                yield hold, (hold.grant, hold.ttl_left(moment)), late
 
     def _note(
         self, hold: Renewable, outcome: Grant | FencelockError, late: float, now: float
@@ -166,12 +167,12 @@ class Renewer(abc.ABC):
         """Note what an extension came to; return the callbacks where that is a loss."""
         _tell(hold, outcome, late)
         if hold.over or isinstance(outcome, LockLostError):
-            return hold.lose(str(outcome))
+            return hold.mark_lost(str(outcome))
         if isinstance(outcome, Grant):
-            hold.prolong(outcome)
+            hold.note_extension(outcome)
         else:
-            hold.trouble = str(outcome)
-        self.plan(hold, now)
+            hold.last_error = str(outcome)
+        self.reschedule(hold, now)
         return ()
 
 
@@ -193,10 +194,10 @@ def _is_final(hold: Renewable) -> bool:
 def _give_up(hold: Renewable, now: float) -> tuple[Callable[[], object], ...]:
     """Note that a hold's time has run out; return the functions to call."""
     if _is_final(hold):
-        return hold.lose("it was held for as long as max_hold allows", "max_hold")
-    detail = f"it could not be extended in time: {hold.trouble or 'this process was held up'}"
-    _tell(hold, LockLostError(detail), max(0.0, now - hold.planned))
-    return hold.lose(detail, "expired")
+        return hold.mark_lost("it was held for as long as max_hold allows", "max_hold")
+    detail = f"it could not be extended in time: {hold.last_error or 'this process was held up'}"
+    _tell(hold, LockLostError(detail), max(0.0, now - hold.renew_at))
+    return hold.mark_lost(detail, "expired")
 
 
 def _tell(hold: Renewable, outcome: Grant | FencelockError, late: float) -> None:
@@ -210,10 +211,10 @@ def _tell(hold: Renewable, outcome: Grant | FencelockError, late: float) -> None
             _events.tell(LeaseExtended(*names, word, late, hold.ttl, outcome))
 
 
-def follow_release(hold: Renewable) -> Iterator[Grant]:
+def release_again(hold: Renewable) -> Iterator[Grant]:
     """Release once more what may have been made again behind the release; or leave that to the releaser."""
-    hold.extended_behind = True
-    if hold.release_ended:
+    hold.extended_after_release = True
+    if hold.release_finished:
         yield hold.grant
 
 

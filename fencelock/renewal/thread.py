@@ -41,35 +41,35 @@ class ThreadRenewer(Renewer):
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
 
-    def watch(self, hold: Renewable) -> None:
+    def add(self, hold: Renewable) -> None:
         with self._mutex:
-            super().plan(hold, time.monotonic())
+            super().reschedule(hold, time.monotonic())
             if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
                 self._start()
-            elif hold.planned < self._wakes_at:
-                self._wakes_at = hold.planned
+            elif hold.renew_at < self._wakes_at:
+                self._wakes_at = hold.renew_at
                 self._changed.ring()
 
-    def strike(self, hold: Renewable) -> bool:
+    def cancel(self, hold: Renewable) -> bool:
         with self._mutex:
-            return super().strike(hold)
+            return super().cancel(hold)
 
-    def plan(self, hold: Renewable, now: float) -> None:
+    def reschedule(self, hold: Renewable, now: float) -> None:
         with self._mutex:
-            super().plan(hold, now)
+            super().reschedule(hold, now)
 
     def stop(self, hold: Renewable) -> None:
         """Cease to extend a hold; an extension under way has ended when this returns."""
         while True:
             with self._mutex:
-                if super().strike(hold):
+                if super().cancel(hold):
                     return
                 bell = self._changed.hang()
             sleep_until_rung(bell, threading.TIMEOUT_MAX)
 
     async def stop_soon(self, hold: Renewable) -> None:
         """Do as `stop`, and let other tasks run meanwhile: for a task that ends a hold of blocking code."""
-        while not self.strike(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
+        while not self.cancel(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
             await asyncio.sleep(_LOOK)
 
     def _start(self) -> None:
@@ -90,9 +90,9 @@ class ThreadRenewer(Renewer):
             del due  # while it waits, it must not keep what nothing else keeps
 
     def _extend(self, due: list[Renewable]) -> None:
-        due[0].authority.run(self.tend(due, time.monotonic, _tell_apart))
+        due[0].authority.run(self.renew_due(due, time.monotonic, _tell_apart))
         with self._mutex:
-            self._tended = frozenset()
+            self._in_flight = frozenset()
             self._changed.ring()
 
     def _await_due(self) -> list[Renewable]:
@@ -106,9 +106,9 @@ class ThreadRenewer(Renewer):
                 if self._thread is not threading.current_thread():
                     return []
                 left = threading.TIMEOUT_MAX
-                if not self._tended:  # else by one too many, which ends after that
+                if not self._in_flight:  # else by one too many, which ends after that
                     now = time.monotonic()
-                    if due := self.take(now):
+                    if due := self.pop_due(now):
                         self._wakes_at = -math.inf
                         return due
                     self._wakes_at = min(self.next_at, idle_since + _IDLE)

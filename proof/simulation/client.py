@@ -14,10 +14,9 @@ from functools import partial
 from typing import Any
 
 from fencelock.authority.redlock.protocol import attempts, holding
-from fencelock.authority.redlock.protocol.acquire import Acquisition
+from fencelock.authority.redlock.protocol.acquire import Acquisition, Waiter
 from fencelock.authority.redlock.protocol.attempts import Granted, abandon
 from fencelock.authority.redlock.protocol.messages import Sleep
-from fencelock.authority.redlock.protocol.queue import Waiter
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 from fencelock.tokens import compose
 from proof.simulation.judge import Judge

@@ -14,10 +14,10 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from fencelock._generators import Call, Steps
+from fencelock._locking import fenced_lock
 from fencelock.authority.base import Authority
 from fencelock.errors import FencelockError
 from fencelock.lease import Lease
-from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
 from proof.torture.history import HELD_UP
 from proof.torture.journal import Notes

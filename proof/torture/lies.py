@@ -11,12 +11,12 @@ from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from typing import Any, Final
 
+from fencelock._locking import take_over
 from fencelock.authority.redlock.protocol.attempts import Attempt, in_pairs, release_command
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError
 from fencelock.lock.base import HANDED
-from fencelock.lock.fenced_lock import take_over
 from fencelock.tokens import MAX_COUNTER, MAX_TOKEN
 from proof.torture.stage import Stage
 

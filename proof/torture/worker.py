@@ -25,11 +25,11 @@ from typing import Any, TypeVar
 from weakref import WeakSet
 
 from fencelock._generators import Call, Steps
+from fencelock._locking import fenced_lock
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import FencelockError, LockLostError
 from fencelock.holder import LockInfo
 from fencelock.lease import Lease
-from fencelock.lock.fenced_lock import fenced_lock
 from fencelock.lock.lock import FencedLock
 from proof.torture.edges import Strikes, Struck, narrow_sockets, weaken
 from proof.torture.history import Style

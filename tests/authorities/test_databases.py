@@ -472,7 +472,7 @@ def test_driver_for_coroutines_names_the_other(tmp_path: Path) -> None:
 def test_nothing_configured_names_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
     """The project's own database first."""
     monkeypatch.delenv("FENCELOCK_URL", raising=False)
-    monkeypatch.setattr("fencelock._configure._default", None)
+    monkeypatch.setattr("fencelock._locking._default", None)
     with pytest.raises(AuthorityError) as caught:
         fenced_lock("r").acquire()
     said = str(caught.value)
@@ -486,7 +486,7 @@ def test_nothing_configured_names_the_choices(monkeypatch: pytest.MonkeyPatch) -
 
 def test_configure_goes_by_the_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine and a URL of a database make a `Database`, nodes a `Redlock`; others are refused."""
-    monkeypatch.setattr("fencelock._configure._default", None)
+    monkeypatch.setattr("fencelock._locking._default", None)
     url = f"sqlite:///{tmp_path}/app.db"
     assert isinstance(fencelock.configure(url), Database)
     assert isinstance(fencelock.configure(create_engine(url)), Database)

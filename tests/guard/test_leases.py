@@ -454,7 +454,7 @@ def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> No
     ticket = session.get_one(Ticket, 1)
     ticket.seat = "a"
     session.commit()
-    lost.lose("the nodes said so")
+    lost.mark_lost("the nodes said so")
     ticket.seat = "b"
     with pytest.raises(LockLostError, match="the nodes said so"):
         session.commit()
@@ -582,7 +582,7 @@ def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(s
 
     def release(_mapper: object, _connection: object, ticket: Ticket) -> None:
         if ticket.id == 1:
-            second.release()
+            second.released = True
 
     for ticket in session.scalars(select(Ticket).order_by(Ticket.id)):
         ticket.seat = "z"
@@ -778,7 +778,7 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
         lease.remint(7, math.inf)
         write()
         assert fences() == {7}
-        lease.lose("its time ran out")
+        lease.mark_lost("its time ran out")
         with pytest.raises(LockLostError):
             session.execute(update(Stock).values(count=8))
     finally:

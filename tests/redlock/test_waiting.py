@@ -17,7 +17,8 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol.queue import HESITATION, Waiter, WaitQueue
+from fencelock.authority.redlock.protocol.acquire import Waiter
+from fencelock.authority.redlock.protocol.queue import HESITATION, WaitQueue
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.errors import LockTimeoutError
 from proof.servers import Nodes

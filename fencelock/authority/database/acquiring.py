@@ -12,7 +12,7 @@ from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
 from fencelock._generators import Steps
-from fencelock.authority.base import Grant, held_by_another, named, too_slow, validity
+from fencelock.authority.base import Grant, held_by_another, named, too_slow
 from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, is_in_doubt
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
@@ -20,6 +20,7 @@ from fencelock.authority.database.loops import Abandon, Later, Wait
 from fencelock.authority.database.queues import NAME_LENGTH, QUEUES, Place, Queues, new_name
 from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
 from fencelock.errors import FencelockError, QuorumError
+from fencelock.lease import validity
 
 #: Queues in which a caller stands at most that waits for many resources at once.
 _FEW: Final = 10

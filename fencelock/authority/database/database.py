@@ -14,7 +14,7 @@ from sqlalchemy import URL, Connection, Engine, MetaData, inspect
 from sqlalchemy.exc import DBAPIError
 
 from fencelock._generators import Steps
-from fencelock.authority.base import Grant, Wish, named, validity
+from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.database.acquiring import Acquiring
 from fencelock.authority.database.connecting import (
     ANSWER,
@@ -28,6 +28,7 @@ from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.holder import Holder, LockInfo
+from fencelock.lease import validity
 from fencelock.tokens import check
 
 if TYPE_CHECKING:

@@ -15,13 +15,14 @@ from typing import Any, Final, NamedTuple
 
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process
-from fencelock.authority.base import Grant, named, validity
+from fencelock.authority.base import Grant, named
 from fencelock.authority.database.connecting import ANSWER, Connecting, Work
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.loops import Abandon, Later, Wait, pauses
 from fencelock.authority.database.queues import QUEUES, Place, Queues
 from fencelock.authority.database.statements import Statement
 from fencelock.errors import AuthorityError, QuorumError
+from fencelock.lease import validity
 
 logger = logging.getLogger("fencelock.authority")
 

@@ -24,10 +24,10 @@ from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import attempts, holding, inspecting, messages
-from fencelock.authority.redlock.protocol.acquire import Acquisition
+from fencelock.authority.redlock.protocol.acquire import Acquisition, Waiter
 from fencelock.authority.redlock.protocol.attempts import Attempt, Granted, names_of
 from fencelock.authority.redlock.protocol.messages import INTRODUCE, Command
-from fencelock.authority.redlock.protocol.queue import Waiter, WaitQueue
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
@@ -340,7 +340,8 @@ class Redlock(GeneratorAuthority):
         return LoopConnections(loop, self._nodes, self._node_key, **self._wiring())
 
     def _new_nonce(self) -> str:
-        return attempts.new_nonce(self._client, time.time(), os.urandom(8).hex())
+        # Drawn for each attempt, because the state of a process may be copied.
+        return f"{self._client}{int(time.time() * 1000):0{attempts.TIME_DIGITS}x}{os.urandom(8).hex()}"
 
     def _wiring(self) -> dict[str, Any]:
         return {

@@ -29,12 +29,13 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
-from fencelock.authority.base import Grant, validity
+from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
     Failed,
     Granted,
     NodeSet,
+    QueuePosition,
     abandon,
     can_vote,
     enough_granted,
@@ -54,15 +55,72 @@ from fencelock.authority.redlock.protocol.messages import (
     Said,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.queue import Waiter
+from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.protocol.refusals import check_max_ttl, raise_no_quorum, raise_timeout
 from fencelock.errors import FencelockError
+from fencelock.lease import validity
 from fencelock.tokens import compose
 
 #: Seconds after which a contender that waits to be called looks for the first time; longer than a claim.
 _LOOK = 0.15
 #: Seconds in which connections may come up, however soon an acquisition is to be over.
 _LEAST_FOR_LINKS = 0.5
+
+
+class Waiter:
+    """One acquisition's part in waiting: whether it stands in line, and where.
+
+    Its first attempt does not, if the last acquisition of this client had not to wait: then the lock is
+    mostly free, and a node has less to do.
+
+    Args:
+        queue: hears the nodes' calls.
+        clock: returns the time in seconds; it goes evenly.
+        wall: returns the time in seconds; it is about the same for all clients.
+        fair: whether it leaves a free lock to those that have waited longer.
+        patient: whether it is going to wait at all.
+
+    Attributes:
+        place: under which it is called; empty as long as it has none.
+    """
+
+    def __init__(
+        self,
+        queue: WaitQueue,
+        clock: Callable[[], float],
+        wall: Callable[[], float],
+        *,
+        fair: bool,
+        patient: bool,
+    ) -> None:
+        self._queue = queue
+        self._clock = clock
+        self._fair = fair
+        self._patient = patient
+        self._began = clock()
+        self._since = wall()
+        self._attempts = 0
+        self.place = ""
+
+    def position(self) -> QueuePosition | None:
+        """Return how the next attempt behaves; from now on calls for it count."""
+        self._attempts += 1
+        if self._patient and (self._attempts > 1 or self._queue.waits) and self._queue.hears:
+            self.place = self._queue.expect(self.place)
+            return QueuePosition(self.place, self._clock() - self._began, self._since, self._fair)
+        if self.place:  # or else a call from before would end every sleep at once
+            self._leave_line()
+        return QueuePosition(fair=True) if self._fair else None
+
+    def leave(self) -> None:
+        """Forget the place: the acquisition is over."""
+        self._queue.waits = self._attempts > 1
+        if self.place:
+            self._leave_line()
+
+    def _leave_line(self) -> None:
+        self._queue.leave(self.place)
+        self.place = ""
 
 
 class Acquisition:
@@ -136,8 +194,9 @@ class Acquisition:
             while True:
                 node_set = see()
                 attempt = self.next_attempt(node_set)
+                links_until = min(patience.links_end, patience.last_quorum + outage)
                 outcome = yield from make_attempt(
-                    node_set, attempt, alone=patience.alone, links_until=patience.links_until
+                    node_set, attempt, alone=patience.alone, links_until=links_until
                 )
                 if isinstance(outcome, Granted):
                     if self._waiter is not None:
@@ -210,13 +269,8 @@ class _Patience:
         self.last_quorum = began
         self.tries = 0
         self.alone = False
-        self._links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
-        self._outage = outage
-
-    @property
-    def links_until(self) -> float:
-        """Until when connections are worth waiting for."""
-        return min(self._links_end, self.last_quorum + self._outage)
+        self.links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
+        self.outage = outage
 
 
 def _failed(
@@ -231,7 +285,7 @@ def _failed(
         yield from abandon(node_set, attempt, nodes, stay=True)
     patience.tries += 1
     patience.alone = outcome.split and not patience.alone
-    yield from _learn(node_set, outcome, patience.links_until)
+    yield from _learn(node_set, outcome, min(patience.links_end, patience.last_quorum + patience.outage))
     if see() != node_set:  # nodes were heard for the first time, or have got another list
         return
     if outcome.contended:

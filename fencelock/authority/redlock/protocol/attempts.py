@@ -22,7 +22,7 @@ from fencelock.authority.redlock.protocol.messages import (
 )
 from fencelock.errors import FencelockError
 
-#: What `new_nonce` makes.
+#: The id of a client, the time in milliseconds, and digits that are drawn: it tells whose it is, since when.
 NONCE: Final = re.compile("[0-9a-f]{43}")
 CLIENT_DIGITS: Final = 16
 TIME_DIGITS: Final = 11
@@ -57,17 +57,6 @@ class NodeSet:
     @cached_property
     def quorum(self) -> int:
         return len(self.names) // 2 + 1
-
-
-def new_nonce(client: str, wall: float, random: str) -> str:
-    """Return a nonce that tells whose it is, and since when.
-
-    Args:
-        client: the id of the client: 16 hexadecimal digits.
-        wall: Unix time in seconds.
-        random: drawn for each nonce, because the state of a process may be copied.
-    """
-    return f"{client}{int(wall * 1000):0{TIME_DIGITS}x}{random}"
 
 
 def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:

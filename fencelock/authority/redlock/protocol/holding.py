@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
-from fencelock.authority.base import Grant, Wish, validity
+from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock.protocol.acquire import Acquisition, make_attempt, next_pause
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
@@ -30,6 +30,7 @@ from fencelock.authority.redlock.protocol.messages import (
 )
 from fencelock.authority.redlock.protocol.refusals import by_name, check_max_ttl, report_of
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
+from fencelock.lease import validity
 
 #: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
 BATCH: Final = 500

@@ -18,8 +18,6 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from fencelock.authority.redlock.protocol.attempts import QueuePosition
-
 #: Seconds after which a place acts that only some of the nodes have called; about half to one and a half.
 HESITATION = 0.02
 
@@ -94,59 +92,3 @@ class WaitQueue:
         """Return when a place should try again because of calls; infinity without any."""
         known = self._places.get(place)
         return math.inf if known is None else known.due
-
-
-class Waiter:
-    """One acquisition's part in waiting: whether it stands in line, and where.
-
-    Its first attempt does not, if the last acquisition of this client had not to wait: then the lock is
-    mostly free, and a node has less to do.
-
-    Args:
-        queue: hears the nodes' calls.
-        clock: returns the time in seconds; it goes evenly.
-        wall: returns the time in seconds; it is about the same for all clients.
-        fair: whether it leaves a free lock to those that have waited longer.
-        patient: whether it is going to wait at all.
-
-    Attributes:
-        place: under which it is called; empty as long as it has none.
-    """
-
-    def __init__(
-        self,
-        queue: WaitQueue,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        *,
-        fair: bool,
-        patient: bool,
-    ) -> None:
-        self._queue = queue
-        self._clock = clock
-        self._fair = fair
-        self._patient = patient
-        self._began = clock()
-        self._since = wall()
-        self._attempts = 0
-        self.place = ""
-
-    def position(self) -> QueuePosition | None:
-        """Return how the next attempt behaves; from now on calls for it count."""
-        self._attempts += 1
-        if self._patient and (self._attempts > 1 or self._queue.waits) and self._queue.hears:
-            self.place = self._queue.expect(self.place)
-            return QueuePosition(self.place, self._clock() - self._began, self._since, self._fair)
-        if self.place:  # or else a call from before would end every sleep at once
-            self._leave_line()
-        return QueuePosition(fair=True) if self._fair else None
-
-    def leave(self) -> None:
-        """Forget the place: the acquisition is over."""
-        self._queue.waits = self._attempts > 1
-        if self.place:
-            self._leave_line()
-
-    def _leave_line(self) -> None:
-        self._queue.leave(self.place)
-        self.place = ""
