@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
-
-_Choice = TypeVar("_Choice", bound=str)
 
 MIN_TTL = 0.01
 MAX_TTL = 604_800.0
@@ -48,10 +45,3 @@ def check_max_hold(value: object, ttl: float) -> float | None:
         shorter = f"max_hold of {max_hold:g} s is shorter than the ttl of {ttl:g} s"
         raise ValueError(f"{shorter}: make the ttl shorter, or max_hold longer")
     return max_hold
-
-
-def check_choice(name: str, value: _Choice, choices: tuple[_Choice, ...]) -> _Choice:
-    """Return a value if it is one of the choices."""
-    if value not in choices:
-        raise ValueError(f"{name} is one of {', '.join(map(repr, choices))}; not {value!r}")
-    return value

@@ -41,8 +41,8 @@ class Figures(NamedTuple):
 
 
 LIMITS = {
-    "blocking lock, one node": Figures(files=31, functions=146, calls=226, depth=20),
-    "asyncio lock, one node": Figures(files=32, functions=149, calls=244, depth=15),
+    "blocking lock, one node": Figures(files=20, functions=103, calls=150, depth=13),
+    "asyncio lock, one node": Figures(files=23, functions=109, calls=177, depth=12),
     "blocking lock, SQLite": Figures(files=25, functions=113, calls=168, depth=18),
     "asyncio lock, SQLite": Figures(files=25, functions=118, calls=226, depth=12),
     "flush of one object": Figures(files=10, functions=57, calls=67, depth=8),

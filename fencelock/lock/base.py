@@ -16,7 +16,7 @@ from typing import Any, Final, Generic, TypeVar, cast
 from weakref import ref
 
 from fencelock import _events
-from fencelock._checks import check_choice, check_max_hold, check_timeout, check_ttl
+from fencelock._checks import check_max_hold, check_timeout, check_ttl
 from fencelock._events import LockNotAcquired, Outcome
 from fencelock._generators import Steps
 from fencelock._owners import running_loop
@@ -95,7 +95,9 @@ class BaseLock(Generic[Token]):
         self._reentrant = bool(reentrant)
         #: A grant that the next entering takes over.
         self._handed: Grant | None = None
-        self._if_lost = check_choice("if_lost", if_lost, ("raise", "warn"))
+        if if_lost not in {"raise", "warn"}:
+            raise ValueError(f"if_lost is 'raise' or 'warn', not {if_lost!r}")
+        self._if_lost = if_lost
         self._entered: list[Block] = []
         #: Entered by `with` and not left yet. Its body may have released it, so that it is no block any more.
         self._with_blocks: list[Block] = []
@@ -145,7 +147,7 @@ class BaseLock(Generic[Token]):
             if new.renewer is not None:
                 # Not before: a hold that is interrupted until here is not extended while the traceback lives.
                 new.renewer.add(new)
-        for hold in block.holds:
+        for hold in block.holds if self._listeners else ():
             hold.tell_when_lost(self._listeners)
         return block.tokens if block.is_with else block.leases[0]
 

@@ -171,7 +171,7 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
         return None
     lost = hold.leases[0].lost
     remove(hold)
-    if hold.leases[0].inherited:
+    if lost and hold.leases[0].inherited:
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
         return LostLease(LockLostError(error))
     again = hold.release_finished  # the first release was interrupted, so that this one may find nothing

@@ -53,7 +53,7 @@ class Scripts:
         """ACQUIRE."""
         attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, ttl)
         pairs = in_pairs(attempt.stripes, [hint] * len(resources))
-        arguments = (self.node_set.fingerprint, nonce, attempt.ttl_ms, epoch, *pairs)
+        arguments = (self.node_set.fingerprint, nonce, round(attempt.ttl * 1000), epoch, *pairs)
         return self.real.execute(Command("acquire", nonce, attempt.keys, arguments))
 
     def queue(self, nonce: str, *resources: str, position: QueuePosition | None) -> Answer:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import threading
 from typing import Any, Protocol, TypeVar, Unpack
 from weakref import WeakKeyDictionary
@@ -46,6 +47,7 @@ class AsyncRedlock(AsyncView):
 
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
+        self._pid = os.getpid()
         self._lock = threading.Lock()
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopConnections] = WeakKeyDictionary()
 
@@ -95,7 +97,8 @@ class AsyncRedlock(AsyncView):
             connections.close()
 
     def here(self) -> LoopConnections:
-        self._nodes.check_process()
+        if self._pid != os.getpid():
+            self._nodes.check_process()
         loop = asyncio.get_running_loop()
         connections = self._by_loop.get(loop)
         if connections is None or connections.is_closed:

@@ -159,6 +159,9 @@ class Acquisition:
                 "instead_of": instead_of.attempt.nonce,
             }
         self._latest: tuple[NodeSet, Attempt] | None = None
+        #: How many attempts have failed, and whether the next one asks the first node by itself.
+        self._tries = 0
+        self._is_alone = False
 
     def acquire(
         self,
@@ -189,20 +192,25 @@ class Acquisition:
             MembershipError: too many nodes belong to another list.
             ValueError: the ttl is longer than these nodes allow.
         """
-        patience = _Patience(began, timeout, grace, outage, jitter=jitter, go_on=go_on)
+        self._ends = math.inf if timeout is None else began + timeout
+        self._links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
+        self._last_quorum, self._grace, self._outage = began, grace, outage
         try:
             while True:
                 node_set = see()
                 attempt = self.next_attempt(node_set)
-                links_until = min(patience.links_end, patience.last_quorum + outage)
+                links_until = min(self._links_end, self._last_quorum + outage)
                 outcome = yield from make_attempt(
-                    node_set, attempt, alone=patience.alone, links_until=links_until
+                    node_set, attempt, alone=self._is_alone, links_until=links_until
                 )
                 if isinstance(outcome, Granted):
                     if self._waiter is not None:
                         self._waiter.leave()
                     return self.grant_of(outcome)
-                yield from _failed(see, node_set, outcome, patience)
+                yield from self._undo(node_set, outcome, links_until)
+                if see() == node_set:  # or else nodes were heard for the first time, or have another list
+                    yield from self._sleep(node_set, outcome, jitter())
+                    go_on()
         except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
             self._leave_queue()
             raise
@@ -210,6 +218,33 @@ class Acquisition:
             yield from self.abandon_latest()
             self._leave_queue()
             raise
+
+    def _undo(
+        self, node_set: NodeSet, outcome: Failed, links_until: float
+    ) -> Generator[Broadcast, Round, None]:
+        """Release what an attempt has left, and learn of another list."""
+        if nodes := [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]:
+            yield from abandon(node_set, outcome.attempt, nodes, stay=True)
+        self._tries += 1
+        self._is_alone = outcome.split and not self._is_alone
+        yield from _learn(node_set, outcome, links_until)
+
+    def _sleep(self, node_set: NodeSet, outcome: Failed, random: float) -> Generator[Request, Any, None]:
+        """Wait until the next attempt; raise why there is none where the time is over."""
+        attempt = outcome.attempt
+        if outcome.contended:
+            self._last_quorum = outcome.ended
+        elif (
+            not _may_recover(node_set, outcome.answers, self._grace)
+            or outcome.ended - self._last_quorum >= self._grace
+        ):
+            yield from _leave(node_set, attempt)
+            raise_no_quorum(node_set, outcome.answers)
+        if outcome.ended >= self._ends:
+            yield from _leave(node_set, attempt)
+            raise_timeout(node_set, outcome)
+        pause = min(self._ends - outcome.ended, next_pause(outcome, self._tries, random))
+        yield Sleep(pause, attempt.resources, attempt.place)
 
     def next_attempt(self, node_set: NodeSet) -> Attempt:
         """Return a new attempt, with a nonce of its own.
@@ -241,67 +276,6 @@ class Acquisition:
     def _leave_queue(self) -> None:
         if self._waiter is not None:
             self._waiter.leave()
-
-
-class _Patience:
-    """For how long an acquisition goes on, and how it makes its next attempt.
-
-    Attributes:
-        last_quorum: when a quorum has voted last.
-        tries: how many attempts have failed.
-        alone: whether the next one asks the first node by itself.
-    """
-
-    def __init__(
-        self,
-        began: float,
-        timeout: float | None,
-        grace: float,
-        outage: float,
-        *,
-        jitter: Callable[[], float],
-        go_on: Callable[[], None],
-    ) -> None:
-        self.jitter = jitter
-        self.go_on = go_on
-        self.ends = math.inf if timeout is None else began + timeout
-        self.grace = grace
-        self.last_quorum = began
-        self.tries = 0
-        self.alone = False
-        self.links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
-        self.outage = outage
-
-
-def _failed(
-    see: Callable[[], NodeSet],
-    node_set: NodeSet,
-    outcome: Failed,
-    patience: _Patience,
-) -> Generator[Request, Any, None]:
-    """Release what an attempt has left, and wait until the next one; or raise why there is none."""
-    attempt = outcome.attempt
-    if nodes := [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]:
-        yield from abandon(node_set, attempt, nodes, stay=True)
-    patience.tries += 1
-    patience.alone = outcome.split and not patience.alone
-    yield from _learn(node_set, outcome, min(patience.links_end, patience.last_quorum + patience.outage))
-    if see() != node_set:  # nodes were heard for the first time, or have got another list
-        return
-    if outcome.contended:
-        patience.last_quorum = outcome.ended
-    elif (
-        not _may_recover(node_set, outcome.answers, patience.grace)
-        or outcome.ended - patience.last_quorum >= patience.grace
-    ):
-        yield from _leave(node_set, attempt)
-        raise_no_quorum(node_set, outcome.answers)
-    if outcome.ended >= patience.ends:
-        yield from _leave(node_set, attempt)
-        raise_timeout(node_set, outcome)
-    pause = min(patience.ends - outcome.ended, next_pause(outcome, patience.tries, patience.jitter()))
-    yield Sleep(pause, attempt.resources, attempt.place)
-    patience.go_on()
 
 
 def make_attempt(
@@ -428,7 +402,7 @@ def _acquire_command(attempt: Attempt, node_set: NodeSet) -> Command:
     arguments = (
         node_set.fingerprint,
         attempt.nonce,
-        attempt.ttl_ms,
+        round(attempt.ttl * 1000),
         attempt.hint_epoch,
         *in_pairs(attempt.stripes, hints),
     )

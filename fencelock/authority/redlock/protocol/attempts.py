@@ -169,11 +169,6 @@ class Attempt:
         return cls(resources, nonce, ttl, *names_of(node_set.node_key, resources), position)
 
     @property
-    def ttl_ms(self) -> int:
-        """The ttl as it goes over the wire."""
-        return round(self.ttl * 1000)
-
-    @property
     def name(self) -> str:
         return named(self.resources)
 
@@ -284,7 +279,7 @@ def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast
     try:
         command = release_command(node_set, granted.attempt, granted.epoch, granted.counters)
         done = yield Broadcast(command, node_set.everybody, enough_released(node_set), node_set.patience)
-        if count_of(Said.RELEASED, done.answers) >= node_set.quorum:
+        if sum(answer.said is Said.RELEASED for answer in done.answers.values()) >= node_set.quorum:
             return True
         # RELEASE is never refused. Voters that do not know the lock and blank nodes are not added up: see
         # EXTEND.

@@ -88,7 +88,7 @@ class LoopConnections(Links):
     @property
     def is_closed(self) -> bool:
         """Whether these are of no use any more: closed, or left behind by a loop that was."""
-        return self._closed or self._open_loop() is None
+        return self._closed or (loop := self._loop()) is None or loop.is_closed()
 
     def _open_loop(self) -> asyncio.AbstractEventLoop | None:
         loop = self._loop()

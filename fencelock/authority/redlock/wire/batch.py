@@ -52,7 +52,8 @@ class BatchingConnection(Connection):
         self.changing -= 1
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        self.flush_batch()
+        if self._parts:
+            self.flush_batch()
         super().put_alone(pending, packed)
 
     def flush_batch(self) -> None:
