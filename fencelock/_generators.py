@@ -6,8 +6,10 @@ Everything that takes time is written once, as such a generator; `run` takes its
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 from collections.abc import Awaitable, Callable, Generator
+from contextlib import suppress
 from typing import Any, NamedTuple, TypeVar
 
 _T = TypeVar("_T")
@@ -44,8 +46,14 @@ def run(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
             error = caught
 
 
-async def run_async(steps: Steps[_T], do: Callable[[Any], Awaitable[Any]]) -> _T:
-    """Run a generator in a task. `do` takes all steps but a `Call`."""
+async def run_async(
+    steps: Steps[_T], do: Callable[[Any], Awaitable[Any]], tell: Callable[[Any], Any] | None = None
+) -> _T:
+    """Run a generator in a task. `do` takes all steps but a `Call`.
+
+    With `tell`, the generator of a coroutine that is thrown away is cancelled: `tell` takes what it yields
+    then, and waits for nothing.
+    """
     error: BaseException | None = None
     answer: Any = None
     while True:
@@ -56,5 +64,17 @@ async def run_async(steps: Steps[_T], do: Callable[[Any], Awaitable[Any]]) -> _T
         error = answer = None
         try:
             answer = await (step.waiting() if type(step) is Call else do(step))
+        except GeneratorExit as caught:
+            if tell is not None:
+                _cancel(steps, tell)
+                raise
+            error = caught
         except BaseException as caught:  # noqa: BLE001 - the generator decides what to do about it
             error = caught
+
+
+def _cancel(steps: Steps[Any], tell: Callable[[Any], Any]) -> None:
+    with suppress(BaseException):
+        step = steps.throw(asyncio.CancelledError())
+        while True:
+            step = steps.send(tell(step))

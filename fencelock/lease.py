@@ -170,7 +170,7 @@ class Lease:
             LockLostError: if the lease is known to be gone, or belongs to the parent process.
         """
         parent = "it belongs to the process that this one was forked from"
-        if reason := parent if self.inherited else self.why_lost:
+        if reason := parent if self._process is not _process[0] else self.why_lost:
             raise LockLostError(
                 f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again", written=False
             )
@@ -193,7 +193,7 @@ class Lease:
                 f"back, and lock again",
                 written=False,
             )
-        if self.in_doubt:
+        if self._doubted == self._fencing_token:
             raise CommitInDoubtError(
                 f"a transaction that was written under the lease of {self._resource!r} with token "
                 f"{self._fencing_token} may still be committed: the outcome of its COMMIT is unknown, so "

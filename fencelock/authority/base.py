@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar, Unpack
 from weakref import WeakSet
@@ -114,7 +114,7 @@ class AsyncAuthority(Protocol):
     def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
         """See `Authority.acquire_gen`."""
 
-    async def run(self, steps: Steps[_T]) -> _T:
+    def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
         """Run a generator; other tasks run meanwhile."""
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, Self, TypeVar, Unpack, overload
 
 from fencelock._generators import Steps
@@ -137,7 +137,7 @@ class AsyncView(abc.ABC):
         """Close the connections of the running loop; using it again connects again."""
 
     @abc.abstractmethod
-    async def run(self, steps: Steps[_T]) -> _T:
+    def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
         """Run a generator; other tasks run meanwhile."""
 
     def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:

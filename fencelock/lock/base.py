@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import json
 import logging
@@ -19,7 +20,6 @@ from fencelock import _events
 from fencelock._checks import check_max_hold, check_timeout, check_ttl
 from fencelock._events import LockNotAcquired, Outcome
 from fencelock._generators import Steps
-from fencelock._owners import running_loop
 from fencelock.authority.base import Authority, GivenUp, Grant, named
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
@@ -170,8 +170,8 @@ class BaseLock(Generic[Token]):
         while frame is not None and frame.f_globals.get("__name__", "").startswith("fencelock."):
             frame = frame.f_back
         hold.place = None if frame is None else (frame.f_code, frame.f_lineno)
-        if in_loop and (loop := running_loop()) is not None:
-            hold.loop = ref(loop)
+        if in_loop:
+            hold.loop = ref(asyncio.get_running_loop())
         if self._renew:
             hold.renewer = for_loop(authority) if in_loop else for_thread(authority)
         return hold

@@ -5,7 +5,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from types import EllipsisType
 from typing import Any, Generic
 
@@ -179,8 +179,8 @@ class FencedLock(BaseLock[Token]):
             await block.authority.aio.run(self._take_back_gen(block))
             raise
 
-    async def __aenter__(self) -> Token:
-        return await self._enter_async(self._new_block(is_with=True))  # type: ignore[no-any-return]
+    def __aenter__(self) -> Coroutine[Any, Any, Token]:
+        return self._enter_async(self._new_block(is_with=True))
 
     async def __aexit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
         if (block := self._block_to_leave()) is not None:

@@ -204,7 +204,11 @@ class AsyncFace:
     def holder_ttl(self, *resources: str) -> float | None:
         """Return the seconds for which one of the resources is held; None for none."""
         client: Any = self.client
-        return longest(self.loop.run(client.aio.run(client.inspect_gen(resources))))
+
+        async def look() -> Sequence[LockInfo]:
+            return await client.aio.run(client.inspect_gen(resources))  # type: ignore[no-any-return]
+
+        return longest(self.loop.run(look()))
 
     def close(self) -> None:
         """Close the connections of the loop, then whatever else the client has."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import threading
+from collections.abc import Awaitable, Coroutine
 from typing import Any, Protocol, TypeVar, Unpack
 from weakref import WeakKeyDictionary
 
@@ -54,29 +54,23 @@ class AsyncRedlock(AsyncView):
     def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
         return self._nodes.acquire_gen(resources, queue=self.here().queue, **terms)
 
-    async def run(self, steps: Steps[_T]) -> _T:
+    def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
         """Run a generator; other tasks run meanwhile.
 
         A cancelled step has ended. The steps that give back what it may have acquired wait for nothing.
         """
         connections = self.here()
 
-        async def do(step: Any) -> Any:
+        def do(step: Any) -> Awaitable[Any]:
             nonlocal connections
-            if connections.is_closed:  # while this task waited in line
+            if connections.closed:  # while this task waited in line
                 connections = self.here()
-            try:
-                if type(step) is Broadcast:  # mostly
-                    return await connections.broadcast(step)
-                return await connections.do(step)
-            except GeneratorExit:  # the coroutine is thrown away, in whatever thread
-                with contextlib.suppress(BaseException):
-                    step = steps.throw(asyncio.CancelledError())
-                    while True:
-                        step = steps.send(connections.tell(step))
-                raise
+            return connections.broadcast(step) if type(step) is Broadcast else connections.sleep(step)
 
-        return await run_async(steps, do)
+        def tell(step: Any) -> Any:
+            return connections.tell(step)
+
+        return run_async(steps, do, tell)
 
     async def init(
         self, *, base: int | None = None, max_ttl: float | None = None, allow_eviction: bool = False
@@ -101,7 +95,7 @@ class AsyncRedlock(AsyncView):
             self._nodes.check_process()
         loop = asyncio.get_running_loop()
         connections = self._by_loop.get(loop)
-        if connections is None or connections.is_closed:
+        if connections is None or connections.closed:
             with self._lock:
                 self._close_orphans()
                 self._by_loop[loop] = connections = self._nodes.connect_in(loop)

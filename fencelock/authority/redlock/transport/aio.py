@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import os
 import socket
 import time
@@ -18,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from fencelock.authority.redlock.protocol.messages import Broadcast, Round
+from fencelock.authority.redlock.protocol.messages import Broadcast, Round, Sleep
 from fencelock.authority.redlock.transport.blocking import FRESH, broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
@@ -34,16 +33,14 @@ _SLACK: Final = 0.01
 class PendingOfTask(PendingBroadcast):
     """A broadcast whose task waits for `woken`: a weak reference, because that knows the loop."""
 
-    __slots__ = ("_woken",)
+    __slots__ = ("woken",)
 
-    def __init__(self, request: Broadcast, woken: asyncio.Future[None]) -> None:
-        super().__init__(request)
-        self.deadline = math.inf
-        self._woken = weakref.ref(woken)
+    woken: weakref.ref[asyncio.Future[None]]
 
     def wake(self) -> None:
-        if (woken := self._woken()) is not None:
-            resume(woken)
+        woken = self.woken()
+        if woken is not None and not woken.done() and not woken.get_loop().is_closed():
+            woken.set_result(None)
 
 
 def resume(woken: asyncio.Future[None]) -> None:
@@ -80,15 +77,11 @@ class LoopConnections(Links):
         self._looks = False
         #: While tasks have their turns, answers lie unread, and must not be taken for missing.
         self._last_read = 0.0
-        self._closed = False
+        #: Whether these are of no use any more.
+        self.closed = False
         self._farewell = weakref.finalize(loop, self.close)
 
     # Whose they are.
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether these are of no use any more: closed, or left behind by a loop that was."""
-        return self._closed or (loop := self._loop()) is None or loop.is_closed()
 
     def _open_loop(self) -> asyncio.AbstractEventLoop | None:
         loop = self._loop()
@@ -116,7 +109,7 @@ class LoopConnections(Links):
             self.leave_to_parent()
             return
         self._farewell.detach()
-        self._closed = True
+        self.closed = True
         self._flush()
         self._nodes.close()
         self._close_arrived()
@@ -128,9 +121,7 @@ class LoopConnections(Links):
 
     # What callers do.
 
-    async def do(self, request: Any) -> Any:
-        if isinstance(request, Broadcast):
-            return await self.broadcast(request)
+    async def sleep(self, request: Sleep) -> float:
         if request.waits_for:
             await self.wait(request.place, request.seconds)
         else:
@@ -149,7 +140,8 @@ class LoopConnections(Links):
             await self._await_connections(request, loop)
         began = time.monotonic()
         woken = loop.create_future()
-        pending = PendingOfTask(request, woken)
+        pending = PendingOfTask(request)
+        pending.woken = weakref.ref(woken)
         try:
             # Where no other task waits, there is nothing to travel with.
             self._nodes.ask(pending, request, began, together=BATCHES and bool(self._pending))
@@ -157,7 +149,8 @@ class LoopConnections(Links):
             if not pending.complete:
                 pending.deadline = began + request.patience
                 self._pending.add(pending)
-                self._look_later(loop)
+                if not self._looks:
+                    self._look_later(loop)
                 await woken
         finally:
             self._pending.discard(pending)
@@ -186,7 +179,7 @@ class LoopConnections(Links):
         end = now + seconds
         if self._nodes.listen(now):
             self._flush()
-        while (due := min(end, self.queue.due(place))) > now and not self._closed:
+        while (due := min(end, self.queue.due(place))) > now and not self.closed:
             if self._nodes.absent and place:
                 due = min(due, self._nodes.open_absent(now) + _SLACK)
             woken = loop.create_future()
@@ -203,7 +196,7 @@ class LoopConnections(Links):
         """Open missing connections; wait only while less than a majority is."""
         began = now = time.monotonic()
         self._nodes.open_absent(now)
-        while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0 and not self._closed:
+        while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0 and not self.closed:
             newcomer = loop.create_future()
             self._newcomers.add(newcomer)
             try:
@@ -317,7 +310,7 @@ class LoopConnections(Links):
         self._arrived[node] = opened
         loop = self._loop()
         try:
-            if loop is not None and not self._closed:
+            if loop is not None and not self.closed:
                 loop.call_soon_threadsafe(self._take, node)
                 return
         except RuntimeError:  # it has been closed
@@ -339,7 +332,7 @@ class LoopConnections(Links):
         if isinstance(opened, UnusableError):
             self._nodes.failed(index, opened.answer, now)
         elif (
-            self._closed
+            self.closed
             or loop is None
             or self._nodes.connected(index, opened.identity, now, pushes=opened.pushes) is None
         ):
