@@ -1,6 +1,7 @@
 # The two commands of the README are `make demo` and `make test`; each sets up everything it needs.
 # Variables: PYTHON (3.11 or later) makes the venv; SQLALCHEMY=2.0 tests against that series; JOBS is how many
-# files of tests run side by side, and PYTEST has more options for them.
+# files of tests run side by side, and PYTEST has more options for them. LONG=1 takes in the tests that are marked
+# as `long`, as .ci/run does.
 
 PYTHON ?= python3
 SQLALCHEMY ?= 2.1
@@ -16,7 +17,7 @@ BY_FILE := --dist loadfile --max-worker-restart 0
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
 	@echo "make check      lint, and the lock and the guard on SQLite: the inner loop (under three minutes)"
-	@echo "make test       the whole test suite, on real servers"
+	@echo "make test       the test suite, on real servers (nine minutes; LONG=1 takes in storms, failovers and whole programs: twice as long)"
 	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"
 	@echo "make durations  what the tests cost by file, from the last run of .ci/run"
 	@echo "make lint       ruff and mypy --strict"
@@ -53,12 +54,14 @@ demo: $(VENV)/installed
 # turns run, whatever becomes of the first, so that --last-failed knows the failures of both. The second writes a
 # report of its own: --junitxml=a.xml is a-timed.xml there. One of them may find no tests (status 5). JOBS=0 is
 # one turn: nothing runs side by side.
+NOT_LONG := $(if $(LONG),, and not long)
 test: $(VENV)/installed
 ifeq ($(JOBS),0)
 	$(RUN)python -m pytest -n 0 $(PYTEST)
 else
-	@$(RUN)python -m pytest -n $(JOBS) $(BY_FILE) -m 'not timed' $(PYTEST); untimed=$$?; \
-	$(RUN)python -m pytest -n 2 $(BY_FILE) -m timed $(subst .xml,-timed.xml,$(PYTEST)); timed=$$?; \
+	@$(RUN)python -m pytest -n $(JOBS) $(BY_FILE) -m 'not timed$(NOT_LONG)' $(PYTEST); untimed=$$?; \
+	$(RUN)python -m pytest -n 2 $(BY_FILE) -m 'timed$(NOT_LONG)' $(subst .xml,-timed.xml,$(PYTEST)); timed=$$?; \
+	$(if $(NOT_LONG),echo "Left out: the tests that are marked as long. make test LONG=1 takes them in, as .ci/run does.";) \
 	case $$untimed,$$timed in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 endif
 

@@ -236,6 +236,7 @@ def test_autogenerate_fences_a_model(
     project.check()
 
 
+@pytest.mark.long
 @EACH_TRIGGER
 def test_autogenerate_takes_a_fence_away(project: Project, engine: Engine, trigger: Trigger) -> None:
     """A model that is fenced no more loses the column and the trigger; the way back brings both."""
@@ -444,6 +445,7 @@ def test_tables_of_another_schema(project: Project, engine: Engine) -> None:
             connection.execute(text(f"DROP SCHEMA {schema}{cascade}"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("trigger", [True, "strict"])
 def test_a_batch_keeps_the_trigger(project: Project, engine: Engine, trigger: Trigger) -> None:
     """SQLite copies the table, there and back; elsewhere nothing is said of it."""
@@ -479,6 +481,7 @@ def test_batches_have_the_column_too(project: Project, engine: Engine) -> None:
     assert found(engine) == (False, False)
 
 
+@pytest.mark.long
 @EACH_TRIGGER
 def test_script_does_what_the_migration_does(
     project: Project, engine: Engine, database_url: str, trigger: Trigger

@@ -22,7 +22,7 @@ from benchmarks.worker import Play, Worker, WorkerError
 from fencelock import Database
 from proof.servers import Nodes
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

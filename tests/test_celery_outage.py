@@ -18,7 +18,7 @@ from proof.servers import Nodes, Postgres
 from tests.pages.blocks import blocks, read
 from tests.polling import eventually
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 TASKS = 12
 SEED = f"""

@@ -201,6 +201,7 @@ def test_nodes_wants_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (result.returncode, "Set FENCELOCK_URL" in result.stderr) == (1, True)
 
 
+@pytest.mark.long
 def test_node_is_replaced(nodes: Nodes, three: list[str]) -> None:
     """A dead one gives its place to a blank one; tokens go on growing; running it again changes nothing."""
     before = token_of(three)

@@ -74,7 +74,16 @@ def to_run(page: str) -> list[Block]:
     return [block for block in blocks(read(page)) if not left_out.intersection(block.text.splitlines())]
 
 
-@pytest.mark.parametrize("page", PAGES)
+#: Pages whose blocks start servers and programs again and again.
+LONG = {
+    f"docs/{page}.md"
+    for page in ("long-run", "torture", "fastapi", "celery", "recover", "migrating", "command-line")
+}
+
+
+@pytest.mark.parametrize(
+    "page", [pytest.param(page, marks=pytest.mark.long if page in LONG else ()) for page in PAGES]
+)
 def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """In order, in one folder; on pages that do not initialise the nodes, they have been."""
     found = to_run(page)

@@ -123,6 +123,7 @@ def test_sigterm_kills_by_default(urls: list[str]) -> None:
     assert locked(urls) >= 3
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "body",
     [
@@ -375,6 +376,7 @@ def end_soon_without_a_lock(urls: list[str], program: str) -> str:
     return errors
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("program", DAEMONS)
 def test_no_lock_goes_to_a_thread_that_is_about_to_be_frozen(urls: list[str], program: str) -> None:
     """Its own waiters are given up first; what they have got all the same is given back, too."""

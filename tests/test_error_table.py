@@ -955,6 +955,7 @@ def test_what_the_guard_has_not_seen_is_unknown(postgresql: Stage, told: list[Le
     assert postgresql.notes() == [1]
 
 
+@pytest.mark.long
 @each_way
 @pytest.mark.parametrize("commits", [False, True])
 def test_the_body_s_own_error_stays(

@@ -62,6 +62,7 @@ def assert_stale_holder_got_nowhere(told: str) -> None:
     assert told.endswith("5 pieces are left\n")
 
 
+@pytest.mark.long
 def test_slow_worker_is_refused_and_pays_again(engine: Engine, database_url: str, quorum_url: str) -> None:
     """The paused holder's write is refused, its second attempt keeps both payments, on every database."""
     assert_both_payments_count(story("order_payment.py", "--database", database_url, "--nodes", quorum_url))
@@ -77,6 +78,7 @@ def test_stale_holder_gets_nowhere_with_raw_sql(engine: Engine, database_url: st
         assert connection.scalar(text("SELECT quantity FROM shop_stock_items")) == 5
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 @pytest.mark.parametrize("example", ["order_payment.py", "raw_sql.py"])
 def test_example_can_be_run_again(example: str, database_url: str, quorum_url: str) -> None:
@@ -98,6 +100,7 @@ def test_raw_sql_brings_its_own_servers() -> None:
     assert_stale_holder_got_nowhere(story("raw_sql.py"))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_story_that_does_not_come_true_ends_with_status_1(
     engine: Engine, database_url: str, quorum_url: str

@@ -85,6 +85,8 @@ with Session(engine) as session:
     print(session.get_one(Invoice, 1).paid_cents)
 """
 
+pytestmark = pytest.mark.long
+
 
 class Copy:
     """A copy of the project, which a test may edit."""

@@ -220,6 +220,7 @@ def test_greenlets_take_turns(nodes: Nodes, patch: str) -> None:
     assert seen == ["18 True"]
 
 
+@pytest.mark.long
 def test_timeouts_and_kills_strike_while_connections_open(nodes: Nodes) -> None:
     """A thousand of each, at any switch: nothing else comes out, and nothing is left."""
     seen = run(
@@ -303,6 +304,7 @@ def test_greenlet_that_blocks_its_thread_never_shares_a_token(nodes: Nodes, patc
     assert seen == ["in", "True", "True", "out", "free"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("patch", [*LETS_RUN, *BLOCKS])
 def test_greenlets_hold_is_renewed_and_not_entered_by_another_when_it_has_ended(
     nodes: Nodes, patch: str
@@ -387,6 +389,7 @@ def test_no_update_is_lost_between_greenlets(nodes: Nodes, postgres: Postgres, p
     assert seen == ["100"]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("pool", ["gevent", "prefork", "threads"])
 def test_tasks_of_a_celery_worker_take_turns(
     nodes: Nodes, quorum: Redlock, tmp_path: Path, pool: str

@@ -207,6 +207,7 @@ def _few_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_few_plugins")
 def test_tests_kill_a_change_and_let_an_equal_program_survive(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -253,6 +254,7 @@ def test_tests_kill_a_change_and_let_an_equal_program_survive(
     assert sorted(judged) == ["not", "not", "survived"]
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("_few_plugins")
 def test_a_hang_sees_a_change_and_a_failure_that_is_not_its_own_does_not(tmp_path: Path) -> None:
     """Nothing is killed by a test that fails once, or without the change, too."""

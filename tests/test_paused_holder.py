@@ -139,6 +139,7 @@ def test_paused_worker_holds_up_nobody_and_is_refused(shop: Shop, way: str) -> N
     assert shop.paid() == 50
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_worker_that_is_paused_inside_a_transaction_holds_up_the_next(shop: Shop) -> None:
     """One that has claimed keeps the row; one that has only read does not."""
@@ -157,6 +158,7 @@ def test_worker_that_is_paused_inside_a_transaction_holds_up_the_next(shop: Shop
     assert shop.paid() == 70
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_database_ends_what_is_forgotten(shop: Shop) -> None:
     """`lock_timeout` ends the wait of the next holder, the idle timeout the transaction that it waits for."""

@@ -309,6 +309,7 @@ def test_root_with_a_package_that_nobody_can_read(hidden_package: Path) -> None:
     assert stat.S_IMODE(hidden_package.stat().st_mode) == 0o700
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("package", ["installed", pytest.param("hidden", marks=needs_root)])
 @pytest.mark.parametrize(("name", "has_room"), [("a b'\"$%41`\\", True), ("a,b", False), ("d" * 100, False)])
 def test_awkward_temporary_folder(
@@ -383,6 +384,7 @@ def test_program_leaves_nothing_after_sigkill(run_program: RunProgram) -> None:
                 process.kill()
 
 
+@pytest.mark.long
 @pytest.mark.timed
 @pytest.mark.parametrize("leave", ["sys.exit()", "os._exit(0)"])
 def test_forked_child_ends_nothing(run_program: RunProgram, leave: str) -> None:

@@ -283,6 +283,7 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
     return said
 
 
+@pytest.mark.long
 def test_nothing_is_left_of_a_block_that_was_interrupted(nodes: Nodes) -> None:
     """Neither on a node nor in the process, and one thread renews."""
     urls = [node.url for node in nodes[:3]]
@@ -307,6 +308,7 @@ def test_a_handler_that_locks_gets_a_lock_or_a_sentence(nodes: Nodes) -> None:
     assert (said["held"], said["threads"]) == (0, 1)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("does", "where"),
     [

@@ -288,6 +288,7 @@ def test_a_storm_of_cancellations_leaves_the_client_whole(
     assert "never retrieved" not in caplog.text
 
 
+@pytest.mark.long
 @pytest.mark.filterwarnings("error")
 def test_a_loop_that_has_ended_disturbs_no_other(stage: Stage) -> None:
     """A client serves one `asyncio.run` after another, also where one ends in the midst of an acquisition."""

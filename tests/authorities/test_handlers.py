@@ -12,6 +12,7 @@ from tests.authorities.stage import Stage
 pytestmark = pytest.mark.timed
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", EACH_SORT, indirect=True)
 def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
     """What it raises comes out unchanged; two seconds later, at most, the resource is free."""
@@ -22,6 +23,7 @@ def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
     assert said["interrupted"] > 5
 
 
+@pytest.mark.long
 def test_answers_stay_with_their_questions_while_a_handler_strikes_and_connections_open(
     nodes: Nodes,
 ) -> None:
@@ -33,6 +35,7 @@ def test_answers_stay_with_their_questions_while_a_handler_strikes_and_connectio
     assert said["count"] > 200
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", EACH_SORT, indirect=True)
 def test_a_handler_that_locks_waits_for_nothing_that_it_has_interrupted(stage: Stage) -> None:
     """It gets its lock or a RuntimeError, and spoils nothing of the interrupted call."""

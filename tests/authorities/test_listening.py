@@ -144,6 +144,7 @@ def test_a_loop_closes_a_client_that_begins_to_listen_meanwhile(url: str, driver
     gc.collect()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("driver", ["psycopg", "asyncpg", "psycopg_async"])
 def test_a_listening_connection_that_went_silent_is_replaced(
     url: str, monkeypatch: pytest.MonkeyPatch, driver: str

@@ -123,6 +123,7 @@ def took(call: Callable[[], object]) -> float:
     return time.monotonic() - began
 
 
+@pytest.mark.long
 @_each_driver
 def test_connection_that_went_silent_is_replaced(face: Face, proxy: Proxy) -> None:
     """A firewall has forgotten it; the server lives. The acquisition comes within its timeout."""
@@ -130,6 +131,7 @@ def test_connection_that_went_silent_is_replaced(face: Face, proxy: Proxy) -> No
     assert took(lambda: face.release(face.acquire("r", timeout=2.0))) < 2.0
 
 
+@pytest.mark.long
 @_each_driver
 def test_timeout_holds_beside_a_silent_server(face: Face, proxy: Proxy, beside: Face) -> None:
     """Nothing is left of the acquisition once the server speaks again, though its words arrive then."""
@@ -144,6 +146,7 @@ def test_timeout_holds_beside_a_silent_server(face: Face, proxy: Proxy, beside: 
     assert eventually(lambda: not is_held(beside, "r"))
 
 
+@pytest.mark.long
 @_each_driver
 def test_release_that_meets_a_silence_comes_when_it_ends(face: Face, proxy: Proxy, beside: Face) -> None:
     """Long before the end of the lease; the caller does not wait for it."""
@@ -224,6 +227,7 @@ def test_acquisition_does_not_wait_for_its_own_late_grant(hold_up: HoldUp) -> No
         assert took(late.result) < 3.0
 
 
+@pytest.mark.long
 @_each_driver
 def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: RunLock) -> None:
     """The renewal has no answer. The callback hears of the end in time, and the block is left in time."""

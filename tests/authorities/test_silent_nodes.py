@@ -25,7 +25,7 @@ from tests.silence import Proxy
 
 __all__ = ["run_lock"]
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 _WORLDS: Final = ("blocking", "asyncio")
 

@@ -310,6 +310,7 @@ def test_coroutines_are_in_doubt(
     assert balance(engine) == 90
 
 
+@pytest.mark.long
 def test_a_cancelled_query_leaves_no_doubt(
     engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:

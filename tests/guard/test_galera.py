@@ -21,7 +21,7 @@ from fencelock.guard import FencedModel, bind, claim, gate
 from proof.servers.galera import Galera
 from tests.polling import eventually
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 OLD, NEW = Lease("account:1", 5), Lease("account:1", 7)
 

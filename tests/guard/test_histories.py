@@ -341,6 +341,7 @@ def test_no_history_loses_a_write_or_accepts_a_stale_one(engine: Engine) -> None
     check()
 
 
+@pytest.mark.long
 def test_without_the_guard_a_history_loses_a_write() -> None:
     """The control: the same machine finds a lost write, so it can see one."""
     engine = create_engine("sqlite://")
@@ -483,6 +484,7 @@ def end(worker: Worker, then: str, outcome: Outcome) -> None:
         getattr(worker, then)()
 
 
+@pytest.mark.long
 def test_no_interleaving_loses_a_write_or_accepts_a_stale_one(impatient: Engine) -> None:
     """However transactions overlap: no fence goes down, and what was acknowledged is there, in order."""
     happened: Counter[str] = Counter()

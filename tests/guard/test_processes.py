@@ -55,6 +55,7 @@ def work(url: str, tokens: Any, acknowledged: Any, reading_first: bool) -> None:
             acknowledged.value += 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("reading_first", [False, True])
 def test_no_acknowledged_increment_is_lost(engine: Engine, database_url: str, reading_first: bool) -> None:
     """The value equals the number of acknowledged commits, and the fence is the highest token written."""

@@ -181,6 +181,7 @@ def played(engine: Engine, model: Any) -> Counter[str]:
     return happened
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("model", [Log, Counted])
 def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: Any) -> None:
     """With SQLAlchemy's own counter beside the write id, too."""
@@ -189,6 +190,7 @@ def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: 
     assert min(happened[each] for each in ("written", by_id, "StaleTokenError")) > 5, happened
 
 
+@pytest.mark.long
 def test_without_the_write_id_updates_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """The mutant: the condition asks only that the fence is not above the token."""
     monkeypatch.setattr(

@@ -217,6 +217,7 @@ def test_release_by_force_has_the_database_refuse_the_victim(
     assert "no row" in wrong.stderr
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
 def test_release_by_force_needs_not_wait_for_those_in_line(engine: Engine, kind: Kind, mine: Any) -> None:
     """The next one has the lock, and keeps it; the old holder is refused, and a repeat takes nothing."""
@@ -497,6 +498,7 @@ def test_doctor_of_a_database_that_is_down(node_urls: list[str]) -> None:
     assert "append-only" in found.stdout
 
 
+@pytest.mark.long
 def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: list[str]) -> None:
     """A table without columns, a fence above all tokens; and nothing where all is well."""
     url = ("--url", ",".join(node_urls))

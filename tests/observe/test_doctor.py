@@ -181,6 +181,7 @@ def cluster() -> Iterator[Galera]:
         yield made
 
 
+@pytest.mark.long
 def test_nodes_of_galera_that_are_left(cluster: Galera) -> None:
     """Three are well; two, one, and one that has no majority are not."""
     urls = [make_url(url) for url in cluster.urls]

@@ -50,6 +50,7 @@ def whats(engine: Engine, resource: str = "order:1") -> list[str]:
     return [entry.what for entry in history.read(engine, resource)]
 
 
+@pytest.mark.long
 def test_what_happens_to_a_lock_is_written(
     engine: Engine, recorder: Recorder, authority: Redlock, node_urls: list[str]
 ) -> None:

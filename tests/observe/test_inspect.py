@@ -86,6 +86,7 @@ def test_reminted_and_extended_lock(mine: Any, other: Any) -> None:
     assert 25 < info.remaining <= 30
 
 
+@pytest.mark.long
 def test_another_process(kind: Kind, other: Any, tmp_path: Path) -> None:
     """Its own name and id, not ours."""
     program = tmp_path / "billing.py"

@@ -78,6 +78,7 @@ def test_a_program(url: str, events: list[Event], caplog: pytest.LogCaptureFixtu
     assert clean(caplog.text, *events)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("url", [*NODES[1:3], *DATABASES[:2]])
 def test_the_command_line(url: str) -> None:
     """By its option, and by the environment."""

@@ -89,6 +89,7 @@ def test_close_ends_the_connections_of_a_loop_in_another_thread(authority: Redlo
         done.result()
 
 
+@pytest.mark.long
 def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
     authority: Redlock, nodes: Nodes
 ) -> None:
@@ -145,6 +146,7 @@ def test_loop_that_is_closed_while_a_task_waits_for_answers_can_go(authority: Re
     assert eventually(lambda: no_connection_is_left(nodes))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("hang", [False, True], ids=["all answer", "some hang"])
 def test_storm_of_cancellations_leaves_no_lock_and_no_place_in_line(
     authority: Redlock, nodes: Nodes, run: Run, *, hang: bool
@@ -177,6 +179,7 @@ def test_storm_of_cancellations_leaves_no_lock_and_no_place_in_line(
     run(main())
 
 
+@pytest.mark.long
 def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(nodes: Nodes, run: Run) -> None:
     """However many it has been asked for, and however many come and go while it hangs.
 
@@ -367,6 +370,7 @@ def test_loop_that_comes_to_no_end_of_its_turn_takes_no_node_for_silent(nodes: N
         assert eventually(lambda: not locks_on(nodes)), locks_on(nodes)
 
 
+@pytest.mark.long
 def test_full_socket_delays_and_loses_nothing(nodes: Nodes, run: Run) -> None:
     """More is written to a node that hangs than its socket takes: the rest follows, in order."""
     with Redlock(nodes.urls[:3], node_timeout=30.0) as authority:

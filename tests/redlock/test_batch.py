@@ -382,6 +382,7 @@ def _is_busy(node: Node) -> bool:
             return "BUSY" in str(error)
 
 
+@pytest.mark.long
 def test_release_that_a_busy_node_refuses_is_sent_again(authority: Redlock, nodes: Nodes, run: Run) -> None:
     """When the node answers again to something else."""
 
@@ -411,6 +412,7 @@ def test_release_that_a_busy_node_refuses_is_sent_again(authority: Redlock, node
 _STRUCK_ROOMS = ("/redlock/wire/", "/transport/aio")
 
 
+@pytest.mark.long
 @pytest.mark.timed
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.filterwarnings("ignore::ResourceWarning")

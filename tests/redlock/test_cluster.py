@@ -29,7 +29,7 @@ from tests.redlock.groups import MAX_TTL, PATIENT, Cluster, ask, fact, is_refuse
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE
 from tests.redlock.views import Run
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

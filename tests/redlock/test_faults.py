@@ -129,6 +129,7 @@ def test_hung_node_that_wakes_up_keeps_no_lock(mine: Face, nodes: Nodes) -> None
     assert eventually(lambda: take(mine, "other") > 0 and locked_on(nodes) == [])
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("count", "timeout", "seconds"),
     [(3, 0, 0.5), (3, 0.5, 0.5), (3, 1.0, 1.0), (3, 10.0, 2.0), (1, None, 2.0)],
@@ -145,6 +146,7 @@ def test_nodes_that_hang_cost_two_seconds_at_first_use(
     assert seconds - 0.01 <= _time_without_quorum(new, timeout) < seconds + 0.4
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("scheme", ["redis", "rediss"])
 def test_ports_that_never_answer_cost_two_seconds(blank: Stage, scheme: str) -> None:
     """As a port with TLS does behind a URL without, and the other way round."""

@@ -89,6 +89,7 @@ def vote(authority: Redlock) -> bool:
     return {status.state for status in authority.status()} == {NodeState.ADMITTED}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [3, 5])
 @pytest.mark.parametrize("copy", [by_replication, by_file])
 def test_node_with_a_fellows_data_gets_its_own_seat_back(

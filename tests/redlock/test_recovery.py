@@ -152,6 +152,7 @@ with Redlock(sys.argv[1:]) as authority:
 """
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [1, 3])
 @pytest.mark.parametrize("side_by_side", [1, 4])
 def test_node_comes_back_for_programs_that_live_for_a_second(

@@ -23,7 +23,7 @@ from fencelock.lease import Lease
 from proof.servers import Node, Nodes
 from tests.polling import IMPATIENT, eventually
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 MAX_TTL = 1.2
 

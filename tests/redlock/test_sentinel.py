@@ -28,7 +28,7 @@ from tests.polling import eventually
 from tests.redlock.groups import MAX_TTL, PATIENT, Watched, ask, fact, is_refused, token_within
 from tests.redlock.stage import NODE_KEY
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 
 @pytest.fixture(scope="module")

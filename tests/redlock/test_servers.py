@@ -37,6 +37,8 @@ from tests.redlock.groups import (
 )
 from tests.redlock.stage import NODE_KEY
 
+pytestmark = pytest.mark.long
+
 
 @pytest.fixture
 def authority(any_server: Node) -> Iterator[Redlock]:

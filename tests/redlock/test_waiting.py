@@ -179,6 +179,7 @@ def test_waiter_is_woken_by_the_release(mine: Face, waiter: Face) -> None:
     assert seconds_until_handed_over(mine, waiter) < 1.0
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("never_look")
 def test_waiter_that_hears_nothing_is_not_woken(
     mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
@@ -222,6 +223,7 @@ def test_waiter_whose_calls_are_all_lost_looks_by_itself(
     assert seconds_until_handed_over(mine, waiter, timeout=10.0) < 2.0
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("deaf", [3, 5])
 def test_user_who_may_not_listen_waits_by_looking(
     mine: Face, clients: Stage, nodes: Nodes, deaf: int
@@ -275,6 +277,7 @@ def wait_and_hold(urls: list[str], threads: int) -> None:
         list(pool.map(wait, range(threads)))
 
 
+@pytest.mark.long
 @ONLY_THREADS
 @pytest.mark.parametrize("threads", [1, 20])
 @pytest.mark.parametrize("fair", [False, True])
@@ -467,6 +470,7 @@ def scripts_run_on(nodes: Nodes) -> int:
         return sum(facts.get(f"cmdstat_{name}", {"calls": 0})["calls"] for name in ("eval", "evalsha"))
 
 
+@pytest.mark.long
 @ONLY_TASKS
 @pytest.mark.usefixtures("never_look")
 @pytest.mark.parametrize("hears", [True, False], ids=["called", "looking"])

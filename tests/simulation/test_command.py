@@ -15,6 +15,7 @@ from proof.simulation.run import Outcome, play
 PROGRAM = [sys.executable, "-m", "proof.simulation"]
 
 
+@pytest.mark.long
 def test_seeds_are_played_and_counted(capfd: pytest.CaptureFixture[str]) -> None:
     """Two seeds with both numbers of nodes, in four kinds: sixteen runs, and nothing broke."""
     assert command.main(["--seeds", "2", "--jobs", "1", "--start", "7"]) == 0

@@ -20,7 +20,7 @@ from proof.torture.lease_connections import LeaseConnections
 from proof.torture.run import run
 from proof.torture.settings import DATABASE, Settings, default_faults
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 
 @pytest.mark.parametrize("database_url", ["sqlite", "mariadb"], indirect=True)

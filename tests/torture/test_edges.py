@@ -14,7 +14,7 @@ import pytest
 from proof.torture.edges import STRIKE, Strikes, Struck
 from tests.torture.test_torture import torture
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 
 def test_a_handler_strikes_in_exposed_calls_and_nowhere_else() -> None:

@@ -20,7 +20,7 @@ from proof.torture.history import Acquisition, Fault, Outcome, Record, Release, 
 from proof.torture.picture import report
 from tests.torture.facts import RUN, acquisition, release, save, write
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 RUNS = (
     *("--database", "sqlite", "--duration", "4", "--ttl", "0.3", "--pause", "1", "--every", "0.2"),

@@ -24,7 +24,7 @@ from proof.servers import Nodes
 from proof.torture.__main__ import app
 from tests.polling import eventually
 
-pytestmark = pytest.mark.timed
+pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 
 def command(*arguments: str | Path) -> list[str]:
