@@ -234,7 +234,7 @@ class Block:
     """A block of code in which a lock is held: from its acquisition until it is left.
 
     Attributes:
-        authority: grants what is not held yet.
+        authority: grants what the owner does not hold yet.
         timeout: seconds to wait for another holder; None for ever.
         is_with: whether `with` or `async with` enters it.
         is_try: whether the caller does not want to know by whom the lock is held.

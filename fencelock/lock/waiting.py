@@ -1,4 +1,4 @@
-"""Acquisitions that wait for other holders: who is told, and why they wait in vain."""
+"""Acquisitions that wait for other holders: how listeners learn of it, and why some wait in vain."""
 
 from __future__ import annotations
 
