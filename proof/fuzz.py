@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fencelock import Database, FencelockError, take_over
 from fencelock.authority.redlock.membership.members import Identity
-from fencelock.authority.redlock.protocol.messages import Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.messages import Broadcast, Command, ReplyKind
 from fencelock.authority.redlock.wire.batch import BatchingConnection
 from fencelock.authority.redlock.wire.codec import Packed
 from fencelock.authority.redlock.wire.connection import (
@@ -34,7 +34,7 @@ from fencelock.lock.base import HANDED
 
 _EXAMPLES = 500
 _NUMBERS = st.one_of(st.integers(-5, 5), st.integers(-(1 << 70), 1 << 70))
-_WORDS = st.one_of(st.sampled_from([said.name.encode() for said in Said]), st.binary(max_size=12))
+_WORDS = st.one_of(st.sampled_from([said.name.encode() for said in ReplyKind]), st.binary(max_size=12))
 _LEAVES = st.one_of(
     _NUMBERS.map(lambda number: b":%d\r\n" % number),
     _WORDS.map(lambda word: b"$%d\r\n%b\r\n" % (len(word), word)),

@@ -19,6 +19,7 @@ import pytest
 import redis
 
 from fencelock import FencedLock, Lease, Redlock
+from fencelock._generators import Call, Steps
 from fencelock.authority.base import Grant
 from fencelock.errors import LockLostError
 from fencelock.lock.hold import Hold
@@ -329,7 +330,7 @@ def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Red
 async def extended(lock: FencedLock[int]) -> Hold:
     """Return the hold of a task's lock when its loop has asked the nodes to extend it."""
     (hold,) = lock._entered[0].holds
-    while hold not in hold.renewer._tended:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
+    while hold not in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
         await asyncio.sleep(0)
     await asyncio.sleep(0.02)
     return hold
@@ -425,7 +426,7 @@ def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
     (hold,) = lock._entered[0].holds
     for node in nodes:
         node.pause()
-    assert eventually(lambda: hold in hold.renewer._tended)  # type: ignore[union-attr]
+    assert eventually(lambda: hold in hold.renewer._in_flight)  # type: ignore[union-attr]
 
     async def main() -> None:
         releasing = asyncio.create_task(lock.aio.release())
@@ -438,7 +439,7 @@ def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
         await authority.aio.close()
 
     asyncio.run(main())
-    assert hold not in hold.renewer._tended  # type: ignore[union-attr]
+    assert hold not in hold.renewer._in_flight  # type: ignore[union-attr]
     assert eventually(lambda: locks(nodes) == [None] * 5, 2)
 
 
@@ -447,24 +448,25 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
     authority: Redlock, nodes: Nodes, last: str
 ) -> None:
     """A thread gives back what a task holds, and cannot wait for the loop: whoever is last cleans up."""
-    extend_many, release = authority.aio.extend_many, authority.release
+    extend_gen, release_gen = authority.extend_gen, authority.release_gen
     extended, answered, arrives, ended = (threading.Event() for _ in range(4))
 
-    async def extend_again(wishes: list[tuple[Grant, float]]) -> object:
-        outcome = await extend_many(wishes)
+    def extend_again(wishes: list[tuple[Grant, float]]) -> Steps[Any]:
+        outcome = yield from extend_gen(wishes)
         extended.set()
-        await asyncio.to_thread(arrives.wait, 20)
-        await extend_many(wishes)  # as if some nodes had got it only now
+        yield Call(lambda: None, lambda: asyncio.to_thread(arrives.wait, 20))
+        yield from extend_gen(wishes)  # as if some nodes had got it only now
         return outcome
 
-    def release_slowly(grant: Grant) -> object:
-        answer = release(grant)
+    def release_slowly(grant: Grant) -> Steps[bool | None]:
+        answer = yield from release_gen(grant)
         answered.set()
-        assert last == "extension" or ended.wait(20)
+        if last == "release":
+            yield Call(lambda: ended.wait(20), lambda: asyncio.sleep(0))
         return answer
 
-    authority.aio.extend_many = extend_again  # type: ignore[assignment,method-assign]
-    authority.release = release_slowly  # type: ignore[assignment,method-assign]
+    authority.extend_gen = extend_again  # type: ignore[assignment,method-assign]
+    authority.release_gen = release_slowly  # type: ignore[method-assign]
 
     async def main() -> None:
         lock = authority.lock("r", ttl=3 * TTL)
@@ -474,7 +476,7 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
         giving_back = asyncio.create_task(asyncio.to_thread(lock.release))
         await (giving_back if last == "extension" else asyncio.to_thread(answered.wait, 20))
         arrives.set()
-        while hold in hold.renewer._tended:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
+        while hold in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
             await asyncio.sleep(0)
         ended.set()
         await giving_back

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from itertools import compress
 from typing import Any, ClassVar, NamedTuple
 
-from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
+from fencelock.authority.redlock.protocol.messages import Command, Reply, ReplyKind
 from fencelock.tokens import MAX_COUNTER
 
 CLAIM_MS = 100
@@ -23,13 +23,13 @@ LONGEST_QUEUE = 1000
 QUEUE_MS = 5000
 NEAR = 1 << 32
 
-_AMNESIA = Answer(Said.AMNESIA)
-_CONFIG = Answer(Said.CONFIG)
-_CLOSED = Answer(Said.CLOSED)
-_LOST = Answer(Said.LOST)
-_RELEASED = Answer(Said.RELEASED)
-_CONFIRMED = Answer(Said.CONFIRMED)
-_GRANTED = Said.GRANTED
+_AMNESIA = Reply(ReplyKind.AMNESIA)
+_CONFIG = Reply(ReplyKind.CONFIG)
+_CLOSED = Reply(ReplyKind.CLOSED)
+_LOST = Reply(ReplyKind.LOST)
+_RELEASED = Reply(ReplyKind.RELEASED)
+_CONFIRMED = Reply(ReplyKind.CONFIRMED)
+_GRANTED = ReplyKind.GRANTED
 
 
 class Lock(NamedTuple):
@@ -109,7 +109,7 @@ class ModelNode:
         self.again = False  #: whether it could vote twice in one epoch, having forgotten the first time
         self.out = False  #: whether it has lost memory, and not been admitted since
         self._tickets = 0
-        self._scripts: dict[str, Callable[[Command], Answer]] = {
+        self._scripts: dict[str, Callable[[Command], Reply]] = {
             "acquire": self.acquire,
             "confirm": self.confirm,
             "release": self.release,
@@ -123,10 +123,10 @@ class ModelNode:
             "close": _spread(self.close),
             "open": _spread(self.open),
             "leases": lambda _: self.leases(),
-            "sync": lambda _: Answer(Said.ON_DISK),
+            "sync": lambda _: Reply(ReplyKind.ON_DISK),
         }
 
-    def execute(self, command: Command) -> Answer:
+    def execute(self, command: Command) -> Reply:
         return self._scripts[command.script](command)
 
     def pass_time(self, seconds: float) -> None:
@@ -189,18 +189,18 @@ class ModelNode:
     def votes_in(self, fingerprint: str) -> bool:
         return self.admitted and "next" not in self.hash and bool(self.hash["cfg"] == fingerprint)
 
-    def refusal(self, fingerprint: str) -> Answer | None:
+    def refusal(self, fingerprint: str) -> Reply | None:
         """Return why it must not vote, if that is so."""
         fields = self.hash
         if "e" not in fields:
             return self.when_blank(fingerprint)
         if self.asks_for_run and not self.is_the_same:
-            return Answer(Said.RESTARTED, ttl=self.ms_out() / 1000 if self.has_ticket else math.inf)
+            return Reply(ReplyKind.RESTARTED, ttl=self.ms_out() / 1000 if self.has_ticket else math.inf)
         if fields["cfg"] != fingerprint:
             return _CONFIG
         return _CLOSED if "next" in fields else None
 
-    def when_blank(self, fingerprint: str) -> Answer | None:  # noqa: ARG002 - a mutant makes itself a marker
+    def when_blank(self, fingerprint: str) -> Reply | None:  # noqa: ARG002 - a mutant makes itself a marker
         """Return what a blank node says."""
         return _AMNESIA
 
@@ -227,7 +227,7 @@ class ModelNode:
 
     # The scripts about locks.
 
-    def acquire(self, command: Command) -> Answer:
+    def acquire(self, command: Command) -> Reply:
         """ACQUIRE, and REMINT: grant all the locks, or none."""
         arguments: Sequence[Any] = command.arguments
         refused = self.refusal(arguments[0])
@@ -255,7 +255,7 @@ class ModelNode:
 
     def _grant(
         self, command: Command, keys: Sequence[str], found: Sequence[Lock | None], position: QueuePosition
-    ) -> Answer:
+    ) -> Reply:
         arguments: Sequence[Any] = command.arguments
         epoch = self.hash["e"]
         granted: list[int] = []
@@ -270,7 +270,7 @@ class ModelNode:
             counter = self.next_counter(last, hint if arguments[3] == epoch else 0)
             if counter > MAX_COUNTER:
                 self.exhausted = True
-                return Answer(Said.FULL)
+                return Reply(ReplyKind.FULL)
             counters[stripe] = counter
             granted.append(counter)
             new.append((key, counter))
@@ -280,7 +280,7 @@ class ModelNode:
         if position.place:
             for key in keys:
                 self._leave_queue(key, position.place)
-        return Answer(_GRANTED, epoch, tuple(granted))
+        return Reply(_GRANTED, epoch, tuple(granted))
 
     def next_counter(self, last: int, hint: int) -> int:
         return max(last + 1, hint if self.is_near(hint, last) else 0)
@@ -288,19 +288,19 @@ class ModelNode:
     def is_near(self, number: int, last: int) -> bool:
         return number - last <= NEAR
 
-    def confirm(self, command: Command) -> Answer:
+    def confirm(self, command: Command) -> Reply:
         arguments: Sequence[Any] = command.arguments
         refused = self.refusal(arguments[0])
         if refused is not None:
             return refused
         if self.asks_for_epoch(arguments[2]):
-            return Answer(Said.EPOCH)
+            return Reply(ReplyKind.EPOCH)
         locks = [self.lock(key) for key in command.keys[1:]]
         if not all(self.is_ours(lock, command.nonce) for lock in locks):
             return _LOST
         counters = tuple(0 if lock is None else lock.counter or 0 for lock in locks)
         if self.is_higher(counters, arguments[4::2]):
-            return Answer(Said.HIGHER, self.hash["e"], counters)
+            return Reply(ReplyKind.HIGHER, self.hash["e"], counters)
         pairs = zip(arguments[3::2], arguments[4::2], strict=True)
         return _CONFIRMED if all(self.catch_up(*pair) for pair in pairs) else _LOST
 
@@ -319,7 +319,7 @@ class ModelNode:
         """Whether this node had granted more than what was decided."""
         return any(own > theirs for own, theirs in zip(counters, decided, strict=True))
 
-    def release(self, command: Command) -> Answer:
+    def release(self, command: Command) -> Reply:
         """RELEASE: refuse nobody."""
         arguments: Sequence[Any] = command.arguments
         keys = command.keys[1:]
@@ -343,7 +343,7 @@ class ModelNode:
                     del self.locks[key]
         return self._released(len(keys) - released)
 
-    def _released(self, left: int) -> Answer:
+    def _released(self, left: int) -> Reply:
         if not left:
             return _RELEASED
         return _LOST if "e" in self.hash else _AMNESIA
@@ -359,7 +359,7 @@ class ModelNode:
         for stripe, value in zip(stripes, decided, strict=True):
             self.catch_up(stripe, value)
 
-    def _release_in_line(self, command: Command, place: str, *waiting: int) -> Answer:
+    def _release_in_line(self, command: Command, place: str, *waiting: int) -> Reply:
         keys = command.keys[1:]
         self._hear_from(keys, place)
         if waiting and "e" in self.hash:
@@ -376,7 +376,7 @@ class ModelNode:
                 self._pass_on(key)
         return self._released(len(keys) - released)
 
-    def extend(self, command: Command) -> Answer:
+    def extend(self, command: Command) -> Reply:
         arguments: Sequence[Any] = command.arguments
         refused = self.refusal(arguments[0])
         if refused is not None and not self.makes_locks(refused, arguments[0]):
@@ -386,19 +386,19 @@ class ModelNode:
             nonce, ttl, count, value = arguments[at : at + 4]
             codes.append(self._extend(command.keys[start : start + count], nonce, ttl, value))
             start += count
-        return refused or Answer(Said.EXTENDED, self.hash["e"], tuple(codes))
+        return refused or Reply(ReplyKind.EXTENDED, self.hash["e"], tuple(codes))
 
-    def holder(self, command: Command) -> Answer:
+    def holder(self, command: Command) -> Reply:
         if (refused := self.refusal(str(command.arguments[0]))) is not None:
             return refused
         locks = [lock for key in command.keys[1:] if (lock := self.lock(key)) is not None]
         left = [lock.ends - self.now for lock in locks if not _is_claim(lock, "")]
-        return Answer(Said.HELD, ttl=max(left) / 1000) if left else Answer(Said.LOST)
+        return Reply(ReplyKind.HELD, ttl=max(left) / 1000) if left else Reply(ReplyKind.LOST)
 
-    def makes_locks(self, refused: Answer, fingerprint: str) -> bool:
+    def makes_locks(self, refused: Reply, fingerprint: str) -> bool:
         """Whether it does not vote, but may be admitted to this list."""
-        restarted = refused.said is Said.RESTARTED and self.hash["cfg"] == fingerprint
-        return refused.said is Said.AMNESIA or (restarted and "next" not in self.hash)
+        restarted = refused.kind is ReplyKind.RESTARTED and self.hash["cfg"] == fingerprint
+        return refused.kind is ReplyKind.AMNESIA or (restarted and "next" not in self.hash)
 
     def _extend(self, keys: Sequence[str], nonce: str, ttl: int, value: str) -> int:
         locks = {key: self.lock(key) for key in keys}
@@ -418,7 +418,7 @@ class ModelNode:
 
     # Waiting in line: hints, which can make the node say HELD and never more than that.
 
-    def _held(self, command: Command, key: str, position: QueuePosition) -> Answer:
+    def _held(self, command: Command, key: str, position: QueuePosition) -> Reply:
         lock = self.lock(key)
         left = -0.002 if lock is None else (lock.ends - self.now) / 1000
         if position.place:
@@ -427,7 +427,7 @@ class ModelNode:
                 if claim is not None and claim.nonce == ">" + position.place:
                     self._pass_on(each)
             self._line_up(key, position.place, position.waited, position.since)
-        return Answer(Said.HELD, ttl=left)
+        return Reply(ReplyKind.HELD, ttl=left)
 
     def _is_anothers_turn(self, key: str, position: QueuePosition) -> bool:
         queue = self._queue(key)
@@ -501,14 +501,14 @@ class ModelNode:
     def _facts(self) -> tuple[str, ...]:
         return self.hash["id"], self.hash["members"]
 
-    def begin(self, _cfg: str, word: str, max_ttl: int, seat: str) -> Answer:
+    def begin(self, _cfg: str, word: str, max_ttl: int, seat: str) -> Reply:
         fields = self.hash
         if self.admitted:
-            return Answer(Said.ADMITTED, facts=self._facts())
+            return Reply(ReplyKind.ADMITTED, facts=self._facts())
         if "next" in fields:
             return _CLOSED
         if "e" in fields and not seat:
-            return Answer(Said.ADMITTED, facts=self._facts())
+            return Reply(ReplyKind.ADMITTED, facts=self._facts())
         if "e" in fields and fields["id"] != seat:
             return _CONFIG
         if not self.has_ticket:
@@ -522,7 +522,9 @@ class ModelNode:
             }
         elif int(self.now) < fields["ticket_at"]:
             fields["ticket_at"] = int(self.now)
-        return Answer(Said.TICKET, facts=(fields["ticket"], str(fields["ticket_ttl"]), str(self.ms_out())))
+        return Reply(
+            ReplyKind.TICKET, facts=(fields["ticket"], str(fields["ticket_ttl"]), str(self.ms_out()))
+        )
 
     def ms_out(self) -> int:
         """Return for how many ms it still stays out, by its ticket."""
@@ -530,71 +532,73 @@ class ModelNode:
         ttl: int = self.hash["ticket_ttl"]
         return max(0, min(ttl, at + ttl - int(self.now)))
 
-    def read(self) -> Answer:
+    def read(self) -> Reply:
         fields = self.hash
         names = (fields.get(name, "") for name in ("id", "members"))
         told = (fields.get(name, "") for name in ("e", "p", "cfg", "next", "next_members"))
         ticket = ("", "")
         if self.has_ticket:
             ticket = (fields["ticket"], str(self.ms_out()))
-        return Answer(Said.STANDING, facts=(*names, "1" if self.admitted else "", *map(str, told), *ticket))
+        return Reply(
+            ReplyKind.STANDING, facts=(*names, "1" if self.admitted else "", *map(str, told), *ticket)
+        )
 
-    def promise(self, cfg: str, epoch: int, ticket: str, mode: str) -> Answer:
+    def promise(self, cfg: str, epoch: int, ticket: str, mode: str) -> Reply:
         closed = self.hash.get("next")
         if self.admitted:
             counts = (self.hash["cfg"] == cfg and not closed) or (mode == "change" and closed == cfg)
         else:
             counts = self.holds(ticket) and not closed and self.hash.get("cfg", cfg) == cfg
         if not counts:
-            return Answer(Said.NO_TICKET) if ticket else self.refusal(cfg) or _CONFIG
+            return Reply(ReplyKind.NO_TICKET) if ticket else self.refusal(cfg) or _CONFIG
         if epoch > self.hash.get("p", 0):
             self.keep_promise(epoch)
-        return Answer(Said.PROMISED)
+        return Reply(ReplyKind.PROMISED)
 
     def keep_promise(self, epoch: int) -> None:
         """Answer for no lower epoch as the highest from now on."""
         self.hash["p"] = epoch
 
-    def raise_(self, cfg: str, epoch: int) -> Answer:
+    def raise_(self, cfg: str, epoch: int) -> Reply:
         refused = self.refusal(cfg)
         if refused is None and epoch > self.hash["e"]:
             self.hash = {field: value for field, value in self.hash.items() if not isinstance(field, int)}
             self.hash |= {"e": epoch, "p": max(self.hash["p"], epoch), "b": 0}
             self.ever = max(self.ever, epoch + 1)
-        return refused or Answer(Said.RAISED)
+        return refused or Reply(ReplyKind.RAISED)
 
-    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
+    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Reply:
         if self.admitted:
-            return Answer(Said.ADMITTED, facts=self._facts())
+            return Reply(ReplyKind.ADMITTED, facts=self._facts())
         if "next" in self.hash:
             return _CLOSED
         if not self.holds(ticket):
-            return Answer(Said.NO_TICKET)
+            return Reply(ReplyKind.NO_TICKET)
         if left := self.ms_out():
-            return Answer(Said.EARLY, ttl=left / 1000)
+            return Reply(ReplyKind.EARLY, ttl=left / 1000)
         self._let_vote(cfg, epoch, seat, 0, members)
-        return Answer(Said.ADMITTED, facts=self._facts())
+        return Reply(ReplyKind.ADMITTED, facts=self._facts())
 
-    def close(self, cfg: str, following: str, members: str) -> Answer:
+    def close(self, cfg: str, following: str, members: str) -> Reply:
         refused = self.refusal(cfg)
         if refused is _CLOSED and self.may_close(following):
             refused = None
         if refused is None:
             self.hash |= {"next": following, "next_members": members}
-        return refused or Answer(Said.SHUT)
+        return refused or Reply(ReplyKind.SHUT)
 
     def may_close(self, following: str) -> bool:
         """Whether a node that is closed already lets itself be closed for this list."""
         return bool(self.hash["next"] == following)
 
-    def open(self, cfg: str, epoch: int, node_id: str, base: int, members: str) -> Answer:
+    def open(self, cfg: str, epoch: int, node_id: str, base: int, members: str) -> Reply:
         awaits = self.admitted and self.hash.get("next") == cfg
         if "e" in self.hash and not awaits:
-            return Answer(Said.ADMITTED, facts=self._facts())
+            return Reply(ReplyKind.ADMITTED, facts=self._facts())
         if not awaits and not self.holds(node_id):
-            return Answer(Said.NO_TICKET)
+            return Reply(ReplyKind.NO_TICKET)
         self._let_vote(cfg, epoch, node_id, base, members)
-        return Answer(Said.OPENED, facts=self._facts())
+        return Reply(ReplyKind.OPENED, facts=self._facts())
 
     def _let_vote(self, cfg: str, epoch: int, node_id: str, base: int, members: str) -> None:
         self.hash = {
@@ -615,13 +619,13 @@ class ModelNode:
         promised: int = max(self.hash.get("p", 0), epoch)
         return promised
 
-    def leases(self) -> Answer:
+    def leases(self) -> Reply:
         """LEASES: all of them at once."""
         longest = max((lock.ends - self.now for lock in self.locks.values()), default=0.0)
-        return Answer(Said.LEASES, facts=("0", str(int(max(0.0, longest)))))
+        return Reply(ReplyKind.LEASES, facts=("0", str(int(max(0.0, longest)))))
 
 
-def _spread(script: Callable[..., Answer]) -> Callable[[Command], Answer]:
+def _spread(script: Callable[..., Reply]) -> Callable[[Command], Reply]:
     """Return a script that has its arguments one by one, as one that has the command."""
     return lambda command: script(*command.arguments)
 

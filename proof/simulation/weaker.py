@@ -14,7 +14,14 @@ from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import attempts, messages
 from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet
-from fencelock.authority.redlock.protocol.messages import Answer, Answers, Broadcast, Command, Round, Said
+from fencelock.authority.redlock.protocol.messages import (
+    Broadcast,
+    Command,
+    NodeReplies,
+    Replies,
+    Reply,
+    ReplyKind,
+)
 from proof.simulation.node import Lock, ModelNode
 
 
@@ -39,7 +46,7 @@ class WithoutComparison(ModelNode):
 class MakesLocksAsVoter(ModelNode):
     """EXTEND makes no locks on a node that does not vote."""
 
-    def makes_locks(self, refused: Answer, fingerprint: str) -> bool:  # noqa: ARG002 - the mutation
+    def makes_locks(self, refused: Reply, fingerprint: str) -> bool:  # noqa: ARG002 - the mutation
         return False
 
 
@@ -60,9 +67,9 @@ class ClosedForAnybody(ModelNode):
 class OpenAllTheTime(ModelNode):
     """A node that is closed votes on in its list, whatever it has been told."""
 
-    def refusal(self, fingerprint: str) -> Answer | None:
+    def refusal(self, fingerprint: str) -> Reply | None:
         refused = super().refusal(fingerprint)
-        return None if refused is not None and refused.said is Said.CLOSED else refused
+        return None if refused is not None and refused.kind is ReplyKind.CLOSED else refused
 
     def votes_in(self, fingerprint: str) -> bool:
         return self.admitted and bool(self.hash["cfg"] == fingerprint)
@@ -113,7 +120,7 @@ class AnyMemory(ModelNode):
 class MarkerOnDemand(ModelNode):
     """A blank node makes itself a marker when somebody wants its vote."""
 
-    def when_blank(self, fingerprint: str) -> Answer | None:
+    def when_blank(self, fingerprint: str) -> Reply | None:
         self.hash = {"e": 0, "p": 0, "r": self.run, "cfg": fingerprint, "b": self.first_counter()}
         self.unbroken = True
         return None
@@ -121,10 +128,10 @@ class MarkerOnDemand(ModelNode):
     def first_counter(self) -> int:
         return 0
 
-    def execute(self, command: Command) -> Answer:
+    def execute(self, command: Command) -> Reply:
         """Execute a script, unless it would tell of the seat and the list, which are not known."""
         if command.script in {"admit", "begin", "open"} and "e" in self.hash and "id" not in self.hash:
-            return Answer(Said.ERROR)
+            return Reply(ReplyKind.ERROR)
         return super().execute(command)
 
 
@@ -138,7 +145,7 @@ class ClockInsteadOfMemory(MarkerOnDemand):
 class AdmitsWithoutTicket(ModelNode):
     """ADMIT asks for no ticket."""
 
-    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
+    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Reply:
         if not self.admitted:
             self.hash |= {"ticket": ticket, "ticket_of": self.run, "ticket_at": 0, "ticket_ttl": 0}
             self.unbroken = True
@@ -158,7 +165,7 @@ class TicketOfAnyProcess(ModelNode):
     def holds(self, ticket: str) -> bool:
         return bool(ticket) and bool(self.hash.get("ticket") == ticket)
 
-    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Answer:
+    def admit(self, cfg: str, epoch: int, ticket: str, seat: str, members: str) -> Reply:
         """Be as good as the process that has made the ticket."""
         self.unbroken |= self.holds(ticket)
         return super().admit(cfg, epoch, ticket, seat, members)
@@ -181,19 +188,19 @@ class AdmitLowersPromise(ModelNode):
 def maximum_without_write_back(
     _node_set: NodeSet,
     _attempt: Attempt,
-    _answers: dict[int, Answer],
+    _answers: dict[int, Reply],
     _epoch: int,
     granted: dict[int, tuple[int, ...]],
     ended: float,
-) -> Generator[Broadcast, Round, tuple[tuple[int, ...] | None, float]]:
+) -> Generator[Broadcast, Replies, tuple[tuple[int, ...] | None, float]]:
     """Decide the maximum and tell nobody: instead of `acquire._decide`."""
     yield from ()
     return attempts.maximum_of(granted.values()), ended
 
 
-def mixed_epochs(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
+def mixed_epochs(answers: NodeReplies) -> tuple[int, dict[int, tuple[int, ...]]]:
     """Add up the votes of all epochs: instead of `attempts.largest_epoch`."""
-    granted = {node: answer for node, answer in answers.items() if answer.said is Said.GRANTED}
+    granted = {node: answer for node, answer in answers.items() if answer.kind is ReplyKind.GRANTED}
     epoch = min((answer.epoch for answer in granted.values()), default=0)
     return epoch, {node: answer.counters for node, answer in granted.items()}
 
@@ -237,16 +244,16 @@ def owe_nothing(_node: Any, _release: Command) -> None:
     """Keep no RELEASE for the next connection: instead of `_Node.owe`."""
 
 
-def abandon_nothing(*_: Any, **_more: Any) -> Generator[Broadcast, Round, None]:
+def abandon_nothing(*_: Any, **_more: Any) -> Generator[Broadcast, Replies, None]:
     """Release nothing of an attempt that came to nothing: instead of `attempts.abandon`."""
     yield from ()
 
 
-def still_extended_all_gone(node_set: NodeSet, answers: Answers, index: int) -> bool | None:
+def still_extended_all_gone(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
     """Add up blank nodes and those that have made the lock again: instead of `holding._still_extended`."""
-    voters = [answer for answer in answers.values() if answer.said is Said.EXTENDED]
+    voters = [answer for answer in answers.values() if answer.kind is ReplyKind.EXTENDED]
     extended = sum(answer.counters[index] == messages.EXTENDED for answer in voters)
-    blank = sum(answer.said is Said.AMNESIA for answer in answers.values())
+    blank = sum(answer.kind is ReplyKind.AMNESIA for answer in answers.values())
     if extended >= node_set.quorum:
         return True
     gone = len(voters) - extended + blank

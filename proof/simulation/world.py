@@ -23,11 +23,11 @@ from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol.messages import (
     SUBSCRIBE,
-    Answer,
     Broadcast,
     Command,
-    Round,
-    Said,
+    Replies,
+    Reply,
+    ReplyKind,
     Sleep,
 )
 from fencelock.authority.redlock.protocol.queue import WaitQueue
@@ -44,8 +44,8 @@ CONNECTING = 0.005
 #: Seconds after which the database ends a transaction whose client has gone quiet.
 IDLE = 2.0
 _NEVER = -1
-_BROKEN = Answer(Said.UNREACHABLE, detail="the connection broke")
-_SUBSCRIBED = Answer(Said.SUBSCRIBED)
+_BROKEN = Reply(ReplyKind.UNREACHABLE, detail="the connection broke")
+_SUBSCRIBED = Reply(ReplyKind.SUBSCRIBED)
 
 Program = Generator[Any, Any, Any]
 membership_of = lru_cache(maxsize=None)(Membership.from_json)
@@ -155,7 +155,7 @@ class Link(Connection):
         self.outgoing.clear()
         self.process.world.send(self, pending)
 
-    def received(self, data: Any, now: float) -> list[tuple[PendingReply, Answer]]:  # noqa: ARG002
+    def received(self, data: Any, now: float) -> list[tuple[PendingReply, Reply]]:  # noqa: ARG002
         if isinstance(data, bytes):
             self.published.append(data)
             return []
@@ -411,14 +411,14 @@ class World:
             return self.weather.lateness * -math.log(1 - chance())
         return self.weather.latency * (0.5 + chance())
 
-    def _broadcast(self, task: Task, request: Broadcast) -> Round | None:
+    def _broadcast(self, task: Task, request: Broadcast) -> Replies | None:
         process = task.process
         began = process.now
         process.nodes.open_absent(began)
         ballot = Ballot(request, task)
         process.nodes.ask(ballot, request, began)
         if ballot.complete or request.patience <= 0:
-            return Round(began, began, ballot.close())
+            return Replies(began, began, ballot.close())
         task.ballot = ballot
         task.began = began
         self.at(self.now + request.patience / process.clock.rate, self._give_up, task, ballot)
@@ -502,7 +502,7 @@ class World:
     def count(self, task: Task, ballot: Ballot) -> None:
         """Have a task go on with the answers that there are, if it still waits for them."""
         if task.ballot is ballot:
-            self._go_on(task, Round(task.began, task.process.now, ballot.close()))
+            self._go_on(task, Replies(task.began, task.process.now, ballot.close()))
 
     def _publisher(self, server: Server) -> Callable[[str, str], bool]:
         def publish(client: str, message: str) -> bool:
@@ -562,10 +562,10 @@ def _spoken(command: Command) -> str:
     return " ".join(filter(None, (command.script.upper(), keys, command.nonce, words[:100])))
 
 
-def _heard(answer: Answer) -> str:
+def _heard(answer: Reply) -> str:
     counters = ",".join(map(str, answer.counters))
     facts = " ".join(fact for fact in answer.facts if not fact.startswith("{"))
-    return " ".join(filter(None, (answer.said.name, f"{answer.epoch}:{counters}" if counters else "", facts)))
+    return " ".join(filter(None, (answer.kind.name, f"{answer.epoch}:{counters}" if counters else "", facts)))
 
 
 def _short(result: Any) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted, NodeSet
-from fencelock.authority.redlock.protocol.messages import Answer, Command
+from fencelock.authority.redlock.protocol.messages import Command, Reply
 from fencelock.tokens import compose
 from proof.simulation.node import ModelNode
 from tests.redlock.stage import Bidder, node_set_of
@@ -49,7 +49,7 @@ class Message:
     round: int
     node: int
     command: Command
-    answer: Answer | None = None
+    answer: Reply | None = None
 
 
 @dataclass
@@ -155,7 +155,7 @@ class World:
         else:
             self._arrive(message, message.answer)
 
-    def _arrive(self, message: Message, answer: Answer) -> None:
+    def _arrive(self, message: Message, answer: Reply) -> None:
         contender = message.contender
         bidder = contender.bidder
         if message.attempt is not bidder.attempt or message.round != contender.round:

@@ -32,13 +32,13 @@ from fencelock.authority.redlock.protocol.attempts import (
     release_command,
 )
 from fencelock.authority.redlock.protocol.messages import (
-    Answer,
-    Answers,
     Broadcast,
     Command,
+    NodeReplies,
+    Replies,
+    Reply,
+    ReplyKind,
     Request,
-    Round,
-    Said,
 )
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.transport.blocking import read_from, write_to
@@ -63,7 +63,7 @@ def keys_of(client: Any) -> list[str]:
 class Station(Protocol):
     """What executes a command atomically: a node, real or modelled."""
 
-    def execute(self, command: Command) -> Answer:
+    def execute(self, command: Command) -> Reply:
         """Return the node's answer."""
 
     def pass_time(self, seconds: float) -> None:
@@ -94,7 +94,7 @@ class RealNode:
         self.sock.close()
         self._open()
 
-    def execute(self, command: Command) -> Answer:
+    def execute(self, command: Command) -> Reply:
         """Send the command, and wait for its answer."""
         text = self.scripts.get(command.script)
         alone = None if text is None else codec.pack(command, text)
@@ -176,10 +176,10 @@ class Bidder:
         )
         self._generator = acquire.make_attempt(node_set, self.attempt, alone=alone)
         self.outcome: Granted | Failed | None = None
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, Reply] = {}
         self.request: Broadcast = next(self._generator)
 
-    def deliver(self, stations: Sequence[Station], *nodes: int) -> Answers:
+    def deliver(self, stations: Sequence[Station], *nodes: int) -> NodeReplies:
         """Have nodes execute the present command, and bring the answers back; return them."""
         for node in nodes:
             self.answers[node] = stations[node].execute(self.request.command)
@@ -187,11 +187,11 @@ class Bidder:
 
     def resume(self, now: float = 0.0) -> None:
         """Let the generator go on with what has come back; the rest has been silent."""
-        silent = Answer(Said.SILENT)
+        silent = Reply(ReplyKind.SILENT)
         answers = {node: self.answers.get(node, silent) for node in self.request.nodes}
         self.answers = {}
         try:
-            self.request = self._generator.send(Round(now, now, answers))
+            self.request = self._generator.send(Replies(now, now, answers))
         except StopIteration as stop:
             self.outcome = stop.value
 
@@ -240,9 +240,9 @@ class Stage:
         for node, counter in zip(self.nodes, counters, strict=True):
             node.stand_at(resource, counter)
 
-    def release(self, bidder: Bidder, *nodes: int) -> list[Said]:
+    def release(self, bidder: Bidder, *nodes: int) -> list[ReplyKind]:
         """Have nodes execute a contender's RELEASE."""
-        return [self.nodes[node].execute(bidder.undo()).said for node in nodes]
+        return [self.nodes[node].execute(bidder.undo()).kind for node in nodes]
 
 
 class Actor:
@@ -260,7 +260,7 @@ class Actor:
         self.sent: list[tuple[int, Command]] = []
         self.result: Any = None
         self._generator = generator
-        self._answers: dict[int, Answer] = {}
+        self._answers: dict[int, Reply] = {}
         self.request: Request | None = next(generator)
 
     @property
@@ -290,10 +290,10 @@ class Actor:
         assert self.request is not None
         if isinstance(self.request, Broadcast):
             began = self.now
-            answers = {n: self._answers.get(n, Answer(Said.SILENT)) for n in self.request.nodes}
+            answers = {n: self._answers.get(n, Reply(ReplyKind.SILENT)) for n in self.request.nodes}
             if len(self._answers) < len(answers):
                 self.now += self.request.patience
-            said: Round | float = Round(began, self.now, answers)
+            said: Replies | float = Replies(began, self.now, answers)
         else:
             self.now += self.request.seconds
             for station in self.stations:

@@ -18,7 +18,7 @@ import redis
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.acquire import _acquire_command
 from fencelock.authority.redlock.protocol.attempts import Attempt, QueuePosition, release_command
-from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.messages import Broadcast, Command, Reply, ReplyKind
 from fencelock.authority.redlock.transport import aio
 from fencelock.authority.redlock.transport.blocking import read_from, write_to
 from fencelock.authority.redlock.wire import batch
@@ -35,12 +35,12 @@ from tests.redlock.views import Run, connected, locks_on, soon, take
 class Told(PendingBroadcast):
     """Waits for the answer to one command, and notes when it comes."""
 
-    def __init__(self, command: Command, answered: list[tuple[Command, Answer]]) -> None:
+    def __init__(self, command: Command, answered: list[tuple[Command, Reply]]) -> None:
         super().__init__(Broadcast(command, [0], lambda _: True, 5.0))
         self._command = command
         self._answered = answered
 
-    def add_reply(self, node: int, answer: Answer) -> None:
+    def add_reply(self, node: int, answer: Reply) -> None:
         """Note it."""
         super().add_reply(node, answer)
         self._answered.append((self._command, answer))
@@ -61,9 +61,9 @@ class BatchingNode(RealNode):
         super()._open()
         self.link = BatchingConnection(0, self.link.identity, 0, pushes=True)
 
-    def ask(self, commands: Sequence[Command]) -> list[tuple[Command, Answer]]:
+    def ask(self, commands: Sequence[Command]) -> list[tuple[Command, Reply]]:
         """Return the commands with their answers, in the order in which these have come."""
-        answered: list[tuple[Command, Answer]] = []
+        answered: list[tuple[Command, Reply]] = []
         for command in commands:
             self.link.put(PendingReply(Told(command, answered), command, 0.0), Packed(command))
         self.hear()
@@ -130,7 +130,7 @@ def test_commands_do_together_what_they_do_alone(nodes: Nodes, seed: int) -> Non
         position = QueuePosition("c.1", 0.1, 0.0, fair=True) if kind == "queue" else None
         return its.acquire(nonce, resource, position)
 
-    said: set[Said] = set()
+    said: set[ReplyKind] = set()
     for _ in range(60):
         drawn = [
             (
@@ -145,14 +145,14 @@ def test_commands_do_together_what_they_do_alone(nodes: Nodes, seed: int) -> Non
         for command, answer in answers:
             ((_, expected),) = alone.ask([same[id(command)]])
             assert answer._replace(ttl=0.0) == expected._replace(ttl=0.0), command
-            said.add(answer.said)
-            if answer.said is Said.GRANTED:
+            said.add(answer.kind)
+            if answer.kind is ReplyKind.GRANTED:
                 granted[command.nonce, command.keys[1].rpartition(":")[2]] = answer.counters[0]
         assert together.state() == alone.state()
         if chance.random() < 0.3:  # the claim of a contender that was called ends with its ttl
             for its in (together, alone):
                 its.client.delete(*(f"{NODE_KEY}:l:{resource}" for resource in resources))
-    assert said >= {Said.GRANTED, Said.HELD, Said.RELEASED, Said.LOST}
+    assert said >= {ReplyKind.GRANTED, ReplyKind.HELD, ReplyKind.RELEASED, ReplyKind.LOST}
     for its in (together, alone):
         its.close()
 
@@ -175,7 +175,7 @@ def _spoil(its: BatchingNode, how: str) -> None:
 def test_node_that_does_not_vote_says_so_to_each(nodes: Nodes, how: str) -> None:
     """Blank, restarted, in another list, closed, in another epoch, or without counters."""
     together, alone = (BatchingNode(nodes[number].url) for number in (0, 1))
-    heard: list[list[tuple[str, Answer]]] = []
+    heard: list[list[tuple[str, Reply]]] = []
     for its in (together, alone):
         its.ask([its.acquire("n0", "a"), its.acquire("n1", "b")])
         _spoil(its, how)
@@ -199,7 +199,7 @@ def test_node_takes_many_commands_in_one_call(node: BatchingNode) -> None:
     names = [f"r{number}" for number in range(batch._LARGEST)]
     before = node.calls()
     answers = node.ask([node.acquire(name, name) for name in names])
-    assert {answer.said for _, answer in answers} == {Said.GRANTED}
+    assert {answer.kind for _, answer in answers} == {ReplyKind.GRANTED}
     node.ask([node.release(name, name) for name in names])
     assert node.calls() == before + 2
     node.ask([node.acquire(name, name) for name in [*names, "one more"]])
@@ -217,20 +217,20 @@ def test_command_that_is_not_so_simple_travels_alone(node: BatchingNode) -> None
         node.acquire("n4", "free too"),
         node.acquire("n5", "free as well"),
     ]
-    heard = [(command.nonce, answer.said) for command, answer in node.ask(commands)]
+    heard = [(command.nonce, answer.kind) for command, answer in node.ask(commands)]
     assert heard == [
-        ("n2", Said.GRANTED),
-        ("n3", Said.HELD),
-        ("n4", Said.GRANTED),
-        ("n5", Said.GRANTED),
-        ("n1", Said.HELD),
+        ("n2", ReplyKind.GRANTED),
+        ("n3", ReplyKind.HELD),
+        ("n4", ReplyKind.GRANTED),
+        ("n5", ReplyKind.GRANTED),
+        ("n1", ReplyKind.HELD),
     ]
 
 
 def test_acquire_that_nothing_waits_for_is_not_put_again(node: BatchingNode) -> None:
     """Its RELEASE may have gone before: then nothing would release what it gets."""
     node.ask([node.acquire("n0", "r")])
-    answered: list[tuple[Command, Answer]] = []
+    answered: list[tuple[Command, Reply]] = []
     late, other = node.acquire("late", "r"), node.acquire("n2", "other")
     for command in (late, other):
         told = Told(command, answered)
@@ -270,8 +270,8 @@ def test_node_that_has_forgotten_its_scripts_is_told_them_again(node: BatchingNo
     node.ask([node.acquire("n0", "a"), node.acquire("n1", "b")])
     node.client.script_flush()
     commands = [node.release("n0", "a"), node.acquire("n2", "c"), node.release("n1", "b")]
-    heard = {command.nonce: answer.said for command, answer in node.ask(commands)}
-    assert heard == {"n0": Said.RELEASED, "n2": Said.GRANTED, "n1": Said.RELEASED}
+    heard = {command.nonce: answer.kind for command, answer in node.ask(commands)}
+    assert heard == {"n0": ReplyKind.RELEASED, "n2": ReplyKind.GRANTED, "n1": ReplyKind.RELEASED}
 
 
 def test_error_in_the_midst_of_a_call_loses_no_release(node: BatchingNode) -> None:
@@ -279,9 +279,9 @@ def test_error_in_the_midst_of_a_call_loses_no_release(node: BatchingNode) -> No
     node.ask([node.acquire("n0", "a"), node.acquire("n1", "b")])
     node.client.config_set("maxmemory", 1)
     commands = [node.acquire("n2", "c"), node.release("n0", "a"), node.release("n1", "b")]
-    heard = {command.nonce: answer.said for command, answer in node.ask(commands)}
+    heard = {command.nonce: answer.kind for command, answer in node.ask(commands)}
     node.client.config_set("maxmemory", 0)
-    assert heard["n2"] is Said.ERROR
+    assert heard["n2"] is ReplyKind.ERROR
     assert node.client.keys(f"{NODE_KEY}:l:*") == []
 
 

@@ -9,7 +9,7 @@ from contextlib import closing
 import pytest
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.wire.nodes import LONGEST_BACKOFF, NodeConnections
 from proof.servers import Nodes
@@ -52,7 +52,7 @@ def test_node_that_stays_away_for_hours_is_tried_as_often_as_ever() -> None:
     )
     pauses = []
     for _ in range(3000):
-        nodes.failed(0, Answer(Said.UNREACHABLE), 100.0)
+        nodes.failed(0, Reply(ReplyKind.UNREACHABLE), 100.0)
         pauses.append(nodes.open_absent(100.0) - 100.0)
     assert not transport.asked
     assert pauses[0] <= 0.1

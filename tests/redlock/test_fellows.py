@@ -20,7 +20,7 @@ from fencelock.authority.redlock.admin import NodeState, change_nodes, statuses
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import Census, NodeReport
 from fencelock.authority.redlock.membership.view import MembershipView
-from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.errors import FencelockError, MembershipError
 from fencelock.lease import Lease
 from proof.servers import Node, Nodes
@@ -190,7 +190,7 @@ def test_a_change_refuses_two_ids_that_it_cannot_tell_apart(make_nodes: Callable
 SEATS = (("a", "A"), ("b", "B"), ("c", "C"))
 LIST = Membership(SEATS, 1.0)
 NAMES = ("A", "B", "C")
-SILENT = Answer(Said.SILENT)
+SILENT = Reply(ReplyKind.SILENT)
 
 
 def standing(node_id: str, *, admitted: bool = False, epoch: int = 0) -> NodeReport:

@@ -10,7 +10,7 @@ import pytest
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.acquire import make_attempt
 from fencelock.authority.redlock.protocol.attempts import Attempt, Failed
-from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from proof.servers import Nodes
 from tests.redlock.stage import Bidder, node_set_of
@@ -98,7 +98,7 @@ def test_first_node_of_the_fixed_order_is_asked_alone() -> None:
     """After a split: nobody else hears of the attempt before the first node has granted."""
     bidder = Bidder(node_set_of("f", 4), "r", alone=True)
     assert list(bidder.request.nodes) == [0]
-    bidder.answers = {0: Answer(Said.GRANTED, 0, (1,))}
+    bidder.answers = {0: Reply(ReplyKind.GRANTED, 0, (1,))}
     bidder.resume()
     assert list(bidder.request.nodes) == [1, 2, 3]
 
@@ -106,22 +106,24 @@ def test_first_node_of_the_fixed_order_is_asked_alone() -> None:
 def test_refusal_of_the_first_node_ends_the_attempt() -> None:
     """Whoever holds it there is ahead; the votes of the others stay together."""
     bidder = Bidder(node_set_of("f", 4), "r", alone=True)
-    bidder.answers = {0: Answer(Said.HELD, ttl=9.0)}
+    bidder.answers = {0: Reply(ReplyKind.HELD, ttl=9.0)}
     bidder.resume()
     assert isinstance(bidder.outcome, Failed)
     assert bidder.outcome.contended
 
 
-@pytest.mark.parametrize("said", [Said.UNREACHABLE, Said.SILENT, Said.AMNESIA, Said.RESTARTED])
-def test_next_node_of_the_fixed_order_stands_in_for_one_that_cannot_vote(said: Said) -> None:
+@pytest.mark.parametrize(
+    "said", [ReplyKind.UNREACHABLE, ReplyKind.SILENT, ReplyKind.AMNESIA, ReplyKind.RESTARTED]
+)
+def test_next_node_of_the_fixed_order_stands_in_for_one_that_cannot_vote(said: ReplyKind) -> None:
     """A dead first node does not end the rule, and is not asked again."""
     node_set = node_set_of("f", 4)
     generator = make_attempt(node_set, Attempt.of(node_set, ("r",), "n", 9.0), alone=True)
     assert list(next(generator).nodes) == [0]
     bidder = Bidder(node_set, "r", alone=True)
-    bidder.answers = {0: Answer(said)}
+    bidder.answers = {0: Reply(said)}
     bidder.resume()
     assert list(bidder.request.nodes) == [1]
-    bidder.answers = {1: Answer(Said.GRANTED, 0, (1,))}
+    bidder.answers = {1: Reply(ReplyKind.GRANTED, 0, (1,))}
     bidder.resume()
     assert list(bidder.request.nodes) == [2, 3]

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 
 from fencelock.authority.redlock.protocol.attempts import QueuePosition
-from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from proof.servers import Node
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE, Calls
@@ -51,14 +51,14 @@ def queue_of(scripts: Scripts, resource: str = "r") -> list[str]:
 
 def test_released_lock_is_kept_for_the_first_in_line(scripts: Scripts, calls: Calls) -> None:
     """It alone is called; everybody else is refused, for as long as its claim lasts."""
-    assert scripts.queue("n2", "r", position=SECOND).said is Said.HELD
-    assert scripts.queue("n1", "r", position=FIRST).said is Said.HELD
-    assert scripts.release("holder", {"r": 1}).said is Said.RELEASED
+    assert scripts.queue("n2", "r", position=SECOND).kind is ReplyKind.HELD
+    assert scripts.queue("n1", "r", position=FIRST).kind is ReplyKind.HELD
+    assert scripts.release("holder", {"r": 1}).kind is ReplyKind.RELEASED
     refused = scripts.acquire("newcomer", "r")
-    assert refused.said is Said.HELD
+    assert refused.kind is ReplyKind.HELD
     assert 0 < refused.ttl <= CLAIM
-    assert scripts.queue("n2", "r", position=SECOND).said is Said.HELD
-    assert scripts.queue("n1'", "r", position=later(FIRST)) == Answer(Said.GRANTED, 0, (2,))
+    assert scripts.queue("n2", "r", position=SECOND).kind is ReplyKind.HELD
+    assert scripts.queue("n1'", "r", position=later(FIRST)) == Reply(ReplyKind.GRANTED, 0, (2,))
     assert calls.heard() == ["0"]
     assert queue_of(scripts) == [SECOND.place]
 
@@ -68,7 +68,7 @@ def test_claim_never_lasts_longer_than_a_moment(scripts: Scripts, calls: Calls) 
     scripts.queue("n1", "r", position=FIRST)
     scripts.release("holder", {"r": 1})
     assert int(str(scripts.client.pttl(key_of("r")))) <= CLAIM * 1000
-    assert eventually(lambda: scripts.acquire("newcomer", "r").said is Said.GRANTED)
+    assert eventually(lambda: scripts.acquire("newcomer", "r").kind is ReplyKind.GRANTED)
     assert calls.heard() == ["0"]
 
 
@@ -77,9 +77,9 @@ def test_claim_is_no_lock(scripts: Scripts, calls: Calls) -> None:
     scripts.queue("n1", "r", position=FIRST)
     scripts.release("holder", {"r": 1})
     for nonce in ("n1", "holder"):
-        assert scripts.confirm(nonce, {"r": 1}).said is Said.LOST
-        assert scripts.release(nonce, {"r": 1}).said is Said.LOST
-    assert scripts.acquire("newcomer", "r").said is Said.HELD
+        assert scripts.confirm(nonce, {"r": 1}).kind is ReplyKind.LOST
+        assert scripts.release(nonce, {"r": 1}).kind is ReplyKind.LOST
+    assert scripts.acquire("newcomer", "r").kind is ReplyKind.HELD
     assert calls.heard() == ["0"]
 
 
@@ -92,11 +92,11 @@ def test_extension_makes_a_lock_again_where_a_claim_stands(scripts: Scripts, cal
     assert scripts.extend("elsewhere", "r", ttl=60) == MADE_AGAIN
     assert scripts.lock("r") == "elsewhere|0|restored"
     assert int(str(scripts.client.pttl(key_of("r")))) > 59_000
-    assert scripts.queue("n1'", "r", position=later(FIRST)).said is Said.HELD
+    assert scripts.queue("n1'", "r", position=later(FIRST)).kind is ReplyKind.HELD
     assert queue_of(scripts) == [FIRST.place]
-    assert scripts.release("elsewhere", {"r": 2}).said is Said.RELEASED
+    assert scripts.release("elsewhere", {"r": 2}).kind is ReplyKind.RELEASED
     assert calls.heard() == ["0", "0"]
-    assert scripts.queue("n1''", "r", position=later(later(FIRST))) == Answer(Said.GRANTED, 0, (3,))
+    assert scripts.queue("n1''", "r", position=later(later(FIRST))) == Reply(ReplyKind.GRANTED, 0, (3,))
 
 
 def test_extension_leaves_alone_what_only_looks_like_a_claim(scripts: Scripts) -> None:
@@ -113,7 +113,7 @@ def test_one_whom_nobody_hears_is_passed_over(scripts: Scripts, calls: Calls) ->
     scripts.queue("n2", "r", position=SECOND)
     scripts.release("holder", {"r": 1})
     assert calls.heard() == ["1"]
-    assert scripts.queue("n2'", "r", position=later(SECOND)).said is Said.GRANTED
+    assert scripts.queue("n2'", "r", position=later(SECOND)).kind is ReplyKind.GRANTED
 
 
 def test_order_is_by_the_bidders_clocks_where_they_are_right(scripts: Scripts) -> None:
@@ -150,7 +150,7 @@ def test_one_who_gives_up_leaves_the_queue(scripts: Scripts, calls: Calls) -> No
     scripts.release("holder", {"r": 1})
     scripts.give_up("n1", "r", position=FIRST)
     assert calls.heard() == ["0", "2"]
-    assert scripts.queue("n3'", "r", position=THIRD).said is Said.GRANTED
+    assert scripts.queue("n3'", "r", position=THIRD).kind is ReplyKind.GRANTED
     assert queue_of(scripts) == []
 
 
@@ -159,10 +159,10 @@ def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None
     scripts.queue("n2", "r", position=SECOND)
     scripts.queue("n3", "r", position=THIRD)
     scripts.release("holder", {"r": 1})
-    assert scripts.queue("n2'", "r", position=later(SECOND)).said is Said.GRANTED
+    assert scripts.queue("n2'", "r", position=later(SECOND)).kind is ReplyKind.GRANTED
     scripts.give_up("n2'", "r", position=later(SECOND), stay=True)
     assert queue_of(scripts) == [THIRD.place]
-    assert scripts.queue("n2''", "r", position=later(later(SECOND))).said is Said.GRANTED
+    assert scripts.queue("n2''", "r", position=later(later(SECOND))).kind is ReplyKind.GRANTED
     scripts.queue("n1", "r", position=FIRST)
     scripts.give_up("n2''", "r", position=later(later(SECOND)), stay=True)
     assert calls.heard() == ["1", "1", "0"]
@@ -199,10 +199,10 @@ def test_a_client_that_was_called_and_does_not_come_keeps_its_places_and_holds_u
     scripts.release("holder", {"r": 1})
     assert (still.heard(), calls.heard()) == (["0"], [])
     time.sleep(CLAIM + 0.02)
-    assert scripts.queue("n4'", "r", position=later(SECOND)).said is Said.HELD
+    assert scripts.queue("n4'", "r", position=later(SECOND)).kind is ReplyKind.HELD
     assert (still.heard(), calls.heard()) == ([], ["0"])
-    assert scripts.queue("n3'", "r", position=later(FIRST)).said is Said.GRANTED
-    assert scripts.queue("n1'", "r", position=later(frozen[1])).said is Said.HELD
+    assert scripts.queue("n3'", "r", position=later(FIRST)).kind is ReplyKind.GRANTED
+    assert scripts.queue("n1'", "r", position=later(frozen[1])).kind is ReplyKind.HELD
     assert queue_of(scripts) == ["still.1", "still.2", "client.1"]
     scripts.release("n3'", {"r": 2})
     assert still.heard() == ["1"]
@@ -215,10 +215,10 @@ def test_a_lock_is_free_where_only_those_wait_who_do_not_come(scripts: Scripts, 
     scripts.queue("n2", "r", position=SECOND)
     scripts.release("holder", {"r": 1})
     scripts.client.delete(key_of("r"))  # the claim ends
-    assert scripts.acquire("newcomer", "r").said is Said.GRANTED
+    assert scripts.acquire("newcomer", "r").kind is ReplyKind.GRANTED
     scripts.release("newcomer", {"r": 2})
     assert calls.heard() == ["0"]
-    assert scripts.acquire("another", "r").said is Said.GRANTED
+    assert scripts.acquire("another", "r").kind is ReplyKind.GRANTED
     assert queue_of(scripts) == ["client.1"]
 
 
@@ -227,9 +227,9 @@ def test_free_lock_goes_to_who_has_waited_longest(scripts: Scripts, calls: Calls
     scripts.queue("n1", "r", position=FIRST)
     scripts.queue("n2", "r", position=SECOND)
     scripts.client.delete(key_of("r"))
-    assert scripts.queue("n2'", "r", position=later(SECOND)).said is Said.HELD
+    assert scripts.queue("n2'", "r", position=later(SECOND)).kind is ReplyKind.HELD
     assert calls.heard() == ["0"]
-    assert scripts.queue("n1'", "r", position=later(FIRST)).said is Said.GRANTED
+    assert scripts.queue("n1'", "r", position=later(FIRST)).kind is ReplyKind.GRANTED
 
 
 @pytest.mark.timed
@@ -237,12 +237,12 @@ def test_fair_newcomer_leaves_a_free_lock_to_those_who_wait(scripts: Scripts, ca
     """Also one who is not going to wait; any other newcomer takes it."""
     scripts.queue("n1", "r", position=FIRST)
     scripts.client.delete(key_of("r"))
-    assert scripts.queue("fair", "r", position=QueuePosition(fair=True)).said is Said.HELD
+    assert scripts.queue("fair", "r", position=QueuePosition(fair=True)).kind is ReplyKind.HELD
     assert calls.heard() == ["0"]
     time.sleep(CLAIM * 1.2)
     scripts.queue("n2", "r", position=SECOND)
     scripts.client.delete(key_of("r"))
-    assert scripts.acquire("newcomer", "r").said is Said.GRANTED
+    assert scripts.acquire("newcomer", "r").kind is ReplyKind.GRANTED
 
 
 def test_first_in_line_takes_a_free_lock_at_once(scripts: Scripts, calls: Calls) -> None:
@@ -250,7 +250,7 @@ def test_first_in_line_takes_a_free_lock_at_once(scripts: Scripts, calls: Calls)
     scripts.queue("n1", "r", position=FIRST)
     scripts.queue("n2", "r", position=SECOND)
     scripts.client.delete(key_of("r"))
-    assert scripts.queue("n1'", "r", position=later(FIRST)).said is Said.GRANTED
+    assert scripts.queue("n1'", "r", position=later(FIRST)).kind is ReplyKind.GRANTED
     assert calls.heard() == []
     assert queue_of(scripts) == [SECOND.place]
 
@@ -261,10 +261,10 @@ def test_one_who_cannot_have_all_keeps_nothing_from_others(scripts: Scripts, cal
     scripts.queue("n1", "r", "s", position=FIRST)
     scripts.queue("n2", "r", position=SECOND)
     scripts.release("holder", {"r": 1})
-    assert scripts.queue("n1'", "r", "s", position=FIRST).said is Said.HELD
+    assert scripts.queue("n1'", "r", "s", position=FIRST).kind is ReplyKind.HELD
     assert calls.heard() == ["0", "1"]
     assert queue_of(scripts, "s") == [FIRST.place]
-    assert scripts.queue("n2'", "r", position=later(SECOND)).said is Said.GRANTED
+    assert scripts.queue("n2'", "r", position=later(SECOND)).kind is ReplyKind.GRANTED
 
 
 def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls: Calls) -> None:
@@ -276,7 +276,7 @@ def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls:
         mute = Scripts.__new__(Scripts)
         mute.node_set = scripts.node_set
         mute.real = type(scripts.real)(f"redis://mute:any@127.0.0.1:{port}")
-        assert mute.release("holder", {"r": 1}).said is Said.RELEASED
+        assert mute.release("holder", {"r": 1}).kind is ReplyKind.RELEASED
         mute.real.close()
     finally:
         scripts.client.acl_deluser("mute")
@@ -287,7 +287,7 @@ def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls:
 def test_blank_node_keeps_no_queue(scripts: Scripts) -> None:
     """It stays blank, whoever attempts there or gives way."""
     scripts.client.flushall()
-    assert scripts.queue("n1", "r", position=FIRST).said is Said.AMNESIA
+    assert scripts.queue("n1", "r", position=FIRST).kind is ReplyKind.AMNESIA
     scripts.give_up("n1", "r", position=FIRST, stay=True)
     scripts.give_up("n1", "r", position=FIRST)
     assert scripts.client.keys("*") == []

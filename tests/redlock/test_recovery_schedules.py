@@ -18,7 +18,7 @@ from fencelock.authority.redlock.membership import recover as recovery
 from fencelock.authority.redlock.membership.initialise import DEFAULT_MAX_TTL, initialise
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports
-from fencelock.authority.redlock.protocol.messages import Command, Said
+from fencelock.authority.redlock.protocol.messages import Command, ReplyKind
 from fencelock.errors import MembershipError
 from fencelock.tokens import compose, split
 from proof.servers import Nodes
@@ -151,11 +151,11 @@ def test_node_measures_how_long_it_stays_out(make_stage: MakeStage) -> None:
     seat = str(begin.arguments[3])
     admit = Command("admit", "", (NODE_KEY,), (membership.fingerprint, 1, ticket, seat, membership.to_json()))
     early = stage.nodes[2].execute(admit)
-    assert early.said is Said.EARLY
+    assert early.kind is ReplyKind.EARLY
     assert 0 <= int(ttl_ms) / 1000 - early.ttl < 5
     stage.nodes[2].pass_time(int(ttl_ms) / 1000)
     assert stage.nodes[2].execute(begin).facts == (ticket, ttl_ms, "0")
-    assert stage.nodes[2].execute(admit).said is Said.ADMITTED
+    assert stage.nodes[2].execute(admit).kind is ReplyKind.ADMITTED
 
 
 def test_wait_begins_anew_where_the_clock_was_set_back(make_stage: MakeStage) -> None:
@@ -195,7 +195,7 @@ def play_init_that_comes_again(stage: Stage) -> Tokens:
     forget(stage, 0)
     ticket = stage.nodes[0].execute(begin).facts[0]
     opening = Command("open", "", (NODE_KEY,), (old["cfg"], 0, ticket, 0, old["members"]))
-    assert stage.nodes[0].execute(opening).said is Said.OPENED
+    assert stage.nodes[0].execute(opening).kind is ReplyKind.OPENED
     a = attempt(stage, 0, 1)
     forget(stage, 0)
     stage.nodes[0].execute(begin)
@@ -462,7 +462,9 @@ def test_read_and_begin_node_by_node_control(
         for node in (1, 2, 0):
             begin = (census.membership.fingerprint, "word", 1000, census.waiting[node])
             answers = yield from group.ask("begin", [node], *begin)
-            tickets[node] = answers[node].facts[0] if answers[node].said is Said.TICKET else tickets[node]
+            tickets[node] = (
+                answers[node].facts[0] if answers[node].kind is ReplyKind.TICKET else tickets[node]
+            )
             found |= (yield from group.read([node]))[0]
         return max(report.highest for report in found.values()) + 1, found
 
@@ -491,7 +493,7 @@ def play_two_recoverers_share_a_ticket(stage: Stage) -> Tokens:
     ticket = slow.last("begin", 0)
     ticket_of_n0 = stage.nodes[0].execute(ticket).facts[0]
     promise = (fingerprint, 2, ticket_of_n0, "")
-    assert stage.nodes[0].execute(Command("promise", "", (NODE_KEY,), promise)).said is Said.PROMISED
+    assert stage.nodes[0].execute(Command("promise", "", (NODE_KEY,), promise)).kind is ReplyKind.PROMISED
     slow.deliver(0)
     stage.nodes[1].execute(Command("promise", "", (NODE_KEY,), (fingerprint, 2, "", "")))
     stage.nodes[1].execute(Command("raise", "", (NODE_KEY,), (fingerprint, 2)))
@@ -532,15 +534,15 @@ class Opening:
         self.list = Membership(tuple(sorted(zip(self.tickets, names, strict=True))), 1.0)
         stage.node_set = node_set_of(self.list.fingerprint, 3)
 
-    def promise(self, node: int, epoch: int) -> Said:
+    def promise(self, node: int, epoch: int) -> ReplyKind:
         """PROMISE, as an operator does."""
         arguments = (self.list.fingerprint, epoch, self.tickets[node], "change")
-        return self.stage.nodes[node].execute(Command("promise", "", (NODE_KEY,), arguments)).said
+        return self.stage.nodes[node].execute(Command("promise", "", (NODE_KEY,), arguments)).kind
 
-    def open(self, node: int, epoch: int) -> Said:
+    def open(self, node: int, epoch: int) -> ReplyKind:
         """OPEN."""
         arguments = (self.list.fingerprint, epoch, self.tickets[node], 0, self.list.to_json())
-        return self.stage.nodes[node].execute(Command("open", "", (NODE_KEY,), arguments)).said
+        return self.stage.nodes[node].execute(Command("open", "", (NODE_KEY,), arguments)).kind
 
 
 def evict_hash_of_n1(stage: Stage) -> None:
@@ -698,7 +700,7 @@ def test_one_closing_pass_control(make_wider_stage: MakeStage, monkeypatch: pyte
     assert (new, old) == ((2, 1), (1, 1))
 
 
-def play_two_operators_want_different_lists(stage: Stage) -> list[list[Said]]:
+def play_two_operators_want_different_lists(stage: Stage) -> list[list[ReplyKind]]:
     """Both get their tickets; the first closes; the second closes what it can reach."""
     actors = [operator(stage.nodes, wanted) for wanted in ((0, 1, 3), (0, 1, 4))]
     for actor in actors:
@@ -706,21 +708,21 @@ def play_two_operators_want_different_lists(stage: Stage) -> list[list[Said]]:
     told = []
     for actor in actors:
         command = actor.command
-        told.append([stage.nodes[node].execute(command).said for node in (0, 1)])
+        told.append([stage.nodes[node].execute(command).kind for node in (0, 1)])
     return told
 
 
 def test_no_next(make_wider_stage: MakeStage) -> None:
     """Which list comes next is set once."""
     told = play_two_operators_want_different_lists(make_wider_stage())
-    assert told == [[Said.SHUT, Said.SHUT], [Said.CLOSED, Said.CLOSED]]
+    assert told == [[ReplyKind.SHUT, ReplyKind.SHUT], [ReplyKind.CLOSED, ReplyKind.CLOSED]]
 
 
 def test_no_next_control(make_wider_stage: MakeStage) -> None:
     """Control: otherwise both believe that a majority is theirs."""
     mutant = without("close", "is.next and is.next ~= ARGV[2]", "nil")
     told = play_two_operators_want_different_lists(make_wider_stage(mutant))
-    assert told == [[Said.SHUT, Said.SHUT], [Said.SHUT, Said.SHUT]]
+    assert told == [[ReplyKind.SHUT, ReplyKind.SHUT], [ReplyKind.SHUT, ReplyKind.SHUT]]
 
 
 def test_second_operator_is_told_what_the_first_wants(make_wider_stage: MakeStage) -> None:

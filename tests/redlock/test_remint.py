@@ -16,7 +16,7 @@ import redis
 from fencelock import Lease, Redlock
 from fencelock._generators import Steps
 from fencelock.authority.redlock.protocol import acquire, attempts
-from fencelock.authority.redlock.protocol.messages import Said
+from fencelock.authority.redlock.protocol.messages import ReplyKind
 from fencelock.errors import LockLostError, NotHeldError
 from proof.servers import Nodes
 from tests.polling import eventually
@@ -216,7 +216,7 @@ def test_resent_remint_gets_the_answer_that_it_got_before(scripts: Scripts) -> N
     command = acquire._acquire_command(attempt, scripts.node_set)
     assert scripts.real.execute(command).counters == (5,)
     assert scripts.real.execute(command).counters == (5,)
-    assert scripts.acquire("n1", RESOURCE).said is Said.HELD
+    assert scripts.acquire("n1", RESOURCE).kind is ReplyKind.HELD
     assert scripts.lock(RESOURCE) == "n2|0|5"
 
 
@@ -239,7 +239,7 @@ def test_late_confirm_of_the_old_token_counts_for_nothing(nodes: Nodes) -> None:
         )
         command = acquire._acquire_command(again, stage.node_set)
         assert [node.execute(command).counters for node in stage.nodes] == [(3,)] * 3
-        assert [node.execute(late).said for node in stage.nodes] == [Said.LOST] * 3
+        assert [node.execute(late).kind for node in stage.nodes] == [ReplyKind.LOST] * 3
     finally:
         stage.close()
 

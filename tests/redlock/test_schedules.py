@@ -15,7 +15,7 @@ import pytest
 
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol import acquire, attempts, holding, messages
-from fencelock.authority.redlock.protocol.messages import Answer, Said, Sleep
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind, Sleep
 from fencelock.errors import LockLostError, QuorumError
 from proof.servers import Nodes
 from proof.simulation.weaker import (
@@ -207,13 +207,13 @@ def test_votes_of_two_epochs_added_up_give_a_token_twice(
     assert play_votes_of_two_epochs(make_stage()) == (6, 6)
 
 
-def play_a_node_that_loses_its_data(stage: Stage) -> tuple[int | None, int | None, dict[int, Said]]:
+def play_a_node_that_loses_its_data(stage: Stage) -> tuple[int | None, int | None, dict[int, ReplyKind]]:
     """A is granted by n0 and n1; n1 forgets everything; B asks n1 and n2."""
     a, b = stage.bidder(), stage.bidder()
     a.deliver(stage.nodes, 0, 1)
     a.resume()
     stage.nodes[1].client.flushall()
-    said = {node: answer.said for node, answer in b.deliver(stage.nodes, 1, 2).items()}
+    said = {node: answer.kind for node, answer in b.deliver(stage.nodes, 1, 2).items()}
     b.resume()
     return a.token, b.token, said
 
@@ -222,7 +222,7 @@ def test_node_that_lost_its_data_does_not_vote(make_stage: MakeStage) -> None:
     """A blank node says so, and is not counted."""
     a, b, said = play_a_node_that_loses_its_data(make_stage())
     assert (a, b) == (1, None)
-    assert said == {1: Said.AMNESIA, 2: Said.GRANTED}
+    assert said == {1: ReplyKind.AMNESIA, 2: ReplyKind.GRANTED}
 
 
 def test_marker_made_on_demand_gives_a_token_twice(make_stage: MakeStage) -> None:
@@ -237,7 +237,7 @@ def test_marker_made_on_demand_gives_a_token_twice(make_stage: MakeStage) -> Non
 
 def play_a_node_that_comes_back_with_older_data(
     make_nodes: Callable[..., Nodes], scripts: Mapping[str, str]
-) -> tuple[int | None, int | None, Said]:
+) -> tuple[int | None, int | None, ReplyKind]:
     """A is granted by n0 and n1; n1 restarts from a file that is older than its vote; B asks n1 and n2."""
     servers = make_nodes(3, appendfsync="always")
     stage = Stage(servers.urls, scripts)
@@ -249,7 +249,7 @@ def play_a_node_that_comes_back_with_older_data(
         stage.nodes[1].client.hdel(NODE_KEY, *_counters(stage))
         stage.nodes[1].expire("r")
         stage.nodes[1].reconnect()
-        said = b.deliver(stage.nodes, 1, 2)[1].said
+        said = b.deliver(stage.nodes, 1, 2)[1].kind
         b.resume()
         return a.token, b.token, said
     finally:
@@ -263,7 +263,7 @@ def _counters(stage: Stage) -> list[str]:
 
 def test_node_that_restarted_with_its_data_does_not_vote(make_nodes: Callable[..., Nodes]) -> None:
     """A marker that survived a restart proves nothing about the counters beside it."""
-    assert play_a_node_that_comes_back_with_older_data(make_nodes, {}) == (1, None, Said.RESTARTED)
+    assert play_a_node_that_comes_back_with_older_data(make_nodes, {}) == (1, None, ReplyKind.RESTARTED)
 
 
 def test_marker_without_the_run_id_gives_a_token_twice(make_nodes: Callable[..., Nodes]) -> None:
@@ -271,12 +271,12 @@ def test_marker_without_the_run_id_gives_a_token_twice(make_nodes: Callable[...,
     mutant = without(
         "acquire", "if admitted_run_id ~= run_id or not is_unbroken() then return restarted(run_id) end"
     )
-    assert play_a_node_that_comes_back_with_older_data(make_nodes, mutant) == (1, 1, Said.GRANTED)
+    assert play_a_node_that_comes_back_with_older_data(make_nodes, mutant) == (1, 1, ReplyKind.GRANTED)
 
 
 def play_a_node_that_follows_another_and_is_promoted_again(
     make_nodes: Callable[..., Nodes], scripts: Mapping[str, str]
-) -> tuple[int | None, int | None, Said]:
+) -> tuple[int | None, int | None, ReplyKind]:
     """A is granted by n0 and n1; n1 follows a server that has an older copy of its data; B asks n1 and n2.
 
     Neither the process nor a connection has changed meanwhile.
@@ -291,7 +291,7 @@ def play_a_node_that_follows_another_and_is_promoted_again(
         a.resume()
         follow(servers[1], other)
         promote(servers[1])
-        said = b.deliver(stage.nodes, 1, 2)[1].said
+        said = b.deliver(stage.nodes, 1, 2)[1].kind
         b.resume()
         return a.token, b.token, said
     finally:
@@ -301,7 +301,7 @@ def play_a_node_that_follows_another_and_is_promoted_again(
 def test_node_that_has_loaded_older_data_does_not_vote(make_nodes: Callable[..., Nodes]) -> None:
     """The process is the one that was admitted, but its memory is not."""
     played = play_a_node_that_follows_another_and_is_promoted_again(make_nodes, {})
-    assert played == (1, None, Said.RESTARTED)
+    assert played == (1, None, ReplyKind.RESTARTED)
 
 
 def test_process_alone_gives_a_token_twice_after_older_data_were_loaded(
@@ -310,7 +310,7 @@ def test_process_alone_gives_a_token_twice_after_older_data_were_loaded(
     """Control: a node that is known by its process alone grants what it had granted before."""
     mutant = without("acquire", " or not is_unbroken()")
     played = play_a_node_that_follows_another_and_is_promoted_again(make_nodes, mutant)
-    assert played == (1, 1, Said.GRANTED)
+    assert played == (1, 1, ReplyKind.GRANTED)
 
 
 def test_link_of_a_restarted_node_is_broken(make_nodes: Callable[..., Nodes]) -> None:
@@ -330,7 +330,7 @@ def test_resent_acquire_gets_the_same_answer(make_stage: MakeStage) -> None:
     a = stage.bidder()
     first = a.deliver(stage.nodes, 0)[0]
     stage.nodes[0].client.pexpire(f"{NODE_KEY}:l:r", 5000)
-    assert a.deliver(stage.nodes, 0)[0] == first == Answer(Said.GRANTED, 0, (1,))
+    assert a.deliver(stage.nodes, 0)[0] == first == Reply(ReplyKind.GRANTED, 0, (1,))
     assert stage.nodes[0].client.pttl(f"{NODE_KEY}:l:r") <= 5000
 
 
@@ -354,10 +354,10 @@ def test_late_release_leaves_another_holder_alone(make_stage: MakeStage) -> None
     a, b = stage.bidder(), stage.bidder()
     a.deliver(stage.nodes, 0, 1, 2)
     a.resume()
-    assert stage.release(a, 0, 1, 2) == [Said.RELEASED] * 3
+    assert stage.release(a, 0, 1, 2) == [ReplyKind.RELEASED] * 3
     b.deliver(stage.nodes, 0, 1, 2)
     b.resume()
-    assert stage.release(a, 0, 1, 2) == [Said.LOST] * 3
+    assert stage.release(a, 0, 1, 2) == [ReplyKind.LOST] * 3
     assert all(node.client.get(f"{NODE_KEY}:l:r") == f"{b.attempt.nonce}|0|2" for node in stage.nodes)
 
 
@@ -371,7 +371,7 @@ def test_late_confirm_after_release_is_refused(make_stage: MakeStage) -> None:
     confirm = a.request.command
     assert confirm.script == "confirm"
     stage.release(a, 0, 1)
-    assert stage.nodes[0].execute(confirm).said is Said.LOST
+    assert stage.nodes[0].execute(confirm).kind is ReplyKind.LOST
     assert stage.nodes[0].execute(stage.bidder().request.command).counters == (6,)
 
 
@@ -383,7 +383,7 @@ def test_confirm_overtaking_the_acquire_is_refused(make_stage: MakeStage) -> Non
     acquire = a.request.command
     a.deliver(stage.nodes, 0, 1)
     a.resume()
-    assert a.deliver(stage.nodes, 2)[2].said is Said.LOST
+    assert a.deliver(stage.nodes, 2)[2].kind is ReplyKind.LOST
     assert stage.nodes[2].execute(acquire).counters == (1,)
     a.deliver(stage.nodes, 0)
     a.resume()
@@ -399,7 +399,7 @@ def test_confirm_that_ends_early_refuses_nobody(make_stage: MakeStage) -> None:
     a.deliver(stage.nodes, 0, 1, 2)
     a.resume()
     assert stage.nodes[3].execute(acquire).counters == (9,)
-    assert a.deliver(stage.nodes, 3)[3].said is Said.HIGHER
+    assert a.deliver(stage.nodes, 3)[3].kind is ReplyKind.HIGHER
     a.resume()
     assert set(a.request.nodes) == {0, 1, 2, 4}
     a.deliver(stage.nodes, 0, 2)
@@ -412,7 +412,10 @@ def test_release_lets_a_laggard_catch_up(make_stage: MakeStage) -> None:
     stage = make_stage()
     stage.stand_at(7, 7, 0)
     missed, low = stage.bidder(), stage.bidder()
-    for bidder, nodes, said, counter in ((missed, (0, 1), Said.LOST, 1), (low, (0, 1, 2), Said.RELEASED, 10)):
+    for bidder, nodes, said, counter in (
+        (missed, (0, 1), ReplyKind.LOST, 1),
+        (low, (0, 1, 2), ReplyKind.RELEASED, 10),
+    ):
         bidder.deliver(stage.nodes, *nodes)
         bidder.resume()
         assert stage.release(bidder, 2) == [said]
@@ -504,7 +507,7 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
     assert isinstance(actor.finish(), Grant)
 
 
-def play_bid_for_a_lease_on_a_node_that_was_just_admitted(stage: Stage) -> Said:
+def play_bid_for_a_lease_on_a_node_that_was_just_admitted(stage: Stage) -> ReplyKind:
     """A's lease is extended while n2 is blank; n2 is admitted, and before A comes again B asks for it."""
     a, b = stage.bidder(), stage.bidder()
     a.deliver(stage.nodes, 0, 1, 2)
@@ -512,12 +515,12 @@ def play_bid_for_a_lease_on_a_node_that_was_just_admitted(stage: Stage) -> Said:
     stage.nodes[2].client.flushall()
     assert isinstance(extend_everywhere(stage, a), float)
     recoverer(stage.nodes).finish()
-    return b.deliver(stage.nodes, 2)[2].said
+    return b.deliver(stage.nodes, 2)[2].kind
 
 
 def test_node_is_admitted_with_the_locks_of_leases_that_are_extended(make_stage: MakeStage) -> None:
     """Nobody who waits has the lock there, and should another node forget now, the lease has a majority."""
-    assert play_bid_for_a_lease_on_a_node_that_was_just_admitted(make_stage()) is Said.HELD
+    assert play_bid_for_a_lease_on_a_node_that_was_just_admitted(make_stage()) is ReplyKind.HELD
 
 
 def test_node_without_the_locks_of_leases_gives_them_to_who_waits(make_stage: MakeStage) -> None:
@@ -525,4 +528,4 @@ def test_node_without_the_locks_of_leases_gives_them_to_who_waits(make_stage: Ma
     mutant = without(
         "extend", "if refused and refused[1] ~= 'AMNESIA' and not restarted then", "if refused then"
     )
-    assert play_bid_for_a_lease_on_a_node_that_was_just_admitted(make_stage(mutant)) is Said.GRANTED
+    assert play_bid_for_a_lease_on_a_node_that_was_just_admitted(make_stage(mutant)) is ReplyKind.GRANTED

@@ -21,7 +21,7 @@ from fencelock.authority.redlock.protocol.attempts import (
     without_place,
 )
 from fencelock.authority.redlock.protocol.holding import _extend_command
-from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
+from fencelock.authority.redlock.protocol.messages import Command, Reply, ReplyKind
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.wire.batch import BatchingConnection
 from fencelock.authority.redlock.wire.codec import Packed, read_answer
@@ -30,7 +30,7 @@ from fencelock.tokens import MAX_COUNTER
 from proof.servers import Node
 from tests.redlock.stage import NODE_KEY, RealNode, node_set_of, stripe_of
 
-EXTENDED, MADE_AGAIN, NOT_EXTENDED = (Answer(Said.EXTENDED, counters=(code,)) for code in (2, 1, 0))
+EXTENDED, MADE_AGAIN, NOT_EXTENDED = (Reply(ReplyKind.EXTENDED, counters=(code,)) for code in (2, 1, 0))
 
 
 class Scripts:
@@ -47,29 +47,27 @@ class Scripts:
         assert membership is not None
         self.node_set: NodeSet = node_set_of(membership.fingerprint, 1)
 
-    def acquire(
-        self, nonce: str, *resources: str, hint: int = 0, epoch: int = 0, ttl: float = 30.0
-    ) -> Answer:
+    def acquire(self, nonce: str, *resources: str, hint: int = 0, epoch: int = 0, ttl: float = 30.0) -> Reply:
         """ACQUIRE."""
         attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, ttl)
         pairs = in_pairs(attempt.stripes, [hint] * len(resources))
         arguments = (self.node_set.fingerprint, nonce, round(attempt.ttl * 1000), epoch, *pairs)
         return self.real.execute(Command("acquire", nonce, attempt.keys, arguments))
 
-    def queue(self, nonce: str, *resources: str, position: QueuePosition | None) -> Answer:
+    def queue(self, nonce: str, *resources: str, position: QueuePosition | None) -> Reply:
         """ACQUIRE as one who waits in line, or heeds it."""
         attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, 30.0, position)
         return self.real.execute(_acquire_command(attempt, self.node_set))
 
     def give_up(
         self, nonce: str, *resources: str, position: QueuePosition | None = None, stay: bool = False
-    ) -> Answer:
+    ) -> Reply:
         """RELEASE as one who waits in line, and goes on with that or not."""
         attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, 30.0, position)
         nothing = [0] * len(resources)
         return self.real.execute(release_command(self.node_set, attempt, 0, nothing, stay=stay))
 
-    def confirm(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Answer:
+    def confirm(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Reply:
         """CONFIRM the values of some resources."""
         attempt = Attempt.of(self.node_set, tuple(sorted(counters)), nonce, 30.0)
         pairs = in_pairs(attempt.stripes, [counters[resource] for resource in attempt.resources])
@@ -77,24 +75,24 @@ class Scripts:
             Command("confirm", nonce, attempt.keys, (self.node_set.fingerprint, nonce, epoch, *pairs))
         )
 
-    def release(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Answer:
+    def release(self, nonce: str, counters: dict[str, int], *, epoch: int = 0) -> Reply:
         """RELEASE with the decided values of some resources."""
         attempt = Attempt.of(self.node_set, tuple(sorted(counters)), nonce, 30.0)
         decided = [counters[resource] for resource in attempt.resources]
         return self.real.execute(release_command(self.node_set, attempt, epoch, decided))
 
-    def extend(self, nonce: str, *resources: str, ttl: float = 30.0) -> Answer:
+    def extend(self, nonce: str, *resources: str, ttl: float = 30.0) -> Reply:
         """EXTEND one grant."""
         return self.extend_many([(nonce, resources)], ttl)
 
-    def extend_many(self, grants: Sequence[tuple[str, tuple[str, ...]]], ttl: float) -> Answer:
+    def extend_many(self, grants: Sequence[tuple[str, tuple[str, ...]]], ttl: float) -> Reply:
         """EXTEND several grants."""
         attempts = [
             Attempt.of(self.node_set, tuple(sorted(resources)), nonce, ttl) for nonce, resources in grants
         ]
         return self.real.execute(_extend_command(self.node_set, attempts, [0] * len(attempts)))
 
-    def inspect(self, *resources: str) -> Answer:
+    def inspect(self, *resources: str) -> Reply:
         """INSPECT."""
         keys = (NODE_KEY, *map(key_of, resources))
         return self.real.execute(Command("inspect", "", keys, (self.node_set.fingerprint, "", "0", 200, "")))
@@ -131,7 +129,7 @@ def scripts(shared_nodes: list[Node]) -> Iterator[Scripts]:
 
 def test_grant_writes_lock_and_counter(scripts: Scripts) -> None:
     """GRANTED: the lock holds nonce, epoch and counter, and ends by itself."""
-    assert scripts.acquire("n", "r", ttl=7) == Answer(Said.GRANTED, 0, (1,))
+    assert scripts.acquire("n", "r", ttl=7) == Reply(ReplyKind.GRANTED, 0, (1,))
     assert scripts.lock("r") == "n|0|1"
     assert 6000 < int(str(scripts.client.pttl(key_of("r")))) <= 7000
     assert scripts.counter("r") == 1
@@ -141,7 +139,7 @@ def test_held_lock_is_refused_with_its_remaining_time(scripts: Scripts) -> None:
     """HELD: nothing changes, and the answer says how long it may last."""
     scripts.acquire("n", "r", ttl=7)
     answer = scripts.acquire("other", "r")
-    assert answer.said is Said.HELD
+    assert answer.kind is ReplyKind.HELD
     assert 6 < answer.ttl <= 7
     assert scripts.counter("r") == 1
 
@@ -163,7 +161,7 @@ def test_inspect_shows_the_locks_that_are_held(scripts: Scripts) -> None:
     digest = hashlib.sha1(b"of something else").hexdigest()  # noqa: S324 - no secret
     assert scripts.shown("c") == {"c": (f"#{digest}", "-1", "0", "")}
     scripts.client.hdel(NODE_KEY, "r")
-    assert scripts.inspect("a").said is Said.RESTARTED
+    assert scripts.inspect("a").kind is ReplyKind.RESTARTED
 
 
 def test_a_claim_is_not_shown(scripts: Scripts) -> None:
@@ -176,7 +174,7 @@ def test_a_claim_is_not_shown(scripts: Scripts) -> None:
 def test_several_locks_are_granted_together_or_not_at_all(scripts: Scripts) -> None:
     """One of three is held: neither locks nor counters of the others are touched."""
     scripts.acquire("n", "b")
-    assert scripts.acquire("other", "a", "b", "c").said is Said.HELD
+    assert scripts.acquire("other", "a", "b", "c").kind is ReplyKind.HELD
     assert (scripts.lock("a"), scripts.lock("c")) == (None, None)
     assert scripts.counter("a") == scripts.counter("c") == 0
     scripts.release("n", {"b": 1})
@@ -189,7 +187,7 @@ def test_two_locks_on_one_stripe_get_different_counters(scripts: Scripts) -> Non
     assert scripts.acquire("n", "a", "b6").counters == (1, 2)
     assert scripts.counter("a") == 2
     assert scripts.acquire("n", "a", "b6").counters == (1, 2)
-    assert scripts.confirm("n", {"a": 5, "b6": 4}).said is Said.CONFIRMED
+    assert scripts.confirm("n", {"a": 5, "b6": 4}).kind is ReplyKind.CONFIRMED
     assert scripts.counter("a") == 5
 
 
@@ -204,9 +202,9 @@ def test_grant_of_an_earlier_epoch_is_minted_anew(scripts: Scripts) -> None:
     """Our own lock of an older epoch is no answer in the present one."""
     scripts.acquire("n", "r")
     scripts.client.hset(NODE_KEY, "e", "1")
-    assert scripts.confirm("n", {"r": 1}).said is Said.EPOCH
-    assert scripts.confirm("n", {"r": 1}, epoch=1).said is Said.LOST
-    assert scripts.acquire("n", "r") == Answer(Said.GRANTED, 1, (2,))
+    assert scripts.confirm("n", {"r": 1}).kind is ReplyKind.EPOCH
+    assert scripts.confirm("n", {"r": 1}, epoch=1).kind is ReplyKind.LOST
+    assert scripts.acquire("n", "r") == Reply(ReplyKind.GRANTED, 1, (2,))
 
 
 def test_hint_raises_the_counter_in_its_own_epoch_only(scripts: Scripts) -> None:
@@ -223,7 +221,7 @@ def test_counter_at_the_limit_of_44_bits_is_refused(scripts: Scripts) -> None:
     assert scripts.acquire("n", "r").counters == (MAX_COUNTER,)
     assert scripts.client.hget(NODE_KEY, f"c{stripe_of('r')}") == str(MAX_COUNTER)
     scripts.release("n", {"r": MAX_COUNTER})
-    assert scripts.acquire("n", "a", "r").said is Said.FULL
+    assert scripts.acquire("n", "a", "r").kind is ReplyKind.FULL
     assert scripts.lock("a") is None
     assert scripts.counter("a") == 0
 
@@ -233,15 +231,15 @@ def test_large_counters_keep_every_digit(scripts: Scripts) -> None:
     scripts.real.stand_at("r", 17_000_000_000_000)
     assert scripts.acquire("n", "r").counters == (17_000_000_000_001,)
     assert scripts.lock("r") == "n|0|17000000000001"
-    assert scripts.confirm("n", {"r": 17_000_000_000_009}).said is Said.CONFIRMED
+    assert scripts.confirm("n", {"r": 17_000_000_000_009}).kind is ReplyKind.CONFIRMED
     assert scripts.counter("r") == 17_000_000_000_009
 
 
 def test_confirm_raises_and_never_lowers(scripts: Scripts) -> None:
     """CONFIRMED raises the counter to T; a smaller T after a larger one changes nothing."""
     scripts.acquire("n", "r")
-    assert scripts.confirm("n", {"r": 9}).said is Said.CONFIRMED
-    assert scripts.confirm("n", {"r": 4}).said is Said.CONFIRMED
+    assert scripts.confirm("n", {"r": 9}).kind is ReplyKind.CONFIRMED
+    assert scripts.confirm("n", {"r": 4}).kind is ReplyKind.CONFIRMED
     assert scripts.counter("r") == 9
 
 
@@ -249,15 +247,15 @@ def test_confirm_below_the_own_grant_answers_with_it(scripts: Scripts) -> None:
     """HIGHER carries what this node had granted, for all the locks."""
     scripts.real.stand_at("c", 7)
     scripts.acquire("n", "a", "c")
-    assert scripts.confirm("n", {"a": 5, "c": 7}) == Answer(Said.HIGHER, 0, (1, 8))
+    assert scripts.confirm("n", {"a": 5, "c": 7}) == Reply(ReplyKind.HIGHER, 0, (1, 8))
     assert scripts.counter("a") == 1
 
 
 def test_confirm_of_somebody_elses_lock_is_lost(scripts: Scripts) -> None:
     """LOST: expired, or held by another."""
-    assert scripts.confirm("n", {"r": 1}).said is Said.LOST
+    assert scripts.confirm("n", {"r": 1}).kind is ReplyKind.LOST
     scripts.acquire("other", "r")
-    assert scripts.confirm("n", {"r": 1}).said is Said.LOST
+    assert scripts.confirm("n", {"r": 1}).kind is ReplyKind.LOST
 
 
 @pytest.mark.parametrize("base", [0, 1_000])
@@ -301,7 +299,7 @@ def test_what_no_node_says_is_heard_as_that(kind: type[Connection], reply: bytes
 def test_a_number_that_no_grants_explain_moves_no_counter(scripts: Scripts, token: int) -> None:
     """From its holder, from another, decided, given back or hinted at: other names of the stripe go on."""
     scripts.acquire("n", "r")
-    assert scripts.confirm("n", {"r": token}).said is Said.LOST
+    assert scripts.confirm("n", {"r": token}).kind is ReplyKind.LOST
     scripts.release("n", {"r": token})
     scripts.release("another", {"r": token})
     assert scripts.counter("r") == 1
@@ -312,13 +310,13 @@ def test_a_counter_that_is_no_number_stands_at_no_token(scripts: Scripts) -> Non
     """Another program has written there, after the node had granted: it confirms nothing."""
     scripts.acquire("n", "r")
     scripts.client.hset(NODE_KEY, f"c{stripe_of('r')}", "abc")
-    assert scripts.confirm("n", {"r": 1}).said is Said.LOST
+    assert scripts.confirm("n", {"r": 1}).kind is ReplyKind.LOST
 
 
 def test_release_in_another_epoch_or_list_changes_no_counter(scripts: Scripts) -> None:
     """The values of an older epoch mean nothing in this one; the lock goes all the same."""
     scripts.acquire("n", "r")
-    assert scripts.release("n", {"r": 90}, epoch=3).said is Said.RELEASED
+    assert scripts.release("n", {"r": 90}, epoch=3).kind is ReplyKind.RELEASED
     assert scripts.counter("r") == 1
     attempt = Attempt.of(node_set_of("another list", 1), ("r",), "n", 1.0)
     scripts.real.execute(release_command(node_set_of("another list", 1), attempt, 0, [90]))
@@ -328,14 +326,14 @@ def test_release_in_another_epoch_or_list_changes_no_counter(scripts: Scripts) -
 def test_blank_node_stays_blank(scripts: Scripts) -> None:
     """No script leaves anything on a node that has lost its marker, save EXTEND the lock of its lease."""
     scripts.client.flushall()
-    assert scripts.acquire("n", "r").said is Said.AMNESIA
-    assert scripts.confirm("n", {"r": 4}).said is Said.AMNESIA
-    assert scripts.release("n", {"r": 4}).said is Said.AMNESIA
+    assert scripts.acquire("n", "r").kind is ReplyKind.AMNESIA
+    assert scripts.confirm("n", {"r": 4}).kind is ReplyKind.AMNESIA
+    assert scripts.release("n", {"r": 4}).kind is ReplyKind.AMNESIA
     assert scripts.client.keys("*") == []
-    assert scripts.extend("n", "r").said is Said.AMNESIA
+    assert scripts.extend("n", "r").kind is ReplyKind.AMNESIA
     assert scripts.client.keys("*") == [key_of("r")]
     assert scripts.lock("r") == "n|0|restored"
-    assert scripts.release("n", {"r": 4}).said is Said.RELEASED
+    assert scripts.release("n", {"r": 4}).kind is ReplyKind.RELEASED
     assert scripts.client.keys("*") == []
 
 
@@ -367,11 +365,11 @@ def test_extension_makes_a_missing_lock_again_and_says_so(scripts: Scripts) -> N
     assert int(str(scripts.client.pttl(key_of("a")))) > 59_000
     assert int(str(scripts.client.pttl(key_of("c")))) > 59_000
     assert scripts.counter("c") == 1
-    assert scripts.confirm("n", {"c": 9}).said is Said.LOST
-    assert scripts.acquire("n", "c").said is Said.HELD
-    assert scripts.acquire("m", "c").said is Said.HELD
+    assert scripts.confirm("n", {"c": 9}).kind is ReplyKind.LOST
+    assert scripts.acquire("n", "c").kind is ReplyKind.HELD
+    assert scripts.acquire("m", "c").kind is ReplyKind.HELD
     assert scripts.extend("n", "a", "c", ttl=60) == EXTENDED
-    assert scripts.release("n", {"a": 1, "c": 1}).said is Said.RELEASED
+    assert scripts.release("n", {"a": 1, "c": 1}).kind is ReplyKind.RELEASED
     assert scripts.lock("c") is None
 
 
@@ -380,7 +378,7 @@ def test_many_grants_are_extended_in_one_call_each_for_itself(scripts: Scripts) 
     scripts.acquire("n1", "a", "c", ttl=20)
     scripts.acquire("n3", "e", ttl=20)
     answer = scripts.extend_many([("n1", ("a", "c")), ("n2", ("d",)), ("n4", ("e",)), ("n1", ("c",))], 60)
-    assert answer == Answer(Said.EXTENDED, counters=(2, 1, 0, 2))
+    assert answer == Reply(ReplyKind.EXTENDED, counters=(2, 1, 0, 2))
     assert [scripts.lock(name) for name in "acde"] == ["n1|0|1", "n1|0|1", "n2|0|restored", "n3|0|1"]
     assert int(str(scripts.client.pttl(key_of("e")))) <= 20_000
 
@@ -398,10 +396,10 @@ def test_foreign_value_under_a_lock_key_is_somebody_elses(scripts: Scripts) -> N
     """Whatever another program wrote there is held, and neither confirmed, extended nor deleted."""
     for value in ("", "n", "n|0", "n|0|1|2", "|0|1", "n|x|1"):
         scripts.client.set(key_of("r"), value, px=5000)
-        assert scripts.acquire("n2", "r").said is Said.HELD, value
-        assert scripts.confirm("n2", {"r": 9}).said is Said.LOST, value
+        assert scripts.acquire("n2", "r").kind is ReplyKind.HELD, value
+        assert scripts.confirm("n2", {"r": 9}).kind is ReplyKind.LOST, value
         assert scripts.extend("n2", "r") == NOT_EXTENDED, value
-        assert scripts.release("n2", {"r": 9}).said is Said.LOST, value
+        assert scripts.release("n2", {"r": 9}).kind is ReplyKind.LOST, value
         assert scripts.lock("r") == value
 
 
@@ -415,25 +413,29 @@ def test_wrong_type_under_a_lock_key_holds_it(scripts: Scripts) -> None:
     """A list where a lock should be is something else that has it; nothing of the rest is granted."""
     scripts.client.rpush(key_of("r"), "x")
     answer = scripts.acquire("n", "a", "r")
-    assert (answer.said, answer.ttl) == (Said.HELD, math.inf)
+    assert (answer.kind, answer.ttl) == (ReplyKind.HELD, math.inf)
     assert scripts.lock("a") is None
 
 
 @pytest.mark.parametrize(
     ("change", "said"),
-    [({"r": "0" * 40}, Said.RESTARTED), ({"cfg": "another"}, Said.CONFIG), ({"next": "x"}, Said.CLOSED)],
+    [
+        ({"r": "0" * 40}, ReplyKind.RESTARTED),
+        ({"cfg": "another"}, ReplyKind.CONFIG),
+        ({"next": "x"}, ReplyKind.CLOSED),
+    ],
     ids=["restarted", "config", "closed"],
 )
-def test_node_that_must_not_vote_says_why(scripts: Scripts, change: dict[str, str], said: Said) -> None:
+def test_node_that_must_not_vote_says_why(scripts: Scripts, change: dict[str, str], said: ReplyKind) -> None:
     """Every voting script refuses, and changes nothing; save that one that restarted keeps locks."""
     scripts.acquire("n", "r", ttl=20)
     scripts.client.hset(NODE_KEY, mapping=change)  # type: ignore[arg-type]
     before = scripts.client.hgetall(NODE_KEY)
-    assert scripts.acquire("m", "other").said is said
-    assert scripts.confirm("n", {"r": 50}).said is said
-    assert scripts.extend("n", "r", ttl=60).said is said
+    assert scripts.acquire("m", "other").kind is said
+    assert scripts.confirm("n", {"r": 50}).kind is said
+    assert scripts.extend("n", "r", ttl=60).kind is said
     assert scripts.client.hgetall(NODE_KEY) == before
-    assert (int(str(scripts.client.pttl(key_of("r")))) > 20_000) is (said is Said.RESTARTED)
+    assert (int(str(scripts.client.pttl(key_of("r")))) > 20_000) is (said is ReplyKind.RESTARTED)
 
 
 def test_every_vote_proves_the_server_where_the_socket_cannot(any_server: Node) -> None:

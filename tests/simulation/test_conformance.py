@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from fencelock.authority.redlock.protocol.attempts import Attempt
-from fencelock.authority.redlock.protocol.messages import Answer, Command, Said
+from fencelock.authority.redlock.protocol.messages import Command, Reply, ReplyKind
 from fencelock.authority.redlock.wire.codec import SCRIPTS
 from fencelock.tokens import MAX_COUNTER
 from proof.servers import Node
@@ -238,7 +238,7 @@ class Pair:
         stations: tuple[Station, Station] = (self.real, self.model)
         for station, tickets in zip(stations, self.tickets, strict=True):
             arguments = (LISTS[0], 0, tickets[-1], base, "members0")
-            assert station.execute(Command("open", "", (NODE_KEY,), arguments)).said is Said.OPENED
+            assert station.execute(Command("open", "", (NODE_KEY,), arguments)).kind is ReplyKind.OPENED
 
     def run(self, step: LockCommand | MemberCommand | Event) -> None:
         """Do one thing to both, and compare what they say."""
@@ -252,12 +252,16 @@ class Pair:
             theirs, ours = self.tickets
             told = self.real.execute(step.command(theirs))
             expected = self.model.execute(step.command(ours))
-            if told.said is Said.TICKET and expected.said is Said.TICKET and told.facts[0] not in theirs:
+            if (
+                told.kind is ReplyKind.TICKET
+                and expected.kind is ReplyKind.TICKET
+                and told.facts[0] not in theirs
+            ):
                 theirs.append(told.facts[0])
                 ours.append(expected.facts[0])
         assert self.translated(told) == expected._replace(ttl=0.0), step
 
-    def translated(self, answer: Answer) -> Answer:
+    def translated(self, answer: Reply) -> Reply:
         """Return an answer of the real node with the model's tickets, and without what only time decides."""
         return answer._replace(ttl=0.0, facts=tuple(map(self.ticket, answer.facts)))
 

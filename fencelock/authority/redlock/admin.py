@@ -19,7 +19,7 @@ from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.recover import rise
 from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports, Steps
 from fencelock.authority.redlock.membership.view import MembershipView
-from fencelock.authority.redlock.protocol.messages import Answers
+from fencelock.authority.redlock.protocol.messages import NodeReplies
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.errors import AuthorityError, MembershipError, QuorumError
@@ -164,7 +164,7 @@ def compare_lists(group: NodeGroup) -> Steps[tuple[tuple[str, ...], tuple[str, .
     return tuple(missing), tuple(strangers)
 
 
-def statuses(names: tuple[str, ...], reports: Reports, answers: Answers) -> tuple[NodeStatus, ...]:
+def statuses(names: tuple[str, ...], reports: Reports, answers: NodeReplies) -> tuple[NodeStatus, ...]:
     try:
         census = Census.of(names, reports)
     except MembershipError:
@@ -177,7 +177,7 @@ def statuses(names: tuple[str, ...], reports: Reports, answers: Answers) -> tupl
             longest = _max_ttl(reports[node])
             found.append(NodeStatus(name, state, reports[node].epoch, longest, left, "" if left else detail))
         else:
-            detail = answers[node].detail or answers[node].said.value
+            detail = answers[node].detail or answers[node].kind.value
             found.append(NodeStatus(name, NodeState.UNREACHABLE, detail=detail))
     return tuple(found)
 

@@ -28,7 +28,7 @@ from typing import Final
 from fencelock.authority.redlock.membership.establish import establish, let_vote
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, Steps, saying
-from fencelock.authority.redlock.protocol.messages import Said, Sleep
+from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
 from fencelock.errors import MembershipError, QuorumError
 
 _MOST_PASSES: Final = 3
@@ -195,7 +195,7 @@ def _make_list(
         else:
             begin = ("", group.new_word(), round(max_ttl * 1000), "")
             answer = (yield from group.ask("begin", [node], *begin))[node]
-            if answer.said is not Said.TICKET:
+            if answer.kind is not ReplyKind.TICKET:
                 raise QuorumError(f"{name} cannot be made a member: {answer}", nodes={name: str(answer)})
             ids[node] = answer.facts[0]
     if len(set(ids.values())) < len(ids):
@@ -224,7 +224,7 @@ def _close(group: NodeGroup, old: Membership, target: Membership) -> Steps[int]:
     arguments = (old.fingerprint, target.fingerprint, target.to_json())
     for _ in range(_MOST_PASSES):
         answers = yield from group.ask("close", range(len(group.names)), *arguments)
-        shut = yield from group.synced(saying(answers, Said.SHUT))
+        shut = yield from group.synced(saying(answers, ReplyKind.SHUT))
         closed = yield from _closed_still(group, shut, old, target)
         if len(closed) >= old.quorum:
             return max(report.highest for report in closed.values()) + 1
@@ -254,7 +254,7 @@ def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], No
         cursor = ""
         while cursor != "0":
             answer = (yield from group.ask("leases", [node], "", cursor or "0"))[node]
-            if answer.said is not Said.LEASES:
+            if answer.kind is not ReplyKind.LEASES:
                 break
             cursor, left_ms = answer.facts
             longest = max(longest, int(left_ms) / 1000)

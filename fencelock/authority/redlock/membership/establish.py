@@ -21,7 +21,7 @@ from collections.abc import Collection, Mapping
 
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import NodeGroup, Reports, Steps, saying
-from fencelock.authority.redlock.protocol.messages import Said
+from fencelock.authority.redlock.protocol.messages import ReplyKind
 from fencelock.tokens import MAX_EPOCH
 
 
@@ -53,7 +53,7 @@ def promise(
         for node, report in before.items()
     }
     answers = yield from group.ask_each("promise", arguments)
-    promised = yield from group.synced(saying(answers, Said.PROMISED))
+    promised = yield from group.synced(saying(answers, ReplyKind.PROMISED))
     told, _ = yield from group.read(promised)
     return {node for node, report in told.items() if report.still_promises(epoch, before[node])}
 
@@ -63,7 +63,7 @@ def raise_voters(
 ) -> Steps[set[int]]:
     """Have voters vote in an epoch that a majority has promised; return those that have it on their disks."""
     answers = yield from group.ask("raise", voters, membership.fingerprint, epoch)
-    return (yield from group.synced(saying(answers, Said.RAISED)))
+    return (yield from group.synced(saying(answers, ReplyKind.RAISED)))
 
 
 def let_vote(
@@ -78,4 +78,4 @@ def let_vote(
     answers = yield from group.ask_each(
         script, {node: (cfg, epoch, *its, members) for node, its in own.items()}
     )
-    return (yield from group.synced(saying(answers, Said.OPENED, Said.ADMITTED)))
+    return (yield from group.synced(saying(answers, ReplyKind.OPENED, ReplyKind.ADMITTED)))

@@ -15,14 +15,16 @@ from typing import Final
 from fencelock.authority.redlock.membership.establish import establish
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, Steps
-from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.errors import MembershipError, QuorumError
 
 #: Of nodes that are initialised for the first time.
 DEFAULT_MAX_TTL: Final = 60.0
 
 _MOST_LOOKS: Final = 3
-_FIT: Final = frozenset({Said.TICKET, Said.ADMITTED, Said.OPENED, Said.NO_TICKET, Said.CLEARED})
+_FIT: Final = frozenset(
+    {ReplyKind.TICKET, ReplyKind.ADMITTED, ReplyKind.OPENED, ReplyKind.NO_TICKET, ReplyKind.CLEARED}
+)
 
 
 def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int = 0) -> Steps[bool]:
@@ -31,7 +33,7 @@ def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int
     Without a `max_ttl`, nodes that have one keep it. After a loss, `epoch` is above those that the database
     has seen. All nodes must answer, this once.
     """
-    told: dict[int, Answer] = {}
+    told: dict[int, Reply] = {}
     asked_ms = round((DEFAULT_MAX_TTL if max_ttl is None else max_ttl) * 1000)
     for node in range(len(group.names)):
         told[node] = yield from _need(group, node, "begin", "", group.new_word(), asked_ms, "")
@@ -55,9 +57,9 @@ def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int
     raise QuorumError("others are at work on these nodes, or they restart: run the same command again")
 
 
-def _max_ttl_of(answer: Answer) -> float:
+def _max_ttl_of(answer: Reply) -> float:
     """Return the longest ttl of a node's list, or of its ticket."""
-    is_member, fact = answer.said is Said.ADMITTED, answer.facts[1]
+    is_member, fact = answer.kind is ReplyKind.ADMITTED, answer.facts[1]
     return Membership.from_json(fact).max_ttl if is_member else float(fact) / 1000
 
 
@@ -110,7 +112,7 @@ def _open(
     for node in sorted(ids, key=ids.__getitem__):
         arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())
         opened = yield from _need(group, node, "open", *arguments)
-        if opened.said is Said.NO_TICKET:
+        if opened.kind is ReplyKind.NO_TICKET:
             raise _interrupted(group, node)
         if Membership.from_json(opened.facts[1]).fingerprint != membership.fingerprint:
             raise MembershipError(
@@ -152,9 +154,9 @@ def clear(group: NodeGroup) -> Steps[int]:
     return count
 
 
-def _need(group: NodeGroup, node: int, script: str, *arguments: str | int) -> Steps[Answer]:
+def _need(group: NodeGroup, node: int, script: str, *arguments: str | int) -> Steps[Reply]:
     answer = (yield from group.ask(script, [node], *arguments))[node]
-    if answer.said not in _FIT:
+    if answer.kind not in _FIT:
         raise _unfit(group, node, answer)
     return answer
 
@@ -167,7 +169,7 @@ def _read(group: NodeGroup) -> Steps[Reports]:
     return reports
 
 
-def _unfit(group: NodeGroup, node: int, answer: Answer) -> QuorumError:
+def _unfit(group: NodeGroup, node: int, answer: Reply) -> QuorumError:
     name, count = group.names[node], len(group.names)
     return QuorumError(
         f"to be initialised, all {count} nodes must answer, and {name} is not fit: {answer}",

@@ -31,7 +31,7 @@ from typing import Final
 
 from fencelock.authority.redlock.membership.establish import establish, let_vote, raise_voters
 from fencelock.authority.redlock.membership.reports import Census, NodeGroup, Reports, Steps
-from fencelock.authority.redlock.protocol.messages import Said, Sleep
+from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
 from fencelock.tokens import MAX_COUNTER, split
 
 #: Recoverers that have waited for one node spread their work over so many seconds, or a tenth of the wait.
@@ -119,7 +119,7 @@ def _begin(group: NodeGroup, census: Census) -> Steps[tuple[dict[int, str], dict
         for node, seat in census.waiting.items()
     }
     answers = yield from group.ask_each("begin", arguments)
-    given = {node: answer.facts for node, answer in answers.items() if answer.said is Said.TICKET}
+    given = {node: answer.facts for node, answer in answers.items() if answer.kind is ReplyKind.TICKET}
     tickets = {node: ticket for node, (ticket, _, _) in given.items()}
     return tickets, {node: int(left_ms) / 1000 for node, (_, _, left_ms) in given.items()}
 

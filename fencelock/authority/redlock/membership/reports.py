@@ -15,13 +15,13 @@ from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.protocol.messages import (
     PASSING,
     SYNC,
-    Answer,
-    Answers,
     Broadcast,
     Command,
+    NodeReplies,
+    Replies,
+    Reply,
+    ReplyKind,
     Request,
-    Round,
-    Said,
     Sleep,
 )
 
@@ -55,7 +55,7 @@ class NodeReport:
     ticket_left: float
 
     @classmethod
-    def of(cls, answer: Answer) -> NodeReport:
+    def of(cls, answer: Reply) -> NodeReport:
         node_id, members, admitted, epoch, promised, cfg, following, next_members, ticket, left = answer.facts
         epochs = int(epoch) if epoch else None, int(promised or 0)
         lists = cfg, following, next_members
@@ -104,21 +104,21 @@ class NodeGroup:
     new_word: Callable[[], str]
     jitter: Callable[[], float]
 
-    def ask(self, script: str, nodes: Iterable[int], *arguments: str | int) -> Steps[dict[int, Answer]]:
+    def ask(self, script: str, nodes: Iterable[int], *arguments: str | int) -> Steps[dict[int, Reply]]:
         """Send a command to nodes, and again to those that cannot be reached, until patience is over.
 
         The drivers wait only for the connections of a majority; here every node counts. The command must do
         no harm when it arrives twice.
         """
         command = Command(script, "", (self.node_key,), arguments)
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Reply] = {}
         missing = list(nodes)
         deadline: float | None = None
         while missing:
-            done: Round = yield _to_all(command, missing, self.patience)
+            done: Replies = yield _to_all(command, missing, self.patience)
             answers.update(done.answers)
             deadline = done.began + self.patience if deadline is None else deadline
-            missing = [node for node in missing if answers[node].said in PASSING]
+            missing = [node for node in missing if answers[node].kind in PASSING]
             if done.ended >= deadline:
                 break
             if missing:
@@ -127,18 +127,18 @@ class NodeGroup:
 
     def ask_each(
         self, script: str, arguments: Mapping[int, tuple[str | int, ...]]
-    ) -> Steps[dict[int, Answer]]:
+    ) -> Steps[dict[int, Reply]]:
         """Send a command to nodes with arguments of their own: to those with the same ones at once."""
-        answers: dict[int, Answer] = {}
+        answers: dict[int, Reply] = {}
         for same in dict.fromkeys(arguments.values()):
             nodes = [node for node, own in arguments.items() if own == same]
             answers |= yield from self.ask(script, nodes, *same)
         return answers
 
-    def read(self, nodes: Iterable[int] | None = None) -> Steps[tuple[Reports, dict[int, Answer]]]:
+    def read(self, nodes: Iterable[int] | None = None) -> Steps[tuple[Reports, dict[int, Reply]]]:
         """Ask nodes where they stand, by default all; return what those that answer say, and all answers."""
         answers = yield from self.ask("read", range(len(self.names)) if nodes is None else nodes, "")
-        return {node: NodeReport.of(answers[node]) for node in saying(answers, Said.STANDING)}, answers
+        return {node: NodeReport.of(answers[node]) for node in saying(answers, ReplyKind.STANDING)}, answers
 
     def synced(self, nodes: Iterable[int]) -> Steps[set[int]]:
         """Wait until nodes have on their disks what they were told last; return those that are still there.
@@ -149,17 +149,17 @@ class NodeGroup:
         asked = list(nodes)
         if not asked:
             return set()
-        done: Round = yield _to_all(SYNC, asked, SYNC_SECONDS + self.patience)
-        return {node for node, answer in done.answers.items() if answer.said not in PASSING}
+        done: Replies = yield _to_all(SYNC, asked, SYNC_SECONDS + self.patience)
+        return {node for node, answer in done.answers.items() if answer.kind not in PASSING}
 
 
 def _to_all(command: Command, nodes: list[int], patience: float) -> Broadcast:
     return Broadcast(command, nodes, lambda answers: len(answers) == len(nodes), patience)
 
 
-def saying(answers: Answers, *said: Said) -> list[int]:
+def saying(answers: NodeReplies, *said: ReplyKind) -> list[int]:
     """Return the nodes that have said one of these."""
-    return [node for node, answer in answers.items() if answer.said in said]
+    return [node for node, answer in answers.items() if answer.kind in said]
 
 
 @dataclass(frozen=True, slots=True)

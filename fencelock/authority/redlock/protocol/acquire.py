@@ -1,7 +1,7 @@
 """What to say to the nodes, and what their answers mean.
 
 The algorithm, top to bottom, with no sockets, no clock and no threads. Each operation is a generator: it
-yields a *request* (`Broadcast` a command, or `Sleep`) and is sent what came of it (a `Round`, or the time
+yields a *request* (`Broadcast` a command, or `Sleep`) and is sent what came of it (`Replies`, or the time
 after sleeping). A blocking driver, an asyncio driver and a simulator run the very same generators, so
 what is proven is what ships.
 
@@ -46,13 +46,13 @@ from fencelock.authority.redlock.protocol.attempts import (
 from fencelock.authority.redlock.protocol.messages import (
     PASSING,
     VOTING,
-    Answer,
-    Answers,
     Broadcast,
     Command,
+    NodeReplies,
+    Replies,
+    Reply,
+    ReplyKind,
     Request,
-    Round,
-    Said,
     Sleep,
 )
 from fencelock.authority.redlock.protocol.queue import WaitQueue
@@ -209,7 +209,7 @@ class Acquisition:
                     return self.grant_of(outcome)
                 yield from self._undo(node_set, outcome, links_until)
                 if see() == node_set:  # or else nodes were heard for the first time, or have another list
-                    yield from self._sleep(node_set, outcome, jitter())
+                    yield from self._sleep(node_set, outcome, jitter)
                     go_on()
         except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
             self._leave_queue()
@@ -221,15 +221,17 @@ class Acquisition:
 
     def _undo(
         self, node_set: NodeSet, outcome: Failed, links_until: float
-    ) -> Generator[Broadcast, Round, None]:
+    ) -> Generator[Broadcast, Replies, None]:
         """Release what an attempt has left, and learn of another list."""
-        if nodes := [node for node, answer in outcome.answers.items() if answer.said is not Said.HELD]:
+        if nodes := [node for node, answer in outcome.answers.items() if answer.kind is not ReplyKind.HELD]:
             yield from abandon(node_set, outcome.attempt, nodes, stay=True)
         self._tries += 1
         self._is_alone = outcome.split and not self._is_alone
         yield from _learn(node_set, outcome, links_until)
 
-    def _sleep(self, node_set: NodeSet, outcome: Failed, random: float) -> Generator[Request, Any, None]:
+    def _sleep(
+        self, node_set: NodeSet, outcome: Failed, jitter: Callable[[], float]
+    ) -> Generator[Request, Any, None]:
         """Wait until the next attempt; raise why there is none where the time is over."""
         attempt = outcome.attempt
         if outcome.contended:
@@ -243,7 +245,7 @@ class Acquisition:
         if outcome.ended >= self._ends:
             yield from _leave(node_set, attempt)
             raise_timeout(node_set, outcome)
-        pause = min(self._ends - outcome.ended, next_pause(outcome, self._tries, random))
+        pause = min(self._ends - outcome.ended, next_pause(outcome, self._tries, jitter()))
         yield Sleep(pause, attempt.resources, attempt.place)
 
     def next_attempt(self, node_set: NodeSet) -> Attempt:
@@ -262,7 +264,7 @@ class Acquisition:
         self._latest = node_set, attempt
         return attempt
 
-    def abandon_latest(self) -> Generator[Broadcast, Round, None]:
+    def abandon_latest(self) -> Generator[Broadcast, Replies, None]:
         """Release the latest attempt, if there was one."""
         if self._latest is not None:
             yield from abandon(*self._latest)
@@ -284,7 +286,7 @@ def make_attempt(
     *,
     alone: bool = False,
     links_until: float = math.inf,
-) -> Generator[Broadcast, Round, Granted | Failed]:
+) -> Generator[Broadcast, Replies, Granted | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM where the counters disagree.
 
     With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
@@ -292,15 +294,15 @@ def make_attempt(
     """
     patience = min(node_set.patience, attempt.ttl)
     command = _acquire_command(attempt, node_set)
-    answers: dict[int, Answer] = {}
+    answers: dict[int, Reply] = {}
     began: float | None = None
     for node in node_set.order if alone else ():
         first = yield Broadcast(command, [node], lambda new: len(new) == 1, patience, links_until)
         began = first.began if began is None else began
         answers.update(first.answers)
-        if answers[node].said is Said.GRANTED:
+        if answers[node].kind is ReplyKind.GRANTED:
             break
-        if answers[node].said is Said.HELD:
+        if answers[node].kind is ReplyKind.HELD:
             return Failed(attempt, answers, began, first.ended, contended=True, split=True)
     others = [node for node in node_set.everybody if node not in answers]
     enough = enough_granted(node_set, dict(answers))
@@ -312,7 +314,7 @@ def make_attempt(
     epoch, granted = largest_epoch(answers)
     if len(granted) < node_set.quorum:
         contended = can_vote(node_set, answers)
-        held = any(answer.said is Said.HELD for answer in answers.values())
+        held = any(answer.kind is ReplyKind.HELD for answer in answers.values())
         split = contended and held and len(granted) > 0
         return Failed(attempt, answers, began, everyone.ended, contended=contended, split=split)
     counters, ended = yield from _decide(node_set, attempt, answers, epoch, granted, everyone.ended)
@@ -326,11 +328,11 @@ def make_attempt(
 def _decide(  # noqa: PLR0917 - what the attempt has come to so far
     node_set: NodeSet,
     attempt: Attempt,
-    answers: dict[int, Answer],
+    answers: dict[int, Reply],
     epoch: int,
     granted: dict[int, tuple[int, ...]],
     ended: float,
-) -> Generator[Broadcast, Round, tuple[tuple[int, ...] | None, float]]:
+) -> Generator[Broadcast, Replies, tuple[tuple[int, ...] | None, float]]:
     """Find the value that a majority stands at, raising nodes to it where they disagree.
 
     Returns the value (None where no majority could be brought to one), and when that was known.
@@ -342,7 +344,7 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
     value = maximum_of(votes)
     patience = min(node_set.patience, attempt.ttl)
     acknowledged: set[int] = set()
-    refused = {node for node in answers if node not in granted and answers[node].said is not Said.SILENT}
+    refused = {node for node in answers if node not in granted and answers[node].kind is not ReplyKind.SILENT}
     while True:
         at_value = {node for node, counters in granted.items() if counters == value} | acknowledged
         if len(at_value) >= node_set.quorum:
@@ -360,14 +362,14 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
             command, targets, _enough_confirmed(node_set.quorum - len(at_value), len(targets)), patience
         )
         ended = confirmed.ended
-        cut_short = any(answer.said is Said.HIGHER for answer in confirmed.answers.values())
+        cut_short = any(answer.kind is ReplyKind.HIGHER for answer in confirmed.answers.values())
         for node, answer in confirmed.answers.items():
-            if cut_short and answer.said is Said.SILENT:
+            if cut_short and answer.kind is ReplyKind.SILENT:
                 continue  # it had no time, and is asked again
             answers[node] = answer
-            if answer.said is Said.CONFIRMED:
+            if answer.kind is ReplyKind.CONFIRMED:
                 acknowledged.add(node)
-            elif answer.said is Said.HIGHER:
+            elif answer.kind is ReplyKind.HIGHER:
                 granted[node] = answer.counters
             else:
                 refused.add(node)
@@ -378,18 +380,18 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
             acknowledged.clear()
 
 
-def _leave(node_set: NodeSet, attempt: Attempt) -> Generator[Broadcast, Round, None]:
+def _leave(node_set: NodeSet, attempt: Attempt) -> Generator[Broadcast, Replies, None]:
     """Wait no longer: give up the place in line, if there is one."""
     if attempt.place:
         yield from abandon(node_set, attempt)
 
 
-def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[Broadcast, Round, None]:
+def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[Broadcast, Replies, None]:
     """Ask nodes that name another list which one, where too few vote in this one.
 
     They may have been initialised, or changed, since we last looked; also while we waited.
     """
-    others = [node for node, answer in outcome.answers.items() if answer.said is Said.CONFIG]
+    others = [node for node, answer in outcome.answers.items() if answer.kind is ReplyKind.CONFIG]
     if others and not outcome.contended:
         read = Command("read", "", (node_set.node_key,), ("",))
         yield Broadcast(
@@ -415,10 +417,10 @@ def _acquire_command(attempt: Attempt, node_set: NodeSet) -> Command:
     return Command("acquire", attempt.nonce, attempt.keys, arguments)
 
 
-def _enough_confirmed(needed: int, asked: int) -> Callable[[Answers], bool]:
-    def enough(answers: Answers) -> bool:
-        confirmed = sum(answer.said is Said.CONFIRMED for answer in answers.values())
-        higher = any(answer.said is Said.HIGHER for answer in answers.values())
+def _enough_confirmed(needed: int, asked: int) -> Callable[[NodeReplies], bool]:
+    def enough(answers: NodeReplies) -> bool:
+        confirmed = sum(answer.kind is ReplyKind.CONFIRMED for answer in answers.values())
+        higher = any(answer.kind is ReplyKind.HIGHER for answer in answers.values())
         return higher or confirmed >= needed or confirmed + asked - len(answers) < needed
 
     return enough
@@ -428,7 +430,7 @@ def next_pause(outcome: Failed, tries: int, random: float) -> float:
     """Seconds until the next try: longer from try to try, never the same for two contenders."""
     if tries == 1 and outcome.contended and not outcome.split and not outcome.attempt.place:
         return 0.0  # the next one does
-    ends = [answer.ttl for answer in outcome.answers.values() if answer.said is Said.HELD]
+    ends = [answer.ttl for answer in outcome.answers.values() if answer.kind is ReplyKind.HELD]
     if outcome.waits_for_a_call:
         # The nodes will call; should they not, or should the one before us never come, look again. Locks that
         # end sooner are mostly kept for a contender that was called: all would come back at once.
@@ -440,12 +442,12 @@ def next_pause(outcome: Failed, tries: int, random: float) -> float:
     return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])
 
 
-def _may_recover(node_set: NodeSet, answers: Answers, grace: float) -> bool:
+def _may_recover(node_set: NodeSet, answers: NodeReplies, grace: float) -> bool:
     """Whether a quorum could come back without an operator, and within so many seconds."""
     hopeful = sum(
-        answer.said in VOTING
-        or answer.said in PASSING
-        or (answer.said is Said.RESTARTED and answer.ttl < grace)
+        answer.kind in VOTING
+        or answer.kind in PASSING
+        or (answer.kind is ReplyKind.RESTARTED and answer.ttl < grace)
         for answer in answers.values()
     )
     return hopeful >= node_set.quorum

@@ -14,11 +14,11 @@ from fencelock.authority.redlock.protocol.messages import (
     GRANTED,
     STRIPES,
     VOTING,
-    Answers,
     Broadcast,
     Command,
-    Round,
-    Said,
+    NodeReplies,
+    Replies,
+    ReplyKind,
 )
 from fencelock.errors import FencelockError
 
@@ -66,21 +66,21 @@ def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...]
     return (node_key, *locks), tuple(stripes)
 
 
-def largest_epoch(answers: Answers) -> tuple[int, dict[int, tuple[int, ...]]]:
+def largest_epoch(answers: NodeReplies) -> tuple[int, dict[int, tuple[int, ...]]]:
     """Return the epoch in which most nodes granted, and their counters: epochs are never mixed."""
-    grants = [(node, answer) for node, answer in answers.items() if answer.said is GRANTED]
+    grants = [(node, answer) for node, answer in answers.items() if answer.kind is GRANTED]
     epochs = [answer.epoch for _, answer in grants]
     epoch = max(epochs, key=epochs.count, default=0)
     return epoch, {node: answer.counters for node, answer in grants if answer.epoch == epoch}
 
 
-def enough_granted(node_set: NodeSet, earlier: Answers) -> Callable[[Answers], bool]:
+def enough_granted(node_set: NodeSet, earlier: NodeReplies) -> Callable[[NodeReplies], bool]:
     """Return whether more answers to ACQUIRE could not change what comes next.
 
     Where it fails for want of voters, every node is heard: the error will say what each one said.
     """
 
-    def enough(answers: Answers) -> bool:
+    def enough(answers: NodeReplies) -> bool:
         together = {**earlier, **answers} if earlier else answers
         if len(together) < node_set.quorum:
             return False
@@ -91,25 +91,25 @@ def enough_granted(node_set: NodeSet, earlier: Answers) -> Callable[[Answers], b
     return enough
 
 
-def enough_released(node_set: NodeSet) -> Callable[[Answers], bool]:
+def enough_released(node_set: NodeSet) -> Callable[[NodeReplies], bool]:
     """Return whether a majority has released the lock, or can no longer say so."""
     spare = len(node_set.names) - node_set.quorum
 
-    def enough(answers: Answers) -> bool:
+    def enough(answers: NodeReplies) -> bool:
         if len(answers) <= spare:
             return False
-        count = count_of(Said.RELEASED, answers)
+        count = count_of(ReplyKind.RELEASED, answers)
         return count >= node_set.quorum or len(answers) - count > spare
 
     return enough
 
 
-def count_of(said: Said, answers: Answers) -> int:
-    return [answer.said for answer in answers.values()].count(said)
+def count_of(said: ReplyKind, answers: NodeReplies) -> int:
+    return [answer.kind for answer in answers.values()].count(said)
 
 
-def can_vote(node_set: NodeSet, answers: Answers) -> bool:
-    return sum(answer.said in VOTING for answer in answers.values()) >= node_set.quorum
+def can_vote(node_set: NodeSet, answers: NodeReplies) -> bool:
+    return sum(answer.kind in VOTING for answer in answers.values()) >= node_set.quorum
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,7 +210,7 @@ class Failed:
     """
 
     attempt: Attempt
-    answers: Answers
+    answers: NodeReplies
     began: float
     ended: float
     contended: bool = False
@@ -220,13 +220,13 @@ class Failed:
     @property
     def waits_for_a_call(self) -> bool:
         """Whether others hold the lock, nothing was granted, and the nodes know whom to call."""
-        voted = {answer.said for answer in self.answers.values() if answer.said in VOTING}
-        return self.attempt.place != "" and self.contended and voted == {Said.HELD}
+        voted = {answer.kind for answer in self.answers.values() if answer.kind in VOTING}
+        return self.attempt.place != "" and self.contended and voted == {ReplyKind.HELD}
 
     @property
     def holder_ttl(self) -> float | None:
         """Seconds until the last of the others' locks ends; None if there were none."""
-        return max((a.ttl for a in self.answers.values() if a.said is Said.HELD), default=None)
+        return max((a.ttl for a in self.answers.values() if a.kind is ReplyKind.HELD), default=None)
 
 
 def in_pairs(stripes: Sequence[int], counters: Sequence[int]) -> Sequence[str | int]:
@@ -245,7 +245,7 @@ def without_place(release: Command) -> Command:
 
 def abandon(
     node_set: NodeSet, attempt: Attempt, nodes: Sequence[int] | None = None, *, stay: bool = False
-) -> Generator[Broadcast, Round, None]:
+) -> Generator[Broadcast, Replies, None]:
     """Release a failed attempt, also where the answer was lost; wait for no answer.
 
     Args:
@@ -269,7 +269,7 @@ def release_command(
     return Command("release", attempt.nonce, attempt.keys, arguments)
 
 
-def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast, Round, bool | None]:
+def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast, Replies, bool | None]:
     """Give the lock back, and let nodes that lag catch up with the token.
 
     Returns True if a majority still held it for us, False if that can no longer be, None if too few
@@ -279,11 +279,11 @@ def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast
     try:
         command = release_command(node_set, granted.attempt, granted.epoch, granted.counters)
         done = yield Broadcast(command, node_set.everybody, enough_released(node_set), node_set.patience)
-        if sum(answer.said is Said.RELEASED for answer in done.answers.values()) >= node_set.quorum:
+        if sum(answer.kind is ReplyKind.RELEASED for answer in done.answers.values()) >= node_set.quorum:
             return True
         # RELEASE is never refused. Voters that do not know the lock and blank nodes are not added up: see
         # EXTEND.
-        gone = max(count_of(Said.LOST, done.answers), count_of(Said.AMNESIA, done.answers))
+        gone = max(count_of(ReplyKind.LOST, done.answers), count_of(ReplyKind.AMNESIA, done.answers))
         return None if len(node_set.names) - gone >= node_set.quorum else False
     except (FencelockError, GeneratorExit):
         raise

@@ -19,13 +19,13 @@ from fencelock.authority.redlock.protocol.messages import (
     EXTENDED,
     MADE_AGAIN,
     RESTORED,
-    Answer,
-    Answers,
     Broadcast,
     Command,
+    NodeReplies,
+    Replies,
+    Reply,
+    ReplyKind,
     Request,
-    Round,
-    Said,
     Sleep,
 )
 from fencelock.authority.redlock.protocol.refusals import by_name, check_max_ttl, report_of
@@ -38,7 +38,7 @@ BATCH: Final = 500
 
 def extend_many(
     see: Callable[[], NodeSet], wishes: Sequence[Wish]
-) -> Generator[Broadcast, Round, list[Grant | FencelockError]]:
+) -> Generator[Broadcast, Replies, list[Grant | FencelockError]]:
     """Extend grants, up to 500 in one round trip: see `Authority.extend_gen`."""
     outcomes: list[Grant | FencelockError] = []
     for start in range(0, len(wishes), BATCH):
@@ -66,7 +66,7 @@ def _moved(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
 
 def extend(
     node_set: NodeSet, wishes: Sequence[tuple[Granted, float]]
-) -> Generator[Broadcast, Round, list[float | FencelockError]]:
+) -> Generator[Broadcast, Replies, list[float | FencelockError]]:
     """Let grants live on, each for so many seconds from now; the tokens stay.
 
     Returns for each when it ends, on the driver's clock and never earlier than it would have without; a
@@ -81,7 +81,7 @@ def extend(
     patience = min(node_set.patience, *(attempt.ttl for attempt in attempts))
     request = Broadcast(command, node_set.everybody, _are_clear(node_set, len(attempts)), patience)
     done = yield request
-    again: Round | None = None
+    again: Replies | None = None
     ends: list[float | FencelockError] = []
     for index, ((granted, _), attempt) in enumerate(zip(wishes, attempts, strict=True)):
         end = _extended(node_set, attempt, granted, done, index)
@@ -115,7 +115,7 @@ def remint(
                 return acquisition.grant_of(outcome)
             yield from abandon(node_set, attempt)
             pause = next_pause(outcome, 0, jitter())
-            others = sum(answer.said is Said.HELD for answer in outcome.answers.values())
+            others = sum(answer.kind is ReplyKind.HELD for answer in outcome.answers.values())
             if len(node_set.names) - others < node_set.quorum or outcome.ended + pause >= granted.expires_at:
                 yield from abandon(node_set, granted.attempt)
                 _raise_no_new_token(node_set, outcome)
@@ -135,7 +135,7 @@ def _raise_no_new_token(node_set: NodeSet, outcome: Failed) -> NoReturn:
 
 
 def _extended(
-    node_set: NodeSet, attempt: Attempt, granted: Granted, done: Round, index: int
+    node_set: NodeSet, attempt: Attempt, granted: Granted, done: Replies, index: int
 ) -> float | FencelockError:
     """Return what became of one grant's extension."""
     ours = _still_extended(node_set, done.answers, index)
@@ -155,16 +155,18 @@ def _extended(
     return max(expires_at, granted.expires_at)
 
 
-def _of_one(answers: Answers, index: int) -> Answers:
+def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
     """Return what the nodes said of one of the grants that were to be extended."""
-    said = {EXTENDED: Said.EXTENDED, MADE_AGAIN: Said.RESTORED}
+    said = {EXTENDED: ReplyKind.EXTENDED, MADE_AGAIN: ReplyKind.RESTORED}
     return {
-        node: Answer(said.get(answer.counters[index], Said.LOST)) if answer.said is Said.EXTENDED else answer
+        node: Reply(said.get(answer.counters[index], ReplyKind.LOST))
+        if answer.kind is ReplyKind.EXTENDED
+        else answer
         for node, answer in answers.items()
     }
 
 
-def _still_extended(node_set: NodeSet, answers: Answers, index: int) -> bool | None:
+def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
     """Return whether a majority has had a grant's lock all the time; None where that can still be said later.
 
     What a node has made again counts from the next round on, and what a blank one has, when it is admitted: a
@@ -173,7 +175,7 @@ def _still_extended(node_set: NodeSet, answers: Answers, index: int) -> bool | N
     """
     extended = missed = 0
     for answer in answers.values():
-        if answer.said is Said.EXTENDED:
+        if answer.kind is ReplyKind.EXTENDED:
             extended += answer.counters[index] == EXTENDED
             missed += answer.counters[index] != EXTENDED
     if extended >= node_set.quorum:
@@ -181,22 +183,23 @@ def _still_extended(node_set: NodeSet, answers: Answers, index: int) -> bool | N
     return None if len(node_set.names) - missed >= node_set.quorum else False
 
 
-def _is_made_again(done: Round, index: int) -> bool:
+def _is_made_again(done: Replies, index: int) -> bool:
     """Whether a node has made a grant's lock again."""
     return any(
-        answer.said is Said.EXTENDED and answer.counters[index] == MADE_AGAIN
+        answer.kind is ReplyKind.EXTENDED and answer.counters[index] == MADE_AGAIN
         for answer in done.answers.values()
     )
 
 
-def _are_clear(node_set: NodeSet, count: int) -> Callable[[Answers], bool]:
+def _are_clear(node_set: NodeSet, count: int) -> Callable[[NodeReplies], bool]:
     """Return whether more answers to EXTEND could not change what became of any of so many grants."""
 
-    def enough(answers: Answers) -> bool:
+    def enough(answers: NodeReplies) -> bool:
         if len(answers) < node_set.quorum:
             return False
         all_well = sum(
-            answer.said is Said.EXTENDED and min(answer.counters) == EXTENDED for answer in answers.values()
+            answer.kind is ReplyKind.EXTENDED and min(answer.counters) == EXTENDED
+            for answer in answers.values()
         )
         return all_well >= node_set.quorum or all(
             _still_extended(node_set, answers, index) is not None for index in range(count)

@@ -22,12 +22,12 @@ from fencelock.authority.redlock.protocol.attempts import (
     release_command,
 )
 from fencelock.authority.redlock.protocol.messages import (
-    Answer,
-    Answers,
     Broadcast,
     Command,
-    Round,
-    Said,
+    NodeReplies,
+    Replies,
+    Reply,
+    ReplyKind,
 )
 from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.holder import Holder, LockInfo
@@ -36,7 +36,7 @@ from fencelock.tokens import compose, split
 #: Keys that a node looks at in one script, and does nothing else meanwhile.
 PAGE: Final = 200
 _FACTS: Final = 5
-_GONE: Final = frozenset({Said.RELEASED, Said.LOST, Said.AMNESIA})
+_GONE: Final = frozenset({ReplyKind.RELEASED, ReplyKind.LOST, ReplyKind.AMNESIA})
 
 
 class _Seen(NamedTuple):
@@ -92,7 +92,7 @@ def force(
         attempt = Attempt.of(node_set, (resource,), nonce, 0.0)
         command = release_command(node_set, attempt, 0, (0,))
         done = yield Broadcast(command, node_set.everybody, lambda _: False, node_set.patience)
-        if sum(answer.said in _GONE for answer in done.answers.values()) < node_set.quorum:
+        if sum(answer.kind in _GONE for answer in done.answers.values()) < node_set.quorum:
             raise_no_quorum(node_set, done.answers)
     return _info(resource, its) if its else None
 
@@ -119,7 +119,7 @@ def _seen_by_nodes(
     """Return the nodes, what they have of which resources, and how many of them vote."""
     while True:
         node_set = see()
-        pages: dict[int, list[Answer]] = {node: [] for node in node_set.everybody}
+        pages: dict[int, list[Reply]] = {node: [] for node in node_set.everybody}
         if resources:
             keys, _ = names_of(node_set.node_key, resources)
             done = yield _ask(node_set, list(pages), keys)._replace(enough=_are_clear(node_set, resources))
@@ -130,7 +130,7 @@ def _seen_by_nodes(
         if see() == node_set:  # else nodes were heard for the first time, or have got another list
             break
     last = {node: its[-1] for node, its in pages.items()}
-    voters = [node for node, answer in last.items() if answer.said is Said.SHOWN]
+    voters = [node for node, answer in last.items() if answer.kind is ReplyKind.SHOWN]
     if len(voters) < node_set.quorum:
         raise_no_quorum(node_set, last)
     seen: dict[str, _Sightings] = {}
@@ -151,25 +151,25 @@ def look_for_endless(
     yield from _seen_by_nodes(see, ("fencelock",))  # so that the nodes are known
     node_set = see()
     found: dict[int, list[str]] = {}
-    last: dict[int, Answer] = {}
+    last: dict[int, Reply] = {}
     for node in node_set.everybody:
         pages = yield from _pages_of(node_set, node, pattern)
         last[node] = pages[-1]
-        if last[node].said is Said.SHOWN:
+        if last[node].kind is ReplyKind.SHOWN:
             found[node] = sorted({key for page in pages for key in page.facts[1:]})
     if len(found) < node_set.quorum:
         raise_no_quorum(node_set, last)
     return found
 
 
-def _pages_of(node_set: NodeSet, node: int, pattern: str) -> Generator[Broadcast, Round, list[Answer]]:
+def _pages_of(node_set: NodeSet, node: int, pattern: str) -> Generator[Broadcast, Replies, list[Reply]]:
     """Return the answers of a node to INSPECT, page by page; the last may be a refusal."""
-    pages: list[Answer] = []
+    pages: list[Reply] = []
     following = "0"
     while True:
         done = yield _ask(node_set, [node], (node_set.node_key,), following, PAGE, pattern)
         pages.append(done.answers[node])
-        following = pages[-1].facts[0] if pages[-1].said is Said.SHOWN else "0"
+        following = pages[-1].facts[0] if pages[-1].kind is ReplyKind.SHOWN else "0"
         if following == "0":
             return pages
 
@@ -179,11 +179,11 @@ def _ask(node_set: NodeSet, nodes: list[int], keys: tuple[str, ...], *page: str 
     return Broadcast(command, nodes, lambda answers: len(answers) == len(nodes), node_set.patience)
 
 
-def _are_clear(node_set: NodeSet, resources: tuple[str, ...]) -> Callable[[Answers], bool]:
+def _are_clear(node_set: NodeSet, resources: tuple[str, ...]) -> Callable[[NodeReplies], bool]:
     """Return whether a majority has each of the resources, or none of it."""
 
-    def enough(answers: Answers) -> bool:
-        voters = [answer for answer in answers.values() if answer.said is Said.SHOWN]
+    def enough(answers: NodeReplies) -> bool:
+        voters = [answer for answer in answers.values() if answer.kind is ReplyKind.SHOWN]
         held = Counter(answer.facts[at] for answer in voters for at in range(1, len(answer.facts), _FACTS))
         return all(
             max(held[resource], len(voters) - held[resource]) >= node_set.quorum for resource in resources
@@ -192,7 +192,7 @@ def _are_clear(node_set: NodeSet, resources: tuple[str, ...]) -> Callable[[Answe
     return enough
 
 
-def _locks_of(pages: list[Answer]) -> Generator[tuple[str, _Seen], None, None]:
+def _locks_of(pages: list[Reply]) -> Generator[tuple[str, _Seen], None, None]:
     for page in pages:
         facts = page.facts[1:]
         for at in range(0, len(facts), _FACTS):

@@ -10,7 +10,7 @@ from typing import NamedTuple
 STRIPES = 1024
 
 
-class Said(enum.Enum):
+class ReplyKind(enum.Enum):
     """What a node said, or why it said nothing."""
 
     GRANTED = "granted"
@@ -52,7 +52,7 @@ class Said(enum.Enum):
 
 
 #: These get better by themselves or with a new connection; the others need an operator.
-PASSING = frozenset({Said.UNREACHABLE, Said.SILENT})
+PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 
 
 #: What a lock that EXTEND has made again holds instead of a counter.
@@ -64,19 +64,28 @@ EXTENDED, MADE_AGAIN = 2, 1
 
 
 #: Looked up for every answer.
-GRANTED = Said.GRANTED
+GRANTED = ReplyKind.GRANTED
 
 
 VOTING = frozenset(
-    {Said.GRANTED, Said.HELD, Said.CONFIRMED, Said.HIGHER, Said.LOST, Said.EPOCH, Said.EXTENDED, Said.SHOWN}
+    {
+        ReplyKind.GRANTED,
+        ReplyKind.HELD,
+        ReplyKind.CONFIRMED,
+        ReplyKind.HIGHER,
+        ReplyKind.LOST,
+        ReplyKind.EPOCH,
+        ReplyKind.EXTENDED,
+        ReplyKind.SHOWN,
+    }
 )
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """One node's answer to one command. Like all that every lease takes many of, a tuple: quickly made.
 
     Attributes:
-        said: the kind of answer.
+        kind: what kind of answer it is.
         epoch: the node's epoch, where the answer names one.
         counters: what it granted, a number for each resource.
         ttl: seconds that the other holder's lock still lives, for HELD; that the node still stays out, for
@@ -85,7 +94,7 @@ class Answer(NamedTuple):
         facts: what the kinds about membership carry, as text.
     """
 
-    said: Said
+    kind: ReplyKind
     epoch: int = 0
     counters: tuple[int, ...] = ()
     ttl: float = 0.0
@@ -93,10 +102,10 @@ class Answer(NamedTuple):
     facts: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return f"{self.said.value} ({self.detail})" if self.detail else self.said.value
+        return f"{self.kind.value} ({self.detail})" if self.detail else self.kind.value
 
 
-Answers = Mapping[int, Answer]
+NodeReplies = Mapping[int, Reply]
 
 
 class Command(NamedTuple):
@@ -132,17 +141,17 @@ class Broadcast(NamedTuple):
 
     command: Command
     nodes: Sequence[int]
-    enough: Callable[[Answers], bool]
+    enough: Callable[[NodeReplies], bool]
     patience: float
     links_until: float = math.inf
 
 
-class Round(NamedTuple):
+class Replies(NamedTuple):
     """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended."""
 
     began: float
     ended: float
-    answers: Answers
+    answers: NodeReplies
 
 
 class Sleep(NamedTuple):

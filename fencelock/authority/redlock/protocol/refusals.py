@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from fencelock.authority.base import held_by_another, too_slow
 from fencelock.authority.redlock.protocol.attempts import Failed, NodeSet
-from fencelock.authority.redlock.protocol.messages import VOTING, Answers, Said
+from fencelock.authority.redlock.protocol.messages import VOTING, NodeReplies, ReplyKind
 from fencelock.errors import (
     CountersExhaustedError,
     LockTimeoutError,
@@ -40,26 +40,26 @@ def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
     raise held_by_another(outcome.attempt.resources, holder_ttl)
 
 
-def raise_no_quorum(node_set: NodeSet, answers: Answers) -> NoReturn:
+def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
     """Say why too few nodes vote, and what to do about it."""
-    said = Counter(answer.said for answer in answers.values())
+    said = Counter(answer.kind for answer in answers.values())
     spare = len(node_set.names) - node_set.quorum
     report = report_of(node_set, answers)
-    if said[Said.AMNESIA] > spare:
-        raise NodesNotInitialisedError(_why_blank(node_set, said[Said.AMNESIA], report))
-    if said[Said.CONFIG] + said[Said.CLOSED] > spare:
+    if said[ReplyKind.AMNESIA] > spare:
+        raise NodesNotInitialisedError(_why_blank(node_set, said[ReplyKind.AMNESIA], report))
+    if said[ReplyKind.CONFIG] + said[ReplyKind.CLOSED] > spare:
         raise MembershipError(
             f"the nodes do not agree with this list of {len(node_set.names)} nodes: configure every client "
             f"with exactly the nodes that were initialised together ({report})"
         )
-    if said[Said.FULL] > spare:
+    if said[ReplyKind.FULL] > spare:
         raise CountersExhaustedError(
             f"no more tokens can be counted in this epoch: {report}; begin the next, which takes no restart: "
             f"`{node_set.init_command} --after-loss --database URL` (docs/recover.md)"
         )
-    voters = sum(answer.said in VOTING for answer in answers.values())
+    voters = sum(answer.kind in VOTING for answer in answers.values())
     advice = "bring the others back, or mend their URLs"
-    if said[Said.AMNESIA] or said[Said.RESTARTED]:
+    if said[ReplyKind.AMNESIA] or said[ReplyKind.RESTARTED]:
         advice = f"{_when_back(node_set, answers)}; `fencelock nodes` tells more (docs/redis.md)"
     raise QuorumError(
         f"{voters} of {len(node_set.names)} nodes can vote, and a majority is {node_set.quorum}: {report}; "
@@ -85,9 +85,9 @@ def _why_blank(node_set: NodeSet, blank: int, report: str) -> str:
     return f"no node is initialised. {new}. {used}"
 
 
-def _when_back(node_set: NodeSet, answers: Answers) -> str:
+def _when_back(node_set: NodeSet, answers: NodeReplies) -> str:
     """Return when nodes that restarted vote again, as far as they have said it."""
-    waits = [answer.ttl for answer in answers.values() if answer.said is Said.RESTARTED]
+    waits = [answer.ttl for answer in answers.values() if answer.kind is ReplyKind.RESTARTED]
     if waits and not max(waits):
         return "what restarted votes again as soon as a client has admitted it, which begins now: try again"
     if waits and max(waits) < math.inf:
@@ -110,9 +110,9 @@ def check_max_ttl(ttl: float, node_set: NodeSet) -> None:
         )
 
 
-def by_name(names: Sequence[str], answers: Answers) -> dict[str, str]:
+def by_name(names: Sequence[str], answers: NodeReplies) -> dict[str, str]:
     return {names[node]: str(answers[node]) for node in sorted(answers)}
 
 
-def report_of(node_set: NodeSet, answers: Answers) -> str:
+def report_of(node_set: NodeSet, answers: NodeReplies) -> str:
     return "; ".join(f"{name}: {said}" for name, said in by_name(node_set.names, answers).items())

@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
-from fencelock.authority.redlock.protocol.messages import Broadcast, Round, Sleep
+from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.transport.blocking import FRESH, broken_by, read_from, write_to
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
@@ -128,7 +128,7 @@ class LoopConnections(Links):
             await asyncio.sleep(request.seconds)
         return time.monotonic()
 
-    async def broadcast(self, request: Broadcast) -> Round:
+    async def broadcast(self, request: Broadcast) -> Replies:
         if request.patience <= 0.0:
             return self.tell(request)
         loop = asyncio.get_running_loop()
@@ -155,9 +155,9 @@ class LoopConnections(Links):
         finally:
             self._pending.discard(pending)
             answers = pending.close()
-        return Round(began, time.monotonic(), answers)
+        return Replies(began, time.monotonic(), answers)
 
-    def tell(self, request: Broadcast) -> Round:
+    def tell(self, request: Broadcast) -> Replies:
         """Send a command to its nodes at once, and wait for nothing.
 
         May be called anywhere: a coroutine that is not awaited any more ends wherever it is thrown away.
@@ -165,12 +165,12 @@ class LoopConnections(Links):
         now = time.monotonic()
         if self.is_elsewhere:
             self.do_there(partial(self.tell, request))
-            return Round(now, now, {})
+            return Replies(now, now, {})
         pending = PendingBroadcast(request)
         pending.over = True
         self._nodes.ask(pending, request, now)
         self._flush()
-        return Round(now, now, pending.close())
+        return Replies(now, now, pending.close())
 
     async def wait(self, place: str, seconds: float) -> None:
         """Return when the nodes call the place, at the latest after so many seconds."""

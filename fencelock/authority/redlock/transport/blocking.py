@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 from fencelock._owners import current_stack
 from fencelock._threads import Bells, sleep_until_rung
 from fencelock.authority.base import named, warn_of_blocked_loop
-from fencelock.authority.redlock.protocol.messages import Answer, Broadcast, Round, Said, Sleep
+from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Reply, ReplyKind, Sleep
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.links import Links
@@ -79,9 +79,9 @@ def write_to(sock: socket.socket, connection: Connection) -> bool:
     return not outgoing
 
 
-def broken_by(error: OSError) -> Answer:
+def broken_by(error: OSError) -> Reply:
     """Return what to report for a node whose connection an error has ended."""
-    return Answer(Said.UNREACHABLE, detail=f"the connection broke: {error}")
+    return Reply(ReplyKind.UNREACHABLE, detail=f"the connection broke: {error}")
 
 
 class _Sleeper:
@@ -172,7 +172,7 @@ class SharedConnections(Links):
             began, ended = self._ask(waiting, request), self._wait(waiting)
             if self._congested and not was_congested:
                 self._drain()
-            return Round(began, ended, waiting.close())
+            return Replies(began, ended, waiting.close())
         except BaseException:
             with self._mutex:
                 waiting.close()

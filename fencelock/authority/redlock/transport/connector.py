@@ -25,7 +25,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from fencelock.authority.redlock.membership.members import Identity
-from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.authority.redlock.transport.endpoints import Server, Source, endpoint_of, is_moved
 from fencelock.authority.redlock.wire.codec import EVERYDAY, PASSING_ERRORS, SCRIPTS
 from fencelock.errors import MembershipError
@@ -37,9 +37,9 @@ _PASSING_EXCEPTIONS: Final = (AskError, ClusterDownError, ReadOnlyError, TryAgai
 class UnusableError(Exception):
     """A node cannot be used; `answer` is what to report as its answer."""
 
-    def __init__(self, said: Said, detail: str) -> None:
+    def __init__(self, said: ReplyKind, detail: str) -> None:
         super().__init__(detail)
-        self.answer = Answer(said, detail=detail)
+        self.answer = Reply(said, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,41 +134,41 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
 def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:
     """Return what to report where several servers were tried, or one that the user has not named."""
     if not failures:
-        return UnusableError(Said.UNREACHABLE, "the servers of its cluster send to one another")
-    passing = [error for _, error in failures if error.answer.said is not Said.ERROR]
-    said = passing[0].answer.said if passing else Said.ERROR
+        return UnusableError(ReplyKind.UNREACHABLE, "the servers of its cluster send to one another")
+    passing = [error for _, error in failures if error.answer.kind is not ReplyKind.ERROR]
+    said = passing[0].answer.kind if passing else ReplyKind.ERROR
     return UnusableError(said, "; ".join(f"{address}: {error}" for address, error in failures))
 
 
 def _why(error: Exception) -> UnusableError:
     """Return what an error while connecting means for the use of the node."""
     if isinstance(error, MembershipError):
-        return UnusableError(Said.CONFIG, str(error))
+        return UnusableError(ReplyKind.CONFIG, str(error))
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
-        return UnusableError(Said.SILENT, "it took no connection in time")
+        return UnusableError(ReplyKind.SILENT, "it took no connection in time")
     if isinstance(error, AuthenticationError):
-        return UnusableError(Said.ERROR, f"it refused the user or password: {error}")
+        return UnusableError(ReplyKind.ERROR, f"it refused the user or password: {error}")
     if isinstance(error, ResponseError):
         return _why_refused(error)
     if isinstance(error, InvalidResponse) or not isinstance(error, (RedisError, OSError)):
-        return UnusableError(Said.ERROR, f"it does not speak like a node: {error!r}")
-    return UnusableError(Said.UNREACHABLE, str(error))
+        return UnusableError(ReplyKind.ERROR, f"it does not speak like a node: {error!r}")
+    return UnusableError(ReplyKind.UNREACHABLE, str(error))
 
 
 def _why_refused(error: ResponseError) -> UnusableError:
     """Return the same for an error that the server has answered."""
     if isinstance(error, ClusterDownError) or str(error).startswith("CLUSTERDOWN"):
         return UnusableError(
-            Said.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"
+            ReplyKind.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"
         )
     if is_moved(error):  # by a Unix socket: other servers of the cluster have others
         return UnusableError(
-            Said.ERROR,
+            ReplyKind.ERROR,
             "it is a server of a cluster, in which another one has the keys: name the node by its hosts, "
             "redis+cluster://host1:6379,host2:6379",
         )
     passing = isinstance(error, _PASSING_EXCEPTIONS) or str(error).startswith(PASSING_ERRORS)
-    return UnusableError(Said.UNREACHABLE if passing else Said.ERROR, str(error))
+    return UnusableError(ReplyKind.UNREACHABLE if passing else ReplyKind.ERROR, str(error))
 
 
 def _connect(server: Server, connection: Any) -> Any:
@@ -203,7 +203,7 @@ def _read_info(connection: Any) -> dict[str, str]:
     )
     if "sentinel" in {info.get("redis_mode"), info.get("server_mode")}:
         raise UnusableError(
-            Said.ERROR,
+            ReplyKind.ERROR,
             "it is a sentinel: write redis+sentinel://host1:26379,host2:26379/SERVICE with all of them",
         )
     return info
@@ -215,12 +215,12 @@ def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> I
     if info.get("role") not in {"master", None}:
         # A client that a sentinel has sent here has come in the midst of a failover.
         raise UnusableError(
-            Said.UNREACHABLE if verify_votes else Said.ERROR,
+            ReplyKind.UNREACHABLE if verify_votes else ReplyKind.ERROR,
             f"it is a {info['role']}, and only primaries grant locks: name the primary, or the sentinels "
             "that know it, redis+sentinel://host1:26379,host2:26379/SERVICE",
         )
     if "run_id" not in info:
-        raise UnusableError(Said.ERROR, "its INFO has no run_id, so a restart could not be noticed")
+        raise UnusableError(ReplyKind.ERROR, "its INFO has no run_id, so a restart could not be noticed")
     # One-to-one TCP to a lone primary: a restart breaks the connection. With anything that can be
     # promoted in its place, the same run_id may answer on the same socket with older data.
     # A backlog says that there has been a replica, though it may be detached at this moment.
@@ -228,7 +228,9 @@ def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> I
     verify = verify_votes or any(info.get(fact, "0") != "0" for fact in company)
     replid = info.get("master_replid", "") if verify else ""
     if verify and not replid:
-        raise UnusableError(Said.ERROR, "its INFO has no master_replid, so a failover could not be noticed")
+        raise UnusableError(
+            ReplyKind.ERROR, "its INFO has no master_replid, so a failover could not be noticed"
+        )
     blank = Identity(info["run_id"], replid, "", None, eviction_of(info))
     return blank.admitted(node_id.decode(), members.decode()) if members else blank
 

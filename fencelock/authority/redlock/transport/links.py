@@ -16,7 +16,7 @@ from typing import Any
 
 from fencelock import _events, _threads
 from fencelock._events import ConnectionFailed, ConnectionOpened
-from fencelock.authority.redlock.protocol.messages import Answer, Said
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
 from fencelock.authority.redlock.wire.nodes import NodeConnections
@@ -56,7 +56,7 @@ class Links(abc.ABC):
             _threads.start(thread)
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
             detail = f"no thread to connect with: {error}"
-            self._nodes.failed(node, Answer(Said.UNREACHABLE, detail=detail), time.monotonic())
+            self._nodes.failed(node, Reply(ReplyKind.UNREACHABLE, detail=detail), time.monotonic())
 
     def is_connecting(self, node: int) -> bool:
         thread = self._connecting.get(node)

@@ -14,7 +14,7 @@ from typing import Any, Final
 import hiredis
 
 from fencelock.authority.redlock.membership.members import Identity
-from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Said
+from fencelock.authority.redlock.protocol.messages import GRANTED, Reply, ReplyKind
 from fencelock.authority.redlock.wire.codec import Packed, pack_batch, read_reply
 from fencelock.authority.redlock.wire.connection import Connection, News, PendingReply
 
@@ -22,7 +22,7 @@ BATCHES: Final = True
 #: A node does nothing else meanwhile: about half a millisecond.
 _LARGEST: Final = 100
 
-_RELEASED: Final = Answer(Said.RELEASED)
+_RELEASED: Final = Reply(ReplyKind.RELEASED)
 
 
 class BatchingConnection(Connection):
@@ -85,7 +85,7 @@ class BatchingConnection(Connection):
                     continue
                 pending = self.unanswered.popleft()
                 is_release = pending.command.script == "release"
-                answer = _RELEASED if is_release else Answer(GRANTED, epoch, (number,))
+                answer = _RELEASED if is_release else Reply(GRANTED, epoch, (number,))
                 if self.answered(pending, answer):
                     news.append((pending, answer))
 

@@ -21,9 +21,9 @@ from fencelock.authority.redlock.protocol.messages import (
     INTRODUCE,
     SUBSCRIBE,
     SYNC,
-    Answer,
     Command,
-    Said,
+    Reply,
+    ReplyKind,
 )
 
 #: Error replies of a server that is starting, about to be promoted, or no longer the one to ask.
@@ -40,23 +40,31 @@ PASSING_ERRORS: Final = (
 )
 #: Words in error replies of a server that does not serve the keys any more. Another one does.
 _ELSEWHERE: Final = ("MOVED", "ASK ", "READONLY")
-_SAID: Final = {said.name.encode(): said for said in Said}
+_SAID: Final = {said.name.encode(): said for said in ReplyKind}
 _OWN_ARGUMENTS: Final = 2
-_LEADING: Final = frozenset({Said.UNREACHABLE, Said.ERROR})
+_LEADING: Final = frozenset({ReplyKind.UNREACHABLE, ReplyKind.ERROR})
 _WITH_FACTS: Final = frozenset(
-    {Said.TICKET, Said.ADMITTED, Said.OPENED, Said.STANDING, Said.LEASES, Said.CLEARED, Said.SHOWN}
+    {
+        ReplyKind.TICKET,
+        ReplyKind.ADMITTED,
+        ReplyKind.OPENED,
+        ReplyKind.STANDING,
+        ReplyKind.LEASES,
+        ReplyKind.CLEARED,
+        ReplyKind.SHOWN,
+    }
 )
-_WITH_TTL: Final = frozenset({Said.HELD, Said.RESTARTED, Said.EARLY})
-_WITH_COUNTERS: Final = frozenset({Said.EXTENDED, Said.GRANTED, Said.HIGHER})
+_WITH_TTL: Final = frozenset({ReplyKind.HELD, ReplyKind.RESTARTED, ReplyKind.EARLY})
+_WITH_COUNTERS: Final = frozenset({ReplyKind.EXTENDED, ReplyKind.GRANTED, ReplyKind.HIGHER})
 #: Answers that are complete with their first word. That of WAITAOF is a number of disks.
-_BARE: Final[dict[bytes | int, Answer]] = {
+_BARE: Final[dict[bytes | int, Reply]] = {
     **{
-        name: Answer(said)
+        name: Reply(said)
         for name, said in _SAID.items()
         if said not in _WITH_FACTS | _WITH_TTL | _WITH_COUNTERS
     },
-    0: Answer(Said.NOT_ON_DISK),
-    1: Answer(Said.ON_DISK),
+    0: Reply(ReplyKind.NOT_ON_DISK),
+    1: Reply(ReplyKind.ON_DISK),
 }
 
 
@@ -162,21 +170,23 @@ def pack_words(*words: str | int) -> bytes:
     return packed[packed.index(b"\n") + 1 :]
 
 
-def read_reply(reply: Any) -> Answer | None:
+def read_reply(reply: Any) -> Reply | None:
     """Return the answer that any reply is; None where the node does not know the script."""
     if reply == b"OK":  # to SET
-        return Answer(Said.NOTED)
+        return Reply(ReplyKind.NOTED)
     if isinstance(reply, hiredis.PushNotification):  # the only reply to SUBSCRIBE
-        return Answer(Said.SUBSCRIBED)
+        return Reply(ReplyKind.SUBSCRIBED)
     return None if str(reply).startswith("NOSCRIPT") else read_answer(reply)
 
 
-def read_answer(reply: Any) -> Answer:
+def read_answer(reply: Any) -> Reply:
     if isinstance(reply, hiredis.ReplyError):
         text = str(reply)
         # Before version 7, an error in a script is quoted in another one.
         reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
-        return Answer(Said.UNREACHABLE if reason.startswith(PASSING_ERRORS) else Said.ERROR, detail=reason)
+        return Reply(
+            ReplyKind.UNREACHABLE if reason.startswith(PASSING_ERRORS) else ReplyKind.ERROR, detail=reason
+        )
     word = reply[0]
     said = GRANTED
     if word != b"GRANTED":  # most are that or bare
@@ -185,14 +195,14 @@ def read_answer(reply: Any) -> Answer:
         said = _SAID[word]
         if said in _WITH_TTL:
             # A lock without an end is none of a client of ours.
-            return Answer(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
+            return Reply(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
         if said in _WITH_FACTS:
-            return Answer(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))
+            return Reply(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))
     if type(sum(reply[1:])) is not int:  # for most other types, sum raises a TypeError itself
         raise ValueError(f"{reply} has no counters of an epoch")
-    return Answer(said, reply[1], tuple(reply[2:]))
+    return Reply(said, reply[1], tuple(reply[2:]))
 
 
-def leads_elsewhere(answer: Answer) -> bool:
+def leads_elsewhere(answer: Reply) -> bool:
     """Tell whether an answer says that the node is served by another server now."""
-    return answer.said in _LEADING and any(word in answer.detail for word in _ELSEWHERE)
+    return answer.kind in _LEADING and any(word in answer.detail for word in _ELSEWHERE)

@@ -15,7 +15,14 @@ from typing import Any, Final, NamedTuple
 import hiredis
 
 from fencelock.authority.redlock.membership.members import Identity
-from fencelock.authority.redlock.protocol.messages import GRANTED, Answer, Answers, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.messages import (
+    GRANTED,
+    Broadcast,
+    Command,
+    NodeReplies,
+    Reply,
+    ReplyKind,
+)
 from fencelock.authority.redlock.wire.codec import (
     SCRIPTS,
     Packed,
@@ -25,21 +32,21 @@ from fencelock.authority.redlock.wire.codec import (
     read_reply,
 )
 
-_SILENT: Final = Answer(Said.SILENT)
+_SILENT: Final = Reply(ReplyKind.SILENT)
 #: Answers that name the node's id and its list, if it has one.
-NAMING: Final = frozenset({Said.ADMITTED, Said.OPENED, Said.STANDING})
-FORGETFUL: Final = frozenset({Said.AMNESIA, Said.RESTARTED})
+NAMING: Final = frozenset({ReplyKind.ADMITTED, ReplyKind.OPENED, ReplyKind.STANDING})
+FORGETFUL: Final = frozenset({ReplyKind.AMNESIA, ReplyKind.RESTARTED})
 #: Scripts whose answers no other has.
 _ONLY_TO: Final = {
     GRANTED: "acquire",
-    Said.HELD: "acquire",
-    Said.CONFIRMED: "confirm",
-    Said.RELEASED: "release",
-    Said.EXTENDED: "extend",
-    Said.SHOWN: "inspect",
+    ReplyKind.HELD: "acquire",
+    ReplyKind.CONFIRMED: "confirm",
+    ReplyKind.RELEASED: "release",
+    ReplyKind.EXTENDED: "extend",
+    ReplyKind.SHOWN: "inspect",
 }
 #: Answers that say something about the node itself.
-_NEWS: Final = NAMING | FORGETFUL | {Said.UNREACHABLE, Said.ERROR}
+_NEWS: Final = NAMING | FORGETFUL | {ReplyKind.UNREACHABLE, ReplyKind.ERROR}
 
 
 class PendingReply(NamedTuple):
@@ -57,7 +64,7 @@ class PendingReply(NamedTuple):
 
 
 #: Commands, and answers to them that say something about the node itself.
-News = list[tuple[PendingReply, Answer]]
+News = list[tuple[PendingReply, Reply]]
 
 
 class PendingBroadcast:
@@ -75,12 +82,12 @@ class PendingBroadcast:
     def __init__(self, request: Broadcast) -> None:
         self._nodes = request.nodes
         self._enough = request.enough
-        self.answers: dict[int, Answer] = {}
+        self.answers: dict[int, Reply] = {}
         self.complete = not request.nodes
         self.over = False
         self.deadline = -math.inf
 
-    def add_reply(self, node: int, answer: Answer) -> None:
+    def add_reply(self, node: int, answer: Reply) -> None:
         answers = self.answers
         answers[node] = answer
         if not self.complete and (len(answers) == len(self._nodes) or self._enough(answers)):
@@ -91,7 +98,7 @@ class PendingBroadcast:
     def wake(self) -> None:
         """Let the caller go on."""
 
-    def close(self) -> Answers:
+    def close(self) -> NodeReplies:
         """Return an answer for each node; what comes from now on is late."""
         self.over = True
         if len(self.answers) == len(self._nodes):
@@ -195,9 +202,9 @@ class Connection:
             self._put_again(now, pack(command := self.unanswered[0].command, SCRIPTS[command.script]))
             return
         script, _, keys, _ = self.unanswered[0].command
-        if _ONLY_TO.get(answer.said, script) != script:
-            raise ValueError(f"{answer.said} in answer to {script}")
-        if answer.said is GRANTED and len(answer.counters) != len(keys) - 1:
+        if _ONLY_TO.get(answer.kind, script) != script:
+            raise ValueError(f"{answer.kind} in answer to {script}")
+        if answer.kind is GRANTED and len(answer.counters) != len(keys) - 1:
             raise ValueError(f"{len(answer.counters)} counters for other locks")
         if self.answered(pending := self.unanswered.popleft(), answer):
             news.append((pending, answer))
@@ -216,9 +223,9 @@ class Connection:
             self.put_alone(PendingReply(broadcast, command, now), Packed(command, packed))
         self.unanswered.popleft()  # last: a RELEASE that is interrupted before that is owed
 
-    def answered(self, pending: PendingReply, answer: Answer) -> bool:
+    def answered(self, pending: PendingReply, answer: Reply) -> bool:
         """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""
-        said = answer.said
+        said = answer.kind
         self.acquiring.discard(pending.command.nonce)
         if said in _NEWS or (said is GRANTED and answer.epoch != self.epoch):
             return True

@@ -17,7 +17,7 @@ from typing import Final, Protocol
 
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.attempts import without_place
-from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Answer, Broadcast, Command, Said
+from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Broadcast, Command, Reply, ReplyKind
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.wire.codec import Packed, leads_elsewhere
 from fencelock.authority.redlock.wire.connection import (
@@ -68,7 +68,7 @@ class _Node:
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
-        self.failure = Answer(Said.UNREACHABLE, detail="it has not answered yet")
+        self.failure = Reply(ReplyKind.UNREACHABLE, detail="it has not answered yet")
         self.failures = 0
         self.retry_at = -math.inf
         self.introduce_at = -math.inf
@@ -204,14 +204,14 @@ class NodeConnections:
             if is_release:
                 node.owe(command)
 
-    def _silence(self, connection: Connection, now: float) -> Answer | None:
+    def _silence(self, connection: Connection, now: float) -> Reply | None:
         """Return what to report for a node that is not asked, because it owes too much, or for too long."""
         unanswered = connection.unanswered
         owes_for = now - unanswered[0].sent_at
         if owes_for > self._patience:
-            return Answer(Said.SILENT, detail=f"it owes an answer for {owes_for:.1f} s")
+            return Reply(ReplyKind.SILENT, detail=f"it owes an answer for {owes_for:.1f} s")
         if len(unanswered) >= _MOST_UNANSWERED:
-            return Answer(Said.SILENT, detail=f"it owes {len(unanswered)} answers")
+            return Reply(ReplyKind.SILENT, detail=f"it owes {len(unanswered)} answers")
         return None
 
     def _look_elsewhere_if_lost(self, index: int, connection: Connection, now: float) -> None:
@@ -240,10 +240,10 @@ class NodeConnections:
         if (old := node.connection) is not None:
             if old.identity.run_id == identity.run_id and not is_lost(old, now):
                 return None
-            self.broken(index, Answer(Said.UNREACHABLE, detail="another connection has taken its place"))
+            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="another connection has taken its place"))
         for other, its in enumerate(self._nodes):
             if its.connection is not None and its.connection.identity.run_id == identity.run_id:
-                node.failure = Answer(Said.CONFIG, detail=f"the same server as {self._names[other]}")
+                node.failure = Reply(ReplyKind.CONFIG, detail=f"the same server as {self._names[other]}")
                 node.retry_at = now + LONGEST_BACKOFF
                 return None
         node.connection = connection = self._new_connection(index, identity, self._epoch, pushes=pushes)
@@ -254,7 +254,7 @@ class NodeConnections:
         self._put_owed(node, connection, now)
         return connection
 
-    def failed(self, index: int, failure: Answer, now: float) -> None:
+    def failed(self, index: int, failure: Reply, now: float) -> None:
         """Note why a node could not be connected to, and put off the next try: longer from time to time."""
         node = self._nodes[index]
         node.failures = min(node.failures + 1, _MOST_DOUBLINGS)
@@ -274,13 +274,13 @@ class NodeConnections:
         try:
             unusual = connection.received(data, now)
         except MalformedReplyError as error:
-            self.broken(index, Answer(Said.ERROR, detail=f"it does not speak like a node: {error}"))
+            self.broken(index, Reply(ReplyKind.ERROR, detail=f"it does not speak like a node: {error}"))
             return ()
         for pending, answer in unusual:
             self._deal_with(index, connection, pending, answer, now)
         connection.changing -= 1
         if any(leads_elsewhere(answer) for _, answer in unusual):
-            self.broken(index, Answer(Said.UNREACHABLE, detail="another server has taken over"))
+            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="another server has taken over"))
         elif node.owed and not unusual:  # a node that refuses one would be sent it again and again
             self._put_owed(node, connection, now)
         if not connection.published:
@@ -289,22 +289,22 @@ class NodeConnections:
         return [place for message in published if (place := self.queue.note(index, message, now))]
 
     def _deal_with(
-        self, index: int, connection: Connection, pending: PendingReply, answer: Answer, now: float
+        self, index: int, connection: Connection, pending: PendingReply, answer: Reply, now: float
     ) -> None:
         """Deal with an answer that says something about its node."""
         answer = self._heed(index, connection, answer, now)
         broadcast, command, _ = pending
-        if answer.said is Said.UNREACHABLE and command.script == "release":
+        if answer.kind is ReplyKind.UNREACHABLE and command.script == "release":
             self._nodes[index].owe(command)
         if broadcast is not None and not broadcast.over:
             broadcast.add_reply(index, answer)
-        elif answer.said is Said.ERROR and command == self._subscribe:
+        elif answer.kind is ReplyKind.ERROR and command == self._subscribe:
             self.queue.go_deaf(index)
 
-    def _heed(self, index: int, connection: Connection, answer: Answer, now: float) -> Answer:
+    def _heed(self, index: int, connection: Connection, answer: Reply, now: float) -> Reply:
         """Take notice of what an answer says about its node; return the answer, or why it is wrong."""
-        said = answer.said
-        if said is Said.GRANTED:
+        said = answer.kind
+        if said is ReplyKind.GRANTED:
             if answer.epoch != self._epoch:
                 self._note_epoch(answer.epoch)
         elif said in NAMING:
@@ -326,14 +326,14 @@ class NodeConnections:
             if node.connection is not None:
                 node.connection.epoch = epoch
 
-    def _met_again(self, index: int, connection: Connection, answer: Answer) -> Answer:
+    def _met_again(self, index: int, connection: Connection, answer: Reply) -> Reply:
         node_id, members = answer.facts[:2]
         if not members:
             return answer
         try:
             connection.identity = connection.identity.admitted(node_id, members)
         except MembershipError as error:
-            return Answer(Said.CONFIG, detail=str(error))
+            return Reply(ReplyKind.CONFIG, detail=str(error))
         self._on_identity(index, connection.identity)
         return answer
 
@@ -342,7 +342,7 @@ class NodeConnections:
             connection.put_alone(PendingReply(None, release, now), Packed(release))
         node.owed.clear()
 
-    def broken(self, index: int, failure: Answer) -> None:
+    def broken(self, index: int, failure: Reply) -> None:
         """Give up a node's connection: what it owes is answered with the failure, and released later."""
         node = self._nodes[index]
         node.failure = failure
@@ -367,12 +367,12 @@ class NodeConnections:
         """Give up the connections on which answers could be taken for others."""
         for index, node in enumerate(self._nodes):
             if node.connection is not None and node.connection.changing:
-                self.broken(index, Answer(Said.UNREACHABLE, detail="using it was interrupted"))
+                self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="using it was interrupted"))
 
     def close(self) -> None:
         """Give up all connections."""
         for index in range(len(self._nodes)):
-            self.broken(index, Answer(Said.UNREACHABLE, detail="the connection was closed here"))
+            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="the connection was closed here"))
 
 
 def is_lost(connection: Connection, now: float) -> bool:
