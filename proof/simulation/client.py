@@ -107,7 +107,7 @@ class Client:
         acquisition = Acquisition(resources, ttl, partial(self._new_nonce, resources), waiter)
         try:
             grant = yield from acquisition.acquire(
-                process.see,
+                process.current,
                 began=process.now,
                 timeout=timeout,
                 grace=0.5,
@@ -150,7 +150,7 @@ class Client:
                 continue
             granted = hold.granted
             hold.busy = True
-            (end,) = yield from holding.extend(self.process.see(), [(granted, ttl)])
+            (end,) = yield from holding.extend(self.process.current(), [(granted, ttl)])
             hold.busy = False
             part = 20 if isinstance(end, QuorumError) else 3
             if isinstance(end, LockLostError):
@@ -160,7 +160,7 @@ class Client:
             elif not isinstance(end, FencelockError) and hold.granted is granted:
                 hold.granted = replace(granted, expires_at=end)
             if hold.is_over():
-                yield from abandon(self.process.see(), granted.attempt)
+                yield from abandon(self.process.current(), granted.attempt)
 
     def _remint(self, hold: Hold) -> Program:
         while hold.busy:
@@ -171,7 +171,9 @@ class Client:
         nonce = partial(self._new_nonce, attempt.resources)
         acquisition = Acquisition(attempt.resources, attempt.ttl, nonce, instead_of=old)
         try:
-            grant = yield from holding.remint(self.process.see, acquisition, old, jitter=self._random.random)
+            grant = yield from holding.remint(
+                self.process.current, acquisition, old, jitter=self._random.random
+            )
         except LockLostError:
             hold.lost = True
             raise
@@ -184,7 +186,7 @@ class Client:
         # Of an extension under way, which is not waited for here, the end releases as well.
         valid = hold.is_valid() and not hold.busy
         hold.released = True
-        ours = yield from attempts.release(self.process.see, hold.granted)
+        ours = yield from attempts.release(self.process.current, hold.granted)
         if valid and ours is False:
             self._judge.ended(hold, "it was not there any more when it was given back")
         return ours

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable
 
 from fencelock.authority.redlock.protocol.attempts import names_of
-from fencelock.authority.redlock.protocol.messages import RESTORED, Broadcast, Command, Sleep
+from fencelock.authority.redlock.protocol.messages import RESTORED_VALUE, Broadcast, Command, Sleep
 from fencelock.tokens import MAX_COUNTER
 from proof.simulation.judge import EXHAUSTED, Violated
 from proof.simulation.run import Kept, Run
@@ -46,9 +46,9 @@ class Lying(Run):
         while not self._faults.over:
             if liar.seats != self._members:
                 liar.configure(self._members)
-            node_set = liar.see()
+            node_set = liar.current()
             command = _lie(rng, node_set.fingerprint, self.world.weather.resources)
-            yield Broadcast(command, node_set.everybody, lambda _: False, _PAUSE)
+            yield Broadcast(command, node_set.all_nodes, lambda _: False, _PAUSE)
             yield Sleep(_PAUSE * rng.random())
 
 
@@ -59,6 +59,8 @@ def _lie(rng: random.Random, fingerprint: str, wanted: tuple[str, ...]) -> Comma
     _, (stripe,) = names_of(NODE_KEY, (rng.choice(wanted),))
     number = rng.choice((1, MAX_COUNTER, rng.randint(1, MAX_COUNTER)))
     if script == "extend":
-        return Command(script, "", keys, (fingerprint, "", nonce, 1000, 1, f"{nonce}|{epoch}|{RESTORED}"))
+        return Command(
+            script, "", keys, (fingerprint, "", nonce, 1000, 1, f"{nonce}|{epoch}|{RESTORED_VALUE}")
+        )
     ttl = (1000,) if script == "acquire" else ()
     return Command(script, nonce, keys, (fingerprint, nonce, *ttl, epoch, stripe, number))

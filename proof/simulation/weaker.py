@@ -252,7 +252,7 @@ def abandon_nothing(*_: Any, **_more: Any) -> Generator[Broadcast, Replies, None
 def still_extended_all_gone(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
     """Add up blank nodes and those that have made the lock again: instead of `holding._still_extended`."""
     voters = [answer for answer in answers.values() if answer.kind is ReplyKind.EXTENDED]
-    extended = sum(answer.counters[index] == messages.EXTENDED for answer in voters)
+    extended = sum(answer.counters[index] == messages.KEPT for answer in voters)
     blank = sum(answer.kind is ReplyKind.AMNESIA for answer in answers.values())
     if extended >= node_set.quorum:
         return True

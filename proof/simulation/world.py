@@ -187,14 +187,14 @@ class Process:
         self.names = tuple(f"redis://n{number}:6379" for number in seats)
         self._connecting: set[int] = set()
         view = MembershipView(self.names, NODE_KEY, PATIENCE)
-        self.see = view.see
+        self.current = view.current
         self.line = WaitQueue(self.name, len(seats), self.world.random.random)
         self.nodes = NodeConnections(
             self.names,
             self,
             self.line,
             self.name,
-            on_identity=view.meet,
+            on_identity=view.on_identity,
             on_trouble=self.hear_of_trouble,
             connect_timeout=PATIENCE,
             # Some ask on a node that has owed an answer for long: then more is under way at the same time.

@@ -86,7 +86,7 @@ def weaken(faults: Iterable[str]) -> None:
 
 def _trust_interrupted_connections() -> None:
     """Take the next answer for that of the next command, whatever was interrupted."""
-    setattr(NodeConnections, "drop_spoilt", lambda _: None)  # noqa: B010 - for mypy it is a method
+    setattr(NodeConnections, "drop_dirty", lambda _: None)  # noqa: B010 - for mypy it is a method
     setattr(NodeConnections, "connection", lambda self, node: self._nodes[node].connection)  # noqa: B010
     connection._ONLY_TO.clear()
 

@@ -84,7 +84,7 @@ class Liar:
                 release_command(node_set, attempt, epoch, (_number(rng),)),
             ]
         )
-        yield Broadcast(command, node_set.everybody, lambda _: False, node_set.patience)
+        yield Broadcast(command, node_set.all_nodes, lambda _: False, node_set.patience)
 
 
 def _number(rng: random.Random) -> int:

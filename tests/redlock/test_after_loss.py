@@ -24,7 +24,7 @@ MAX_TTL = 1.0
 
 @pytest.fixture
 def stations(nodes: Nodes) -> Iterator[list[RealNode]]:
-    """Links to three blank nodes."""
+    """Connections to three blank nodes."""
     made = [RealNode(url) for url in nodes.urls[:3]]
     yield made
     for station in made:

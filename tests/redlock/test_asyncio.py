@@ -204,7 +204,7 @@ def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(nodes: Nodes, r
         assert {sent.command.nonce for sent in hung.unanswered if sent.command.script == "release"} == nonces
         known.broken(0, Reply(ReplyKind.UNREACHABLE, detail="gone"))
         await asyncio.gather(*(take(authority, f"other{number}") for number in range(800)))
-        assert known._nodes[0].owed.keys() >= nonces
+        assert known._nodes[0].pending_releases.keys() >= nonces
         nodes[0].resume()
         assert await becomes_free(nodes)
 
@@ -224,7 +224,7 @@ async def release_while_away(authority: Redlock, nodes: Nodes) -> NodeConnection
     nodes[0].pause()
     known.broken(0, Reply(ReplyKind.UNREACHABLE, detail="gone"))
     assert await authority.aio.release(mine) is True
-    assert mine.proof.attempt.nonce in known._nodes[0].owed
+    assert mine.proof.attempt.nonce in known._nodes[0].pending_releases
     return known
 
 
@@ -238,7 +238,7 @@ def test_node_that_is_away_hears_of_every_lock_that_it_has(
         for _ in range(3):
             await asyncio.gather(*(take(authority, f"other{number}") for number in range(500)))
         assert known.connection(0) is None
-        assert len(known._nodes[0].owed) <= wire_nodes.MOST_OWED
+        assert len(known._nodes[0].pending_releases) <= wire_nodes.MOST_PENDING
         nodes[0].resume()
         for _ in range(100):
             await take(authority)

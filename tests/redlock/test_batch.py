@@ -66,10 +66,10 @@ class BatchingNode(RealNode):
         answered: list[tuple[Command, Reply]] = []
         for command in commands:
             self.link.put(PendingReply(Told(command, answered), command, 0.0), Packed(command))
-        self.hear()
+        self.on_trouble()
         return answered
 
-    def hear(self) -> None:
+    def on_trouble(self) -> None:
         """Write, and read until everything is answered."""
         poll = select.poll()
         poll.register(self.sock.fileno(), select.POLLIN)
@@ -240,7 +240,7 @@ def test_acquire_that_nothing_waits_for_is_not_put_again(node: BatchingNode) -> 
         node.link.flush_batch()
         write_to(node.sock, node.link)
         node.link.put(PendingReply(None, command, 0.0), Packed(command))
-    node.hear()
+    node.on_trouble()
     assert [command.nonce for command, _ in answered] == ["n2"]
     assert node.client.get(f"{NODE_KEY}:l:r") is None
     assert "late" not in node.link.acquiring
@@ -261,7 +261,7 @@ def test_release_that_is_interrupted_when_it_is_put_again_is_known(
     node.link.flush_batch()
     monkeypatch.setattr(BatchingConnection, "put_alone", interrupt)
     with pytest.raises(InterruptionError):
-        node.hear()
+        node.on_trouble()
     assert "n0" in {pending.command.nonce for pending in node.link.unanswered}
 
 

@@ -30,7 +30,7 @@ def present(nodes: Nodes) -> list[str]:
 
 @pytest.fixture
 def stations(nodes: Nodes) -> Iterator[list[RealNode]]:
-    """Links to all five nodes, for an operator who is stepped by hand."""
+    """Connections to all five nodes, for an operator who is stepped by hand."""
     made = [RealNode(url) for url in nodes.urls]
     yield made
     for station in made:

@@ -417,7 +417,7 @@ def test_nodes_that_die_for_good_leave_no_growth(
     mine: Face, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hung node is asked nothing after the patience, and told so much; so much is kept of what is gone."""
-    monkeypatch.setattr(wire_nodes, "MOST_OWED", 10)
+    monkeypatch.setattr(wire_nodes, "MOST_PENDING", 10)
     take(mine)
     nodes[0].pause()
     nodes[1].kill()
@@ -434,7 +434,7 @@ def test_nodes_that_die_for_good_leave_no_growth(
     before = go_on(0.7)
     assert go_on(0.5) <= before + 10
     assert known.connection(1) is None
-    assert [len(known._nodes[node].owed) for node in (0, 1)] == [10, 10]
+    assert [len(known._nodes[node].pending_releases) for node in (0, 1)] == [10, 10]
 
 
 def test_node_that_is_owed_more_than_its_socket_takes_is_told_all(
@@ -458,13 +458,13 @@ def test_node_that_is_owed_more_than_its_socket_takes_is_told_all(
         lose_connection(mine, 0)
         for number in range(3000):
             nonce = f"n{number}"
-            node.owe(Command("release", nonce, (NODE_KEY, lock), ("", nonce, 0, 1, 0)))
+            node.remember_release(Command("release", nonce, (NODE_KEY, lock), ("", nonce, 0, 1, 0)))
         assert eventually(lambda: take(mine) > 0 and not client.exists(lock))
     connection = node.connection
     assert connection is not None
     assert eventually(lambda: take(mine) > 0 and not connection.unanswered)
     assert node.connection is connection
-    assert not node.owed
+    assert not node.pending_releases
 
 
 @pytest.mark.parametrize("hangs", [True, False])
@@ -476,7 +476,7 @@ def test_node_that_comes_back_is_told_what_it_is_owed(clients: Stage, nodes: Nod
         nodes[0].pause()
     lose_connection(mine, 0)
     assert mine.release(grant) is True
-    assert not hangs or grant.proof.attempt.nonce in connections_of(mine)._nodes._nodes[0].owed
+    assert not hangs or grant.proof.attempt.nonce in connections_of(mine)._nodes._nodes[0].pending_releases
     if hangs:
         nodes[0].resume()
     assert eventually(lambda: take(mine, "other") > 0 and not locks_on(nodes)), locks_on(nodes)

@@ -268,4 +268,4 @@ def test_order_rests_on_addresses() -> None:
         right.note(node, said, LIST)
         wrong.note(node, stale, LIST)
         by_other_names.note(node, said, LIST)
-    assert right.see().order == wrong.see().order == by_other_names.see().order == (0, 1, 2)
+    assert right.current().order == wrong.current().order == by_other_names.current().order == (0, 1, 2)

@@ -349,7 +349,7 @@ def test_second_name_of_a_server_that_connects_late_gets_no_second_vote(nodes: N
             with pytest.raises(AuthorityError):
                 wrong.lock("r", timeout=0).acquire()
             time.sleep(0.3)
-            node_set = wrong._see()
+            node_set = wrong._current()
             door.open.set()
             time.sleep(0.3)
             outcome = run(

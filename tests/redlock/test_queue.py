@@ -13,7 +13,7 @@ from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from proof.servers import Node
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, OF_THE_NODE, Calls
-from tests.redlock.test_scripts import MADE_AGAIN, NOT_EXTENDED, Scripts, key_of
+from tests.redlock.test_scripts import NOT_EXTENDED, RECREATED, Scripts, key_of
 
 CLAIM = 0.1
 FIRST, SECOND, THIRD = (
@@ -89,7 +89,7 @@ def test_extension_makes_a_lock_again_where_a_claim_stands(scripts: Scripts, cal
     scripts.release("holder", {"r": 1})
     assert str(scripts.lock("r")).startswith(">")
     scripts.client.pexpire(key_of("r"), 5000)  # so that a slow machine makes no difference
-    assert scripts.extend("elsewhere", "r", ttl=60) == MADE_AGAIN
+    assert scripts.extend("elsewhere", "r", ttl=60) == RECREATED
     assert scripts.lock("r") == "elsewhere|0|restored"
     assert int(str(scripts.client.pttl(key_of("r")))) > 59_000
     assert scripts.queue("n1'", "r", position=later(FIRST)).kind is ReplyKind.HELD

@@ -448,7 +448,9 @@ def test_lease_goes_on_where_a_node_forgets_as_soon_as_another_is_admitted(make_
     stage = make_stage()
     bidder = play_node_that_forgets_when_another_is_admitted(stage)
     assert isinstance(extend_everywhere(stage, bidder), float)
-    assert stage.nodes[2].client.get(f"{NODE_KEY}:l:r") == f"{bidder.attempt.nonce}|0|{messages.RESTORED}"
+    assert (
+        stage.nodes[2].client.get(f"{NODE_KEY}:l:r") == f"{bidder.attempt.nonce}|0|{messages.RESTORED_VALUE}"
+    )
 
 
 def test_lease_on_two_blank_nodes_of_three_is_not_extended_and_not_lost(make_stage: MakeStage) -> None:

@@ -30,7 +30,7 @@ from fencelock.tokens import MAX_COUNTER
 from proof.servers import Node
 from tests.redlock.stage import NODE_KEY, RealNode, node_set_of, stripe_of
 
-EXTENDED, MADE_AGAIN, NOT_EXTENDED = (Reply(ReplyKind.EXTENDED, counters=(code,)) for code in (2, 1, 0))
+KEPT, RECREATED, NOT_EXTENDED = (Reply(ReplyKind.EXTENDED, counters=(code,)) for code in (2, 1, 0))
 
 
 class Scripts:
@@ -340,9 +340,9 @@ def test_blank_node_stays_blank(scripts: Scripts) -> None:
 def test_extension_never_shortens(scripts: Scripts) -> None:
     """A shorter ttl leaves the longer one; a longer one takes its place."""
     scripts.acquire("n", "r", ttl=20)
-    assert scripts.extend("n", "r", ttl=5) == EXTENDED
+    assert scripts.extend("n", "r", ttl=5) == KEPT
     assert int(str(scripts.client.pttl(key_of("r")))) > 19_000
-    assert scripts.extend("n", "r", ttl=60) == EXTENDED
+    assert scripts.extend("n", "r", ttl=60) == KEPT
     assert int(str(scripts.client.pttl(key_of("r")))) > 59_000
 
 
@@ -360,7 +360,7 @@ def test_extension_makes_a_missing_lock_again_and_says_so(scripts: Scripts) -> N
     """With a mark that no CONFIRM accepts; the next EXTEND finds it, and RELEASE deletes it."""
     scripts.acquire("n", "a", "c", ttl=20)
     scripts.client.delete(key_of("c"))
-    assert scripts.extend("n", "a", "c", ttl=60) == MADE_AGAIN
+    assert scripts.extend("n", "a", "c", ttl=60) == RECREATED
     assert scripts.lock("c") == "n|0|restored"
     assert int(str(scripts.client.pttl(key_of("a")))) > 59_000
     assert int(str(scripts.client.pttl(key_of("c")))) > 59_000
@@ -368,7 +368,7 @@ def test_extension_makes_a_missing_lock_again_and_says_so(scripts: Scripts) -> N
     assert scripts.confirm("n", {"c": 9}).kind is ReplyKind.LOST
     assert scripts.acquire("n", "c").kind is ReplyKind.HELD
     assert scripts.acquire("m", "c").kind is ReplyKind.HELD
-    assert scripts.extend("n", "a", "c", ttl=60) == EXTENDED
+    assert scripts.extend("n", "a", "c", ttl=60) == KEPT
     assert scripts.release("n", {"a": 1, "c": 1}).kind is ReplyKind.RELEASED
     assert scripts.lock("c") is None
 

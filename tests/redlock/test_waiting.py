@@ -50,23 +50,23 @@ class TestLine:
         """Two of five are not enough; the third is."""
         place = line.expect("")
         for node in range(2):
-            line.note(node, b"1", 10.0)
+            line.on_call(node, b"1", 10.0)
         assert line.due(place) > 10.0
-        line.note(2, b"1", 10.001)
+        line.on_call(2, b"1", 10.001)
         assert line.due(place) == 10.001
 
     def test_minority_of_calls_is_due_soon(self, line: WaitQueue) -> None:
         """Nodes that disagree on who is first leave nobody waiting; a repeated call adds nothing."""
         place = line.expect("")
         for _ in range(5):
-            line.note(4, b"1", 10.0)
+            line.on_call(4, b"1", 10.0)
         assert 10.0 + 0.5 * HESITATION <= line.due(place) <= 10.0 + 1.5 * HESITATION
 
     def test_calls_count_from_the_last_try_only(self, line: WaitQueue) -> None:
         """What called an attempt that has failed since says nothing about the next one."""
         place = line.expect("")
         for node in range(3):
-            line.note(node, b"1", 10.0)
+            line.on_call(node, b"1", 10.0)
         assert line.expect(place) == place
         assert line.due(place) == math.inf
 
@@ -74,10 +74,10 @@ class TestLine:
         """Of an acquisition that is over, of another client, or no call at all."""
         place = line.expect("")
         for message in (b"2", b"", b"\xff", b"1 soon", b"one"):
-            line.note(0, message, 10.0)
+            line.on_call(0, message, 10.0)
         assert line.due(place) == math.inf
         line.leave(place)
-        line.note(0, b"1", 10.0)
+        line.on_call(0, b"1", 10.0)
         assert line.due(place) == math.inf
 
     def test_nobody_stands_in_line_where_most_nodes_are_silent(self, line: WaitQueue) -> None:
@@ -98,7 +98,7 @@ class TestLine:
         assert position is not None
         assert position.place == waiter.place == "c.1"
         for node in range(3):
-            line.note(node, b"1", 0.0)
+            line.on_call(node, b"1", 0.0)
         assert line.due(waiter.place) == 0.0
         line.go_deaf(0)
         assert waiter.position() is None
@@ -185,7 +185,7 @@ def test_waiter_that_hears_nothing_is_not_woken(
     mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The control of the tests around it: it has the lock only when it looks for a last time."""
-    monkeypatch.setattr(WaitQueue, "note", lambda *_: "")
+    monkeypatch.setattr(WaitQueue, "on_call", lambda *_: "")
     assert seconds_until_handed_over(mine, waiter, timeout=2.0) > 1.0
 
 
@@ -206,12 +206,12 @@ def test_waiter_is_woken_though_calls_of_a_minority_are_lost(
     mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two of five calls never arrive."""
-    note = WaitQueue.note
+    note = WaitQueue.on_call
 
     def lossy(line: WaitQueue, node: int, message: bytes, now: float) -> str:
         return note(line, node, message, now) if node > 1 else ""
 
-    monkeypatch.setattr(WaitQueue, "note", lossy)
+    monkeypatch.setattr(WaitQueue, "on_call", lossy)
     assert seconds_until_handed_over(mine, waiter) < 1.0
 
 
@@ -219,7 +219,7 @@ def test_waiter_whose_calls_are_all_lost_looks_by_itself(
     mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After somewhat more than a second at the latest: a claim that nobody takes, and a look."""
-    monkeypatch.setattr(WaitQueue, "note", lambda *_: "")
+    monkeypatch.setattr(WaitQueue, "on_call", lambda *_: "")
     assert seconds_until_handed_over(mine, waiter, timeout=10.0) < 2.0
 
 

@@ -91,7 +91,7 @@ def initialise(
     try:
         done = yield from initialising.initialise(group, base=base, max_ttl=max_ttl, epoch=epoch)
     except QuorumError:
-        view.see()  # two names of one server have a better error
+        view.current()  # two names of one server have a better error
         raise
     for _ in range(_MOST_RISES if epoch else 0):  # another may be at work on the same nodes
         last = compose(epoch - 1, MAX_COUNTER)

@@ -39,7 +39,7 @@ class Recoverer:
         self._failures = 0
         self._not_before = 0.0
 
-    def hear(self) -> None:
+    def on_trouble(self) -> None:
         """Note that a node has shown itself to be in trouble. Costs next to nothing, in any thread."""
         if self._is_at_work() or time.monotonic() < self._not_before:
             return

@@ -110,7 +110,7 @@ class Redlock(GeneratorAuthority):
         itself = f"{self._node_key}:w:{self._client}", name_of_process(self._pid)
         self._introduction = Command(INTRODUCE, "", (), (*itself, "PX", int(INTRODUCED_FOR * 1000)))
         self._view = MembershipView(self._names, self._node_key, self._node_timeout, self._init_command())
-        self._see = self._view.see
+        self._current = self._view.current
         self._connections = self._connect()
         self._recoverer = Recoverer(self._connect, self._recovering)
 
@@ -166,7 +166,7 @@ class Redlock(GeneratorAuthority):
             try:
                 return (
                     yield from acquisition.acquire(
-                        self._see,
+                        self._current,
                         began=time.monotonic(),
                         timeout=timeout,
                         grace=self._outage_grace,
@@ -182,24 +182,24 @@ class Redlock(GeneratorAuthority):
             yield from self._initialising(None, None)
 
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        return holding.extend_many(self._see, wishes)
+        return holding.extend_many(self._current, wishes)
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         acquisition = Acquisition(grant.resources, ttl, self._new_nonce, instead_of=grant.proof)
-        return holding.remint(self._see, acquisition, grant.proof, jitter=random.random)
+        return holding.remint(self._current, acquisition, grant.proof, jitter=random.random)
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
-        return attempts.release(self._see, grant.proof)
+        return attempts.release(self._current, grant.proof)
 
     def vouch_gen(self, grant: Grant) -> Steps[bool]:
         tokens = dict(zip(grant.resources, grant.tokens, strict=True))
-        return inspecting.vouch(self._see, grant.proof.attempt.nonce, tokens)
+        return inspecting.vouch(self._current, grant.proof.attempt.nonce, tokens)
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        return inspecting.look(self._see, resources)
+        return inspecting.look(self._current, resources)
 
     def force_gen(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
-        return inspecting.force(self._see, resource, token)
+        return inspecting.force(self._current, resource, token)
 
     def endless(self, pattern: str) -> dict[str, list[str]]:
         """Return the keys without an end that match a pattern of Redis, by each node that votes.
@@ -207,7 +207,7 @@ class Redlock(GeneratorAuthority):
         Raises:
             QuorumError: too few nodes vote.
         """
-        found = self.run(inspecting.look_for_endless(self._see, pattern))
+        found = self.run(inspecting.look_for_endless(self._current, pattern))
         return {self._names[node]: keys for node, keys in found.items()}
 
     def dump(self, grant: Grant) -> dict[str, Any]:
@@ -346,16 +346,16 @@ class Redlock(GeneratorAuthority):
     def _wiring(self) -> dict[str, Any]:
         return {
             "introduction": self._introduction,
-            "on_identity": self._meet,
-            "on_trouble": self._hear,
+            "on_identity": self._on_identity_of,
+            "on_trouble": self._on_trouble,
             "connect_timeout": self._connect_timeout,
             "patience": self._node_timeout,
         }
 
-    def _hear(self) -> None:
+    def _on_trouble(self) -> None:
         """Note that some answer showed a node in trouble. In any thread; nothing waits for it."""
         if self._recover:
-            self._recoverer.hear()
+            self._recoverer.on_trouble()
 
     def _recovering(self) -> Generator[messages.Request, Any, bool]:
         return recover(self._group())
@@ -363,8 +363,8 @@ class Redlock(GeneratorAuthority):
     def _group(self) -> NodeGroup:
         return admin.group_of(self._names, self._node_key, self._node_timeout)
 
-    def _meet(self, node: int, identity: Identity) -> None:
-        if self._view.meet(node, identity) and identity.eviction and identity.membership is not None:
+    def _on_identity_of(self, node: int, identity: Identity) -> None:
+        if self._view.on_identity(node, identity) and identity.eviction and identity.membership is not None:
             admin.warn_of_eviction(self._names[node], identity.eviction)
 
     def _init_command(self) -> str:

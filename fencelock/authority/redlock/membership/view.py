@@ -41,7 +41,7 @@ class MembershipView:
         self._news = object()
         self._seen: tuple[object, NodeSet] | None = None
 
-    def meet(self, node: int, identity: Identity) -> bool:
+    def on_identity(self, node: int, identity: Identity) -> bool:
         """Note which server process answers for a node; return whether that is news."""
         if self.identities.get(node) == identity:
             return False
@@ -55,7 +55,7 @@ class MembershipView:
         if membership is not None:
             self._said[node] = node_id, membership
 
-    def see(self) -> NodeSet:
+    def current(self) -> NodeSet:
         """Return the nodes as they are known now.
 
         Raises:

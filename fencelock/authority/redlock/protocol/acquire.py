@@ -165,7 +165,7 @@ class Acquisition:
 
     def acquire(
         self,
-        see: Callable[[], NodeSet],
+        current: Callable[[], NodeSet],
         *,
         began: float,
         timeout: float | None,
@@ -177,7 +177,7 @@ class Acquisition:
         """Make attempts until a quorum grants, or until the time is over.
 
         Args:
-            see: returns the nodes as they are known at the moment.
+            current: returns the nodes as they are known at the moment.
             began: when the caller began, on the driver's clock.
             timeout: seconds to wait for another holder; None for ever, 0 one try.
             grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
@@ -197,7 +197,7 @@ class Acquisition:
         self._last_quorum, self._grace, self._outage = began, grace, outage
         try:
             while True:
-                node_set = see()
+                node_set = current()
                 attempt = self.next_attempt(node_set)
                 links_until = min(self._links_end, self._last_quorum + outage)
                 outcome = yield from make_attempt(
@@ -208,7 +208,7 @@ class Acquisition:
                         self._waiter.leave()
                     return self.grant_of(outcome)
                 yield from self._undo(node_set, outcome, links_until)
-                if see() == node_set:  # or else nodes were heard for the first time, or have another list
+                if current() == node_set:  # or else nodes were heard for the first time, or have another list
                     yield from self._sleep(node_set, outcome, jitter)
                     go_on()
         except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
@@ -304,7 +304,7 @@ def make_attempt(
             break
         if answers[node].kind is ReplyKind.HELD:
             return Failed(attempt, answers, began, first.ended, contended=True, split=True)
-    others = [node for node in node_set.everybody if node not in answers]
+    others = [node for node in node_set.all_nodes if node not in answers]
     enough = enough_granted(node_set, dict(answers))
     everyone = yield Broadcast(command, others, enough, patience, links_until)
     began = everyone.began if began is None else began
@@ -349,7 +349,7 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
         at_value = {node for node, counters in granted.items() if counters == value} | acknowledged
         if len(at_value) >= node_set.quorum:
             return value, ended
-        targets = [node for node in node_set.everybody if node not in at_value and node not in refused]
+        targets = [node for node in node_set.all_nodes if node not in at_value and node not in refused]
         if len(at_value) + len(targets) < node_set.quorum:
             return None, ended
         command = Command(

@@ -51,7 +51,7 @@ class NodeSet:
     init_command: str = ""
 
     @cached_property
-    def everybody(self) -> range:
+    def all_nodes(self) -> range:
         return range(len(self.names))
 
     @cached_property
@@ -255,7 +255,7 @@ def abandon(
         stay: keep the place in line.
     """
     command = release_command(node_set, attempt, 0, (0,) * len(attempt.resources), stay=stay)
-    yield Broadcast(command, node_set.everybody if nodes is None else nodes, lambda _: True, 0.0)
+    yield Broadcast(command, node_set.all_nodes if nodes is None else nodes, lambda _: True, 0.0)
 
 
 def release_command(
@@ -269,16 +269,16 @@ def release_command(
     return Command("release", attempt.nonce, attempt.keys, arguments)
 
 
-def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast, Replies, bool | None]:
+def release(current: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast, Replies, bool | None]:
     """Give the lock back, and let nodes that lag catch up with the token.
 
     Returns True if a majority still held it for us, False if that can no longer be, None if too few
     nodes answered to tell; in that case the lock ends by itself with its ttl.
     """
-    node_set = see()
+    node_set = current()
     try:
         command = release_command(node_set, granted.attempt, granted.epoch, granted.counters)
-        done = yield Broadcast(command, node_set.everybody, enough_released(node_set), node_set.patience)
+        done = yield Broadcast(command, node_set.all_nodes, enough_released(node_set), node_set.patience)
         if sum(answer.kind is ReplyKind.RELEASED for answer in done.answers.values()) >= node_set.quorum:
             return True
         # RELEASE is never refused. Voters that do not know the lock and blank nodes are not added up: see
@@ -288,5 +288,5 @@ def release(see: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast
     except (FencelockError, GeneratorExit):
         raise
     except BaseException:  # of a signal handler, or a cancellation: it is sent once more
-        yield from abandon(see(), granted.attempt)
+        yield from abandon(current(), granted.attempt)
         raise

@@ -16,9 +16,9 @@ from fencelock.authority.redlock.protocol.attempts import (
     abandon,
 )
 from fencelock.authority.redlock.protocol.messages import (
-    EXTENDED,
-    MADE_AGAIN,
-    RESTORED,
+    KEPT,
+    RECREATED,
+    RESTORED_VALUE,
     Broadcast,
     Command,
     NodeReplies,
@@ -37,7 +37,7 @@ BATCH: Final = 500
 
 
 def extend_many(
-    see: Callable[[], NodeSet], wishes: Sequence[Wish]
+    current: Callable[[], NodeSet], wishes: Sequence[Wish]
 ) -> Generator[Broadcast, Replies, list[Grant | FencelockError]]:
     """Extend grants, up to 500 in one round trip: see `Authority.extend_gen`."""
     outcomes: list[Grant | FencelockError] = []
@@ -45,10 +45,12 @@ def extend_many(
         batch = wishes[start : start + BATCH]
         try:
             while True:
-                node_set = see()
+                node_set = current()
                 check_max_ttl(max(ttl for _, ttl in batch), node_set)
                 ends = yield from extend(node_set, [(grant.proof, ttl) for grant, ttl in batch])
-                if see() == node_set:  # else nodes were heard for the first time, or have got another list
+                if (
+                    current() == node_set
+                ):  # else nodes were heard for the first time, or have got another list
                     break
         except AuthorityError as error:
             outcomes += [error] * len(batch)
@@ -79,7 +81,7 @@ def extend(
     attempts = [replace(granted.attempt, ttl=ttl) for granted, ttl in wishes]
     command = _extend_command(node_set, attempts, [granted.epoch for granted, _ in wishes])
     patience = min(node_set.patience, *(attempt.ttl for attempt in attempts))
-    request = Broadcast(command, node_set.everybody, _are_clear(node_set, len(attempts)), patience)
+    request = Broadcast(command, node_set.all_nodes, _are_clear(node_set, len(attempts)), patience)
     done = yield request
     again: Replies | None = None
     ends: list[float | FencelockError] = []
@@ -93,7 +95,7 @@ def extend(
 
 
 def remint(
-    see: Callable[[], NodeSet], acquisition: Acquisition, granted: Granted, *, jitter: Callable[[], float]
+    current: Callable[[], NodeSet], acquisition: Acquisition, granted: Granted, *, jitter: Callable[[], float]
 ) -> Generator[Request, Any, Grant]:
     """Exchange a grant for one with larger tokens, and no other grant in between.
 
@@ -106,7 +108,7 @@ def remint(
     """
     try:
         while True:
-            node_set = see()
+            node_set = current()
             attempt = acquisition.next_attempt(node_set)
             outcome = yield from make_attempt(node_set, attempt)
             if isinstance(outcome, Granted):
@@ -157,7 +159,7 @@ def _extended(
 
 def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
     """Return what the nodes said of one of the grants that were to be extended."""
-    said = {EXTENDED: ReplyKind.EXTENDED, MADE_AGAIN: ReplyKind.RESTORED}
+    said = {KEPT: ReplyKind.EXTENDED, RECREATED: ReplyKind.RESTORED}
     return {
         node: Reply(said.get(answer.counters[index], ReplyKind.LOST))
         if answer.kind is ReplyKind.EXTENDED
@@ -176,8 +178,8 @@ def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool
     extended = missed = 0
     for answer in answers.values():
         if answer.kind is ReplyKind.EXTENDED:
-            extended += answer.counters[index] == EXTENDED
-            missed += answer.counters[index] != EXTENDED
+            extended += answer.counters[index] == KEPT
+            missed += answer.counters[index] != KEPT
     if extended >= node_set.quorum:
         return True
     return None if len(node_set.names) - missed >= node_set.quorum else False
@@ -186,7 +188,7 @@ def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool
 def _is_made_again(done: Replies, index: int) -> bool:
     """Whether a node has made a grant's lock again."""
     return any(
-        answer.kind is ReplyKind.EXTENDED and answer.counters[index] == MADE_AGAIN
+        answer.kind is ReplyKind.EXTENDED and answer.counters[index] == RECREATED
         for answer in done.answers.values()
     )
 
@@ -198,8 +200,7 @@ def _are_clear(node_set: NodeSet, count: int) -> Callable[[NodeReplies], bool]:
         if len(answers) < node_set.quorum:
             return False
         all_well = sum(
-            answer.kind is ReplyKind.EXTENDED and min(answer.counters) == EXTENDED
-            for answer in answers.values()
+            answer.kind is ReplyKind.EXTENDED and min(answer.counters) == KEPT for answer in answers.values()
         )
         return all_well >= node_set.quorum or all(
             _still_extended(node_set, answers, index) is not None for index in range(count)
@@ -216,6 +217,6 @@ def _extend_command(node_set: NodeSet, attempts: Sequence[Attempt], epochs: Sequ
             attempt.nonce,
             round(attempt.ttl * 1000),
             len(attempt.resources),
-            f"{attempt.nonce}|{epoch}|{RESTORED}",
+            f"{attempt.nonce}|{epoch}|{RESTORED_VALUE}",
         )
     return Command("extend", "", keys, (node_set.fingerprint, "", *parts))

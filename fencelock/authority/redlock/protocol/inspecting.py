@@ -57,7 +57,9 @@ class _Seen(NamedTuple):
 _Sightings = dict[int, _Seen]
 
 
-def look(see: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Broadcast, Any, list[LockInfo]]:
+def look(
+    current: Callable[[], NodeSet], resources: tuple[str, ...]
+) -> Generator[Broadcast, Any, list[LockInfo]]:
     """Return those of the resources that are held; of all, where none is named.
 
     A lock that a minority of the nodes has left is shown as well, if a majority does not say that it is free.
@@ -65,7 +67,7 @@ def look(see: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Br
     Raises:
         QuorumError: too few nodes vote.
     """
-    node_set, seen, voters = yield from _seen_by_nodes(see, resources)
+    node_set, seen, voters = yield from _seen_by_nodes(current, resources)
     order = {resource: index for index, resource in enumerate(resources)}
     return [
         _info(name, list(seen[name].values()))
@@ -75,7 +77,7 @@ def look(see: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Br
 
 
 def force(
-    see: Callable[[], NodeSet], resource: str, token: int | None
+    current: Callable[[], NodeSet], resource: str, token: int | None
 ) -> Generator[Broadcast, Any, LockInfo | None]:
     """Release a lock, whoever holds it, or the holder of a token; return what it was, or None for none.
 
@@ -84,21 +86,21 @@ def force(
     Raises:
         QuorumError: too few nodes vote, or have released it.
     """
-    node_set, seen, _ = yield from _seen_by_nodes(see, (resource,))
+    node_set, seen, _ = yield from _seen_by_nodes(current, (resource,))
     its = list(seen.get(resource, {}).values())
     if token is not None and its and _info(resource, its).token != token:
         return None
     for nonce in {each.nonce for each in its}:
         attempt = Attempt.of(node_set, (resource,), nonce, 0.0)
         command = release_command(node_set, attempt, 0, (0,))
-        done = yield Broadcast(command, node_set.everybody, lambda _: False, node_set.patience)
+        done = yield Broadcast(command, node_set.all_nodes, lambda _: False, node_set.patience)
         if sum(answer.kind in _GONE for answer in done.answers.values()) < node_set.quorum:
             raise_no_quorum(node_set, done.answers)
     return _info(resource, its) if its else None
 
 
 def vouch(
-    see: Callable[[], NodeSet], nonce: str, tokens: Mapping[str, int]
+    current: Callable[[], NodeSet], nonce: str, tokens: Mapping[str, int]
 ) -> Generator[Broadcast, Any, bool]:
     """Tell whether each resource is locked by this nonce, and a node has granted it this token.
 
@@ -106,7 +108,7 @@ def vouch(
         QuorumError: too few nodes vote.
     """
     # A node may have granted another token than was decided. A text with that one harms only this lock.
-    _, seen, _ = yield from _seen_by_nodes(see, tuple(tokens))
+    _, seen, _ = yield from _seen_by_nodes(current, tuple(tokens))
     return all(
         any(each.value == "|".join((nonce, *map(str, split(token)))) for each in seen.get(name, {}).values())
         for name, token in tokens.items()
@@ -114,12 +116,12 @@ def vouch(
 
 
 def _seen_by_nodes(
-    see: Callable[[], NodeSet], resources: tuple[str, ...]
+    current: Callable[[], NodeSet], resources: tuple[str, ...]
 ) -> Generator[Broadcast, Any, tuple[NodeSet, dict[str, _Sightings], int]]:
     """Return the nodes, what they have of which resources, and how many of them vote."""
     while True:
-        node_set = see()
-        pages: dict[int, list[Reply]] = {node: [] for node in node_set.everybody}
+        node_set = current()
+        pages: dict[int, list[Reply]] = {node: [] for node in node_set.all_nodes}
         if resources:
             keys, _ = names_of(node_set.node_key, resources)
             done = yield _ask(node_set, list(pages), keys)._replace(enough=_are_clear(node_set, resources))
@@ -127,7 +129,7 @@ def _seen_by_nodes(
         else:
             for node in pages:
                 pages[node] = yield from _pages_of(node_set, node, "")
-        if see() == node_set:  # else nodes were heard for the first time, or have got another list
+        if current() == node_set:  # else nodes were heard for the first time, or have got another list
             break
     last = {node: its[-1] for node, its in pages.items()}
     voters = [node for node, answer in last.items() if answer.kind is ReplyKind.SHOWN]
@@ -141,18 +143,18 @@ def _seen_by_nodes(
 
 
 def look_for_endless(
-    see: Callable[[], NodeSet], pattern: str
+    current: Callable[[], NodeSet], pattern: str
 ) -> Generator[Broadcast, Any, dict[int, list[str]]]:
     """Return the keys without an end that match a pattern of Redis, by each node that votes.
 
     Raises:
         QuorumError: too few nodes vote.
     """
-    yield from _seen_by_nodes(see, ("fencelock",))  # so that the nodes are known
-    node_set = see()
+    yield from _seen_by_nodes(current, ("fencelock",))  # so that the nodes are known
+    node_set = current()
     found: dict[int, list[str]] = {}
     last: dict[int, Reply] = {}
-    for node in node_set.everybody:
+    for node in node_set.all_nodes:
         pages = yield from _pages_of(node_set, node, pattern)
         last[node] = pages[-1]
         if last[node].kind is ReplyKind.SHOWN:

@@ -56,11 +56,11 @@ PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 
 
 #: What a lock that EXTEND has made again holds instead of a counter.
-RESTORED = "restored"
+RESTORED_VALUE = "restored"
 
 
 #: What EXTEND says of a grant.
-EXTENDED, MADE_AGAIN = 2, 1
+KEPT, RECREATED = 2, 1
 
 
 #: Looked up for every answer.

@@ -75,7 +75,7 @@ class WaitQueue:
         """Forget a place whose acquisition is over."""
         self._places.pop(place, None)
 
-    def note(self, node: int, message: bytes, now: float) -> str:
+    def on_call(self, node: int, message: bytes, now: float) -> str:
         """Note that a node has called a number; return its place, empty for none of this line."""
         name = f"{self._client}.{message.decode('ascii', 'replace')}"
         place = self._places.get(name)

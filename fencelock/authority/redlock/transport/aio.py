@@ -19,8 +19,8 @@ from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.transport.blocking import FRESH, broken_by, read_from, write_to
+from fencelock.authority.redlock.transport.connections import Connections
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
-from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.wire.batch import BATCHES, BatchingConnection
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
@@ -49,8 +49,8 @@ def resume(woken: asyncio.Future[None]) -> None:
         woken.set_result(None)
 
 
-class LoopConnections(Links):
-    """One connection to each node, for all tasks of one loop; other arguments as for `Links`.
+class LoopConnections(Connections):
+    """One connection to each node, for all tasks of one loop; other arguments as for `Connections`.
 
     May be used in the loop's own thread only, and has to be closed there.
     """
@@ -222,7 +222,7 @@ class LoopConnections(Links):
                 resume(waiting)  # to open it again
         except BaseException:
             connection.changing += 1
-            self._nodes.drop_spoilt()
+            self._nodes.drop_dirty()
             raise
         else:
             for place in called:
@@ -264,7 +264,7 @@ class LoopConnections(Links):
             return
         except BaseException:
             connection.changing += 1
-            self._nodes.drop_spoilt()
+            self._nodes.drop_dirty()
             raise
         if is_complete == (index in self._congested) and (loop := self._open_loop()) is not None:
             if is_complete:

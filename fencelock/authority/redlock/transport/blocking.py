@@ -27,8 +27,8 @@ from fencelock._threads import Bells, sleep_until_rung
 from fencelock.authority.base import named, warn_of_blocked_loop
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Reply, ReplyKind, Sleep
 from fencelock.authority.redlock.protocol.queue import WaitQueue
+from fencelock.authority.redlock.transport.connections import Connections
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
-from fencelock.authority.redlock.transport.links import Links
 from fencelock.authority.redlock.transport.polling import READ, WRITE, Selected, new_poll
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast
 
@@ -117,7 +117,7 @@ class WaitForCall(_Sleeper):
 Wait = WaitForAnswers | WaitForCall
 
 
-class _Link(NamedTuple):
+class _Socket(NamedTuple):
     """A connection that is open."""
 
     node: int
@@ -125,15 +125,15 @@ class _Link(NamedTuple):
     connection: Connection
 
 
-class SharedConnections(Links):
-    """One connection to each node, for all threads of a process; arguments as for `Links`."""
+class SharedConnections(Connections):
+    """One connection to each node, for all threads of a process; arguments as for `Connections`."""
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         super().__init__(nodes, node_key, **options)
         self._mutex = threading.Lock()
         self._changed = Bells()
         #: By descriptor.
-        self._links: dict[int, _Link] = {}
+        self._links: dict[int, _Socket] = {}
         self._poll = new_poll()
         #: Descriptors of sockets that have not taken all of a command yet.
         self._congested: set[int] = set()
@@ -210,7 +210,7 @@ class SharedConnections(Links):
 
     def settle(self, request: Broadcast) -> None:
         """Have the nodes hear of releases that are owed, ahead of a request to all of them."""
-        if self._nodes.owes:
+        if self._nodes.has_pending_releases:
             self.do(request)
 
     def close(self) -> None:
@@ -276,7 +276,7 @@ class SharedConnections(Links):
 
     def _clean_up(self, waiting: Wait) -> None:
         """Put in order what an exception from outside has interrupted."""
-        self._nodes.drop_spoilt()
+        self._nodes.drop_dirty()
         self._end(waiting)
 
     def _ask(self, waiting: WaitForAnswers, request: Broadcast) -> float:
@@ -335,7 +335,7 @@ class SharedConnections(Links):
                     self._poll.unregister(descriptor)
                 continue
             index, sock, connection = link
-            if self._nodes.connection(index) is None:  # it was spoilt
+            if self._nodes.connection(index) is None:  # it was dirty
                 continue
             connection.changing += 1
             try:
@@ -356,7 +356,7 @@ class SharedConnections(Links):
             if link.connection.outgoing:
                 self._write(link)
 
-    def _write(self, link: _Link) -> None:
+    def _write(self, link: _Socket) -> None:
         """Write what a connection has to say; the rest follows when the socket takes more."""
         index, sock, connection = link
         connection.changing += 1
@@ -398,7 +398,7 @@ class SharedConnections(Links):
                 opened.sock.close()
             else:
                 descriptor = opened.sock.fileno()
-                self._links[descriptor] = link = _Link(node, opened.sock, connection)
+                self._links[descriptor] = link = _Socket(node, opened.sock, connection)
                 self._poll.register(descriptor, READ)
                 self._write(link)
             self._changed.ring()

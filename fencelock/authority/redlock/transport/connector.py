@@ -27,7 +27,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.authority.redlock.transport.endpoints import Server, Source, endpoint_of, is_moved
-from fencelock.authority.redlock.wire.codec import EVERYDAY, PASSING_ERRORS, SCRIPTS
+from fencelock.authority.redlock.wire.codec import PASSING_ERRORS, PRELOADED, SCRIPTS
 from fencelock.errors import MembershipError
 
 #: The same errors as redis-py has them, which takes the first word away.
@@ -119,7 +119,7 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
         _send_questions(connection, node_key)
         info = _read_info(connection)
         identity = _identify(connection, info, verify_votes=verify_votes)
-        for _ in EVERYDAY:
+        for _ in PRELOADED:
             with suppress(ResponseError):  # this user may not: then each is brought when it is first called
                 connection.read_response()
         # From here on the socket is ours; the connection object must never touch it again.
@@ -190,7 +190,7 @@ def _send_questions(connection: Any, node_key: str) -> None:
     With the everyday scripts: otherwise the first ACQUIRE is answered with NOSCRIPT; where a majority has
     granted before that is read, the node would have no lock, for as long as no thread reads.
     """
-    scripts = [("SCRIPT LOAD", SCRIPTS[name]) for name in EVERYDAY]
+    scripts = [("SCRIPT LOAD", SCRIPTS[name]) for name in PRELOADED]
     questions = [("INFO",), ("HMGET", node_key, "id", "members"), *scripts]
     connection.send_packed_command(connection.pack_commands(questions))
 

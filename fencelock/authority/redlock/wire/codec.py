@@ -57,7 +57,7 @@ _WITH_FACTS: Final = frozenset(
 _WITH_TTL: Final = frozenset({ReplyKind.HELD, ReplyKind.RESTARTED, ReplyKind.EARLY})
 _WITH_COUNTERS: Final = frozenset({ReplyKind.EXTENDED, ReplyKind.GRANTED, ReplyKind.HIGHER})
 #: Answers that are complete with their first word. That of WAITAOF is a number of disks.
-_BARE: Final[dict[bytes | int, Reply]] = {
+_STATUS_ONLY: Final[dict[bytes | int, Reply]] = {
     **{
         name: Reply(said)
         for name, said in _SAID.items()
@@ -76,14 +76,14 @@ def _load_scripts() -> dict[str, str]:
         return {file.name.removesuffix(".lua"): file.read_text() for file in room.iterdir() if file.is_file()}
 
     parts, members = texts(folder), texts(folder.joinpath("membership"))
-    scripts = {name: parts["prelude"] + parts[name] for name in (*EVERYDAY, "inspect")}
+    scripts = {name: parts["prelude"] + parts[name] for name in (*PRELOADED, "inspect")}
     head = parts["prelude"] + parts["marker"] + parts["membership"]
     scripts |= {name: head + text for name, text in members.items()}
     include = re.compile(r"^-- include (\w+)\n", re.MULTILINE)
     return {name: include.sub(lambda found: parts[found[1]], text) for name, text in scripts.items()}
 
 
-EVERYDAY: Final = ("acquire", "confirm", "release", "extend", "batch")
+PRELOADED: Final = ("acquire", "confirm", "release", "extend", "batch")
 SCRIPTS: Final = _load_scripts()
 DIGESTS: Final = {
     name: hashlib.sha1(text.encode(), usedforsecurity=False).hexdigest() for name, text in SCRIPTS.items()
@@ -190,7 +190,7 @@ def read_answer(reply: Any) -> Reply:
     word = reply[0]
     said = GRANTED
     if word != b"GRANTED":  # most are that or bare
-        if (bare := _BARE.get(word)) is not None:
+        if (bare := _STATUS_ONLY.get(word)) is not None:
             return bare
         said = _SAID[word]
         if said in _WITH_TTL:

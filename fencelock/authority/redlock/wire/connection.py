@@ -123,7 +123,7 @@ class Connection:
         published: messages that have arrived on the channel of this client, to be taken away.
         changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
             While it is not 0, answers could be taken for others. It is only counted, never set back, so that
-            a connection that was once spoilt stays so.
+            a connection that was once dirty stays so.
     """
 
     __slots__ = (

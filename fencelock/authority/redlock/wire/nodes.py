@@ -35,7 +35,7 @@ LONGEST_BACKOFF: Final = 2.0
 #: Doublings after which the pause is the longest in any case; a number has room for some thousand only.
 _MOST_DOUBLINGS: Final = 10
 #: RELEASEs that are kept for a node; locks of further ones end with their ttl.
-MOST_OWED: Final = 10_000
+MOST_PENDING: Final = 10_000
 #: Seconds before the first exchange in which more than a majority of the connections may come up.
 _OTHERS_GRACE: Final = 0.05
 #: Seconds after which a node that owes an answer is connected to again, because its machine may be gone.
@@ -64,7 +64,7 @@ class Transport(Protocol):
 class _Node:
     """One node as it is known: its connection, or why there is none and when to try again."""
 
-    __slots__ = ("connection", "failure", "failures", "introduce_at", "owed", "retry_at")
+    __slots__ = ("connection", "failure", "failures", "introduce_at", "pending_releases", "retry_at")
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
@@ -73,13 +73,13 @@ class _Node:
         self.retry_at = -math.inf
         self.introduce_at = -math.inf
         #: By nonce.
-        self.owed: dict[str, Command] = {}
+        self.pending_releases: dict[str, Command] = {}
 
-    def owe(self, release: Command) -> None:
+    def remember_release(self, release: Command) -> None:
         """Keep a RELEASE for when the node answers again. By then no contender may wait at its place."""
-        self.owed[release.nonce] = without_place(release)
-        if len(self.owed) > MOST_OWED:
-            del self.owed[next(iter(self.owed))]
+        self.pending_releases[release.nonce] = without_place(release)
+        if len(self.pending_releases) > MOST_PENDING:
+            del self.pending_releases[next(iter(self.pending_releases))]
 
 
 class NodeConnections:
@@ -134,10 +134,10 @@ class NodeConnections:
         self._introduction = introduction
 
     def connection(self, node: int) -> Connection | None:
-        """Return the connection to a node, if there is one to read from: one that is spoilt is given up."""
+        """Return the connection to a node, if there is one to read from: one that is dirty is given up."""
         connection = self._nodes[node].connection
         if connection is not None and connection.changing:
-            self.drop_spoilt()
+            self.drop_dirty()
             return None
         return connection
 
@@ -202,7 +202,7 @@ class NodeConnections:
                 broadcast.add_reply(index, silence)
                 self._look_elsewhere_if_lost(index, connection, now)
             if is_release:
-                node.owe(command)
+                node.remember_release(command)
 
     def _silence(self, connection: Connection, now: float) -> Reply | None:
         """Return what to report for a node that is not asked, because it owes too much, or for too long."""
@@ -251,7 +251,7 @@ class NodeConnections:
         node.introduce_at = -math.inf
         if self._listens:
             self._put_subscribe(index, connection, now)
-        self._put_owed(node, connection, now)
+        self._send_pending(node, connection, now)
         return connection
 
     def failed(self, index: int, failure: Reply, now: float) -> None:
@@ -265,7 +265,7 @@ class NodeConnections:
     def received(self, index: int, data: bytes, now: float) -> Sequence[str]:
         """Hand on answers, and deal with the rest; return the places in line that were called.
 
-        Where this is interrupted, the connection stays spoilt.
+        Where this is interrupted, the connection stays dirty.
         """
         node = self._nodes[index]
         if (connection := node.connection) is None:
@@ -281,34 +281,36 @@ class NodeConnections:
         connection.changing -= 1
         if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="another server has taken over"))
-        elif node.owed and not unusual:  # a node that refuses one would be sent it again and again
-            self._put_owed(node, connection, now)
+        elif (
+            node.pending_releases and not unusual
+        ):  # a node that refuses one would be sent it again and again
+            self._send_pending(node, connection, now)
         if not connection.published:
             return ()
         published, connection.published = connection.published, []
-        return [place for message in published if (place := self.queue.note(index, message, now))]
+        return [place for message in published if (place := self.queue.on_call(index, message, now))]
 
     def _deal_with(
         self, index: int, connection: Connection, pending: PendingReply, answer: Reply, now: float
     ) -> None:
         """Deal with an answer that says something about its node."""
-        answer = self._heed(index, connection, answer, now)
+        answer = self._on_reply(index, connection, answer, now)
         broadcast, command, _ = pending
         if answer.kind is ReplyKind.UNREACHABLE and command.script == "release":
-            self._nodes[index].owe(command)
+            self._nodes[index].remember_release(command)
         if broadcast is not None and not broadcast.over:
             broadcast.add_reply(index, answer)
         elif answer.kind is ReplyKind.ERROR and command == self._subscribe:
             self.queue.go_deaf(index)
 
-    def _heed(self, index: int, connection: Connection, answer: Reply, now: float) -> Reply:
+    def _on_reply(self, index: int, connection: Connection, answer: Reply, now: float) -> Reply:
         """Take notice of what an answer says about its node; return the answer, or why it is wrong."""
         said = answer.kind
         if said is ReplyKind.GRANTED:
             if answer.epoch != self._epoch:
                 self._note_epoch(answer.epoch)
         elif said in NAMING:
-            return self._met_again(index, connection, answer)
+            return self._on_readmitted(index, connection, answer)
         elif said in FORGETFUL:
             self._on_trouble()
             # What was replaced may go on to say so on this connection for ever.
@@ -326,7 +328,7 @@ class NodeConnections:
             if node.connection is not None:
                 node.connection.epoch = epoch
 
-    def _met_again(self, index: int, connection: Connection, answer: Reply) -> Reply:
+    def _on_readmitted(self, index: int, connection: Connection, answer: Reply) -> Reply:
         node_id, members = answer.facts[:2]
         if not members:
             return answer
@@ -337,10 +339,10 @@ class NodeConnections:
         self._on_identity(index, connection.identity)
         return answer
 
-    def _put_owed(self, node: _Node, connection: Connection, now: float) -> None:
-        for release in node.owed.values():
+    def _send_pending(self, node: _Node, connection: Connection, now: float) -> None:
+        for release in node.pending_releases.values():
             connection.put_alone(PendingReply(None, release, now), Packed(release))
-        node.owed.clear()
+        node.pending_releases.clear()
 
     def broken(self, index: int, failure: Reply) -> None:
         """Give up a node's connection: what it owes is answered with the failure, and released later."""
@@ -354,16 +356,16 @@ class NodeConnections:
         self._transport.disconnect(index)
         for broadcast, command, _ in connection.unanswered:
             if command.script == "release":
-                node.owe(command)
+                node.remember_release(command)
             if broadcast is not None and not broadcast.over:
                 broadcast.add_reply(index, failure)
 
     @property
-    def owes(self) -> bool:
+    def has_pending_releases(self) -> bool:
         """Whether a node has not been told of a RELEASE yet."""
-        return any(node.owed for node in self._nodes)
+        return any(node.pending_releases for node in self._nodes)
 
-    def drop_spoilt(self) -> None:
+    def drop_dirty(self) -> None:
         """Give up the connections on which answers could be taken for others."""
         for index, node in enumerate(self._nodes):
             if node.connection is not None and node.connection.changing:

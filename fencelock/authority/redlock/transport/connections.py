@@ -22,7 +22,7 @@ from fencelock.authority.redlock.transport.connector import Node, Opened, Unusab
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 
 
-class Links(abc.ABC):
+class Connections(abc.ABC):
     """One connection to each node.
 
     Args:
