@@ -251,7 +251,7 @@ MUTANTS = (
     Mutant(
         "nothing is owed",
         "a RELEASE that finds no connection, or a silent node, goes out when the node answers again",
-        patches=(Patch(nodes._Node, "owe", weaker.owe_nothing),),
+        patches=(Patch(nodes._Node, "remember_release", weaker.owe_nothing),),
         run=Tidy,
     ),
     Mutant(
