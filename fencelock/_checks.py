@@ -1,4 +1,4 @@
-"""Refusing settings that cannot work, in words that say what would: TypeError or ValueError."""
+"""Checks of settings: they raise TypeError or ValueError, with a message that says which values work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def check_seconds(name: str, value: object, *, zero: bool = False, more: str = "
 
 
 def check_ttl(value: object) -> float:
-    """Return for how many seconds a lease can last."""
+    """Return `value` as the ttl of a lease in seconds."""
     ttl = check_seconds("ttl", value)
     if ttl > MAX_TTL:
         raise ValueError(
@@ -31,13 +31,13 @@ def check_ttl(value: object) -> float:
 
 
 def check_timeout(value: object) -> float | None:
-    """Return how many seconds to wait: 0 for one try, None for ever."""
+    """Return `value` as the seconds to wait: 0 for one try, None for ever."""
     more = " (0 for one try), or None to wait for ever"
     return None if value is None else check_seconds("timeout", value, zero=True, more=more)
 
 
 def check_max_hold(value: object, ttl: float) -> float | None:
-    """Return for how many seconds a lease of `ttl` seconds can be held; None is for ever."""
+    """Return `value` as the longest hold in seconds, which is at least the ttl; None for no limit."""
     if value is None:
         return None
     max_hold = check_seconds("max_hold", value, more=", or None for no limit")

@@ -1,11 +1,11 @@
-"""What happens in fencelock, as values; and the one list of listeners, which every part tells.
+"""The events of fencelock, and the list of the functions that listen to them.
 
-Documented as `fencelock.observe`. Nothing pays for it while nothing listens: each part asks for `listeners`
-before it makes an event. A listener is called in the thread, task or greenlet in which the thing happened,
-and for one event at a time there: what a listener causes itself, or a signal handler, comes after that. A
-listener that raises is logged, and changes nothing.
+Users find them in `fencelock.observe`. Without a listener they cost nothing, because callers look at
+`listeners` before they make an event. A listener is called in the thread, task or greenlet of the event, for
+one event at a time: events that it causes itself, or that a signal handler causes, come afterwards. The error
+of a listener is logged, and changes nothing.
 
-The events are not frozen, because each field of a frozen dataclass costs as much as the rest of it.
+The events are not frozen, because each field of a frozen dataclass takes as long as the rest of the object.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ LockEnd = Literal["released", "lost", "max_hold"]
 
 @dataclass(slots=True)
 class Event:
-    """Something that happened. Which kind it is tells the class."""
+    """Base class of the events."""
 
 
 @dataclass(slots=True)
@@ -35,9 +35,9 @@ class LockEvent(Event):
     """Something that happened to a lock.
 
     Attributes:
-        authority: what grants it; its `repr` shows no password.
-        resources: their names.
-        template: `"order:{id}"` where `@fenced` was given that; empty otherwise.
+        authority: the authority that grants the lock; its `repr` shows no password.
+        resources: names of the resources.
+        template: the template of `@fenced`, such as `"order:{id}"`; empty for other locks.
     """
 
     authority: object
@@ -47,7 +47,7 @@ class LockEvent(Event):
 
 @dataclass(slots=True)
 class LockWaiting(LockEvent):
-    """A lock was not granted at the first attempt, and is waited for: for its holder, or for nodes.
+    """The first attempt did not get the lock, so the caller waits: for the holder, or for nodes.
 
     `LockAcquired` or `LockNotAcquired` follows.
     """
@@ -55,12 +55,12 @@ class LockWaiting(LockEvent):
 
 @dataclass(slots=True)
 class LockAcquired(LockEvent):
-    """A lock is held. `LockReleased` follows, once; never for a lock object that was thrown away instead.
+    """A lock is held. One `LockReleased` follows, unless the lock object is thrown away while it is held.
 
     Attributes:
         tokens: one for each resource.
-        waited: seconds that it took.
-        had_to_wait: whether a `LockWaiting` was told before.
+        waited: seconds that the acquisition took.
+        had_to_wait: whether a `LockWaiting` came before.
     """
 
     tokens: tuple[int, ...]
@@ -70,14 +70,14 @@ class LockAcquired(LockEvent):
 
 @dataclass(slots=True)
 class LockNotAcquired(LockEvent):
-    """A lock was asked for, and not acquired.
+    """A lock was not acquired.
 
     Attributes:
-        waited: seconds that it took.
-        had_to_wait: whether a `LockWaiting` was told before.
-        outcome: another holder kept it ("timeout"), it could not be decided ("error"), or the task was
-            cancelled, the thread interrupted or the acquisition given up ("cancelled").
-        error: which is raised.
+        waited: seconds that the attempt took.
+        had_to_wait: whether a `LockWaiting` came before.
+        outcome: "timeout": another holder kept the lock. "error": it could not be decided. "cancelled": the
+            task was cancelled, the thread interrupted, or the acquisition given up.
+        error: the error that the caller gets.
     """
 
     waited: float
@@ -93,9 +93,9 @@ class LockReleased(LockEvent):
     Attributes:
         tokens: one for each resource.
         held: seconds since `LockAcquired`.
-        end: it was given back, or handed over to another process ("released"); its lease had ended before
-            ("lost"), because `max_hold` was over ("max_hold").
-        error: why the nodes or the database could not be told; it ends by itself then. None if they were.
+        end: "released": it was released, or handed over to another process. "lost": its lease had ended
+            before. "max_hold": it had ended because `max_hold` was over.
+        error: why the release failed, so that the lease ends with its ttl; None if it did not fail.
     """
 
     tokens: tuple[int, ...]
@@ -106,15 +106,15 @@ class LockReleased(LockEvent):
 
 @dataclass(slots=True)
 class LeaseExtended(LockEvent):
-    """A lease was to be extended in the background.
+    """A lease was due to be extended in the background.
 
     Attributes:
-        outcome: it lives on ("extended"), it has ended, maybe before it could be tried ("lost"), or nothing
-            was decided, and it is tried again until it ends ("error").
-        lateness: seconds between when that was planned and when it began. A process that is too busy to
-            renew its leases shows here first.
+        outcome: "extended": the lease goes on. "lost": it has ended, perhaps before the attempt. "error":
+            nothing was decided, and renewal tries again until the lease ends.
+        lateness: seconds from the planned beginning to the real one. It rises first if a process is too busy
+            to renew its leases.
         ttl: seconds that the lease lasts.
-        error: why it was not extended; None if it was.
+        error: why the lease was not extended; None if it was.
     """
 
     outcome: Literal["extended", "lost", "error"]
@@ -125,13 +125,13 @@ class LeaseExtended(LockEvent):
 
 @dataclass(slots=True)
 class LeaseLost(LockEvent):
-    """A lease has been found to have ended before it was given back.
+    """A lease was found to have ended before its release.
 
     Attributes:
         tokens: one for each resource.
-        reason: `max_hold` was over; its time ran out before it could be extended ("expired"); or the
-            authority does not know it any more ("gone").
-        detail: the same as a sentence.
+        reason: "max_hold": `max_hold` was over. "expired": its time ran out before an extension. "gone": the
+            authority no longer knows the lease.
+        detail: the reason as a sentence.
     """
 
     tokens: tuple[int, ...]
@@ -141,7 +141,7 @@ class LeaseLost(LockEvent):
 
 @dataclass(slots=True)
 class TokenReminted(LockEvent):
-    """A lock that is held has got larger tokens: the new ones, one for each resource."""
+    """A held lock has got new, larger tokens: `tokens` has one for each resource."""
 
     tokens: tuple[int, ...]
 
@@ -180,12 +180,12 @@ class GuardEvent(Event):
     """Something that the guard did.
 
     Attributes:
-        table: name of the table; None where it cannot be told.
-        identity: primary key of the row, as a tuple; None where there is no one row.
-        resource: of the lease; None where it is not known, or there is none.
-        token: the fencing token that was written or refused; None where there is none.
-        fence: of the row, where that was higher than the token.
-        error: which is raised; None for a claim.
+        table: name of the table; None if it is unknown.
+        identity: primary key of the row, as a tuple; None if there is no single row.
+        resource: the resource of the lease; None if it is unknown, or without a lease.
+        token: the fencing token that was written or refused; None if there is none.
+        fence: the row's fence, if it was higher than the token.
+        error: the error that the caller gets; None for a claim.
     """
 
     table: str | None
@@ -198,7 +198,7 @@ class GuardEvent(Event):
 
 @dataclass(slots=True)
 class StaleWriteRefused(GuardEvent):
-    """The database has turned a stale token away."""
+    """The database refused a stale token."""
 
 
 @dataclass(slots=True)
@@ -221,8 +221,8 @@ class CommitInDoubt(Event):
     """A transaction was written under a lease, and the outcome of its COMMIT is unknown.
 
     Attributes:
-        resource: of the lease.
-        token: with which it was written.
+        resource: the resource of the lease.
+        token: the fencing token of the transaction.
     """
 
     resource: str
@@ -232,17 +232,17 @@ class CommitInDoubt(Event):
 Listener = Callable[[Any], object]
 _L = TypeVar("_L", bound=Listener)
 
-#: Replaced and never changed, so that telling goes on with what it has begun with.
+#: The tuple is replaced, never changed, so that `tell` goes on with the listeners that it began with.
 listeners: tuple[Listener, ...] = ()
 
 
 def on_event(listener: _L) -> _L:
-    """Have a function called with every event; may be used as a decorator.
+    """Call a function with every event from now on; may be used as a decorator.
 
-    It is to be quick, and must not use the session, connection or lock that the event tells of.
+    The function should be quick. It must not use the session, connection or lock of the event.
 
     Raises:
-        TypeError: it is no function.
+        TypeError: `listener` is not callable.
     """
     global listeners  # noqa: PLW0603 - the list of this process is what this module is about
     if not callable(listener):
@@ -252,20 +252,19 @@ def on_event(listener: _L) -> _L:
 
 
 def forget(listener: Listener) -> None:
-    """Call a function no more."""
+    """Stop calling a function that `on_event` took."""
     global listeners  # noqa: PLW0603 - as above
     listeners = tuple(each for each in listeners if each != listener)
 
 
-#: The threads that call listeners at this moment, with the events that each has to tell after that.
+#: The threads that call listeners at this moment, each with the events to tell afterwards.
 _telling: dict[int, list[Event]] = {}
 in_forked_child(_telling.clear)
 
 
 def tell(event: Event) -> None:
-    """Call all listeners."""
     thread = get_ident()
-    if thread in _telling:  # a listener, or a signal handler that has interrupted one
+    if thread in _telling:  # a listener calls this, or a signal handler that interrupted one
         _telling[thread].append(event)
         return
     _telling[thread] = []

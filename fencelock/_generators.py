@@ -1,7 +1,7 @@
-"""What runs generators: it takes each step that one yields, and sends back the answer.
+"""Runs generators: takes each step that a generator yields, and sends back the answer.
 
-Everything that takes time is written once, as such a generator; `run` takes its steps in blocking code, and
-`run_async` in a task. The error of a step, or of a signal handler, is thrown into the generator.
+Every operation that takes time is written once, as such a generator. `run` takes its steps in blocking code,
+and `run_async` in a task. The error of a step, or of a signal handler, is thrown into the generator.
 """
 
 from __future__ import annotations
@@ -18,18 +18,16 @@ Steps = Generator[Any, Any, _T]
 
 
 class Call(NamedTuple):
-    """A step that needs no connection: blocking code calls one function, a task awaits the other."""
+    """A step that needs no connection: blocking code calls `blocking`, a task awaits `waiting`."""
 
     blocking: Callable[[], Any]
     waiting: Callable[[], Awaitable[Any]]
 
 
 def run(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
-    """Run a generator in blocking code. `do` takes all steps but a `Call`.
-
-    Python looks for signals behind calls into C and where a loop goes round. The inner loop is inside the
-    `try`, so that the generator gets the error of a handler that raises there.
-    """
+    """Run a generator in blocking code; `do` takes all steps except a `Call`."""
+    # Python runs signal handlers after calls into C and at each turn of a loop. The inner loop is inside the
+    # `try`, so that the generator gets the error of a handler that raises there.
     error: BaseException | None = None
     while True:
         try:
@@ -49,10 +47,10 @@ def run(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
 async def run_async(
     steps: Steps[_T], do: Callable[[Any], Awaitable[Any]], tell: Callable[[Any], Any] | None = None
 ) -> _T:
-    """Run a generator in a task. `do` takes all steps but a `Call`.
+    """Run a generator in a task; `do` takes all steps except a `Call`.
 
-    With `tell`, the generator of a coroutine that is thrown away is cancelled: `tell` takes what it yields
-    then, and waits for nothing.
+    If the coroutine is thrown away and `tell` is given, the generator is cancelled. `tell` takes the steps
+    that it yields then, and must not wait.
     """
     error: BaseException | None = None
     answer: Any = None

@@ -1,4 +1,4 @@
-"""The locks that users make, and the authority of those that name none: `configure`, or FENCELOCK_URL."""
+"""Makes the locks of users, and finds the default authority: from `configure` or FENCELOCK_URL."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ _Authority = TypeVar("_Authority", bound=Authority)
 
 logger = logging.getLogger("fencelock.authority")
 
-#: What makes an authority of a URL, by its scheme before any `+`.
+#: The class of an authority, by the scheme of its URL before any `+`.
 _FACTORIES: dict[str, Callable[..., Redlock | Database]] = {
     **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), Redlock),
     **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), Database),
 }
 
-_lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
+_lock = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
 _default: Authority | None = None
 
 
@@ -62,7 +62,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
     Raises:
         ValueError: for a URL or a setting that cannot be understood.
-        TypeError: for anything else, and for options beside a ready authority.
+        TypeError: for any other kind of argument, and for options with a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
     ready = callable(getattr(authority, "acquire", None))
@@ -81,7 +81,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
 
 def _place(authority: Any) -> object:
-    """Return where an authority is, whatever its driver, user and settings."""
+    """Return a value that is equal for authorities at the same place, whatever driver, user and settings."""
     if isinstance(authority, str):
         try:
             authority = _make(authority, {})
@@ -93,15 +93,15 @@ def _place(authority: Any) -> object:
 
 
 def factory_of(url: str) -> Callable[..., Redlock | Database]:
-    """Return the class whose authorities have such a URL.
+    """Return the class of the authority that a URL names.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no authority has such a scheme.
     """
     before, mark, _ = url.strip().partition("://")
     scheme = before.partition("+")[0].lower()
     if scheme not in _FACTORIES:
-        shown = repr(scheme) if mark else "a text without ://"  # which may have a password
+        shown = repr(scheme) if mark else "a text without ://"  # it may have a password
         raise ValueError(
             f"{shown} names nothing that grants leases: write a URL such as sqlite:///app.db, "
             "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name or redis://host:6379"
@@ -165,24 +165,24 @@ def fenced_lock(
         session.commit()
     ```
 
-    Every lease of a resource has a larger token than all leases that had been acquired before its own
-    acquisition began, whatever networks, clocks and pauses do. An older holder may still be at work: that is
-    why the storage compares tokens.
+    Every lease of a resource has a larger token than all leases that were acquired before its own acquisition
+    began, whatever networks, clocks and pauses do. The storage compares tokens, because an older holder may
+    still be at work.
 
     Args:
-        *resources: what to lock: 1 to 255 characters each, without control characters. Several, at
-            most 5000, are acquired together or not at all, and yield a tuple of tokens in their order. A name
-            that comes twice is one lock.
-        ttl: seconds that the lease lasts on every node, and by which it is extended.
+        *resources: names of 1 to 255 characters, without control characters. Several, at most 5000, are
+            acquired together or not at all, and yield a tuple of tokens in their order. A name that occurs
+            twice is one lock.
+        ttl: seconds that the lease lasts after its acquisition, and after each extension.
         timeout: seconds to wait for another holder; None for ever, 0 one try.
         renew: extend the lease in the background, after each third of its ttl, until it is released.
-        max_hold: seconds after which a lease is no longer renewed but lost, because a worker that hangs must
+        max_hold: seconds after which a lease is lost instead of renewed, because a worker that hangs must
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
         reentrant: let a thread, task or greenlet enter again what it holds. False: LockTimeoutError at once.
-        if_lost: what leaving the block does if the lease was lost before, nothing was committed under it and
-            the body raised nothing: "raise" LockLostError, or "warn" in the log.
-        authority: grants it; by default what `configure()` or FENCELOCK_URL say.
+        if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
+            used if work was committed under the lease, or if the body raised an error.
+        authority: grants the lease; by default the one of `configure()` or FENCELOCK_URL.
 
     Raises:
         TypeError: for arguments of the wrong kind; entering raises the errors of `FencedLock.acquire`.
@@ -205,15 +205,15 @@ def fenced_lock(
 def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:
     """Return a lock that was handed over: its first entering extends the lease instead of acquiring it.
 
-    The tokens stay. Each text is for one process. Entering raises LockLostError where the lease has ended, or
-    the text does not have the tokens that were granted.
+    The tokens stay. Use each text in one process. Entering raises LockLostError if the lease has ended, or if
+    the text has other tokens than were granted.
 
     Args:
-        text: of `FencedLock.hand_over`.
+        text: the result of `FencedLock.hand_over`.
         **settings: as for `fenced_lock`. The ttl is that of the text by default, and max_hold begins again.
 
     Raises:
-        ValueError: for any other text, also of another kind of authority, or of another namespace.
+        ValueError: for any other text, also of another kind of authority or another namespace.
     """
     settings["authority"] = authority = cast("Any", settings.get("authority") or default_authority())
     try:
@@ -224,7 +224,7 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
     if authority.dump(grant) != proof:
         raise ValueError(f"{str(by)[:200]!r} has granted this lease, and {authority!r} cannot take it over")
     lock: FencedLock[Any] = fenced_lock(*grant.resources, **settings)
-    lock._handed = grant  # noqa: SLF001 - the rooms of a lock are one thing
+    lock._handed = grant  # noqa: SLF001 - the modules of a lock share private names
     return lock
 
 
@@ -234,5 +234,5 @@ def _read(text: str, authority: Any) -> tuple[Grant, object, object, float]:
     names, tokens, proof, by, ttl = (its[word] for word in ("resources", "tokens", "proof", "by", "ttl"))
     if not isinstance(names, list) or len({*names}) < len(names) or len(names) != len(tokens):
         raise ValueError("its resources are no list of different names, each with a token")
-    fenced_lock(*names, ttl=ttl, authority=authority)  # which refuses wrong ones
+    fenced_lock(*names, ttl=ttl, authority=authority)  # raises if one of them is wrong
     return authority.load(tuple(names), tuple(map(check_token, tokens)), proof), proof, by, ttl

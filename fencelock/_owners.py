@@ -1,8 +1,8 @@
 """The owner of locks and transactions: a thread, task or greenlet.
 
-A task, where an event loop runs one; or else the call that a thread of an executor works at; or else a
-greenlet, where gevent switches between several in one thread; or else the thread. Greenlets of SQLAlchemy's
-asyncio extension do a task's work: it owns them.
+It is the first of these that exists: the current task of an event loop; the call that an executor's thread
+works at; the greenlet, where gevent switches between several; the thread. A greenlet of SQLAlchemy's asyncio
+extension does the work of a task, so the task is the owner.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fencelock.holder import printable
 
 
 class _Thread(threading.local):
-    """Stands for a thread, and not for a later one of the same ident, as `threading.current_thread` may.
+    """Identifies a thread; its ident cannot, because a later thread may get the same one.
 
     Attributes:
         itself: equal to nothing else.
-        serves: whether it is an executor's, which serves one caller after the other.
+        serves: whether the thread is an executor's, which serves one caller after the other.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def current_owner() -> object:
-    """Return the owner that runs, equal only to itself; keeps nothing alive."""
+    """Return the owner of the running code; the value equals only itself, and keeps nothing alive."""
     loop = running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     current = _current_greenlet()
@@ -51,7 +51,7 @@ def current_owner() -> object:
 
 
 def _executors_call() -> object | None:
-    """Return what a thread of `concurrent.futures` works at; it has no public name."""
+    """Return the call that this thread of `concurrent.futures` works at; it has no public name."""
     library: Any = sys.modules.get("concurrent.futures.thread")
     frame: FrameType | None = None if library is None else sys._getframe()  # noqa: SLF001
     while frame is not None and frame.f_code is not library._WorkItem.run.__code__:  # noqa: SLF001
@@ -69,19 +69,19 @@ def current_stack() -> int:
 
 
 def _current_greenlet() -> Any:
-    """Return the running greenlet; None if greenlet is not loaded: each thread has one stack then."""
+    """Return the running greenlet; None if the greenlet library is not loaded."""
     library = sys.modules.get("greenlet")
     return library.getcurrent() if library is not None and hasattr(library, "getcurrent") else None
 
 
 def _is_run_in(greenlet: Any, task: asyncio.Task[Any]) -> bool:
-    """Whether the loop's current task is what runs in the current greenlet.
+    """Whether the current greenlet does the work of the loop's current task.
 
-    Where a task has switched to another greenlet, as gevent does to wait, the loop does not know.
+    The loop does not know that a task has switched to another greenlet, as gevent does to wait.
     """
     frame_of_task = getattr(task.get_coro(), "cr_frame", None)
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as `inspect.currentframe` does
-    while frame_of_task is not None:  # or else it is a compiled one: it cannot be told
+    while frame_of_task is not None:  # a compiled coroutine has none, and is taken to run here
         while frame is not None:
             if frame is frame_of_task:
                 return True
@@ -95,7 +95,7 @@ def _is_run_in(greenlet: Any, task: asyncio.Task[Any]) -> bool:
 
 @functools.cache
 def name_of_process(pid: int) -> str:
-    """Return host, process id and program of this process: at most 255 characters."""
+    """Return host, process id and program of this process in one text of at most 255 characters."""
     path = Path(next(iter(getattr(sys, "argv", ())), ""))
     program = path.parent.name if path.name == "__main__.py" else path.name  # of `python -m package`
     if program in {"", "-", "-c"}:
@@ -104,5 +104,5 @@ def name_of_process(pid: int) -> str:
 
 
 def blocks_greenlets(function: Callable[..., object]) -> bool:
-    """Whether a function that waits is the interpreter's own one: no other greenlet runs meanwhile."""
+    """Whether no other greenlet runs while a function waits, because it is not patched."""
     return isinstance(function, BuiltinFunctionType)

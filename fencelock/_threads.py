@@ -9,18 +9,17 @@ from typing import Final
 
 from fencelock._owners import blocks_greenlets
 
-#: How often a lock is looked at that cannot be waited for.
+#: Seconds between two looks at a lock, where a wait for it would block all greenlets.
 _GLANCE: Final = 0.01
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread, as its own method does: RuntimeError where there are too many, or the program ends.
+    """Start a thread; raise RuntimeError if there are too many, or if the program ends.
 
-    An error that a signal handler raises meanwhile comes out as it is. Where one raises when the thread has
-    just begun, that method fails with an error of its own instead: it cannot strike the thread off a list, or
-    gives back a lock that it does not hold.
+    The error of a signal handler that raises meanwhile is raised as it is. `Thread.start` may hide such an
+    error behind one of its own, because it fails to clean up.
     """
-    if sys.is_finalizing():  # Python 3.11 would wait for ever for it to begin
+    if sys.is_finalizing():  # Python 3.11 would wait for ever until the thread begins
         raise RuntimeError("the interpreter ends: no thread can be started any more")
     try:
         thread.start()
@@ -35,10 +34,10 @@ def start(thread: threading.Thread) -> None:
 
 
 class Bells:
-    """Wakes threads when something has changed; used with their lock held.
+    """Wakes threads after a change; callers must hold a lock that they share.
 
-    No `Condition`: where a signal handler raises while that takes its lock again, leaving `with condition:`
-    gives back the hold of another thread.
+    It replaces `threading.Condition`: if a signal handler raises while a Condition takes its lock again,
+    leaving `with condition:` releases the lock that another thread holds.
     """
 
     __slots__ = ("_hung",)
@@ -54,7 +53,7 @@ class Bells:
         return bell
 
     def ring(self) -> None:
-        """Wake all that sleep."""
+        """Wake all threads that sleep on a bell."""
         hung, self._hung = self._hung, {}
         for bell in hung:
             bell.release()
@@ -65,9 +64,9 @@ class Bells:
 
 
 def sleep_until_rung(bell: threading.Lock, seconds: float) -> None:
-    """Return when a bell has been rung, at the latest after so many seconds."""
+    """Return when the bell was rung, at the latest after `seconds`."""
     if blocks_greenlets(bell.acquire) and not blocks_greenlets(time.sleep):
-        # `threading` alone is not patched: the greenlet that is to ring could never run.
+        # gevent has patched `time`, but not `threading`: a wait would block the greenlet that rings.
         deadline = time.monotonic() + seconds
         while not bell.acquire(blocking=False) and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(_GLANCE, left))

@@ -1,4 +1,4 @@
-"""Everything that fencelock raises.
+"""The errors that fencelock raises.
 
 ```
 FencelockError
@@ -13,19 +13,19 @@ FencelockError
 │   ├── CountersExhaustedError                 the nodes can count no further: begin the next epoch
 │   └── LeaseTableMissingError                 the database has no table of leases: migrate
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
-    ├── StaleTokenError                        a newer holder has been here; .table .identity .token .current
+    ├── StaleTokenError                        a newer holder has written; .table .identity .token .current
     │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
-    ├── CommitInDoubtError                     it is not known what became of the last COMMIT
+    ├── CommitInDoubtError                     the outcome of the last COMMIT is unknown
     └── UnfencedWriteError                     no lease guards this write
 ```
 
 "Held by another", "too few nodes answered" and "the nodes refuse" are three different errors, because
 a caller does three different things about them: wait, call an operator, fix the configuration.
 
-Every error has `written`: False where nothing of the transaction is written once it is rolled back, None
-where that cannot be known. docs/errors.md says of each what to do.
+Every error has `written`. False: after a rollback, nothing of the transaction is written. None: this cannot
+be known. docs/errors.md says what to do after each error.
 
-Bad arguments (a negative ttl, a malformed URL, an empty resource name) are plain `ValueError` or
+Bad arguments (a negative ttl, a malformed URL, an empty resource name) raise plain `ValueError` or
 `TypeError`. Every error survives `pickle`, so that it can cross a process boundary whole.
 """
 
@@ -59,7 +59,7 @@ __all__ = [
 ]
 
 
-#: What stale holders are told whose next token may be refused as well, and so on for ever.
+#: Advice for a stale holder whose next tokens may be refused as well.
 _OF_ANOTHER_LIFE = (
     ". Where new tokens are refused, too, what grants them has forgotten how far it had come: "
     "fencelock init --after-loss --database URL"
@@ -69,28 +69,28 @@ _FAR = 1 << (COUNTER_BITS - 4)
 
 
 class FencelockError(Exception):
-    """Base of everything that fencelock raises on purpose, except for bad arguments.
+    """Base class of all errors that fencelock raises, except those for bad arguments.
 
     Attributes:
-        written: whether anything of the transaction is written. False: nothing is, once it is rolled back, so
-            begin again where the table in docs/errors.md says so. None: that cannot be known, so look first.
+        written: False: after a rollback, nothing of the transaction is written, so begin again if the table
+            in docs/errors.md says so. None: this cannot be known, so look first.
     """
 
     written: bool | None = False
 
 
 class LockError(FencelockError):
-    """Something about one lock: its holder, or its time."""
+    """Base class of the errors about one lock: about its holder, or its time."""
 
 
 class LockTimeoutError(LockError, TimeoutError):
-    """Another holder had the resource until the timeout.
+    """Another holder kept the resource until the timeout.
 
     Attributes:
-        holder_ttl: seconds until the holder's lease ends unless it is renewed, as the nodes last
-            reported it; None where contenders split the votes and none held it.
-        holder: the process that held it, and since when (`host`, `pid`, `program`, `since`); None where it
-            could not be told, and from `try_acquire`.
+        holder_ttl: seconds until the holder's lease ends unless it is renewed, as last reported; None if
+            contenders split the votes or were faster, so that no holder was known at the end.
+        holder: the process that held it (`host`, `pid`, `program`, `since`); None if it is unknown, and for
+            `try_acquire`.
     """
 
     def __init__(
@@ -104,13 +104,13 @@ class LockTimeoutError(LockError, TimeoutError):
 class LockLostError(LockError):
     """The lease ended before the work did: another holder may have taken the resource meanwhile.
 
-    A statement that the guard refuses for it sends nothing, and its transaction can only be rolled back.
-    Leaving a block raises it only where the guard has seen no COMMIT under the lease, or cannot know the
-    outcome of a transaction.
+    If a statement raises it, nothing was sent to the database, and the transaction can only be rolled back.
+    Leaving a block raises it only if the guard has seen no COMMIT under the lease, or cannot know the outcome
+    of a transaction.
 
     Attributes:
-        written: False where the guard has refused a statement, or has seen every transaction of the lease
-            rolled back. None where nothing went through the guard, or a transaction is open or in doubt.
+        written: False if the guard refused a statement, or saw every transaction of the lease rolled back.
+            None if nothing went through the guard, or if a transaction is open or in doubt.
     """
 
     def __init__(self, message: str, *, written: bool | None = None) -> None:
@@ -119,18 +119,18 @@ class LockLostError(LockError):
 
 
 class NotHeldError(LockError):
-    """A release or an extension of a lock that is not held."""
+    """The lock is not held, so it can be neither released nor extended."""
 
 
 class AuthorityError(FencelockError):
-    """Whatever grants the leases could not do its work, or must not."""
+    """The nodes or the database that grant the leases could not do their work, or must not."""
 
 
 class QuorumError(AuthorityError):
-    """Too few nodes answered to decide anything; or the database did not that grants leases.
+    """Too few nodes answered to decide, or the database that grants the leases did not answer.
 
     Attributes:
-        nodes: what each node, or the database, said, by its address.
+        nodes: the answer of each node, or of the database, by its address.
     """
 
     def __init__(self, message: str, *, nodes: Mapping[str, str] | None = None) -> None:
@@ -139,9 +139,9 @@ class QuorumError(AuthorityError):
 
 
 class NodesNotInitialisedError(AuthorityError):
-    """The nodes are blank. Creating their marker on demand would undo the protection, so it is explicit.
+    """The nodes are blank and must be initialised; the message has the command.
 
-    The message holds the command to run.
+    This is an explicit step, because a node that lost its memory looks like a new one.
     """
 
 
@@ -154,7 +154,7 @@ class CountersExhaustedError(AuthorityError):
 
 
 class LeaseTableMissingError(AuthorityError):
-    """The database that is to grant leases has no table for them. The message says how to make it."""
+    """The database has no table of leases. The message says how to make it."""
 
 
 class FenceError(DontWrapMixin, FencelockError):
@@ -164,15 +164,15 @@ class FenceError(DontWrapMixin, FencelockError):
 class StaleTokenError(FenceError):
     """The row has been claimed or written under a larger token: this holder's lease is over.
 
-    Raised by writes and claims. Nothing of the transaction (or of the innermost savepoint) can be committed
-    then: until it is rolled back, all that is executed or committed in it raises SQLAlchemy's
-    `PendingRollbackError`, which names this refusal.
+    Writes and claims raise it. Nothing of the transaction (or of the innermost savepoint) can be committed
+    then. Until a rollback, every statement and every COMMIT in it raises SQLAlchemy's `PendingRollbackError`,
+    which names this refusal.
 
     Attributes:
         table: name of the table.
-        identity: primary key of the row, as a tuple; None where the statement named many rows.
-        token: the fencing token that was refused; 0 where the trigger of an SQLite table did not say.
-        current: the row's fence, or None where it could not be read any more.
+        identity: primary key of the row, as a tuple; None if the statement named many rows.
+        token: the fencing token that was refused; 0 if the trigger of an SQLite table did not say.
+        current: the row's fence; None if it could not be read any more.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class StaleTokenError(FenceError):
 
     @property
     def _is_of_another_life(self) -> bool:
-        """Whether counting on from the token does not reach the fence."""
+        """Whether the fence is so far above the token that one authority cannot have granted both."""
         if self.current is None or not self.token:
             return False
         ahead = self.current - self.token
@@ -211,18 +211,17 @@ class StaleTokenError(FenceError):
 
 
 class StaleReadError(StaleTokenError):
-    """The row was written since this object was loaded, by whichever holder: what it is made from is old.
+    """The row was written after this object was loaded, so the object is out of date.
 
-    The lease may well be valid. Do the same as for any `StaleTokenError`: begin again, and
-    load the row again.
+    The lease may still be valid. As after any `StaleTokenError`, begin again and load the row again.
 
     Attributes:
         table: name of the table.
-        identity: primary key of the row, as a tuple; None where the statement named many rows.
-        token: the fencing token of the write; 0 where it was under no lease.
-        current: the row's fence now; None where the row is gone, or was not looked at.
-        loaded: the row's `last_write_id` when the object was loaded; -1 where the object is of two versions;
-            None where it is not known.
+        identity: primary key of the row, as a tuple; None if the statement named many rows.
+        token: the fencing token of the write; 0 if it was under no lease.
+        current: the row's fence now; None if the row is gone, or was not looked at.
+        loaded: the row's `last_write_id` when the object was loaded; -1 if the object mixes two versions;
+            None if it is unknown.
     """
 
     def __init__(
@@ -257,11 +256,11 @@ class StaleReadError(StaleTokenError):
 class CommitInDoubtError(FenceError):
     """The outcome of a COMMIT is unknown: the transaction may be committed, or still be under way.
 
-    Nothing more is written with its token. In this order: roll back; mint a new token, `lock.remint()`; load
-    again what you write. A transaction that is still under way keeps its row locks, so what you write waits
-    for its end, and an object that you loaded before is refused. A statement compares no object: claim the
-    row, or pass the gate, before it.
-    Where the lock is over by then, lock again and look: `fenced_transaction` raises it after its release.
+    The guard refuses more writes with this token. In this order: roll back; mint a new token with
+    `lock.remint()`; load the objects again. If the transaction is still under way, its row locks hold up your
+    write until it ends, and an object that you loaded before is refused. A statement compares no object, so
+    claim the row, or pass the gate, before it.
+    If the lock is released by then, as after `fenced_transaction`, lock again and look.
     """
 
     written = None

@@ -1,4 +1,4 @@
-"""What an authority tells of a lock that is held: by which process, since when, for how long still."""
+"""The values that describe a held lock: which process holds it, since when, and for how long."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from datetime import UTC, datetime
 
 
 def printable(text: str) -> str:
-    r"""Return text that others have written as it may be shown: `\n` and the like for control characters."""
+    r"""Return `text` for display, with escapes such as `\n` for the characters that are not printable."""
     if text.isprintable():
         return text
     return "".join(each if each.isprintable() else each.encode("unicode_escape").decode() for each in text)
@@ -16,13 +16,13 @@ def printable(text: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The process that holds a lock, as it has called itself.
+    """The process that holds a lock, as the process described itself.
 
     Attributes:
-        host: name of its machine; empty where nothing tells which process it is.
-        pid: its id there.
-        program: name of what it runs.
-        since: when it acquired the lock, in Unix time, by its own clock or by that of the database.
+        host: name of the machine; empty if the process is unknown.
+        pid: the process id on that machine.
+        program: name of the program that the process runs.
+        since: when it acquired the lock: Unix time, by its own clock or the database's.
     """
 
     host: str
@@ -36,7 +36,7 @@ class Holder:
 
     @classmethod
     def of(cls, text: str, since: float) -> Holder:
-        """Read what `name_of_process` has written, or something else."""
+        """Return the holder that a text of `name_of_process` describes; any other text is accepted, too."""
         host, pid, program = (*printable(text).split(" ", 2), "", "")[:3]
         return cls(host, int(pid) if re.fullmatch("[0-9]{1,10}", pid) else 0, program, since)
 
@@ -46,11 +46,11 @@ class LockInfo:
     """A lock that is held at this moment.
 
     Attributes:
-        resource: its name.
-        token: the holder's fencing token; None where nodes have made the lock again, and do not know it.
-        holder: which process, and since when; None where something else than fencelock has made the lock.
-        remaining: seconds until it ends unless it is extended; infinite for what ends never.
-        waiters: how many wait in line, as far as the authority can tell; None where it cannot.
+        resource: name of the resource.
+        token: the holder's fencing token; None if nodes have restored the lock, and do not know it.
+        holder: the holding process; None if another program than fencelock wrote the lock.
+        remaining: seconds until the lock ends unless it is extended; infinite without an end.
+        waiters: how many wait in line, as far as the authority can tell; None if it cannot.
     """
 
     resource: str

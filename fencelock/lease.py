@@ -1,12 +1,12 @@
-"""The value that both halves speak of, and which leases the current context holds.
+"""The lease, which the authority and the guard share, and the leases that the current context holds.
 
 The authority's side makes leases and moves their end; the guard's side reads resource and token. This
-module knows neither Redis nor SQLAlchemy, and is all that the two share besides errors and tokens.
+module knows neither Redis nor SQLAlchemy. Besides errors and tokens, the two sides share nothing else.
 
-The held leases live in a context variable. It follows the code into coroutines, into greenlets of
-SQLAlchemy's asyncio extension and into `asyncio.to_thread`; it does not reach new threads, executors, or the
-greenlets that gevent spawns. No copy of the context shows a lease that has been released, or one
-whose block was left and which waits only for transactions that were open then.
+A context variable has the held leases. It follows the code into coroutines, into greenlets of SQLAlchemy's
+asyncio extension and into `asyncio.to_thread`. It does not reach new threads, executors, or the greenlets
+that gevent spawns. No copy of the context shows a released lease, or a lease whose block was left and which
+waits only for open transactions.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from fencelock.errors import CommitInDoubtError, LockLostError, NotHeldError
 from fencelock.tokens import check as check_token
 
 MAX_RESOURCE_LENGTH = 255
-#: What an f-string leaves in a name where it was given an object, and not a value.
+#: Matches a name into which an f-string has put an object instead of a value.
 OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
 
 
 def check_resource(resource: object) -> str:
     """Return `resource`, as a plain string, if it can name a lock.
 
-    That is 1 to 255 characters without control characters and without white space at either end, which every
-    supported database can keep, and compare, exactly.
+    A name has 1 to 255 characters, no control characters, and no white space at either end. Every supported
+    database can store and compare it exactly.
 
     Raises:
-        TypeError: if it is not a string.
-        ValueError: if it is empty, too long, or has characters that a database would change.
+        TypeError: the name is not a string.
+        ValueError: the name is empty, too long, or has characters that a database would change.
     """
     if not isinstance(resource, str):
         raise TypeError(f"a resource is named by a str such as 'order:1', not {type(resource).__name__}")
@@ -53,22 +53,22 @@ def check_resource(resource: object) -> str:
         raise ValueError(f"a resource's name neither begins nor ends with white space: {resource!r}")
     if not resource.isprintable() and {"Cc", "Cs"} & set(map(unicodedata.category, resource)):
         raise ValueError(f"a resource's name has no control characters or surrogates: {resource!r}")
-    # A member of an enumeration, say, equals its text, and is written as its name.
+    # A subclass may print another text: a member of an enumeration prints its name.
     return str.__str__(resource)
 
 
 def validity(began: float, ttl: float) -> float:
-    """Return until when a holder may rely on a lease of `ttl` seconds that was asked for at `began`.
+    """Return when a lease of `ttl` seconds ends for its holder, if it was asked for at `began`.
 
-    Both are times on the clock of `time.monotonic`. Clocks may disagree by 1 % and 2 ms over a lease.
+    Times are of `time.monotonic`. Clocks may disagree by 1 % and 2 ms over a lease, so the end is that early.
     """
     return began + ttl - (ttl * 0.01 + 0.002)
 
 
-#: The session of SQLAlchemy that has begun a transaction last in this context, as far as the guard knows.
+#: The SQLAlchemy session that began the last transaction in this context, as far as the guard knows.
 latest_session: ContextVar[ref[Any] | None] = ContextVar("fencelock_latest_session", default=None)
 
-#: Stands for this process. A fork puts in another, and inherited leases are lost.
+#: Identifies this process. A forked child puts in another object, so that inherited leases are lost.
 _process = [object()]
 in_forked_child(lambda: _process.__setitem__(0, object()))
 
@@ -77,23 +77,23 @@ in_forked_child(lambda: _process.__setitem__(0, object()))
 class Lease:
     """A time-bounded hold on a resource, and the fencing token that came with it.
 
-    What a lease promises: its token is larger than that of every lease of the same resource whose
-    acquisition had completed before this one's began. What it does *not* promise: that no other holder
-    works on the resource at this moment. Ask the storage, which compares tokens.
+    A lease promises that its token is larger than the token of every lease of the resource that was acquired
+    before this acquisition began. It does *not* promise that no other holder works on the resource now. Only
+    the storage, which compares tokens, can tell.
 
     Args:
-        resource: its name.
+        resource: name of the resource.
         fencing_token: 1 … 2**63 - 1.
-        expires_at: when the lease ends, on the clock of `time.monotonic`; for ever by default, which
-            serves tokens that come from elsewhere and are handed over with `bind`.
+        expires_at: when the lease ends, on the clock of `time.monotonic`; never by default, which serves
+            tokens of other sources that `bind` takes.
 
     Attributes:
-        released: whether the holder has given it back.
-        left: whether its last block was left, and open transactions need it still.
-        why_lost: why it ended before that, where it was noted; else empty.
-        guarded: whether the guard has seen a transaction that was written under it, whatever its end.
-        committed: whether the guard has seen the COMMIT of one.
-        granted_at: when it was granted, on the clock of `time.monotonic`; -inf where that is not known.
+        released: whether the holder has released the lease.
+        left: whether its last block was left while open transactions still need the lease.
+        why_lost: why the lease ended before its release; empty if no loss was noted.
+        guarded: whether the guard has seen a transaction that wrote under the lease, whatever its outcome.
+        committed: whether the guard has seen the COMMIT of such a transaction.
+        granted_at: when it was granted, on the clock of `time.monotonic`; -inf if this is unknown.
     """
 
     __slots__ = (
@@ -139,15 +139,15 @@ class Lease:
 
     @property
     def usable(self) -> bool:
-        """Whether work may begin under it: it was not given back, nor left to what had begun by then."""
+        """Whether new work may begin under the lease: it is not released, and its last block was not left."""
         return not (self.released or self.left)
 
     @property
     def lost(self) -> bool:
         """Whether the lease is known to have ended before it was released.
 
-        True when its time ran out by this process' clock, when a node majority no longer knew it, and
-        in a forked child, which holds nothing of its parent's.
+        True if its time ran out by this process' clock, if the authority no longer knew it, and in a forked
+        child, which holds no lease of its parent.
         """
         if self.released:
             return False
@@ -155,7 +155,7 @@ class Lease:
 
     @property
     def over(self) -> bool:
-        """Whether it has been given back, or it was noted that it is lost."""
+        """Whether the lease was released, its loss was noted, or it belongs to the parent process."""
         return self.released or bool(self.why_lost) or self.inherited
 
     @property
@@ -164,10 +164,10 @@ class Lease:
         return self._process is not _process[0]
 
     def check(self) -> None:
-        """Refuse a lease that is known to be lost.
+        """Raise an error if a loss was noted; the end by the clock does not count.
 
         Raises:
-            LockLostError: if the lease is known to be gone, or belongs to the parent process.
+            LockLostError: the loss of the lease was noted, or it belongs to the parent process.
         """
         parent = "it belongs to the process that this one was forked from"
         if reason := parent if self._process is not _process[0] else self.why_lost:
@@ -176,15 +176,15 @@ class Lease:
             )
 
     def token_to_write(self) -> int:
-        """Return the token, where it may be written under.
+        """Return the token for a write under the lease.
 
-        It may not once the time of the lease has run out, though only the storage knows whether another
-        holder has taken over: an older holder's write that arrives after a newer one has read is accepted,
-        unless the newer one has claimed the row. A write that is not sent can do no such thing.
+        It raises after the end of the lease, although only the storage knows whether another holder has taken
+        over. The storage accepts an older holder's write even after a newer holder has read the row, unless
+        the newer one has claimed it.
 
         Raises:
-            LockLostError: as `check` does; and where its time has run out, by this process' clock.
-            CommitInDoubtError: where a transaction that was written with this token may still be committed.
+            LockLostError: a loss was noted, or the time of the lease has run out by this process' clock.
+            CommitInDoubtError: a transaction that was written with this token may still be committed.
         """
         self.check()
         if self._expires_at <= time.monotonic():
@@ -201,7 +201,7 @@ class Lease:
             )
         return self._fencing_token
 
-    # What follows is for the lock, which holds the lease.
+    # The lock, which holds the lease, calls the following.
 
     def extend_to(self, expires_at: float) -> None:
         """Note that the authority has extended the lease."""
@@ -216,7 +216,7 @@ class Lease:
         """Note that the lease has ended before the work did; the first reason stays."""
         self.why_lost = self.why_lost or reason
 
-    # What follows is between the guard, which writes under the lease, and the lock, in any threads.
+    # The guard, which writes under the lease, and the lock call the following, in any threads.
 
     @property
     def in_doubt(self) -> bool:
@@ -224,21 +224,21 @@ class Lease:
         return self._doubted == self._fencing_token
 
     def doubt(self) -> None:
-        """Note that the outcome of such a transaction's COMMIT is unknown."""
+        """Note that the outcome of a COMMIT with the present token is unknown."""
         self._doubted = self._fencing_token
 
     @property
     def needed(self) -> bool:
-        """Whether an open transaction has written under it."""
+        """Whether an open transaction has written under the lease."""
         return bool(self._needed_by)
 
     def need(self, user: object) -> None:
-        """Note that `user` has begun to write under it."""
+        """Note that `user` has begun to write under the lease."""
         self.guarded = True
         self._needed_by.add(user)
 
     def let_go(self, user: object, *, committed: bool = False) -> list[Callable[[], object]]:
-        """Note that `user` has ended; return the functions to call, where nothing needs the lease now."""
+        """Note that `user` has ended; return the functions to call if nothing needs the lease any more."""
         self.committed = self.committed or committed
         self._needed_by.discard(user)
         calls: list[Callable[[], object]] = []
@@ -248,11 +248,11 @@ class Lease:
         return calls
 
     def when_let_go(self, call: Callable[[], object]) -> bool:
-        """Have `call` called when nothing needs the lease any more; return False if nothing does now."""
+        """Keep `call` until nothing needs the lease any more; return False if nothing needs it now."""
         self._waiting.append(call)
         if self._needed_by:
             return True
-        try:  # a user that lets go at this very moment has either seen it, and calls, or not
+        try:  # a user that lets go at this very moment either has taken the call, and makes it, or has not
             self._waiting.remove(call)
         except ValueError:
             return True
@@ -264,15 +264,15 @@ _left: ContextVar[tuple[float, tuple[Lease, ...]]] = ContextVar("fencelock_left"
 
 
 def held_leases() -> tuple[Lease, ...]:
-    """Return the leases that the current context holds, in the order in which they were taken."""
+    """Return the leases that the current context holds, in the order in which it took them."""
     leases = [entry if isinstance(entry, Lease) else entry() for entry in _held.get()]
     return tuple([lease for lease in leases if lease is not None and lease.usable])
 
 
 def stands_here(lease: Lease) -> bool:
-    """Tell whether the current context has taken a lease, or was copied from the one that has.
+    """Return whether the current context took a lease, or is a copy of the context that did.
 
-    Also where its block was left, and open transactions need it still.
+    True also after its block was left, as long as open transactions need it.
     """
     return lease in _held.get()
 
@@ -283,46 +283,44 @@ def _standing() -> list[Lease]:
 
 
 def note_held(*leases: Lease) -> None:
-    """Add leases to those of the current context; one that it holds already stays where it is.
-
-    Those that were let expire stay only as long as other code refers to them: code that still works under one
-    is to hear from the storage that it is stale, but leases that are never released must not pile up.
-    """
+    """Add leases to the current context; a lease that it holds already keeps its place in the order."""
     if not _held.get():
         _held.set(leases)
         return
     held = _standing()
+    # Leases that are never released must not pile up, so expired ones become weak. Code that still works
+    # under one keeps it alive, and the storage tells that code that it is stale.
     earlier = (lease if lease.remaining else ref(lease) for lease in held)
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
 
 
 def note_left(*leases: Lease) -> None:
-    """Note that the last block inside leases was left."""
+    """Note that the last block under these leases was left."""
     _left.set((time.monotonic(), leases))
 
 
 def note_ended(*leases: Lease) -> None:
-    """Take leases out of the current context; those it never held are passed over."""
+    """Remove leases from the current context; leases that it does not hold are ignored."""
     _left.set((time.monotonic(), leases))
-    # Mostly nothing else is held.
+    # The quick way: mostly the context holds nothing else.
     _held.set(() if _held.get() == leases else tuple([each for each in _standing() if each not in leases]))
 
 
 def was_left(resource: str, *, since: float = 0.0) -> bool:
-    """Tell whether the block that this context has left last held a resource, and was left after a moment."""
+    """Return whether the last block that this context left held `resource`, and was left after `since`."""
     when, leases = _left.get()
     return when >= since and any(lease.resource == resource for lease in leases)
 
 
 def assert_held(resource: str) -> Lease:
-    """Return the lease of a resource that this context holds, and may work under at this moment.
+    """Return the lease that this context holds on a resource; raise an error without a valid lease.
 
-    For code that relies on its caller's lock. It asks no server: whether another holder has taken over, only
-    the storage knows.
+    Use it in code that relies on its caller's lock. It asks no server: only the storage knows whether another
+    holder has taken over.
 
     Raises:
         NotHeldError: this context holds no lock on it. Threads and executors do not see the locks of others.
-        LockLostError: its lease has ended.
+        LockLostError: the lease has ended.
     """
     for lease in held_leases():
         if lease.resource == resource:

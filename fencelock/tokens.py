@@ -1,11 +1,11 @@
 """How a fencing token is made of an epoch and a counter: `token = epoch << 44 | counter`.
 
-In epoch 0 the token *is* the counter, so that it stays readable. The halves are put together here and nowhere
-else: a node's script never sees the whole, because Lua's numbers are exact only below 2**53.
+In epoch 0 the token equals the counter, so that it stays readable. Only this module puts the halves together.
+A node's script never sees the whole token, because Lua's numbers are exact only below 2**53.
 
-A token fits a signed BIGINT: 44 bits of counter (Unix milliseconds until the year 2527, which is where
-counters start by default) and 19 bits of epoch. A value beyond that range is refused: a token that wrapped
-around would be below all the older ones.
+A token fits a signed BIGINT: 44 bits of counter and 19 bits of epoch. Counters start at Unix milliseconds by
+default, which fit until the year 2527. A larger value is refused, because a token that wrapped around would
+be below all older ones.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def split(token: int) -> tuple[int, int]:
 
 
 def check(token: object) -> int:
-    """Return a lease's token; TypeError if it is no integer, ValueError if it is outside 1 … 2**63 - 1."""
+    """Return `token`; raise TypeError if it is no int, ValueError if it is outside 1 … 2**63 - 1."""
     if isinstance(token, bool) or not isinstance(token, int):
         raise TypeError(f"a fencing token is an int, not {type(token).__name__}")
     if not 1 <= token <= MAX_TOKEN:
@@ -41,13 +41,13 @@ def check(token: object) -> int:
 
 
 def epoch_above(highest: int) -> int:
-    """Return an epoch all of whose tokens are larger than a token that the storage has seen.
+    """Return an epoch in which every token is larger than `highest`, a token that the storage has seen.
 
-    A larger counter in the same epoch would do for that very token. But others may have been granted that
-    the storage has not seen yet, and their holders may still come and write.
+    A larger counter in the same epoch is not enough, because holders of later tokens, which the storage has
+    not seen yet, may still write.
 
     Raises:
-        ValueError: if it is no token, or of the last epoch.
+        ValueError: `highest` is outside the range of tokens, or is of the last epoch.
     """
     epoch = split(check(highest))[0] + 1 if highest else 0
     if epoch > MAX_EPOCH:

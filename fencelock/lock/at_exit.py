@@ -1,7 +1,7 @@
-"""Giving held leases back when the process ends.
+"""Releases held leases when the process ends.
 
-A process gives back what it holds when it leaves its blocks, and when it runs to its end (`atexit`). The
-leases of one that is killed end with their ttl. SIGTERM kills by default: `exit_on_signals` changes that.
+A process releases its leases when it leaves its blocks, and when it runs to its end (`atexit`). If it is
+killed, its leases end with their ttl. SIGTERM kills by default; `exit_on_signals` changes that.
 """
 
 from __future__ import annotations
@@ -20,29 +20,29 @@ from fencelock.lock.base import end_acquisitions, under_way
 from fencelock.lock.hold import everything_held
 from fencelock.lock.releasing import release_hold_gen
 
-#: Seconds that giving back may take at the end of the process; leases that are left end by themselves.
+#: Seconds that the releases may take at the end of the process; leases that remain end with their ttl.
 _PATIENCE = 2.0
 #: Packages whose workers leave their blocks when a signal ends them.
 _SERVERS = frozenset({"uvicorn", "gunicorn", "hypercorn"})
-#: Seconds between two looks whether a thread has got a lock meanwhile.
+#: Seconds between two looks for locks that threads have got meanwhile.
 _LOOK = 0.005
 
 logger = logging.getLogger(__name__)
 
 
 def exit_on_signals(*signals: signal.Signals) -> None:
-    """Have signals end the process as `sys.exit` does: blocks are left, and leases given back.
+    """End the process on signals as `sys.exit` does: blocks are left, and leases released.
 
-    Nothing is installed unless this is called. SIGINT needs it not: KeyboardInterrupt leaves the blocks. A
-    signal that the process ignores, as `nohup` has it ignore SIGHUP, stays ignored; a log line says so. The
-    handlers of uvicorn, gunicorn and hypercorn stay, too: they have the blocks left by themselves.
+    Without this call no handler is installed. SIGINT does not need it, because KeyboardInterrupt leaves the
+    blocks. A signal that the process ignores, such as SIGHUP under `nohup`, stays ignored; a log line says
+    so. The handlers of uvicorn, gunicorn and hypercorn stay, too, because these servers leave the blocks.
 
     Args:
-        *signals: which; SIGTERM by default. The exit status is 128 and the signal's number, as in shells.
+        *signals: the signals; SIGTERM by default. The exit status is 128 plus the number, as in shells.
 
     Raises:
-        RuntimeError: outside the main thread, or if the program handles a signal itself: have that handler
-            call `sys.exit()` then.
+        RuntimeError: outside the main thread, or if the program handles a signal itself. Then its handler
+            should call `sys.exit()`.
     """
     if threading.current_thread() is not threading.main_thread():
         raise RuntimeError("signal handlers can only be installed by the main thread: call this at the start")
@@ -74,19 +74,19 @@ def _exit(number: int, _frame: FrameType | None) -> None:
 
 @atexit.register
 def _end() -> None:
-    """Give back all leases, also those of threads that will be frozen, and then close all connections."""
+    """Release all leases, also those of daemon threads, and then close all connections."""
     end_acquisitions()
     _give_back_everything()
     for authority in list(in_use):
         if (settle := getattr(authority, "settle", None)) is not None:
-            with contextlib.suppress(Exception):  # the process ends; it must not end with this
+            with contextlib.suppress(Exception):  # the end of the process must not raise
                 settle()
         authority.close()
 
 
 def _give_back_everything() -> None:
     deadline = time.monotonic() + _PATIENCE
-    here = threading.get_ident()  # an acquisition of this thread cannot go on any more
+    here = threading.get_ident()  # an acquisition of this thread cannot go on
     while (held := everything_held()) or any(block.thread != here for block in list(under_way)):
         for hold in held:
             if time.monotonic() > deadline:
@@ -94,7 +94,7 @@ def _give_back_everything() -> None:
                 return
             try:
                 hold.authority.run(release_hold_gen(hold))
-            except Exception as error:  # noqa: BLE001 - the process ends; it must not end with this
+            except Exception as error:  # noqa: BLE001 - the end of the process must not raise
                 logger.debug("a lease could not be released at the end of the process: %s", error)
         if time.monotonic() > deadline:
             return

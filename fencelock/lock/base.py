@@ -1,4 +1,4 @@
-"""What a lock does, as generators: acquire, extend, remint, hand over, release."""
+"""The operations of a lock, as generators: acquire, extend, remint, hand over, release."""
 
 from __future__ import annotations
 
@@ -49,10 +49,10 @@ _ITSELF: Final = (
 #: Braces that an f-string would have filled.
 _UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
-#: Nodes take so many names, of any length, in one command.
+#: Nodes accept this many names, of any length, in one command.
 _MOST_NAMES: Final = 5000
 
-#: What the text of a lease that is handed over says of itself: its version, too.
+#: The key of the text that `hand_over` returns; it includes the version of the format.
 HANDED: Final = "fencelock lease 1"
 
 #: The acquisitions that are under way, each with its lock.
@@ -62,14 +62,14 @@ _ends: list[bool] = []
 
 
 def end_acquisitions() -> None:
-    """Give up the acquisitions that wait, and refuse those of other threads from now on: the process ends."""
+    """End waiting acquisitions, and refuse those of other threads from now on, because the process ends."""
     _ends[:] = [True]
     for block in list(under_way):
         block.given_up = True
 
 
 class BaseLock(Generic[Token]):
-    """What a lock is and does; the faces in `lock` block or await."""
+    """The state and the operations of a lock; the classes in `lock` block or await."""
 
     def __init__(
         self,
@@ -99,10 +99,10 @@ class BaseLock(Generic[Token]):
             raise ValueError(f"if_lost is 'raise' or 'warn', not {if_lost!r}")
         self._if_lost = if_lost
         self._entered: list[Block] = []
-        #: Entered by `with` and not left yet. Its body may have released it, so that it is no block any more.
+        #: Blocks that `with` has entered and not left. A body may have released one: it is not in `_entered`.
         self._with_blocks: list[Block] = []
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
-        #: What `@fenced` was given; for listeners to events.
+        #: The template of `@fenced`, for listeners.
         self.template = ""
 
     def _new_block(
@@ -127,7 +127,7 @@ class BaseLock(Generic[Token]):
                 under_way[block] = self
                 block.grant = yield from self._grant_gen(block, missing, in_loop=in_loop)
                 for hold in block.holds:
-                    _check_still_held(hold)  # it may have ended while the others were waited for
+                    _check_still_held(hold)  # it may have ended during the wait for the others
                 new = self._new_hold(block, block.grant, in_loop=in_loop)
                 block.enter([*block.holds, new], self._resources)
             except BaseException as caught:
@@ -145,14 +145,14 @@ class BaseLock(Generic[Token]):
         if new is not None:
             new.note_acquired(time.monotonic() - began, had_to_wait=block.had_to_wait)
             if new.renewer is not None:
-                # Not before: a hold that is interrupted until here is not extended while the traceback lives.
+                # Not earlier: if an interruption comes before, the traceback must not keep a renewed hold.
                 new.renewer.add(new)
         for hold in block.holds if self._listeners else ():
             hold.tell_when_lost(self._listeners)
         return block.tokens if block.is_with else block.leases[0]
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
-        """Return the generator that acquires, or takes over what was handed over."""
+        """Return the generator that acquires the lease, or takes over one that was handed over."""
         if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
             raise LockError(f"{named(missing)} is not acquired any more: the process ends")
         handed, self._handed = self._handed, None
@@ -179,7 +179,7 @@ class BaseLock(Generic[Token]):
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
     ) -> Steps[tuple[str, ...]]:
-        """Enter what the owner holds already; return the names that are missing."""
+        """Enter the holds that the owner has already; return the names that it does not hold."""
         if not self._reentrant:
             raise LockTimeoutError(f"{self!r}: {_ITSELF}")
         if self._handed is not None:
@@ -196,7 +196,7 @@ class BaseLock(Generic[Token]):
     def _explain_gen(
         self, error: BaseException, block: Block, missing: tuple[str, ...], began: float
     ) -> Steps[BaseException]:
-        """Return the error of an acquisition with all that can be said of it, and tell listeners."""
+        """Return the error to raise, with the reason and the holder where they are known; tell listeners."""
         if isinstance(error, GivenUp):
             error = LockTimeoutError(f"{named(missing)}: the acquisition was cancelled")
         elif isinstance(error, LockTimeoutError) and block.timeout != 0:
@@ -210,13 +210,13 @@ class BaseLock(Generic[Token]):
         return error
 
     def _take_back_gen(self, block: Block) -> Steps[LostLease | None]:
-        """Leave a block whose entering or leaving was interrupted; return as `_leave_gen` does."""
+        """Leave a block after its entering or leaving was interrupted; return a lost lease or None."""
         under_way.pop(block, None)
         for blocks in (self._with_blocks, self._entered):
             if block in blocks:
                 blocks.remove(block)
         try:
-            if block.grant is not None:  # it became no hold
+            if block.grant is not None:  # the grant has not become a hold
                 yield from block.authority.release_gen(block.grant)
         finally:
             lost = (yield from self._leave_gen(block)) if block.holds else None
@@ -251,7 +251,7 @@ class BaseLock(Generic[Token]):
                 _note_remint(hold, grant)
             except BaseException:
                 if began:
-                    _note_remint(hold, grant)  # once more, where a signal handler raised in the middle of it
+                    _note_remint(hold, grant)  # once more, because a signal handler may have interrupted it
                 raise
             finally:
                 yield from resume_renewal_gen(hold)
@@ -282,7 +282,7 @@ class BaseLock(Generic[Token]):
         return json.dumps({HANDED: its})
 
     def _leave_gen(self, block: Block, *, is_exit: bool = False) -> Steps[LostLease | None]:
-        """Leave one block; return what had been lost before. The body of `with` may have released it."""
+        """Leave one block, unless the body of `with` has released it; return a lost lease or None."""
         try:
             if is_exit and block in self._with_blocks:
                 self._with_blocks.remove(block)
@@ -292,19 +292,18 @@ class BaseLock(Generic[Token]):
                 return None
             return (yield from leave_gen(block))
         except (Exception, KeyboardInterrupt, SystemExit):
-            # A signal handler's, at any line. (One that is cancelled has been sent.) Once more does no harm.
+            # A signal handler may raise at any line. Once more does no harm. (A cancelled release was sent.)
             yield from leave_gen(block)
             raise
 
     def _innermost(self, *, to_leave: bool = False) -> Block:
-        """Return what this thread, task or greenlet entered last; or else the last block of all."""
+        """Return the block that this thread, task or greenlet entered last; else the last of all."""
         if (block := last_of_ours(self._entered, to_leave=to_leave)) is None:
             raise NotHeldError(f"{self!r}: acquire it first")
         return block
 
     def _block_to_leave(self) -> Block | None:
-        """Return what this thread, task or greenlet leaves next."""
-        # The second: it was acquired, and handed over to an ExitStack.
+        # The second is for a lock that was acquired, and then given to an ExitStack.
         return last_of_ours(self._with_blocks, to_leave=True) or last_of_ours(self._entered, to_leave=True)
 
     def _complain(self, lost: LostLease, exc_value: BaseException | None) -> None:
@@ -324,7 +323,7 @@ def _take_over_gen(authority: Any, grant: Grant, ttl: float) -> Steps[Grant]:
         )
     (outcome,) = yield from authority.extend_gen([(grant, ttl)])
     if isinstance(outcome, LockLostError):
-        yield from authority.release_gen(grant)  # nodes may have made its locks again
+        yield from authority.release_gen(grant)  # nodes may have made the locks again
     if not isinstance(outcome, Grant):
         raise outcome
     return outcome
@@ -337,7 +336,7 @@ def _outcome_of(error: BaseException) -> Outcome:
 
 
 def _check_still_held(hold: Hold) -> None:
-    """Refuse with a LockLostError to go on with a hold that has ended."""
+    """Raise LockLostError if a hold has ended."""
     for lease in hold.leases:
         lease.check()
         if lease.lost or lease.released:
@@ -345,7 +344,7 @@ def _check_still_held(hold: Hold) -> None:
 
 
 def _note_remint(hold: Hold, grant: Grant | None) -> None:
-    """Note what came of asking for a new token, None for nothing; again has no effect."""
+    """Note the new grant, or the loss if there is none. A second call has no effect."""
     if grant is not None and not hold.released:
         hold.remint(grant)
     else:

@@ -19,7 +19,7 @@ _R = TypeVar("_R")
 def fenced(
     *templates: str | Callable[..., str], **settings: Unpack[AllLockSettings]
 ) -> Callable[[Callable[_P, _R]], Callable[_P, _R]]:
-    """Have a function, or a coroutine function, run only while it holds `fenced_lock` on its resources.
+    """Decorate a function or coroutine function, so that it holds `fenced_lock` on resources while it runs.
 
     ```python
     @fenced("order:{order_id}", ttl=15)
@@ -33,9 +33,9 @@ def fenced(
     ```
 
     Args:
-        *templates: resources, in which {name} stands for an argument of the call; {name.attribute},
-            {name[key]} and {name:format} work as in str.format. Defaults count. {self.id} works in methods.
-            Or functions that take all arguments of the call, defaults too, and return the resource.
+        *templates: names of resources. {name} is replaced by an argument of the call, or its default;
+            {name.attribute}, {name[key]} and {name:format} work as in str.format, {self.id} in methods. A
+            function is called with all arguments, defaults too, and returns the name.
         **settings: as for `fenced_lock`; the default authority is the one at the time of the call.
 
     Raises:
@@ -84,7 +84,7 @@ def fenced(
 
 
 class _Filling(string.Formatter):
-    """Fills a template as str.format does, but takes no None: all calls with none would share one lock."""
+    """Fills a template as str.format does, but refuses None: all calls with None would share one lock."""
 
     def get_field(self, field_name: str, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
         found, key = super().get_field(field_name, args, kwargs)
@@ -94,7 +94,7 @@ class _Filling(string.Formatter):
 
 
 def _check(function: Any, templates: tuple[str | Callable[..., str], ...]) -> inspect.Signature:
-    """Return a function's signature, if every field of the templates is one of its parameters."""
+    """Return a function's signature; raise TypeError if a field of the templates is no parameter of it."""
     if isinstance(function, (staticmethod, classmethod)):
         raise TypeError(f"write @{type(function).__name__} above @fenced, not below it")
     if not callable(function) or isinstance(function, type):
@@ -117,14 +117,14 @@ def _check(function: Any, templates: tuple[str | Callable[..., str], ...]) -> in
 
 
 def _what_runs(function: Any) -> Any:
-    """Return the function that runs when something is called: a partial function's, or an object's method."""
+    """Return the function that a call runs: the one in a partial function, or the `__call__` of an object."""
     while isinstance(function, functools.partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
 
 
 def _done(result: _R, function: object) -> _R:
-    """Return what a function returned, unless that is a coroutine, which has done nothing yet."""
+    """Return `result`; raise TypeError for a coroutine, because it has not run yet."""
     if inspect.iscoroutine(result):
         result.close()
         raise TypeError(
@@ -139,7 +139,7 @@ def _name(function: object) -> str:
 
 
 def _fields(template: str) -> list[str]:
-    """Return the arguments that a template is made of; ValueError for one that cannot be formatted."""
+    """Return the arguments that a template names; raise ValueError if it cannot be formatted."""
     names: list[str] = []
     try:
         for _, field, inner, conversion in string.Formatter().parse(template):

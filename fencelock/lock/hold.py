@@ -1,7 +1,7 @@
-"""The grants that this process holds, their owners, and which blocks are inside.
+"""The grants that this process holds, their owners, and the blocks that have entered them.
 
-An owner is a thread, task or greenlet (see `_owners`). It enters again, and gets the same token, if its
-context has the lease. All others wait, also other callers that the same thread serves.
+An owner is a thread, task or greenlet (see `_owners`). It can enter again, with the same token, if its context
+has the lease. All others wait. Other callers that the same thread serves wait, too.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ class Hold:
     """One grant while it is held.
 
     Attributes:
-        grant: as it was last extended.
+        grant: the grant with its latest end and tokens.
         ttl: seconds that an extension asks for.
-        deadline: when it is to end whatever happens, on the clock of `time.monotonic`.
-        renewer: extends it; None if nothing does.
-        loop: whose task has acquired it; returns None for blocking code's.
-        leases: of each of its resources. All of them end together.
-        itself: a weak reference: a lock that is thrown away while it is held is not extended any more.
-        blocks: those that stand on it; when the last has ended, it is given back.
-        last_error: why it could not be extended last time; empty if it could.
-        renew_at: when the renewer means to look at it next.
-        extended_after_release: whether an extension has ended since its release was sent. It may have arrived
-            after that, and made locks again.
-        release_finished: whether its release has been answered, or given up. The later of an extension and a
-            release releases once more; earlier, the release would hear of a loss.
-        given_back: whether its release has gone through, so that none is sent again.
-        template: what `@fenced` was given; empty otherwise.
-        since: when listeners were told that it is held; None until then, and when it has ended.
-        place: the line of the program that has taken it, as code and number.
-        thread: that has.
-        loss: why it was lost, as `LeaseLost.reason` says it; empty if it was not.
+        deadline: when it must end at the latest, on the clock of `time.monotonic`.
+        renewer: extends it; None without renewal.
+        loop: returns the event loop whose task acquired it; None for blocking code.
+        leases: one for each resource. All of them end together.
+        itself: a weak reference, so that a lock is no longer extended if it is thrown away while it is held.
+        blocks: marks of the blocks that have entered it; it is released when the last one is left.
+        last_error: why the last extension failed; empty if it did not.
+        renew_at: when the renewer looks at it next.
+        extended_after_release: whether an extension ended after the release was sent, and so may have made
+            locks again.
+        release_finished: whether the release was answered, or given up. Only then an extension may release
+            once more, because the release would otherwise report a loss.
+        given_back: whether the release has succeeded, so that none is sent again.
+        template: the template of `@fenced`; empty for other locks.
+        since: when listeners heard that it is held; None before that, and after its end.
+        place: the line of the program that acquired it: code and line number.
+        thread: the thread that acquired it.
+        loss: why it was lost, as in `LeaseLost.reason`; empty if it was not.
     """
 
     authority: Authority
@@ -83,15 +83,12 @@ class Hold:
         self.itself = ref(self)
 
     def wait_for_transactions(self) -> None:
-        """Note that no block is inside any more, and that the end of open transactions gives it back."""
+        """Note that the last block was left, and that the end of open transactions releases the hold."""
         self._waiting[:] = [True]
 
     def stop_waiting(self) -> bool:
-        """Tell whether the caller is the one to go on with a hold that waits for transactions.
-
-        Its owner may enter it again while another thread ends the transaction and gives it back: the pop is
-        atomic, so only one of them gets True.
-        """
+        """Return True to one caller only: it goes on with the hold that waits for transactions."""
+        # The owner may enter the hold again while another thread ends the transaction. The pop is atomic.
         try:
             return self._waiting.pop()
         except IndexError:
@@ -103,7 +100,7 @@ class Hold:
 
     @property
     def inherited(self) -> bool:
-        """Whether it is a forked child's copy: nothing that the child holds, or may give back."""
+        """Whether this is a forked child's copy, which the child neither holds nor may release."""
         return self.leases[0].inherited
 
     @property
@@ -112,7 +109,7 @@ class Hold:
 
     @property
     def over(self) -> bool:
-        """Whether it has been given back, or was noted to be lost: there is nothing to extend."""
+        """Whether it was released, or its loss was noted, so that there is nothing to extend."""
         return self.leases[0].over
 
     @property
@@ -120,11 +117,11 @@ class Hold:
         return self.leases[0].released
 
     def ttl_left(self, now: float) -> float:
-        """Return for how long it may be extended at that time: for its ttl, and not beyond its deadline."""
+        """Return for how many seconds it may be extended: for its ttl, but not beyond its deadline."""
         return min(self.ttl, self.deadline - now)
 
     def tell_when_lost(self, listeners: Iterable[Callable[[Lease], object]]) -> None:
-        """Have these called with each lease, once, when the hold is lost; at once if it is lost already."""
+        """Call each listener once with each lease when the hold is lost; at once if it is lost already."""
         if new := tuple(each for each in listeners if each not in self._listeners):
             self._listeners = (*self._listeners, *new)
             if self.lost:
@@ -132,7 +129,6 @@ class Hold:
                     call()
 
     def note_extension(self, grant: Grant) -> None:
-        """Note that the authority has extended the grant."""
         self.grant = grant
         self.last_error = ""
         for lease in self.leases:
@@ -147,7 +143,7 @@ class Hold:
             _events.tell(TokenReminted(*self.names, grant.tokens))
 
     def mark_lost(self, detail: str, reason: LossReason = "gone") -> tuple[Callable[[], object], ...]:
-        """Note that the hold has ended before it was given back; return the functions to call."""
+        """Note that the hold ended before its release; return the callbacks to call."""
         if self.released:
             return ()
         for lease in self.leases:
@@ -160,20 +156,20 @@ class Hold:
         return self.authority, self.grant.resources, self.template
 
     def note_acquired(self, waited: float, *, had_to_wait: bool) -> None:
-        """Tell listeners that it is held, after so many seconds."""
+        """Tell listeners that it is held, after a wait of `waited` seconds."""
         if _events.listeners:
             self.since = time.monotonic()
             _events.tell(LockAcquired(*self.names, self.grant.tokens, waited, had_to_wait))
 
     def note_loss(self, detail: str, reason: LossReason) -> None:
-        """Tell listeners that it was lost, unless they have heard that."""
+        """Tell listeners once that it was lost."""
         if not self.loss:
             self.loss = reason
             if _events.listeners:
                 _events.tell(LeaseLost(*self.names, self.grant.tokens, reason, detail))
 
     def note_released(self, error: BaseException | None = None) -> None:
-        """Tell listeners that it is not held any more, if they were told that it was."""
+        """Tell listeners that it is not held any more, if they heard that it was."""
         since, self.since = self.since, None
         if since is not None:
             held = time.monotonic() - since
@@ -181,7 +177,7 @@ class Hold:
             _events.tell(LockReleased(*self.names, self.grant.tokens, held, end, error))
 
     def calls_when_lost(self) -> tuple[Callable[[], object], ...]:
-        """Return the functions to call for a lost hold, which is only told once."""
+        """Return the callbacks to call for a lost hold, and forget them: each is called once."""
         listeners, self._listeners = self._listeners, ()
         return tuple(functools.partial(listener, lease) for listener in listeners for lease in self.leases)
 
@@ -191,9 +187,9 @@ _holds: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDict
 
 
 def find(authority: Authority, owner: object, resource: str) -> Hold | None:
-    """Return the hold that the owner has of a resource, if it may be entered again.
+    """Return the owner's hold of a resource if it can be entered again, else None.
 
-    A lost one may not: its token may be exceeded. Nor may one of another context, which is another caller's.
+    A lost hold cannot, because a larger token may exist. A hold of another context belongs to another caller.
     """
     hold = _holds.get((authority, owner, resource))
     if hold is None or hold.inherited or hold.lost or not stands_here(hold.leases[0]):
@@ -209,14 +205,14 @@ def add(hold: Hold) -> None:
 
 
 def remove(hold: Hold) -> None:
-    """Note that a hold is over."""
+    """Mark the leases of a hold as released, and forget the hold."""
     for lease in hold.leases:
         lease.released = True
     note_ended(*hold.leases)
     for resource in hold.grant.resources:
         key = (hold.authority, hold.owner, resource)
         if _holds.get(key) is hold:
-            _holds.pop(key, None)  # a signal handler may have been here
+            _holds.pop(key, None)  # a signal handler may have removed it already
 
 
 def holds_of(authority: Authority, resources: Iterable[str]) -> list[Hold]:
@@ -234,18 +230,18 @@ class Block:
     """A block of code in which a lock is held: from its acquisition until it is left.
 
     Attributes:
-        authority: grants what the owner does not hold yet.
+        authority: grants the resources that the owner does not hold yet.
         timeout: seconds to wait for another holder; None for ever.
         is_with: whether `with` or `async with` enters it.
-        is_try: whether the caller does not want to know by whom the lock is held.
+        is_try: whether the error need not name the holder, as for `try_acquire`.
         owner: the thread, task or greenlet that enters it.
-        mark: stands for it in the holds' blocks, which must not refer to it: a cycle would keep a lock that
-            was thrown away alive, and renewed, until the garbage collector comes along.
-        thread: in which it is entered.
-        given_up: whether its acquisition is to wait no longer.
+        mark: represents it in `Hold.blocks`. A hold must not refer to a block, because the cycle would keep a
+            lock that was thrown away alive, and renewed, until the garbage collector runs.
+        thread: the thread that enters it.
+        given_up: whether its acquisition must stop waiting.
         had_to_wait: whether its acquisition has waited.
-        grant: what was acquired and is no hold yet.
-        holds: what it stands on.
+        grant: a grant that has not become a hold yet.
+        holds: the holds that it has entered.
         leases: in the order of the lock's resources.
     """
 
@@ -263,7 +259,7 @@ class Block:
     leases: tuple[Lease, ...] = ()
 
     def enter_again(self, hold: Hold) -> bool:
-        """Enter a hold that the owner has already; return False where that is being given back."""
+        """Enter a hold that the owner has already; return False if the hold is being released."""
         if hold not in self.holds:
             self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
             if not (hold.blocks or hold.stop_waiting()):
@@ -275,7 +271,7 @@ class Block:
         return True
 
     def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
-        """Enter holds, which have all of the resources between them; note that in this context, too."""
+        """Enter holds that together have all of the resources, and note the leases in this context."""
         self.holds = tuple(dict.fromkeys(holds))
         self.grant = None
         by_name: dict[str, Lease] = {}
@@ -287,15 +283,15 @@ class Block:
 
     @property
     def tokens(self) -> Any:
-        """What `with` yields: the token, or the tokens of several resources."""
+        """The token, or the tokens of several resources, as `with` yields them."""
         tokens = tuple([lease.fencing_token for lease in self.leases])
         return tokens[0] if len(tokens) == 1 else tokens
 
 
 def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
-    """Return what this thread, task or greenlet entered last; or else the last entry of all.
+    """Return the block that this thread, task or greenlet entered last; else the last of all.
 
-    A thread of a pool may leave what another has entered: then a lost one, before that of a later caller.
+    A thread of a pool may leave the block of another thread: a lost block first, as others are of later callers.
     """
     snapshot = tuple(blocks)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose

@@ -1,6 +1,6 @@
-"""The faces of a lock: `FencedLock` blocks and `AsyncLock` awaits what `base` has written once."""
+"""The classes that users call: `FencedLock` blocks, `AsyncLock` awaits; `base` has the steps of both."""
 
-# ruff: noqa: SLF001 - the rooms of a lock are one thing
+# ruff: noqa: SLF001 - the modules of a lock share private names
 
 from __future__ import annotations
 
@@ -18,11 +18,10 @@ from fencelock.lock.hold import Block
 class FencedLock(BaseLock[Token]):
     """A lock on one or several resources; a context manager that yields the fencing token.
 
-    Made by `fenced_lock` or `Redlock.lock`, for `with` and for `async with`; coroutines find its methods
-    under `aio`. The thread (asyncio task, greenlet) that holds a resource enters it again at no cost and
-    gets the same token, with this object or another; the lease is given back when the last block is left,
-    or, where a transaction that was written under it is still open then, when that ends. May be used again
-    afterwards.
+    `fenced_lock` and `Redlock.lock` make it, for `with` and for `async with`; `aio` has its methods for
+    coroutines. The thread (task, greenlet) that holds a resource enters it again at no cost, with this object
+    or another, and gets the same token. The lease is released when the last block is left. If a transaction
+    that wrote under it is still open then, it is released when that ends. The lock can be used again.
     """
 
     def __repr__(self) -> str:
@@ -36,20 +35,20 @@ class FencedLock(BaseLock[Token]):
 
     @property
     def leases(self) -> tuple[Lease, ...]:
-        """The leases while held, in the order of the resources; empty otherwise."""
+        """The leases in the order of the resources; empty if the lock is not held."""
         return self._innermost().leases if self._entered else ()
 
     @property
     def lease(self) -> Lease:
-        """The lease while held: of the first resource, where there are several.
+        """The lease; with several resources, that of the first.
 
         Raises:
-            NotHeldError: if the lock is not held.
+            NotHeldError: the lock is not held.
         """
         return self._innermost().leases[0]
 
     def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:
-        """Wait for the lock and return its lease: of the first resource, where there are several.
+        """Wait for the lock and return its lease; with several resources, that of the first.
 
         Args:
             timeout: seconds to wait for another holder; None for ever, 0 one try. By default the lock's.
@@ -57,7 +56,7 @@ class FencedLock(BaseLock[Token]):
         Raises:
             LockTimeoutError: another holder kept it until the timeout.
             LockLostError: the lease of a resource that was held already ended meanwhile.
-            AuthorityError: it could not be decided.
+            AuthorityError: the nodes or the database could not decide.
         """
         return self._enter(self._new_block(timeout))  # type: ignore[no-any-return]
 
@@ -76,40 +75,39 @@ class FencedLock(BaseLock[Token]):
             raise
 
     def extend(self, ttl: float | None = None) -> None:
-        """Let the lease live on for `ttl` seconds from now, or for what the lock was made with.
+        """Extend the lease to `ttl` seconds from now; by default, to the ttl of the lock.
 
-        The token stays. A lease is never shortened. One that is renewed needs no help.
+        The token stays. A lease is never shortened. A lock with `renew` does this itself.
 
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended; it stays lost.
-            AuthorityError: it could not be decided; the lease still ends when it would have.
+            AuthorityError: this could not be decided; the lease ends as if this was not called.
         """
         block = self._innermost()
         block.authority.run(self._extend_gen(block, ttl))
 
     def remint(self) -> Token:
-        """Exchange the token for a new, larger one, and keep holding the lock; return it.
+        """Exchange the token for a new, larger one, and return it; the lock stays held.
 
-        For a COMMIT in doubt: its outcome is unknown, and the guard refuses the lease. Once the
-        rows are claimed with the new token (or their gate is passed), nothing that is under way with the old
-        one can be written any more. In this order: roll back, remint, load again. Statements without objects
-        also need a claim before them.
+        Use it when the outcome of a COMMIT is unknown, because the guard refuses the old token then. Once the
+        rows are claimed with the new token (or their gate is passed), the old one can write nothing more. In
+        this order: roll back, remint, load again. A statement without objects also needs a claim before it.
 
         Raises:
             NotHeldError: the lock is not held.
-            LockLostError: it could not be done; the lease has ended.
+            LockLostError: there is no new token, and the lease has ended.
         """
         block = self._innermost()
         return block.authority.run(self._remint_gen(block))  # type: ignore[no-any-return]
 
     def locked(self) -> bool:
-        """Tell whether a holder anywhere, also in this process, has one of the resources at this moment."""
+        """Return whether one of the resources is held at this moment, in any process, this one included."""
         authority = self._find_authority()
         return authority.run(self._locked_gen(authority))
 
     def cancel(self) -> None:
-        """Give up the acquisitions of this lock that wait for another holder, in whatever thread or task.
+        """Cancel the acquisitions of this lock that wait for another holder, in all threads and tasks.
 
         Within about a second each raises a LockTimeoutError, and leaves no lock behind.
         """
@@ -117,18 +115,18 @@ class FencedLock(BaseLock[Token]):
             block.given_up = block.given_up or lock is self
 
     def hand_over(self) -> str:
-        """End the holding here without giving the lock back; return a text for another process's `take_over`.
+        """Stop holding the lock without a release; return a text for `take_over` in another process.
 
-        Nothing renews the lease on its way. A LockError says where the lock was entered more than once, or a
+        Nothing renews the lease until then. LockError if the lock was entered more than once, or if a
         transaction needs it; then it stays held. Other errors are as for `remint`.
         """
         block = self._innermost()
         return block.authority.run(self._hand_over_gen(block))
 
     def release(self) -> None:
-        """Give the lock back; where it was entered several times, leave one block.
+        """Release the lock; if it was entered several times, leave one block.
 
-        Where too few nodes answer to do so, it ends by itself with its ttl, and a warning is logged.
+        If too few nodes answer, the lease ends with its ttl, and a warning is logged.
 
         Raises:
             NotHeldError: the lock is not held.
@@ -139,15 +137,15 @@ class FencedLock(BaseLock[Token]):
             self._complain(lost, None)
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
-        """Have a function called with the lease when it is found to be lost, once for each lease.
+        """Call a function with the lease when the lease is found to be lost, once for each lease.
 
-        It is called when the lease could not be renewed: for blocking code in a thread of its own, for
-        coroutines by the event loop, so `task.cancel` makes sense there. The work under the lease is not
-        interrupted; the guard will refuse its writes. Without `renew`, and after a pause, the loss may be
-        found only when the block is left. Where the lease is lost already it is called at once.
+        If renewal finds the loss, blocking code gets the call in a new thread; coroutines get it from the
+        event loop, so it can call `task.cancel`. The work under the lease is not interrupted, but the guard
+        refuses its writes. Without `renew`, or after a pause, the loss may be found only when the block is
+        left. If the lease is lost already, the call comes at once.
 
         Raises:
-            TypeError: for anything but a plain function.
+            TypeError: `callback` is not a plain function.
         """
         given: object = callback
         if not callable(given) or inspect.iscoroutinefunction(given):
@@ -165,7 +163,7 @@ class FencedLock(BaseLock[Token]):
             if (block := self._block_to_leave()) is not None:
                 lost = block.authority.run(self._leave_gen(block, is_exit=True))
         except BaseException:
-            # A signal handler's, at any line. Until `block` is known nothing is left, and it is found again.
+            # A signal handler may raise at any line. While `block` is unknown, none was left: look again.
             if (block := block or self._block_to_leave()) is not None:
                 block.authority.run(self._take_back_gen(block))
             raise
@@ -215,27 +213,27 @@ class AsyncLock(Generic[Token]):
             return None
 
     async def extend(self, ttl: float | None = None) -> None:
-        """Let the lease live on: see `FencedLock.extend`."""
+        """Extend the lease: see `FencedLock.extend`."""
         block = self._lock._innermost()
         await block.authority.aio.run(self._lock._extend_gen(block, ttl))
 
     async def remint(self) -> Token:
-        """Exchange the token for a new, larger one, and keep holding the lock: see `FencedLock.remint`."""
+        """Exchange the token for a new, larger one: see `FencedLock.remint`."""
         block = self._lock._innermost()
         return await block.authority.aio.run(self._lock._remint_gen(block))
 
     async def locked(self) -> bool:
-        """Tell whether a holder anywhere has one of the resources at this moment: see `FencedLock.locked`."""
+        """Return whether one of the resources is held at this moment: see `FencedLock.locked`."""
         authority = self._lock._find_authority()
         return await authority.aio.run(self._lock._locked_gen(authority))
 
     async def hand_over(self) -> str:
-        """End the holding here without giving the lock back: see `FencedLock.hand_over`."""
+        """Stop holding the lock without a release: see `FencedLock.hand_over`."""
         block = self._lock._innermost()
         return await block.authority.aio.run(self._lock._hand_over_gen(block))
 
     async def release(self) -> None:
-        """Give the lock back: see `FencedLock.release`."""
+        """Release the lock: see `FencedLock.release`."""
         block = self._lock._innermost(to_leave=True)
         if (lost := await block.authority.aio.run(self._lock._leave_gen(block))) is not None:
             self._lock._complain(lost, None)

@@ -11,7 +11,7 @@ DEFAULT_TTL: Final = 30.0
 
 
 class LockSettings(TypedDict, total=False):
-    """The settings of a lock, save its authority; `fenced_lock` says what they mean, and their defaults."""
+    """The settings of a lock, except its authority; `fenced_lock` documents them, and their defaults."""
 
     ttl: float
     timeout: float | None

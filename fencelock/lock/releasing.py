@@ -1,4 +1,4 @@
-"""Giving a lease back: at once, when a transaction that was written under it ends, and at last."""
+"""Releases leases: at once, or when a transaction ends that wrote under them."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ from fencelock.renewal.schedule import release_again, tell
 
 logger = logging.getLogger("fencelock.lock")
 
-#: The tasks that give back, each with its hold. Loops refer to their tasks weakly.
+#: The tasks that release, each with its hold; kept here, because loops refer to their tasks weakly.
 _releases: dict[asyncio.Task[None], Hold] = {}
 
 
 class LostLease(NamedTuple):
-    """A lease that ended before it was given back.
+    """A lease that ended before its release.
 
     Attributes:
-        error: what to raise.
+        error: the error to raise.
         is_committed: whether work was committed under it, and nothing is open. Then the loss is only logged,
             because an error invites a retry, and a COMMIT must not be made twice.
     """
@@ -39,18 +39,18 @@ class LostLease(NamedTuple):
 
 
 def defer_release(hold: Hold) -> bool:
-    """Have a hold given back when the transactions that have written under it end; tell whether any is open.
+    """Release a hold when the open transactions that wrote under it end; return False if none is open.
 
-    The lock must outlive the COMMIT: the next holder would otherwise read, by its own claim, what is about to
-    change. Until then the hold is renewed as before, and its owner may enter it again. New transactions do
-    not begin under it.
+    The lock must outlive the COMMIT, because the next holder would otherwise read rows that are about to
+    change. Until then the hold is renewed, and its owner may enter it again. New transactions do not begin
+    under it.
     """
     if not any(lease.needed for lease in hold.leases) or hold.inherited or hold.lost or hold.released:
         return False
     hold.wait_for_transactions()
     lease = _call_when_idle(hold)
     if lease is None:
-        return not hold.stop_waiting()  # it has ended meanwhile, and may have given the hold back
+        return not hold.stop_waiting()  # the transaction has ended, and may have released the hold
     for each in hold.leases:
         each.left = True
     note_left(*hold.leases)
@@ -60,13 +60,13 @@ def defer_release(hold: Hold) -> bool:
 
 
 def _call_when_idle(hold: Hold) -> Lease | None:
-    """Have `_release_if_idle` called when no open transaction needs a lease; return that lease, or None."""
+    """Call `_release_if_idle` when an open transaction lets its lease go; return the lease, None if none is."""
     call = functools.partial(_release_if_idle, hold)
     return next((lease for lease in hold.leases if lease.needed and lease.when_let_go(call)), None)
 
 
 def _release_if_idle(hold: Hold) -> None:
-    """Give a hold back that has waited for transactions, unless its owner has entered it again."""
+    """Release a hold that has waited for transactions, unless its owner has entered it again."""
     if hold.released or _call_when_idle(hold) is not None or not hold.stop_waiting():
         return
     loop, here = hold.loop(), running_loop()
@@ -74,12 +74,12 @@ def _release_if_idle(hold: Hold) -> None:
         _release_in_loop(hold, loop)
         return
     if loop is not None and loop.is_running():
-        with contextlib.suppress(RuntimeError):  # it has been closed
+        with contextlib.suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(_release_in_loop, hold, loop, context=contextvars.Context())
             return
     if here is None:
         _release_logged(hold)
-    else:  # no other task of this loop is to wait for it
+    else:  # the other tasks of this loop must not wait for the release
         _release_in_thread(hold)
 
 
@@ -89,7 +89,7 @@ def _release_in_loop(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
 
     def end(done: asyncio.Task[None]) -> None:
         _releases.pop(done, None)
-        if done.cancelled() and not hold.released:  # by a loop that ends, before it began
+        if done.cancelled() and not hold.released:  # by a loop that ends, before the task began
             _release_in_thread(hold)
         elif not done.cancelled() and (error := done.exception()) is not None:
             logger.error("%s could not be released", hold.name, exc_info=error)
@@ -100,13 +100,13 @@ def _release_in_loop(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _release_in_thread(hold: Hold) -> None:
-    """Give back in a thread of its own, which the interpreter waits for when it ends."""
-    with contextlib.suppress(RuntimeError):  # it has, and gives everything back
+    """Release in a new thread; the interpreter waits for it when it ends."""
+    with contextlib.suppress(RuntimeError):  # the interpreter ends, and releases everything
         _threads.start(threading.Thread(target=_release_logged, args=(hold,), name="fencelock-release"))
 
 
 def _release_logged(hold: Hold) -> None:
-    """Give back; what ends a transaction is not to hear that it could not be done."""
+    """Release, and log a failure, because the code that ends a transaction must not get the error."""
     try:
         _note_late(hold.authority.run(release_hold_gen(hold)))
     except Exception:
@@ -124,22 +124,22 @@ async def _end_releases(owner: object) -> None:
 
 
 def wait_for_releases(owner: object) -> Call:
-    """Return a step that waits for an owner's releases behind its COMMIT.
+    """Return a step in which a task waits for the releases that follow its owner's COMMIT.
 
-    Blocking code need not: a thread that ends a transaction gives back before it goes on.
+    Blocking code does not wait, because a thread that ends a transaction releases before it goes on.
     """
     return Call(lambda: None, lambda: _end_releases(owner))
 
 
 def stop_renewal_gen(hold: Hold) -> Steps[None]:
-    """Have a hold not be extended any more: mostly at once, without a step."""
+    """Stop extending a hold: mostly at once, without a step."""
     renewer = hold.renewer
     if renewer is not None and not renewer.cancel(hold):
         yield Call(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
 
 
 def resume_renewal_gen(hold: Hold) -> Steps[None]:
-    """Have a hold renewed again that was stopped; or given back, if another thread released it meanwhile."""
+    """Extend a hold again after a stop; release it if another thread has released it meanwhile."""
     if hold.released:
         for grant in release_again(hold):
             yield from hold.authority.release_gen(grant)
@@ -148,7 +148,7 @@ def resume_renewal_gen(hold: Hold) -> Steps[None]:
 
 
 def leave_gen(block: Block) -> Steps[LostLease | None]:
-    """Give back what no block is inside any more; return what had been lost before, or None."""
+    """Leave a block, and release the holds that no other block has entered; return a lost lease or None."""
     over = []
     for hold in reversed(block.holds):
         hold.blocks.discard(block.mark)
@@ -158,7 +158,7 @@ def leave_gen(block: Block) -> Steps[LostLease | None]:
     for hold in over:
         try:
             lost = (yield from release_hold_gen(hold)) or lost
-        except BaseException as error:  # noqa: BLE001 - the others are given back all the same
+        except BaseException as error:  # noqa: BLE001 - the others are released all the same
             interruption = interruption or error
     if interruption is not None:
         raise interruption
@@ -166,7 +166,7 @@ def leave_gen(block: Block) -> Steps[LostLease | None]:
 
 
 def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
-    """Give a hold back; return how to report it where it had been lost before."""
+    """Release a hold; return how to report a loss that came before, else None."""
     if hold.given_back:
         return None
     lost = hold.leases[0].lost
@@ -181,7 +181,7 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
         try:
             yield from stop_renewal_gen(hold)
         finally:
-            hold.extended_after_release = False  # what has been extended by now is released with the rest
+            hold.extended_after_release = False  # this release covers the extensions until now
             try:
                 released = yield from hold.authority.release_gen(hold.grant)
             finally:
@@ -193,7 +193,7 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
     except AuthorityError as error:
         failure = error
         logger.warning("%s was not released, and ends by itself at the latest: %s", hold.name, error)
-    except BaseException:  # a cancellation, or of a signal handler; it was sent all the same
+    except BaseException:  # a cancellation, or a signal handler's error; the release was sent
         hold.note_released()
         raise
     hold.given_back = True
@@ -203,7 +203,7 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
 
 
 def _lost_lease(hold: Hold) -> LostLease:
-    """Return how a lease is to be reported that ended before it was given back, and tell its listeners."""
+    """Return how to report a lease that ended before its release, and tell listeners."""
     tell(hold.calls_when_lost())
     leases = hold.leases
     is_over = hold.grant.expires_at <= time.monotonic()

@@ -20,7 +20,7 @@ from fencelock.lock.hold import Block, holds_of
 
 logger = logging.getLogger("fencelock.lock")
 
-#: What was waited for when the log told of a connection that is kept meanwhile.
+#: The resources whose acquisition kept a connection while it waited, as the log told once.
 _warned: list[tuple[str, ...]] = []
 
 _OTHER_CALLER: Final = (
@@ -59,7 +59,7 @@ def _warn_of_connection(resources: tuple[str, ...]) -> None:
 
 
 def with_reason(error: LockTimeoutError, authority: Authority, resources: Sequence[str]) -> LockTimeoutError:
-    """Return an error that says, too, that the caller's own thread or parent holds what it waits for."""
+    """Return the error, with the reason added if the caller's own thread or parent holds the lock."""
     if not (why := _why_in_vain(authority, resources)):
         return error
     return LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl)
@@ -80,7 +80,7 @@ def _shown(place: tuple[CodeType, int] | None) -> str:
 
 
 def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: LockTimeoutError) -> Steps[None]:
-    """Add to an error which process holds the lock, where the authority can tell."""
+    """Add the process that holds the lock to an error, if the authority can tell."""
     for name in resources:
         try:
             found = yield from authority.inspect_gen((name,))

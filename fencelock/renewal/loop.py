@@ -1,6 +1,6 @@
-"""Extends the leases of asyncio code: the event loop itself, with timers and short-lived tasks.
+"""Extends the leases of asyncio code, by timers and short tasks of the event loop itself.
 
-Where nothing is held, at most one timer is left, which rings once.
+When nothing is held, at most one timer is left, and it rings once.
 """
 
 from __future__ import annotations
@@ -24,32 +24,32 @@ class LoopRenewer(Renewer):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._loop = ref(loop)
-        #: It knows the loop, which must be free to go: see `_of_loops`.
+        #: Weak, because a timer refers to its loop, which must not be kept alive: see `_of_loops`.
         self._timer: ref[asyncio.TimerHandle] | None = None
         self._wakes_at = math.inf
         self._round: asyncio.Task[None] | None = None
 
     def add(self, hold: Renewable) -> None:
-        """Begin to extend a hold; called elsewhere than in the loop, begin soon."""
+        """Begin to extend a hold: at once in its loop, soon if another thread calls this."""
         loop = self._loop()
         if running_loop() is loop:
             self.reschedule(hold, time.monotonic())
             self._wind_up()
         elif loop is not None:
-            with contextlib.suppress(RuntimeError):  # it has been closed, and nothing extends
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and extends nothing any more
                 loop.call_soon_threadsafe(self.add, hold, context=contextvars.Context())
 
     def stop(self, hold: Renewable) -> None:
         self._unplan(hold)
 
     async def stop_soon(self, hold: Renewable) -> None:
-        """Cease to extend a hold; in its loop, an extension under way has ended when this returns."""
+        """Stop extending a hold; in its loop, wait for an extension that is under way."""
         if self._round is not None and hold in self._in_flight and running_loop() is self._loop():
             await asyncio.wait([self._round])
         self._unplan(hold)
 
     def _wind_up(self) -> None:
-        """Set the timer, if it is not to ring early enough."""
+        """Set the timer to the next look, unless it rings early enough."""
         at = self.next_at
         if self._round is not None or at >= self._wakes_at:
             return
@@ -70,7 +70,7 @@ class LoopRenewer(Renewer):
 
     def _end_round(self, done: asyncio.Task[None]) -> None:
         in_flight, self._round, self._in_flight = self._in_flight, None, frozenset()
-        if done.cancelled():  # with all tasks that there are; leases are held still
+        if done.cancelled():  # with all tasks of the loop; the leases are still held
             for hold in in_flight:
                 if not hold.over:
                     hold.last_error = "the task that extends it was cancelled"
@@ -85,10 +85,10 @@ _of_loops = WeakKeyDictionary()
 
 
 def for_loop(authority: Authority) -> LoopRenewer:
-    """Return what extends the holds of the running event loop's tasks."""
+    """Return the renewer for the tasks of the running event loop."""
     loop = asyncio.get_running_loop()
     renewers = _of_loops.get(loop) or _of_loops.setdefault(loop, WeakKeyDictionary())
     return renewers.get(authority) or renewers.setdefault(authority, LoopRenewer(loop))
 
 
-in_forked_child(_of_loops.clear)  # nothing is held there
+in_forked_child(_of_loops.clear)  # the child holds nothing

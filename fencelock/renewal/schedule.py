@@ -1,13 +1,14 @@
-"""Which lease is extended when, and what became of that. No thread and no event loop.
+"""Plans when each lease is extended, and handles the outcomes. It has no thread and no event loop.
 
-A lease is looked at after a third of its ttl; if the nodes cannot be reached then, again and again until its
-validity is over. Then it is *lost*, and so it is at the end of `max_hold`: a worker that hangs beside a
-healthy renewer must not hold for ever. Work under a lost lease is not interrupted, but hears of it from the
-next use of the lease, from `on_lost`, and on leaving the block; the storage has the last word.
+A lease is looked at after a third of its ttl. If the authority cannot be reached, the renewer tries again and
+again until the validity of the lease is over. Then the lease is *lost*. It is also lost at the end of
+`max_hold`, because a worker that hangs beside a healthy renewer must not hold for ever. Work under a lost
+lease is not interrupted. It hears of the loss from its next use of the lease, from `on_lost`, and on leaving
+the block; the storage has the last word.
 
-A lease that is given back is struck off first, and an extension that is under way is waited for: nothing is
-extended after its release. Where it cannot be waited for, in another thread than the loop's, nodes may make
-locks again behind the release: then the one of the two that ends last releases once more.
+A release first strikes its lease off, and waits for an extension that is under way: nothing is extended after
+its release. In another thread than the loop's, a release cannot wait. Then an extension may make locks again
+after the release, so the one of the two that ends last releases once more.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ Calls = list[Callable[[], object]]
 
 
 class Renewable(Protocol):
-    """A hold that is renewed. `Hold` of `lock/` meets it, and says what each of these is."""
+    """The part of a hold that a renewer uses; `Hold` of `lock/` has it, and documents each attribute."""
 
     grant: Grant
     ttl: float
@@ -60,15 +61,15 @@ class Renewable(Protocol):
 
 
 class Renewer(abc.ABC):
-    """Extends holds: many together, because looks are rounded up by less than a sixteenth of their interval.
+    """Extends holds, many together, because the times of looks are rounded up to common moments.
 
-    Not for two threads at once, save `cancel`; but a signal handler may plan in the midst of planning.
+    Two threads at once may call only `cancel`. A signal handler may interrupt any method, and plan.
     """
 
     def __init__(self) -> None:
         self._due: dict[float, set[Callable[[], Renewable | None]]] = {}  # weak references
         self._in_flight: frozenset[Renewable] = frozenset()
-        # Another one in every process, or all would ask the nodes at the same moments.
+        # Random, because all processes would otherwise ask the nodes at the same moments.
         self._phase = random.uniform(0.0, 1024.0)  # noqa: S311 - no secret
 
     @abc.abstractmethod
@@ -77,14 +78,14 @@ class Renewer(abc.ABC):
 
     @abc.abstractmethod
     def stop(self, hold: Renewable) -> None:
-        """Cease to extend a hold; an extension under way has ended when this returns."""
+        """Stop extending a hold; the renewer of threads waits for an extension that is under way."""
 
     @abc.abstractmethod
     async def stop_soon(self, hold: Renewable) -> None:
-        """Do as `stop`, and let other tasks run meanwhile."""
+        """Stop extending a hold, and wait for an extension that is under way; other tasks run meanwhile."""
 
     def cancel(self, hold: Renewable) -> bool:
-        """Extend a hold no more; return False where an extension is under way."""
+        """Stop extending a hold at once; return False if an extension is under way."""
         if hold in self._in_flight:
             return False
         self._unplan(hold)
@@ -99,23 +100,23 @@ class Renewer(abc.ABC):
         return min(self._due, default=math.inf)
 
     def reschedule(self, hold: Renewable, now: float) -> None:
-        """Look at a hold when it is to be extended next, or ends, or up to a sixteenth of the pause later."""
+        """Plan the next look at a hold: at its next extension or its end, or up to a sixteenth later."""
         self._unplan(hold)
         left = hold.grant.expires_at - now
         interval = max(hold.ttl / 20, _SHORTEST_PAUSE) if hold.last_error else hold.ttl / 3
-        if not _is_final(hold):  # or else there is nothing to gain before the end
-            # An acquisition that took long has left less than its ttl.
+        if not _is_final(hold):  # a final hold can gain nothing before its end
+            # A slow acquisition has left less than its ttl.
             left = min(interval, left if hold.last_error else left / 2)
-        # A power of two: leases of many ttls are looked at together.
+        # A power of two, so that leases of different ttls are looked at together.
         width = 2.0 ** math.floor(math.log2(interval / _PARTS))
         hold.renew_at = math.ceil((now + left - self._phase) / width) * width + self._phase
         self._due.setdefault(hold.renew_at, set()).add(hold.itself)
 
     def pop_due(self, now: float) -> list[Renewable]:
-        """Take off, and return, the holds to look at now."""
+        """Remove and return the holds to look at now."""
         due: list[Renewable] = []
         while (look := self.next_at) <= now:
-            # A copy, made in one step: another thread may strike one.
+            # Copied in one step of Python, because another thread may strike a hold off.
             references = tuple(self._due.pop(look, ()))
             due += [hold for reference in references if (hold := reference()) is not None]
         self._in_flight = frozenset(due)
@@ -135,7 +136,7 @@ class Renewer(abc.ABC):
             # A holder in another thread or loop, or one that was interrupted, did not wait for this.
             if hold.released:
                 ended += release_again(hold)
-            elif hold.grant is grant:  # or else extended or reminted meanwhile, and renew_at
+            elif hold.grant is grant:  # else its holder has extended or reminted it, and plans it again
                 calls += self._note(hold, outcome, late, now())
                 if hold.over:
                     ended.append(hold.grant)
@@ -147,7 +148,7 @@ class Renewer(abc.ABC):
     def _look(
         self, due: Iterable[Renewable], now: Callable[[], float], calls: Calls, ended: list[Grant]
     ) -> Iterator[tuple[Renewable, Wish, float]]:
-        """Yield the holds to extend, with the wish and how late it is; give up those that have ended."""
+        """Yield each hold to extend, its wish, and the seconds that it is late; give up ended holds."""
         for hold in due:
             moment = now()
             if hold.over:
@@ -164,7 +165,7 @@ class Renewer(abc.ABC):
     def _note(
         self, hold: Renewable, outcome: Grant | FencelockError, late: float, now: float
     ) -> Iterable[Callable[[], object]]:
-        """Note what an extension came to; return the callbacks where that is a loss."""
+        """Note the outcome of an extension; return the callbacks to call if it is a loss."""
         _tell(hold, outcome, late)
         if hold.over or isinstance(outcome, LockLostError):
             return hold.mark_lost(str(outcome))
@@ -177,7 +178,7 @@ class Renewer(abc.ABC):
 
 
 def _tried(steps: Steps[Any], outcomes: int = 0) -> Steps[Any]:
-    """Run a generator; return what it does, or an error as each outcome, because renewal must go on."""
+    """Return the result of a generator, or its error as each outcome, because renewal must go on."""
     try:
         return (yield from steps)
     except AuthorityError as error:
@@ -192,7 +193,7 @@ def _is_final(hold: Renewable) -> bool:
 
 
 def _give_up(hold: Renewable, now: float) -> tuple[Callable[[], object], ...]:
-    """Note that a hold's time has run out; return the functions to call."""
+    """Note that a hold's time has run out; return the callbacks to call."""
     if _is_final(hold):
         return hold.mark_lost("it was held for as long as max_hold allows", "max_hold")
     detail = f"it could not be extended in time: {hold.last_error or 'this process was held up'}"
@@ -201,7 +202,6 @@ def _give_up(hold: Renewable, now: float) -> tuple[Callable[[], object], ...]:
 
 
 def _tell(hold: Renewable, outcome: Grant | FencelockError, late: float) -> None:
-    """Tell listeners what has become of an extension."""
     if _events.listeners:
         names = hold.authority, hold.grant.resources, hold.template
         if isinstance(outcome, Grant):
@@ -212,14 +212,14 @@ def _tell(hold: Renewable, outcome: Grant | FencelockError, late: float) -> None
 
 
 def release_again(hold: Renewable) -> Iterator[Grant]:
-    """Release once more what may have been made again behind the release; or leave that to the releaser."""
-    hold.extended_after_release = True
+    """Yield the grant to release once more, because an extension may have made its locks again."""
+    hold.extended_after_release = True  # if the release is still under way, it releases once more itself
     if hold.release_finished:
         yield hold.grant
 
 
 def tell(calls: Iterable[Callable[[], object]]) -> None:
-    """Call the functions for leases that were lost; one that fails is logged."""
+    """Call the callbacks of lost leases; log those that fail."""
     for call in calls:
         try:
             call()

@@ -15,14 +15,14 @@ from fencelock._threads import sleep_until_rung
 from fencelock.authority.base import Authority
 from fencelock.renewal.schedule import Calls, Renewable, Renewer, logger, tell
 
-#: Seconds after which a thread ends that has nothing to extend.
+#: Seconds after which a thread ends if it has nothing to extend.
 _IDLE = 30.0
-#: Seconds between two looks of a task whether an extension has ended.
+#: Seconds between two looks of a task that waits for the end of an extension.
 _LOOK = 0.005
 
 
 def _tell_apart(calls: Calls) -> None:
-    """Do as `tell`, in a thread of its own: leases are not to be lost because a callback takes its time."""
+    """Call `tell` in a new thread, because leases must not be lost while a callback takes its time."""
     target = contextvars.Context().run
     thread = threading.Thread(target=target, args=(tell, calls), name="fencelock-lost", daemon=True)
     try:
@@ -36,7 +36,7 @@ class ThreadRenewer(Renewer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._mutex = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
+        self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._changed = _threads.Bells()
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
@@ -59,7 +59,7 @@ class ThreadRenewer(Renewer):
             super().reschedule(hold, now)
 
     def stop(self, hold: Renewable) -> None:
-        """Cease to extend a hold; an extension under way has ended when this returns."""
+        """Stop extending a hold; wait for an extension that is under way."""
         while True:
             with self._mutex:
                 if super().cancel(hold):
@@ -68,7 +68,7 @@ class ThreadRenewer(Renewer):
             sleep_until_rung(bell, threading.TIMEOUT_MAX)
 
     async def stop_soon(self, hold: Renewable) -> None:
-        """Do as `stop`, and let other tasks run meanwhile: for a task that ends a hold of blocking code."""
+        """Stop extending a hold of blocking code, for a task that ends it; other tasks run meanwhile."""
         while not self.cancel(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
             await asyncio.sleep(_LOOK)
 
@@ -77,7 +77,7 @@ class ThreadRenewer(Renewer):
         target = contextvars.Context().run
         thread = threading.Thread(target=target, args=(self._work,), name="fencelock-renewal", daemon=True)
         self._thread = thread
-        self._changed.ring()  # one that is too many ends
+        self._changed.ring()  # if an older thread still runs, it ends
         try:
             _threads.start(thread)
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
@@ -87,7 +87,7 @@ class ThreadRenewer(Renewer):
     def _work(self) -> None:
         while due := self._await_due():
             self._extend(due)
-            del due  # while it waits, it must not keep what nothing else keeps
+            del due  # the thread must not keep these holds alive while it waits
 
     def _extend(self, due: list[Renewable]) -> None:
         due[0].authority.run(self.renew_due(due, time.monotonic, _tell_apart))
@@ -96,9 +96,9 @@ class ThreadRenewer(Renewer):
             self._changed.ring()
 
     def _await_due(self) -> list[Renewable]:
-        """Return the holds to look at; none when the thread may end: it was idle, or is one too many.
+        """Return the holds to look at; none if this thread is to end, because it was idle or is replaced.
 
-        For a signal handler that raises within `Thread.start` leaves a thread that seems not to be alive.
+        It is replaced if a signal handler raised inside `Thread.start`, because it seems dead then.
         """
         idle_since = time.monotonic()
         while True:
@@ -106,7 +106,7 @@ class ThreadRenewer(Renewer):
                 if self._thread is not threading.current_thread():
                     return []
                 left = threading.TIMEOUT_MAX
-                if not self._in_flight:  # else by one too many, which ends after that
+                if not self._in_flight:  # else a replaced thread extends them, and ends after that
                     now = time.monotonic()
                     if due := self.pop_due(now):
                         self._wakes_at = -math.inf
@@ -126,8 +126,8 @@ _of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()
 
 
 def for_thread(authority: Authority) -> ThreadRenewer:
-    """Return what extends the holds of blocking code."""
+    """Return the renewer of blocking code."""
     return _of_threads.get(authority) or _of_threads.setdefault(authority, ThreadRenewer())
 
 
-in_forked_child(_of_threads.clear)  # no thread has come along, and nothing is held
+in_forked_child(_of_threads.clear)  # the child has no such thread, and holds nothing
