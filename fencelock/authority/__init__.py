@@ -1,1 +1,1 @@
-"""What grants leases and mints tokens. Knows nothing of the guard, nor of SQLAlchemy."""
+"""Grants leases and mints tokens. It knows nothing of the guard."""

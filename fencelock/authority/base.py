@@ -1,4 +1,4 @@
-"""What every authority offers to the lock, be it a quorum of nodes, a database or a consensus store."""
+"""The protocol that a lock uses: of a quorum of nodes, a database, or a consensus store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Grant:
         resources: in the order in which they were asked for.
         tokens: the fencing token of each.
         expires_at: when all of them end, on the clock of `time.monotonic`.
-        proof: what the authority needs to recognise the grant; nothing else looks into it.
+        proof: data by which only the authority recognises the grant.
     """
 
     resources: tuple[str, ...]
@@ -41,7 +41,7 @@ Wish = tuple[Grant, float]
 
 
 def named(resources: Iterable[str]) -> str:
-    """Return resources as they stand in a sentence."""
+    """Return resources for a sentence: quoted, with commas between them."""
     return ", ".join(map(repr, resources))
 
 
@@ -50,9 +50,9 @@ _LEAST_SHOWN: Final = 0.001
 
 
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
-    """Return the error of an acquisition that has waited for resources for long enough.
+    """Return the error of an acquisition whose time is over.
 
-    They are held for `holder_ttl` seconds; None where they are free by now, as they nearly are at 0.
+    The resources are held for `holder_ttl` more seconds; None if they are free by now.
     """
     if holder_ttl is None or holder_ttl < _LEAST_SHOWN:
         sentence = f"{named(resources)} could not be acquired in time: others were faster"
@@ -76,10 +76,10 @@ def too_slow(
 
 
 class GivenUp(BaseException):
-    """Ends an acquisition that `FencedLock.cancel` has given up, as an interruption does."""
+    """Ends an acquisition that `FencedLock.cancel` has given up; a BaseException, as for an interruption."""
 
 
-#: Event loops in which a blocking lock had to wait, and which the log has told of it.
+#: Event loops in which a blocking lock had to wait, as the log has told.
 _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
@@ -96,7 +96,7 @@ def warn_of_blocked_loop(key: str) -> None:
 
 
 class Terms(TypedDict):
-    """How an acquisition is asked for: see `Authority.acquire_gen`."""
+    """The terms of an acquisition: see `Authority.acquire_gen`."""
 
     ttl: float
     timeout: float | None
@@ -107,8 +107,8 @@ class Terms(TypedDict):
 class AsyncAuthority(Protocol):
     """The part of an `Authority` that differs for coroutines.
 
-    A generator that is cancelled leaves no lease behind: what an acquisition may have got is given back,
-    without waiting for that, and a release takes place all the same.
+    A cancelled generator leaves no lease behind. An acquisition releases the leases that it may have got,
+    without waiting. A release takes place all the same.
     """
 
     def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
@@ -121,20 +121,20 @@ class AsyncAuthority(Protocol):
 class Authority(Protocol):
     """Grants leases and mints their tokens, by generators that `run` or `aio.run` runs.
 
-    For each resource, no two grants carry the same token, and a token exceeds every token whose
-    acquisition had completed before its own began.
+    For each resource, no two grants have the same token, and a token exceeds every token whose acquisition
+    had completed before its own began.
 
     Any thread and any greenlet may call it. A signal handler that has interrupted a call may get a
-    RuntimeError. A forked child uses it with connections of its own and leaves those of its parent alone. An
+    RuntimeError. A forked child uses its own connections, and leaves those of its parent alone. An
     acquisition that raises leaves no lease behind.
 
-    An authority may have more than this:
+    An authority may have more methods:
 
-    - `close()` closes its connections, and using it again opens them again. One that is in `in_use` is closed
-      when the interpreter exits, after leases have been given back.
-    - `settle()` sends the releases that are owed; called before that.
-    - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` the grant of it again.
-      Its end is known when it has been extended. `vouch_gen(grant)` tells whether its tokens are those that
+    - `close()` closes its connections; the next use opens them again. The authorities in `in_use` are closed
+      when the interpreter exits, after leases were released.
+    - `settle()` sends the releases that are owed; it is called before that.
+    - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` makes the grant again,
+      whose end is unknown until it is extended. `vouch_gen(grant)` returns whether its tokens are those that
       were granted.
     """
 
@@ -157,32 +157,32 @@ class Authority(Protocol):
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.
             AuthorityError: it could not be decided.
-            ValueError: it cannot be `fair`.
+            ValueError: the authority cannot be `fair`.
         """
 
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        """Extend any number of grants, in as few round trips as can be; return what became of each.
+        """Extend any number of grants, in as few round trips as possible; return the outcome of each.
 
-        That is the grant with its new end, which may be earlier than asked for where the authority has a
-        limit of its own, and never earlier than it was; a LockLostError where the lease has ended; or an
-        AuthorityError where that could not be decided, and the grant still ends when it would have.
+        It is the grant with its new end, a LockLostError if the lease has ended, or an AuthorityError if this
+        could not be decided, and the grant ends as before. The new end is never earlier than the old one. The
+        authority may have a limit of its own.
         """
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
-        """Exchange a grant for one of the same resources with larger tokens, and no other grant in between.
+        """Exchange a grant for one of the same resources with larger tokens, without another in between.
 
         Raises:
-            LockLostError: it came to nothing; the old grant is not in force any more either.
+            LockLostError: there is no new grant, and the old one has ended, too.
         """
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
-        """Give the leases back.
+        """Release the leases.
 
-        Returns True if they were still ours, False if they no longer were, None if that could not be told.
+        Returns True if they were still ours, False if they no longer were, None if this is unknown.
         """
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        """Return the locks that are held of these resources; of all, where none is named."""
+        """Return the held locks among these resources; of all resources, if none is named."""
 
 
 #: The authorities that have a `close()`, which is called when the interpreter exits.

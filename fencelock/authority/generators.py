@@ -1,4 +1,4 @@
-"""An authority that is written once, as generators, for blocking code and for coroutines."""
+"""Base classes of authorities that are written once, as generators, for blocking code and coroutines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class GeneratorAuthority(abc.ABC):
 
     @abc.abstractmethod
     def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
-        """See `Authority.acquire_gen`; the ttl is checked."""
+        """See `Authority.acquire_gen`; the caller has checked the ttl."""
 
     @abc.abstractmethod
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
@@ -52,10 +52,10 @@ class GeneratorAuthority(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+        """Close the connections. Held leases end with their ttl; the next use connects again."""
 
     def vouch_gen(self, grant: Grant) -> Steps[bool]:
-        """Tell whether the tokens of a grant that was loaded are those that its locks were granted with."""
+        """Return whether a loaded grant has the tokens that were granted for its locks."""
         found = yield from self.inspect_gen(grant.resources)
         granted = {info.resource: info.token for info in found}
         return all(granted.get(name) == its for name, its in zip(grant.resources, grant.tokens, strict=True))
@@ -71,7 +71,7 @@ class GeneratorAuthority(abc.ABC):
     @overload
     def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> FencedLock[tuple[int, ...]]: ...
     def lock(self, *resources: str, **settings: Unpack[LockSettings]) -> Any:
-        """Return `fenced_lock(*resources, …)` of this authority, with the same settings.
+        """Return a lock of this authority: `fenced_lock(*resources, …)`, with the same settings.
 
         Raises:
             TypeError, ValueError: as `fenced_lock` does.
@@ -91,15 +91,16 @@ class GeneratorAuthority(abc.ABC):
         return self.run(self.release_gen(grant))
 
     def force_release(self, resource: str, *, token: int | None = None) -> LockInfo | None:
-        """Give back what another holds, and return what it was; None where it was free.
+        """Release a lock that another holds, and return its facts; None if there was no such lock.
 
-        With a token, only the holder that has it loses the lock: repeated, it takes nothing from a successor.
+        With a token, only the holder of this token loses the lock, so a successor keeps it.
 
-        Nothing stops the holder, which hears of it when it extends its lease. Have a new holder claim what
-        the old one may write, so that the database refuses it: `fencelock release --force` does so.
+        The holder is not stopped. It hears of the release when it extends its lease. Let a new holder claim
+        the rows that the old one may write, so that the database refuses the old one: `fencelock release
+        --force` does so.
 
         Raises:
-            AuthorityError: it could not be done, or not be told whether it was.
+            AuthorityError: it failed, or its outcome is unknown.
         """
         return self.run(self.force_gen(check_resource(resource), token))
 
@@ -108,10 +109,10 @@ class GeneratorAuthority(abc.ABC):
     @overload
     def inspect(self, resource: None = None, /) -> list[LockInfo]: ...
     def inspect(self, resource: str | None = None, /) -> LockInfo | list[LockInfo] | None:
-        """Tell by whom a resource is held, None where it is free; without one, all that is held.
+        """Return the lock of a resource, or None if it is free; without a resource, return all held locks.
 
         Raises:
-            AuthorityError: it could not be told.
+            AuthorityError: the nodes or the database could not tell.
         """
         found = self.run(self.inspect_gen(() if resource is None else (check_resource(resource),)))
         return found if resource is None else next(iter(found), None)
@@ -134,7 +135,7 @@ class AsyncView(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Close the connections of the running loop; using it again connects again."""
+        """Close the connections of the running loop; the next use connects again."""
 
     @abc.abstractmethod
     def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
@@ -146,7 +147,7 @@ class AsyncView(abc.ABC):
     async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire_gen`.
 
-        Cancelled, it gives back what it may have acquired, without waiting for that.
+        If it is cancelled, it releases what it may have acquired, without waiting.
         """
         return await self.run(self.acquire_gen(resources, **terms))
 
@@ -164,7 +165,7 @@ class AsyncView(abc.ABC):
     @overload
     async def inspect(self, resource: None = None, /) -> list[LockInfo]: ...
     async def inspect(self, resource: str | None = None, /) -> LockInfo | list[LockInfo] | None:
-        """Tell by whom a resource is held: see `GeneratorAuthority.inspect`."""
+        """Return the lock of a resource, or all held locks: see `GeneratorAuthority.inspect`."""
         asked = () if resource is None else (check_resource(resource),)
         found = await self.run(self._authority.inspect_gen(asked))
         return found if resource is None else next(iter(found), None)

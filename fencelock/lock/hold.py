@@ -1,7 +1,7 @@
 """The grants that this process holds, their owners, and the blocks that have entered them.
 
-An owner is a thread, task or greenlet (see `_owners`). It can enter again, with the same token, if its context
-has the lease. All others wait. Other callers that the same thread serves wait, too.
+An owner is a thread, task or greenlet (see `_owners`). It can enter again, with the same token, if its
+context has the lease. All others wait, also other callers that the same thread serves.
 """
 
 from __future__ import annotations
@@ -291,7 +291,7 @@ class Block:
 def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
     """Return the block that this thread, task or greenlet entered last; else the last of all.
 
-    A thread of a pool may leave the block of another thread: a lost block first, as others are of later callers.
+    A thread of a pool may leave another thread's block: a lost one comes before those of later callers.
     """
     snapshot = tuple(blocks)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose

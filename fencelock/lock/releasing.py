@@ -60,7 +60,7 @@ def defer_release(hold: Hold) -> bool:
 
 
 def _call_when_idle(hold: Hold) -> Lease | None:
-    """Call `_release_if_idle` when an open transaction lets its lease go; return the lease, None if none is."""
+    """Call `_release_if_idle` when an open transaction lets a lease go; return that lease, or None."""
     call = functools.partial(_release_if_idle, hold)
     return next((lease for lease in hold.leases if lease.needed and lease.when_let_go(call)), None)
 

@@ -1,4 +1,4 @@
-"""How leases are acquired: by an attempt, or behind a wait in the queues."""
+"""Acquires leases: by an attempt, or after a wait in the queues."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fencelock.authority.database.releasing import Owed, Releasing, holder, part
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.lease import validity
 
-#: Queues in which a caller stands at most that waits for many resources at once.
+#: The most queues that a caller joins if it waits for many resources at once.
 _FEW: Final = 10
-#: Seconds between two looks at what another holds: where the database calls,
+#: Seconds between two looks at a held resource, if the database calls.
 _HEARING: Final = 0.25
-#: for each world that comes before,
+#: Such seconds without calls, for each world that is ahead.
 _BEHIND: Final = 0.01
-#: at most where several resources are wanted at once,
+#: The most such seconds, if several resources are wanted at once.
 _SEVERAL: Final = 0.03
-#: and else at least, and at most.
+#: The least and the most such seconds without calls.
 _PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.002, 0.05), "sqlite": (0.001, 0.05)}
 
 
 class _Waiting(NamedTuple):
-    """What an acquisition waits for, until when, and where it stands."""
+    """An acquisition that waits: for which resources, until when, and at which place."""
 
     resources: tuple[str, ...]
     end: float
@@ -77,7 +77,7 @@ class Acquiring(Releasing):
         except GeneratorExit:
             raise
         except BaseException as error:
-            queues.leave(resources[0], waiting.place)  # where a handler has struck in the midst of that
+            queues.leave(resources[0], waiting.place)  # again: a signal handler may have interrupted it
             until = time.monotonic() + ttl
             nonces = [] if isinstance(error, FencelockError) else [nonce]
             if not nonces and (waiting.place.is_late or is_in_doubt(error.__cause__)):
@@ -89,7 +89,7 @@ class Acquiring(Releasing):
             raise
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
-        """Take these steps behind the callers of this world that wait for the same resource."""
+        """Take these steps with a place in the queue of this world's callers for the same resource."""
         resources, end, queues, place, *_ = waiting
         try:
             if len(resources) == 1 and end > time.monotonic():
@@ -113,9 +113,9 @@ class Acquiring(Releasing):
         looked_free = False
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         if len(resources) > 1:
-            place.queue.put_off()  # others would wait for a caller that looks from time to time
+            place.queue.put_off()  # because others would wait for a caller that only looks now and then
         waited = yield from self._standing(waiting)
-        # An attempt on several, one of which is held, would lock the rows of the others meanwhile.
+        # If one of several resources is held, an attempt would lock the rows of the others meanwhile.
         if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
             waited = (yield from self._waiting(waiting)) or waited
         while True:
@@ -133,7 +133,7 @@ class Acquiring(Releasing):
                 if time.monotonic() >= end:
                     yield from self._refusing(waiting)
                 looks_free = not (yield from self._waiting(waiting))
-                if looks_free and looked_free:  # and is refused again and again
+                if looks_free and looked_free:  # it looks free, but attempts are refused
                     yield from self._pausing(waiting, self._pause(waiting))
                 looked_free = looks_free
                 continue
@@ -158,7 +158,7 @@ class Acquiring(Releasing):
         return map(tokens.__getitem__, resources)
 
     def _standing(self, waiting: _Waiting) -> Steps[bool]:
-        """Wait until the callers before this one have the resource, or have given up; tell if any were."""
+        """Wait until no caller of this world is before this one; return whether there were any."""
         place, was_first = waiting.place, waiting.place.is_first
         while not place.is_first and place.error is None:
             if time.monotonic() >= waiting.end:
@@ -173,12 +173,12 @@ class Acquiring(Releasing):
         return not was_first
 
     def _waiting(self, waiting: _Waiting) -> Steps[bool]:
-        """Wait until all of the resources look free; tell if it took any time."""
+        """Wait until all of the resources look free; return whether there was a wait."""
         waited = False
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
                 yield Later(functools.partial(self._listening, waiting.queues))
-        if waiting.place.is_late:  # the database may say that it is held by this very acquisition
+        if waiting.place.is_late:  # this very acquisition may hold it in the database
             yield from self._pausing(waiting, self._pause(waiting))
             return True
         while not waiting.place.is_due and (held := (yield from self._held(waiting))):
@@ -198,18 +198,18 @@ class Acquiring(Releasing):
         place.looks = False
 
     def _pause(self, waiting: _Waiting) -> float:
-        """Return for how long to wait before the next look.
+        """Return how many seconds to wait before the next look.
 
-        The next world looks often: after half of the time since it is the next. Those behind it look seldom.
+        The next world looks often: it waits half of the time since it became the next. Others look seldom.
         """
         if waiting.is_called:
             return _HEARING
         shortest, longest = _PAUSES[self._dialect]
-        if len(waiting.resources) > 1:  # they have to be found while they are kept
+        if len(waiting.resources) > 1:  # all have to be found in the moment for which they are kept
             longest = min(longest, _SEVERAL)
         place = waiting.place
         pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2
-        # Others look at other moments.
+        # Random, so that others look at other moments.
         return min(longest, max(shortest, pause)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
     def _refusing(self, waiting: _Waiting) -> Steps[None]:
@@ -217,7 +217,7 @@ class Acquiring(Releasing):
         raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
     def _listening(self, queues: Queues) -> Steps[None]:
-        """Hear the calls for a world, until no caller has waited for a while."""
+        """Return the steps that hear the calls for a world, until no caller has waited for a while."""
 
         def calling(channel: str) -> Steps[Any]:
             return self.asking(
@@ -238,9 +238,9 @@ class Acquiring(Releasing):
         return listen(queues.ear)
 
     def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
-        """Return those of the resources that are held, with the seconds for which they are.
+        """Return the resources that are held, each with the remaining seconds.
 
-        A caller that does not give up queues up for them.
+        The caller joins their queues, unless it gives up.
         """
         resources, queue, world = waiting.resources, waiting.place.queue, waiting.world
         queues_up = not gives_up and queue.has_to_queue

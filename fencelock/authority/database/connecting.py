@@ -1,4 +1,4 @@
-"""Work on the connections of a database: in each world, and again where a connection was lost."""
+"""Does work on the connections of a database: in threads or loops, and again after a lost connection."""
 
 from __future__ import annotations
 
@@ -49,11 +49,11 @@ if TYPE_CHECKING:
 
 #: What to do about a standby.
 STANDBY: Final = "; this server is a standby: name all hosts in the URL, and target_session_attrs=read-write"
-#: How often work is done whose connection was lost.
+#: How often work is tried whose connection was lost.
 _TRIES: Final = 3
-#: Seconds within which a statement is answered, at most and at least.
+#: The most and the least seconds that a statement may take.
 ANSWER: Final = (2.0, 1.0)
-#: Connections of a parent process. A child keeps them, because what it frees would be closed.
+#: Connections of a parent process. A child keeps them, because they would be closed when it frees them.
 _of_parents: list[object] = []
 
 
@@ -65,16 +65,16 @@ class Work(NamedTuple):
     atomic: bool = False
     #: The changes must outlive a crash of the machine.
     durable: bool = True
-    #: How many it takes.
+    #: How many statements the work takes.
     statements: int = 1
-    #: A connection that does not answer is kept for this time; `asking` sets it.
+    #: Seconds in which the connection has to answer; `asking` sets them.
     seconds: float = 0.0
-    #: When a connection has to be open, on the clock of `time.monotonic`.
+    #: Until when a connection has to be open, on the clock of `time.monotonic`.
     until: float = 0.0
 
 
 class RefusedError(Exception):
-    """Another holds one of the resources."""
+    """Another holder has one of the resources."""
 
 
 _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
@@ -92,7 +92,7 @@ class Connecting(WithLoops):
         pool_size: int,
         max_overflow: int,
     ) -> None:
-        #: The database that was named; shown, it hides the password.
+        #: The database that was named; its text hides the password.
         self.url = url_of(source)
         name = self.url.get_backend_name()
         if name not in SUPPORTED:
@@ -120,7 +120,7 @@ class Connecting(WithLoops):
         return f"<Database {self._shown}>"
 
     def close(self) -> None:
-        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+        """Close the connections. Held leases end with their ttl; the next use connects again."""
         self._check_process()
         super().close()
         if (ear := self._queues.ear) is not None:
@@ -140,9 +140,10 @@ class Connecting(WithLoops):
         patient: bool = True,
         again: list[BaseException] | None = None,
     ) -> Steps[Any]:
-        """Have work done, and again where its connection was lost (noted in `again`) or a lock in the way.
+        """Do work, and try again if its connection was lost or another transaction has a lock.
 
-        All of it may be done several times. Without patience, a lock in the way raises `RefusedError`.
+        The work may be done several times; `again` gets the error of each. Unless `patient`, such a lock
+        raises `RefusedError`.
         """
         most, least = ANSWER
         began = time.monotonic()
@@ -170,10 +171,10 @@ class Connecting(WithLoops):
                 if not is_driver_error(error):  # SQLAlchemy 2.0 wraps none of those while it connects
                     raise
                 raise self._explained(error) from error
-        raise AssertionError  # the last one raises
+        raise AssertionError  # the last try raises
 
     def _losing(self) -> Steps[None]:
-        """Take the steps that follow when a server did not answer."""
+        """Take the steps that are due when a server did not answer; none here."""
         yield from ()
 
     def _explained(self, error: Exception) -> AuthorityError:
@@ -219,13 +220,13 @@ class Connecting(WithLoops):
             work = functools.partial(self._work, step=step)
             return await connections.run_in_loop(work, step.seconds, step.until)
         if isinstance(step, Ear):
-            return None  # a driver that blocks would keep a thread
+            return None  # a blocking driver would occupy a thread
         if (threads := self._threads) is None:
             threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
         return await asyncio.get_running_loop().run_in_executor(threads, self.work, step)
 
     def open_in_loop(self) -> LoopEnd:
-        """Return the end of the running event loop, with its pool where the driver is for coroutines."""
+        """Return the `LoopEnd` of the running event loop, with a pool if the driver is for coroutines."""
         self._check_process()
         if not self._engine.dialect.is_async:
             return LoopEnd()
@@ -240,7 +241,7 @@ class Connecting(WithLoops):
         return Connections(engine, _EXPECTED)
 
     def _check_process(self) -> None:
-        """Leave the connections to the parent, in a forked child."""
+        """In a forked child, leave the connections to the parent, and start over."""
         if self._pid != os.getpid():
             _of_parents.append((self._connections, self._threads, self._loop_ends, self._queues))
             self._start_over()
@@ -261,8 +262,8 @@ class Connecting(WithLoops):
                 with contextlib.suppress(SQLAlchemyError):
                     connection.execute("ROLLBACK")
             raise
-        except BaseException as error:  # of a signal handler, in the midst of an exchange
-            traceback.clear_frames(error.__traceback__)  # of cursors
+        except BaseException as error:  # a signal handler's, in the middle of an exchange
+            traceback.clear_frames(error.__traceback__)  # frees cursors
             with contextlib.suppress(Exception):
                 connection.invalidate()
             raise
@@ -282,12 +283,12 @@ class Connecting(WithLoops):
 
 
 def is_in_doubt(error: BaseException | None) -> bool:
-    """Tell whether what was sent may have been done, or may still be on its way."""
+    """Return whether the statement may have been executed, or may still be on its way."""
     return is_lost(error) or isinstance(error, TimeoutError)
 
 
 def _schema_of(engine: object, schema: str | None) -> str | None:
-    """Return where the table is by an engine's `schema_translate_map`."""
+    """Return the schema of the table, mapped by the engine's `schema_translate_map`."""
     names = engine.get_execution_options().get("schema_translate_map") if isinstance(engine, Engine) else None
     found: str | None = (names or {}).get(schema, schema)
     return found

@@ -1,7 +1,7 @@
-"""The connections of a database that grants leases: a bounded pool, and an end for each statement.
+"""The connections of a database that grants leases: a bounded pool, and a time limit for each statement.
 
-No connection is pinged before it is used. Behind a lost one, older ones are thrown away, and the statement is
-sent again.
+No connection is pinged before use. After a lost one, older ones are thrown away, and the statement is sent
+again.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ _T = TypeVar("_T")
 _LOOK: Final = 0.05
 #: Seconds in which a connection has to be open, however long an acquisition may wait.
 _LONGEST: Final = 5.0
-#: Seconds for a driver for coroutines to end what was hung up.
+#: Seconds in which a driver for coroutines has to end a statement that was hung up.
 _GRACE: Final = 0.2
 #: Seconds for which the watch stays when nothing is under way.
 _IDLE: Final = 60.0
-#: What a driver is told unless the URL says otherwise.
+#: The connect arguments of each driver, unless the URL has them.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "psycopg": {"connect_timeout": 2},
     "psycopg_async": {"connect_timeout": 2},
@@ -88,7 +88,7 @@ def engine_of(source: URL | Engine) -> Engine:
 def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
     """Return an engine with the connect arguments and listeners of another, and a pool of its own."""
     dialect = source.dialect
-    # What opens connections, and the listeners, are nowhere public: `recreate` copies both.
+    # The function that opens connections, and the listeners, are not public: `recreate` copies both.
     twin: Any = source.pool.recreate()
     opens: Callable[..., Any] = twin._creator  # noqa: SLF001
     pool = (AsyncAdaptedQueuePool if dialect.is_async else QueuePool)(
@@ -107,16 +107,16 @@ def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
     return engine
 
 
-#: Pools of programs that begin in turn with one of ours. For coroutines there is no second one, because a
-#: lock of theirs belongs to one loop.
+#: Pools of programs that begin in turn with one of ours. With a driver for coroutines, a second one of ours
+#: does not, because the lock for it belongs to one loop.
 _in_turn: Final[WeakSet[Pool]] = WeakSet()
 
 
 def _begin_in_turn(theirs: Pool, own: Pool) -> None:
-    """Have the first connections of two pools wait for each other.
+    """Let the first connections of two pools wait for each other.
 
-    The first of all asks what the server is, and tells the dialect, which both have. The other pool would go
-    on with a dialect that knows nothing.
+    The very first one asks for the server's version, and sets up the dialect of both pools. Otherwise the
+    other pool would use a dialect that is not set up.
     """
     is_async = isinstance(own, AsyncAdaptedQueuePool)
     if is_async and theirs in _in_turn:
@@ -129,9 +129,9 @@ def _begin_in_turn(theirs: Pool, own: Pool) -> None:
 
 
 def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what opens a connection in a thread of its own, and does not wait for it for too long."""
-    # A server may take a connection and say nothing. No driver has a limit for all that it does then, and an
-    # engine of the program may have none at all.
+    """Return a function that opens a connection in a new thread, and waits for it a limited time."""
+    # A server may take a connection and say nothing. No driver has a limit for all of its waits then, and an
+    # engine of the program may have no limit at all.
 
     def connect(*record: Any) -> Any:
         opened: Future[Any] = Future()
@@ -162,7 +162,7 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Answer(NamedTuple):
-    """What a statement has returned."""
+    """The result of a statement."""
 
     rows: Sequence[Any]
     changed: int
@@ -172,7 +172,7 @@ class Answer(NamedTuple):
 class Lent:
     """A connection that the pool has lent.
 
-    The driver is told what to do without SQLAlchemy's Core, which would take three times as long.
+    It calls the driver without SQLAlchemy's Core, which would take three times as long.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -202,7 +202,6 @@ class Lent:
         return rows[0][0] if rows else None
 
     def invalidate(self) -> None:
-        """Have the pool forget this connection."""
         self.lent.invalidate()
 
     def _wrapped(self, error: Exception, cursor: Any) -> Exception:
@@ -220,7 +219,7 @@ class Lent:
 class Connections:
     """A pool that lends a connection for one piece of work, which has to end in time.
 
-    What the work may raise is `expected`; all else has interrupted it.
+    The work may raise the errors of `expected`; any other error has interrupted it.
     """
 
     def __init__(self, engine: Engine, expected: tuple[type[Exception], ...]) -> None:
@@ -230,7 +229,7 @@ class Connections:
         self._watch = _watch_in_loop if engine.dialect.is_async else Watch().begin
 
     def run(self, work: Callable[[Lent], _T], seconds: float, until: float) -> _T:
-        """Return what work returns that takes so many seconds at most, on a connection opened until then."""
+        """Return the result of work of `seconds` at most, on a connection that is open by `until`."""
         _until.set(until)
         try:
             connection = Lent(self._engine)
@@ -245,19 +244,19 @@ class Connections:
         except self._expected:
             raise
         except BaseException:
-            # A signal handler may have raised in the midst of the pool, which counts one too many then.
+            # A signal handler may have interrupted the pool, which then counts a connection too many.
             if not self._engine.dialect.is_async:
                 self._engine.dispose()
             raise
 
     async def run_in_loop(self, work: Callable[[Lent], _T], seconds: float, until: float) -> _T:
-        """Return what work on a connection of a driver for coroutines returns."""
+        """Return the result of work on a connection of a driver for coroutines."""
         longest = max(seconds, min(_LONGEST, until - time.monotonic()))
-        async with asyncio.timeout(longest + _GRACE):  # for what opens a connection
+        async with asyncio.timeout(longest + _GRACE):  # also limits the opening of a connection
             return await sa_util.greenlet_spawn(self.run, work, seconds, until)
 
     def detached(self, prepare: Callable[[Any], object]) -> tuple[PoolProxiedConnection, Any]:
-        """Return a connection that the pool forgets, and the driver's, when a cursor of it was prepared."""
+        """Return a prepared connection that the pool forgets, and the driver's connection."""
         until = time.monotonic() + _LONGEST
         _until.set(until)
         lent = self._engine.raw_connection()
@@ -285,20 +284,20 @@ class Connections:
         self._engine.dispose()
 
     async def close_in_loop(self) -> None:
-        """Close the connections of a loop; those whose server does not answer are dropped."""
+        """Close the connections of a loop; drop those whose server does not answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await sa_util.greenlet_spawn(self._engine.dispose)
 
 
-# A server, network or proxy that goes silent answers nothing, and no setting of psycopg or PyMySQL ends such
-# a wait in time. Where its socket is shut down, the driver says that the connection was lost.
+# No setting of psycopg or PyMySQL ends the wait for a silent server, network or proxy in time. If its socket
+# is shut down, the driver reports that the connection was lost.
 
 
 class Watch:
-    """A thread that hangs up statements of blocking code whose time is over.
+    """A thread that hangs up statements of blocking code when their time is over.
 
-    It is started when it is needed, and ends when nothing has been under way for a while.
+    It starts when it is needed, and ends when nothing has been under way for a while.
     """
 
     def __init__(self) -> None:
@@ -307,7 +306,7 @@ class Watch:
         self._thread: threading.Thread | None = None
 
     def begin(self, until: float, hang_up: Callable[[], None]) -> Callable[[], None]:
-        """Call `hang_up` at that time of `time.monotonic`. The function that is returned ends that."""
+        """Call `hang_up` at the time `until`; return a function that cancels this."""
         key = object()
         with self._mutex:
             self._under_way[key] = until, hang_up
@@ -317,7 +316,7 @@ class Watch:
                     _threads.start(self._thread)
 
         def end() -> None:
-            with self._mutex:  # no other socket may get its number while that is shut down
+            with self._mutex:  # no other socket may get the number of one that is being shut down
                 self._under_way.pop(key, None)
 
         return end
@@ -344,9 +343,9 @@ def _watch_in_loop(until: float, hang_up: Callable[[], None]) -> Callable[[], No
 
 
 def prepare_if_direct(driver: Any, cursor: Any) -> None:
-    """Have psycopg prepare no statement where PgBouncer may give each transaction another connection.
+    """Stop psycopg from preparing statements if PgBouncer may give each transaction another connection.
 
-    It tells another process id than that of the server.
+    PgBouncer tells the driver another process id than that of the server.
     """
     if hasattr(driver, "prepare_threshold"):
         cursor.execute("SELECT pg_backend_pid()")
@@ -355,7 +354,7 @@ def prepare_if_direct(driver: Any, cursor: Any) -> None:
 
 
 def _nothing() -> None:
-    """End what has no end to be watched."""
+    """Do nothing, for a statement without a watch."""
 
 
 def _shut_down_descriptor(connection: Any) -> None:

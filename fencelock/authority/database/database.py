@@ -1,4 +1,4 @@
-"""The authority: what it asks its database, and what it makes of the answers."""
+"""The class `Database`: its public operations, the questions to the database, and their answers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fencelock.authority")
 
-#: Milliseconds by which new tokens are above those of another authority, and by which own ones may be ahead.
+#: Milliseconds. New tokens are a day above those of another authority; own ones may be an hour ahead.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3_600_000
 
@@ -44,21 +44,21 @@ _HOUR: Final = 3_600_000
 class Database(Acquiring):
     """Grants leases in a database, and mints their fencing tokens.
 
-    Connects when first used, by connections of its own, as each forked child does. Threads may share it.
+    It connects at the first use, with its own connections, as does each forked child. Threads may share it.
 
     Args:
-        source: a SQLAlchemy URL, an `Engine` or an `AsyncEngine`: of PostgreSQL, MariaDB or MySQL, where the
-            table `fencelock_leases` has to be; or of SQLite, where leases are in a file of their own beside
-            the database, `app.db-leases`, which is made when it is first needed. A driver for coroutines
-            serves `async with`; one that blocks serves both, coroutines by threads.
-        schema: where the table is, if not in the connection's default schema; an engine's
+        source: a SQLAlchemy URL, an `Engine` or an `AsyncEngine`. PostgreSQL, MariaDB and MySQL need the
+            table `fencelock_leases`. For SQLite, leases are in a file beside the database, `app.db-leases`,
+            which is made when it is first needed. A driver for coroutines serves `async with`; a blocking
+            driver serves both, coroutines by threads.
+        schema: the schema of the table, if not the connection's default schema; an engine's
             `schema_translate_map` is followed.
-        pool_size: how many connections are kept open in a process; for a driver for coroutines, in a loop.
-        max_overflow: how many more may be opened. What finds none free waits for one.
+        pool_size: connections that stay open in a process; in each loop, if the driver is for coroutines.
+        max_overflow: how many more may be opened. After that, callers wait for a free one.
 
     Raises:
         ValueError: for a database that cannot grant leases, and a text that is no URL.
-        TypeError: it is neither a URL nor an engine.
+        TypeError: `source` is neither a URL nor an engine.
         ImportError: the driver is not installed.
     """
 
@@ -77,11 +77,11 @@ class Database(Acquiring):
         self.aio = AsyncDatabase(self)
 
     def init(self, *, above: int | None = None) -> bool:
-        """Make the table of leases; return False where it was there already.
+        """Make the table of leases; return False if it was there already.
 
         Args:
-            above: the highest fencing token that a storage has seen, where another authority has granted so
-                far, or this one has lost what it granted: all new tokens are larger, of a later epoch.
+            above: the highest fencing token that a storage has seen, if another authority has granted so far,
+                or if this one has lost its grants: all new tokens are larger.
 
         Raises:
             AuthorityError: the database cannot be used.
@@ -92,7 +92,7 @@ class Database(Acquiring):
     def prune(self, older_than: float) -> int:
         """Delete the rows of resources that nothing holds, and that were last locked long ago.
 
-        There is a row for each resource that was ever locked. Its next token is above all that are so old.
+        There is a row for each resource that was ever locked. Its next token exceeds all tokens of that age.
 
         Args:
             older_than: seconds since the last lock; an hour at least.
@@ -114,7 +114,7 @@ class Database(Acquiring):
         return self.asking(work)
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        """Return the locks that are held; refuse a standby, which may not have heard of the last ones."""
+        """Return the held locks; refuse a standby, because it may not know the latest ones."""
 
         def rows(connection: Lent) -> Iterator[Any]:
             if not resources:
@@ -203,7 +203,7 @@ class Database(Acquiring):
 
         def raise_base(connection: Lent) -> None:
             noted, own, now = map(int, connection.execute(self._says.floor).rows[0])
-            if (own >> SERVER_BITS) < now + _HOUR:  # or else they were minted in another way
+            if (own >> SERVER_BITS) < now + _HOUR:  # else another authority has minted it
                 own = 0
             if (ahead := max(highest, own >> SERVER_BITS) - now) >= 0:
                 base = (noted >> SERVER_BITS) + ahead + _DAY
@@ -215,7 +215,7 @@ class Database(Acquiring):
         return made
 
     def _create(self, lent: Lent) -> bool:
-        """Make the table, or give it what an earlier version has not; return False where it was there."""
+        """Make the table, or add the column that an earlier version lacks; return False if it was there."""
 
         def is_there() -> bool:
             return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
@@ -227,7 +227,7 @@ class Database(Acquiring):
             try:
                 lease_table(MetaData(), schema=self._schema).create(connection)
             except DBAPIError:
-                if not is_there():  # as it is where another one was quicker
+                if not is_there():  # it is there if another process was quicker
                     raise
             else:
                 return True
@@ -238,7 +238,7 @@ class Database(Acquiring):
 
 
 class AsyncDatabase(AsyncWithLoops):
-    """A `Database` for asyncio code; made by it, as `Database.aio`. Every loop has connections of its own."""
+    """A `Database` for asyncio code, found as `Database.aio`. Each loop has its own connections."""
 
     _authority: Database
 
@@ -256,7 +256,7 @@ def _lost(grant: Grant) -> LockLostError:
 
 
 def _batches(grants: Iterable[Grant]) -> Iterator[list[Grant]]:
-    """Yield grants in parts of about as many resources as a statement takes; drivers limit parameters."""
+    """Yield grants in parts with the resources of one statement, because drivers limit parameters."""
     part: list[Grant] = []
     for grant in grants:
         if part and sum(len(each.resources) for each in [*part, grant]) > BATCH:

@@ -1,4 +1,4 @@
-"""The file that has the leases of a database of SQLite."""
+"""The file of leases of an SQLite database."""
 
 from __future__ import annotations
 
@@ -55,15 +55,15 @@ def _remove(pid: int) -> None:
 
 
 def add_queue(cursor: Any) -> None:
-    """Give a table of an earlier version the column that it has not."""
+    """Add the column `queue` to the table of an earlier version."""
     cursor.execute(f"PRAGMA table_info({LEASE_TABLE})")
     if all(column[1] != "queue" for column in cursor.fetchall()):
-        with suppress(Exception):  # another one was quicker
+        with suppress(Exception):  # another process was quicker
             cursor.execute(f"ALTER TABLE {LEASE_TABLE} ADD COLUMN queue TEXT")
 
 
 def watch_file(engine: Engine) -> None:
-    """Have a pool open its file again where that was deleted or replaced: others use the new one."""
+    """Make a pool open its file again after it was deleted or replaced, because others use the new one."""
     path = engine.url.database or ""
 
     def make(*_: object) -> None:
@@ -73,12 +73,12 @@ def watch_file(engine: Engine) -> None:
         record.info[_NUMBER] = _number_of(path)
 
     def check(_connection: object, record: Any, _lent: object) -> None:
-        if record.info.get(_NUMBER) != _number_of(path):  # which stays in use as long as a connection has it
+        if record.info.get(_NUMBER) != _number_of(path):  # an open connection would keep using the old file
             raise DisconnectionError
 
     def roll_back(connection: Any, _record: object) -> None:
         with suppress(Exception):
-            connection.rollback()  # a cursor that is left would keep the file locked
+            connection.rollback()  # an open cursor would keep the file locked
 
     event.listen(engine, "do_connect", make)
     event.listen(engine.pool, "connect", note)
@@ -88,16 +88,16 @@ def watch_file(engine: Engine) -> None:
 
 
 def _make_file(path: str) -> None:
-    """Make the file with the rights and the owner of its database, for it names locks and their holders.
+    """Make the file with the mode and the owner of its database, because it names locks and their holders.
 
     Raises:
-        AuthorityError: a symbolic link has its name, which another user of the folder may have put there.
+        AuthorityError: the path is a symbolic link, which another user of the folder may have made.
     """
     if Path(path).is_symlink():
         raise AuthorityError(f"{path} is a symbolic link, and the leases need a file of their own: delete it")
     if not hasattr(os, "fchown"):  # Windows, where a file has the rights of its folder
         return
-    with suppress(OSError):  # SQLite tells of it, and makes the database
+    with suppress(OSError):  # SQLite reports the error, or makes the file itself
         its = Path(path.removesuffix("-leases")).stat()
         made = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, its.st_mode & 0o666)
         try:

@@ -1,4 +1,4 @@
-"""How PostgreSQL's calls reach a world whose callers wait: by a connection of its own, which listens.
+"""Hears PostgreSQL's calls for a world whose callers wait, by a connection that listens.
 
 PgBouncer in transaction mode passes no calls on. So a world calls itself now and then, to know that it hears.
 """
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("fencelock.authority")
 
-#: Seconds without a caller that waits, after which the connection is closed.
+#: Seconds without a waiting caller, after which the connection is closed.
 _IDLE: Final = 60.0
 #: Seconds in which a world has to hear itself.
 _PROOF: Final = 2.0
 #: Seconds until it has to hear itself again.
 _AGAIN: Final = 20.0
-#: Seconds between two looks whether it is over.
+#: Seconds between two looks whether listening is over.
 _LOOK: Final = 1.0
 
 
@@ -44,9 +44,9 @@ class Ear:
         self._queues = queues
         #: Makes the steps that call this world, over another connection.
         self._calling = calling
-        #: Makes the steps that pass on a resource that is kept for this world, though no caller waits.
+        #: Makes the steps that release a resource that is kept for this world, if no caller waits.
         self._passing_on = passing_on
-        #: When it was to hear itself last, and whether it did.
+        #: When this world called itself last, and whether it has heard a call since then.
         self._called_at = time.monotonic()
         self._heard = False
         self._bell: Any = queues.new_bell()
@@ -56,7 +56,7 @@ class Ear:
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
-        """Have it end; wait for a thread, which could open connections again."""
+        """End the listening; wait for its thread, which could otherwise open connections again."""
         self._is_over = True
         self._bell.ring()
         self._hang_up()
@@ -64,7 +64,7 @@ class Ear:
             self._thread.join(_LOOK)
 
     def hear(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
-        """Hear in a thread of its own, by a driver of libpq."""
+        """Hear in this thread, by a driver of libpq."""
         self._thread = threading.current_thread()
         lent: PoolProxiedConnection | None = None
         try:
@@ -88,7 +88,6 @@ class Ear:
                 lent.close()
 
     async def hear_in_loop(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
-        """Hear in a task."""
         try:
             _lent, driver = await sa_util.greenlet_spawn(connections.detached, self._listen)
         except Exception as error:  # noqa: BLE001 - whatever a driver says of a server that is away
@@ -160,4 +159,4 @@ class Ear:
 
 
 def _nothing() -> None:
-    """Hang up nothing, before there is a connection."""
+    """Do nothing, as long as there is no connection to hang up."""

@@ -1,4 +1,4 @@
-"""What a database needs in each world: pauses, cleaning up behind interruptions, the end of event loops."""
+"""Steps that differ between threads and loops: waits, cleaning up after interruptions, the end of a loop."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ logger = logging.getLogger("fencelock.authority")
 class Wait(NamedTuple):
     """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`.
 
-    A ring ends it. It may also end early without one.
+    A ring of `bell` ends it. It may also end early without a ring.
     """
 
     until: float
@@ -38,10 +38,10 @@ class Wait(NamedTuple):
 
 
 class Abandon(NamedTuple):
-    """A step: give back what an interrupted operation may have left, by the steps that `giving_back` makes.
+    """A step: release what an interrupted operation may have left, by the steps that `giving_back` makes.
 
-    Blocking code does it now. Coroutines do it in a task, behind the step that was interrupted, because a
-    task that is cancelled must not wait.
+    Blocking code does it at once. Coroutines do it in another task, after the interrupted step, because a
+    cancelled task must not wait.
     """
 
     giving_back: Callable[[], Steps[Any]]
@@ -54,34 +54,34 @@ class Later(NamedTuple):
 
 
 def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
-    """Yield for how long to wait before each next look; others look at other moments."""
+    """Yield the seconds to wait before each look; random, so that others look at other moments."""
     pause = shortest
     while True:
         yield pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
         pause = min(longest, pause * growth)
 
 
-#: The longest sleep, after which one looks whether it is to wait any more.
+#: The longest sleep in seconds; after it, the caller checks whether it still has to wait.
 _SLEEP: Final = 1.0
 
 
 class LoopEnd:
-    """What an event loop does before it closes: it waits until these tasks have ended, then it calls `close`.
+    """The work of an event loop before it closes: it waits until these tasks have ended, and calls `close`.
 
-    `asyncio.run` ends the asynchronous generators that have begun in its loop. This is one of them. `kept` is
-    what an authority has for this loop; `over` tells whether all that has been done.
+    It is an asynchronous generator, because `asyncio.run` ends those of its loop. `kept` is the state of an
+    authority for this loop; `over` is True when all this is done.
     """
 
     def __init__(self, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
-        #: Of these tasks, those that are cancelled instead.
+        #: The tasks that are cancelled at the end.
         self.later: WeakSet[asyncio.Task[Any]] = WeakSet()
         self.kept = kept
         self.over = False
         self.queues = Queues(LoopBell, in_threads=False)
         self._close = close
         self._generator = self._wait_for_end()
-        with contextlib.suppress(StopIteration):  # it has come to its `yield`
+        with contextlib.suppress(StopIteration):  # it has reached its `yield`
             self._generator.asend(None).send(None)
 
     async def _wait_for_end(self) -> AsyncGenerator[None]:
@@ -101,11 +101,11 @@ class LoopEnd:
         await self._generator.aclose()
 
     def begin_to_end(self) -> None:
-        """Do it now, in a task of the running loop."""
+        """Begin the end now, in a task of the running loop."""
         self._ending = asyncio.get_running_loop().create_task(self.end())
 
     def begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
-        """Have a task do something."""
+        """Start a task, which the end waits for."""
         task = asyncio.get_running_loop().create_task(work, context=contextvars.Context())
         self.tasks.add(task)
         task.add_done_callback(self._end_task)
@@ -114,11 +114,11 @@ class LoopEnd:
     def _end_task(self, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # nothing asks for it where the caller was cancelled
+            task.exception()  # asked for here, because a cancelled caller does not
 
 
 class WithLoops(GeneratorAuthority):
-    """An authority whose steps are `Wait`, `Abandon`, and what `work` and `work_soon` do."""
+    """An authority whose steps are `Wait`, `Abandon`, and those that `work` and `work_soon` take."""
 
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
@@ -127,30 +127,30 @@ class WithLoops(GeneratorAuthority):
 
     @abc.abstractmethod
     def work(self, step: Any) -> Any:
-        """Take a step of the author's own, blocking."""
+        """Take a step of the subclass, blocking."""
 
     @abc.abstractmethod
     async def work_soon(self, step: Any) -> Any:
-        """Take a step of the author's own, letting other tasks run."""
+        """Take a step of the subclass; other tasks run meanwhile."""
 
     def open_in_loop(self) -> LoopEnd:
-        """Return the end of the running event loop, with what the authority has for this loop only."""
+        """Return a `LoopEnd` for the running event loop, with the authority's state for this loop."""
         return LoopEnd()
 
     def loop_end(self) -> LoopEnd:
-        """Return what the running event loop does before it closes."""
+        """Return the `LoopEnd` of the running event loop; a new one if there is none."""
         loop = asyncio.get_running_loop()
         if (end := self._loop_ends.get(loop)) is None or end.over:
             for each in list(self._loop_ends):
-                if each.is_closed():  # before everything was over
-                    self._loop_ends.pop(each, None)  # another loop may do so, too
+                if each.is_closed():  # before its end was over
+                    self._loop_ends.pop(each, None)  # another loop may remove it, too
             end = self._loop_ends[loop] = self.open_in_loop()
         return end
 
     def close(self) -> None:
-        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+        """Close the connections. Held leases end with their ttl; the next use connects again."""
         for loop, end in list(self._loop_ends.items()):
-            with contextlib.suppress(RuntimeError):  # it has been closed
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(end.begin_to_end)
 
     def run(self, steps: Steps[_T]) -> _T:
@@ -163,7 +163,7 @@ class WithLoops(GeneratorAuthority):
         if step is QUEUES:
             return self._queues
         if isinstance(step, Later):
-            # An empty context: it must not keep the leases that its starter happens to hold.
+            # An empty context: the thread must not keep the leases that its starter happens to hold.
             run = contextvars.Context().run
             return _threads.start(threading.Thread(target=run, args=(self.run, step.steps()), daemon=True))
         if not isinstance(step, Abandon):
@@ -175,7 +175,7 @@ class WithLoops(GeneratorAuthority):
 
 
 class AsyncWithLoops(AsyncView):
-    """The same for coroutines.
+    """A `WithLoops` for coroutines.
 
     A step that has begun is taken to its end, also if its caller is cancelled meanwhile.
     """
@@ -210,7 +210,7 @@ class AsyncWithLoops(AsyncView):
             if latest is not None:
                 await asyncio.wait([latest])
             await self.run(step.giving_back())
-        except asyncio.CancelledError:  # with all tasks, by a loop that ends; it waits for this one
+        except asyncio.CancelledError:  # with all tasks, by a loop that ends: it waits for this new one
             self._authority.loop_end().begin(self._abandon(step, latest))
             raise
         except FencelockError as error:

@@ -23,15 +23,15 @@ from fencelock.errors import QuorumError
 # database, so a thousand callers cost as little as one. A holder transfers its lease to the next caller of
 # its world, for a short turn.
 #
-# The column `queue` has the names of the worlds that wait. Behind a turn, the resource is kept for the first
+# The column `queue` has the names of the worlds that wait. After a turn, the resource is kept for the first
 # of them for a moment, and PostgreSQL calls that world by NOTIFY. All of this is hints: a hint that is lost,
 # late or made up costs time, never a token.
 
 #: A step: return the `Queues` of the caller's world.
 QUEUES: Final = object()
-#: For how many seconds a lock goes from one caller of a world to the next while other processes wait.
+#: Seconds for which the callers of a world transfer a lock to each other while other worlds wait.
 _TURN: Final = 0.01
-#: The same where a world that waits is not called, but looks.
+#: The same if a waiting world is not called, but looks.
 _LONG_TURN: Final = 0.05
 #: Seconds after which a world takes its place in the queue of worlds again.
 _KEPT: Final = 0.25
@@ -50,14 +50,14 @@ class Bell(Protocol):
     """Wakes a caller that sleeps; a ring before it sleeps counts, too."""
 
     def ring(self) -> None:
-        """Wake it, from any thread."""
+        """Wake the caller; any thread may ring."""
 
 
 class ThreadBell:
     """Wakes a thread."""
 
     def __init__(self) -> None:
-        self._silent = threading.Lock()  # and no Event: a signal handler may ring in the midst of it
+        self._silent = threading.Lock()  # not an Event, because a signal handler may ring while it is set
         self._silent.acquire()
 
     def ring(self) -> None:
@@ -87,20 +87,20 @@ class LoopBell:
 
 
 class Place:
-    """A caller's place in a queue: at first in one of its own."""
+    """A caller's place in a queue: at first in a queue of its own."""
 
     def __init__(self, bell: Bell, ttl: float) -> None:
         #: Rings when one of the following has changed.
         self.bell = bell
-        #: Seconds, of the lease that is wanted.
+        #: Ttl of the wanted lease, in seconds.
         self.ttl = ttl
-        #: The holder before has transferred this to the caller.
+        #: The grant that the previous holder has transferred to the caller.
         self.grant: Grant | None = None
         #: A statement that was hung up may still grant the resource to this caller.
         self.is_late = False
         #: Worlds that are known to come before this one.
         self.worlds_ahead = 0
-        #: Since when there are none, on the clock of `time.monotonic`.
+        #: Since when no world comes before, on the clock of `time.monotonic`.
         self.next_since = time.monotonic()
         #: The resource has been released, or the database keeps it for this world.
         self.is_due = False
@@ -132,11 +132,11 @@ class Queue:
 
     @property
     def first(self) -> Place | None:
-        # It takes none away that is dead: another thread could do so meanwhile, and the next would be lost.
+        # Dead places are not removed: if another thread removed one meanwhile, the next would be lost.
         return next((place for each in list(self.places) if (place := each()) is not None), None)
 
     def alive(self) -> Iterator[Place]:
-        """Yield the callers. Meanwhile the garbage collector may have one leave, but not within `list`."""
+        # The garbage collector may make a caller leave meanwhile, but not within `list`.
         return (place for each in list(self.places) if (place := each()) is not None)
 
     @property
@@ -156,19 +156,19 @@ class Queue:
         self._queued_at = -math.inf
 
     def put_off(self) -> None:
-        """Have the world take a place in the queue of worlds after a while only."""
+        """Join the queue of worlds only after a while."""
         self._queued_at = time.monotonic()
 
     @property
     def has_to_queue(self) -> bool:
-        """Whether the world is to take a place in the queue of worlds now; then not again for a while."""
+        """Whether to join the queue of worlds now; after True it is False for a while."""
         if (now := time.monotonic()) < self._queued_at + _KEPT:
             return False
         self._queued_at = now
         return True
 
     def wake(self) -> None:
-        """Have the first attempt it now."""
+        """Let the first caller make an attempt now."""
         if (place := self.first) is not None:
             place.is_due = True
             place.bell.ring()
@@ -183,11 +183,11 @@ class Queues:
         self.hears = False
         #: The last acquisition had to wait, so the next one will, mostly.
         self.waited = False
-        #: What hears the calls.
+        #: The `Ear` that hears the calls.
         self.ear: Any = None
         self.new_bell = bell
         self._in_threads = in_threads
-        self._mutex = threading.RLock()  # for signal handlers that strike in the midst of it
+        self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._queues: dict[str, Queue] = {}
         self._listens_again = 0.0
         self._last_wait = 0.0
@@ -196,7 +196,7 @@ class Queues:
         return Place(self.new_bell(), ttl)
 
     def join(self, resource: str, place: Place) -> None:
-        """Make it the last in the queue, unless it is that of a signal handler inside a caller that waits."""
+        """Append a place to the queue, unless it is of a signal handler that interrupted a waiting caller."""
         with self._mutex:
             queue = self._queues.setdefault(resource, place.queue)
             if queue is place.queue:
@@ -206,7 +206,7 @@ class Queues:
                 queue.places.append(ref(place))
 
     def leave(self, resource: str, place: Place) -> None:
-        """Give a place up; the next one is woken where it was the first."""
+        """Remove a place; if it was the first, wake the next one."""
         with self._mutex:
             queue, was_first = place.queue, place.is_first
             with suppress(ValueError):
@@ -218,7 +218,7 @@ class Queues:
                 del self._queues[resource]
 
     def fail(self, place: Place, error: QuorumError) -> None:
-        """Have all in the queue raise what the first has met."""
+        """Let all others in the queue raise the error of the first."""
         with self._mutex:
             for other in place.queue.alive():
                 if other is not place:
@@ -226,7 +226,7 @@ class Queues:
                     other.bell.ring()
 
     def next_of(self, resources: tuple[str, ...]) -> Place | None:
-        """Return the caller of this world to whom a holder may transfer its lease, if there is one."""
+        """Return the place in this world to which a holder may transfer its lease, or None."""
         with self._mutex:
             queue = self._queues.get(resources[0]) if len(resources) == 1 else None
             turn = _TURN if self.hears else _LONG_TURN
@@ -235,7 +235,7 @@ class Queues:
             return queue.first
 
     def deliver(self, place: Place, grant: Grant) -> bool:
-        """Give a place what was transferred to it; return False where its caller has given up."""
+        """Give a place its transferred grant; return False if its caller has given up."""
         with self._mutex:
             if place.queue.first is not place:
                 return False
@@ -244,7 +244,7 @@ class Queues:
             return True
 
     def released(self, resource: str, kept_for: str | None) -> None:
-        """Wake the first, behind a release that has kept the resource for a world, or for none."""
+        """Wake the first caller after a release that keeps the resource for a world, or for none."""
         with self._mutex:
             if (queue := self._queues.get(resource)) is None:
                 return
@@ -265,7 +265,7 @@ class Queues:
 
     @property
     def has_to_listen(self) -> bool:
-        """Whether it is to begin to listen now; it is not asked again for a while."""
+        """Whether to begin to listen now; after True it is False for a while."""
         now = self._last_wait = time.monotonic()
         if self.hears or now < self._listens_again:
             return False

@@ -1,4 +1,4 @@
-"""How leases are released, or transferred to the next caller; what a silent server leaves owed."""
+"""Releases leases, or transfers them to the next caller; repeats releases that a silent server missed."""
 
 from __future__ import annotations
 
@@ -26,21 +26,21 @@ from fencelock.lease import validity
 
 logger = logging.getLogger("fencelock.authority")
 
-#: Some world, for which a resource may be kept.
+#: Stands for any other world, for which a resource may be kept.
 _ANOTHER: Final = "another"
-#: For how many seconds a release that was confirmed is one that a failover may lose.
+#: Seconds after its confirmation in which a failover may lose a release.
 _MAY_BE_LOST: Final = 5.0
 #: Resources that one statement extends or releases.
 BATCH: Final = 500
 
 
 class Owed(NamedTuple):
-    """A release that is to come."""
+    """A release that is still to be sent."""
 
     resources: tuple[str, ...]
     #: When the lease ends by itself, on the clock of `time.monotonic`.
     until: float
-    #: The acquisition may still be on its way to the server: a release that finds nothing has come too early.
+    #: The acquisition may still be on its way to the server, so a release that finds nothing came too early.
     in_doubt: bool
 
 
@@ -56,7 +56,7 @@ class Releasing(Connecting):
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         queues: Queues = yield QUEUES
-        #: The nonces of the lease and of the one that it may become, and when these end.
+        #: The end of the lease, and of the lease that the next caller may get, by nonce.
         ends = {grant.proof: grant.expires_at}
         place: Place | None = None
         try:
@@ -74,7 +74,7 @@ class Releasing(Connecting):
             raise
         except BaseException:
             if place is not None and (given := place.grant) is not None and given.proof in ends:
-                del ends[given.proof]  # it is that of the next caller, which may not have been woken
+                del ends[given.proof]  # the next caller has it, and may not have been woken
                 queues.deliver(place, given)
             yield Abandon(
                 functools.partial(self._abandoning, grant.resources, list(ends), max(ends.values()))
@@ -101,14 +101,14 @@ class Releasing(Connecting):
             transferred = Grant(grant.resources, (token,), validity(began, place.ttl), nonce)
             if queues.deliver(place, transferred):
                 return True
-        # A statement that is sent again finds nothing where the first one has arrived.
+        # A repeated statement finds nothing if the first one has arrived.
         if token is not None or again:
             yield from self._giving_back(grant.resources, nonce)
         queues.released(resource, _ANOTHER)
         return True if token is not None else None if again else False
 
     def _losing(self) -> Steps[None]:
-        """Send again what was released just now: the server that comes next may not know of it."""
+        """Send the latest releases again, because the next server may not know of them."""
         since = time.monotonic() - _MAY_BE_LOST
         with suppress(IndexError):  # another thread was quicker
             while self._confirmed:
@@ -117,7 +117,7 @@ class Releasing(Connecting):
                     yield from self._owe(nonce, owed)
 
     def _owe(self, nonce: str, owed: Owed) -> Steps[None]:
-        """Have something released while the caller goes on."""
+        """Release in the background, while the caller goes on."""
         self._owed[nonce] = owed
         if not self._settles:
             self._settles = True
@@ -127,7 +127,7 @@ class Releasing(Connecting):
                 self._settles = False
 
     def _abandoning(self, resources: tuple[str, ...], nonces: list[str], until: float) -> Steps[None]:
-        """Release what an interrupted operation may have left; later, where that is not possible now."""
+        """Release what an interrupted operation may have left; later, if the server is silent now."""
         for nonce in nonces:
             try:
                 yield from self._giving_back(resources, nonce)
@@ -141,7 +141,7 @@ class Releasing(Connecting):
             while self._owed:
                 yield Wait(time.monotonic() + next(looks), "")
                 yield from self._settling_once()
-        finally:  # also where its event loop ends: the next one that is owed begins again
+        finally:  # also if its event loop ends: the next owed release starts this again
             self._settles = False
 
     def _settling_once(self) -> Steps[None]:
@@ -162,7 +162,7 @@ class Releasing(Connecting):
     def _giving_back(
         self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
     ) -> Steps[bool | None]:
-        """Release, and wake the next; with little patience where the lease ends at a time that is over."""
+        """Release, and wake the next caller; wait only briefly if the lease has ended already."""
         queues: Queues = yield QUEUES
         kept: dict[str, str] = {}
         asked = {"nonce": nonce}
@@ -181,11 +181,11 @@ class Releasing(Connecting):
         count: int = yield from self.asking(Work(release, durable=False), until=until, again=again)
         for resource in resources:
             queues.released(resource, kept.get(resource, _ANOTHER))
-        # A statement that is sent again finds nothing where the first one has arrived.
+        # A repeated statement finds nothing if the first one has arrived.
         return True if count == len(resources) else None if again else False
 
     def token_of(self, connection: Lent, statement: Statement, asked: dict[str, Any]) -> int | None:
-        """Execute a statement that mints; return the token, or None where the resource is not ours."""
+        """Execute a statement that mints; return the token, or None if the resource is not ours."""
         made = connection.execute(statement, asked)
         if self._dialect == "mysql":
             return made.lastrowid or None

@@ -1,17 +1,17 @@
-"""The statements for each database. A statement reads the clock once, and the clock is the database's.
+"""The SQL statements for each database. Each statement reads the clock of the database once.
 
 A token is the time at which it was minted, in Unix milliseconds above a base, and ten bits of the server:
 
     token = GREATEST((own >> 10) + 1, base + now) << 10 | server
 
 `own` is the last token of the resource, so the tokens of a resource rise whatever clocks say. The time lifts
-a token above what a failover or a restore has lost, as long as clocks differ by less than that took. The bits
-tell servers apart that grant beside each other in a split brain. `base` is 0 until `init(above=…)` notes one
-in the row of no resource. `proof/minting.py` is the model.
+a token above the tokens that a failover or a restore has lost, if clocks differ by less than that took. The
+ten bits tell servers apart that grant at the same time in a split brain. `base` is 0 until `init(above=…)`
+stores one in the row with an empty resource. `proof/minting.py` is the model.
 
-All words of MySQL are MySQL's own, which MariaDB understands too: no RETURNING and no SET STATEMENT. A server
-of Galera repeats a statement by itself after a conflict. It then sends the rows of both tries, and the first
-was rolled back. So the token comes back in the answer's `lastrowid`, which the last try has written.
+The statements for MySQL have only words that MariaDB knows, too: no RETURNING and no SET STATEMENT. A Galera
+server repeats a statement after a conflict. Then it sends the rows of both tries, although the first one was
+rolled back. So the token comes back in the answer's `lastrowid`, which the last try has written.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from sqlalchemy import Dialect, text
 
 from fencelock.authority.database.table import LEASE_TABLE
 
-#: By how many bits the time is shifted, to make room for the server.
+#: Bits of the server, by which the time is shifted.
 SERVER_BITS: Final = 10
 
 # Each statement waits a second for a row, or a file, that another transaction has locked.
@@ -38,9 +38,9 @@ ON CONFLICT (resource) DO UPDATE SET
     since = excluded.since, queue = replace(l.queue, CAST(:world AS VARCHAR), '')
 WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce IN (excluded.nonce, CAST(:world AS VARCHAR))
 """
-# `LAST_INSERT_ID(x)` keeps x for the answer and for the expressions behind it: the token, or 0 where another
-# holds the resource. Until an assignment keeps another one, it is the token of a row that would be new. No
-# assignment reads a column that an earlier one has changed. MySQL deprecates the function VALUES.
+# `LAST_INSERT_ID(x)` keeps x for the answer and for later expressions: the token, or 0 if another holds the
+# resource. At first it is the token that a new row would get. No assignment reads a column that an earlier
+# one has changed. The function VALUES is not used, because MySQL deprecates it.
 _ON_DUPLICATE_KEY: Final = """
 INSERT INTO {table} (resource, token, nonce, expires_at, holder, since)
 VALUES (:resource, LAST_INSERT_ID({first}), :nonce, {until}, :holder, {now})
@@ -60,8 +60,8 @@ _REMINT: Final = (
 _TRANSFER: Final = """
 UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {until}, holder = :holder,
     since = {now} WHERE {held}{durably}"""
-# A resource that is released is kept for the first of the queue, for a moment. No assignment reads a column
-# that an earlier one has changed.
+# A released resource is kept for the first of the queue for a moment. No assignment reads a column that an
+# earlier one has changed.
 _RELEASE: Final = """
 UPDATE {table} SET expires_at = CASE WHEN COALESCE(queue, '') = '' THEN expires_at ELSE {moment} END,
     nonce = NULLIF(SUBSTR(queue, 1, 8), ''), queue = SUBSTR(queue, 9) WHERE {ours}"""
@@ -84,7 +84,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         # A grant must outlive a crash and a failover, whatever the server does by default.
         "durable": "set_config('lock_timeout', '1s', true) || CASE WHEN current_setting('synchronous_commit')"
         " IN ('off', 'local', 'remote_write') THEN set_config('synchronous_commit', 'on', true) ELSE '' END",
-        # A release that a crash forgets leaves a lease until its end.
+        # If a crash loses a release, the lease only lasts until its end.
         "lazy": "set_config('lock_timeout', '1s', true) || set_config('synchronous_commit', 'off', true)",
         "now": "statement_timestamp()",
         "until": "statement_timestamp() + CAST(:ttl AS DOUBLE PRECISION) * INTERVAL '1 second'",
@@ -110,12 +110,12 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "since": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', since) / 1e6",
         "milliseconds": "TIMESTAMPDIFF(MICROSECOND, '1970-01-01', UTC_TIMESTAMP(6)) DIV 1000",
         "server": "MOD(@@server_id, 1024)",
-        # MySQL refuses a subquery on the table that is written, unless it is a table of its own.
+        # MySQL refuses a subquery on the table that is written, unless it is a derived table.
         "noted": "COALESCE((SELECT m.token FROM (SELECT token FROM {table} "
         "WHERE resource = '' LIMIT 1) AS m), 0)",
     },
     "sqlite": {
-        "acquire": _UPSERT,  # what it returned would keep the file locked until it is fetched
+        "acquire": _UPSERT,  # a row that it returns would keep the file locked until it is fetched
         "begin": "BEGIN IMMEDIATE",
         "durable": "1",
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
@@ -129,9 +129,9 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "server": "0",
     },
 }
-#: What a new connection is told.
+#: The statements for each new connection.
 SET_UP: Final[dict[str, tuple[str, ...]]] = {
-    # A server may begin another transaction behind each COMMIT by default.
+    # A server may begin another transaction after each COMMIT by default.
     "mysql": (
         "SET SESSION completion_type = 0, innodb_lock_wait_timeout = 1",
         "SET SESSION TRANSACTION ISOLATION LEVEL READ COMMITTED",
@@ -148,7 +148,7 @@ SET_UP: Final[dict[str, tuple[str, ...]]] = {
 
 
 class Statement:
-    """A statement for a driver. `:name` is the place of a value, `:name…` in brackets that of a list."""
+    """A statement for a driver. `:name` stands for a value, and `:name…` in brackets for a list."""
 
     def __init__(self, template: str, dialect: Dialect) -> None:
         self._template = template
@@ -160,7 +160,7 @@ class Statement:
         return self._template
 
     def of(self, values: dict[str, Any]) -> tuple[str, Any]:
-        """Return what the driver is told: the statement, and values by name or in order."""
+        """Return the statement for the driver, and its values by name or in order."""
         sql, order = self._compiled(tuple(len(values[name]) for name in self._lists))
         if self._lists:
             listed = {f"{name}_{at}": each for name in self._lists for at, each in enumerate(values[name])}
@@ -175,12 +175,12 @@ class Statement:
         return str(compiled), compiled.positiontup
 
 
-#: Stands for the table, whose name may have any letters, while words are put in.
+#: Stands for the table while templates are formatted, because its name may have any letters.
 _NAME: Final = "\0"
 
 
 class Statements:
-    """The statements for a database of this dialect, about its table of leases (quoted where needed)."""
+    """The statements for a dialect and its table of leases, whose name is quoted where needed."""
 
     def __init__(self, dialect: str, table: str, driver: Dialect) -> None:
         words = {
@@ -219,37 +219,37 @@ class Statements:
         self.begin = words["begin"]
         #: Whether a release calls the next world.
         self.can_call = dialect == "postgresql"
-        #: May return a row with the token if the resource is ours, or tell the token as `lastrowid`.
+        #: Answers with the token if the resource is ours: in a row, or as `lastrowid`; on SQLite not at all.
         self.acquire = said(words["acquire"])
-        #: Of the locks that are held: resource, token, holder, since when in Unix time, and how many seconds.
+        #: A row for each held lock: resource, token, holder, beginning in Unix time, remaining seconds.
         holders = (
             "SELECT resource, token, holder, {since}, {left} FROM {table} "
             "WHERE LENGTH(nonce) = 32 AND expires_at > {now}"
         )
         self.holders_of = said(holders + " AND resource IN (:resources…) ORDER BY resource")
         self.holders = said(holders + " ORDER BY resource")
-        #: Of the resources that this world cannot have: resource, for how many seconds, and where its name
-        #: begins in the queue, from 1 on.
+        #: A row for each resource that this world cannot have: resource, remaining seconds, and where the
+        #: name of the world begins in the queue, from 1 on.
         self.occupied = said(
             "SELECT resource, {left}, {joined} FROM {table} "
             "WHERE nonce IS NOT NULL AND nonce <> :world AND expires_at > {now} AND resource IN (:resources…)"
         )
         self.extend = said("UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}")
         self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
-        #: Joins the queue of a resource that is held; PostgreSQL tells the seconds and the place, too.
+        #: Joins the queue of a held resource; PostgreSQL returns the seconds and the place, too.
         self.queue_up = said(words["queue_up"])
         self.call = said("SELECT pg_notify(:channel, '')")
         self.is_standby = said("SELECT {standby}")
-        #: Releases, and acquires for the next nonce; tells the token as `acquire` does.
+        #: Releases, and acquires for the next nonce; answers with the token as `acquire` does.
         self.transfer = said(words["transfer"])
-        #: Tells the token as `acquire` does.
+        #: Answers with the token as `acquire` does.
         self.remint = said(words["remint"])
         self.token = said("SELECT token FROM {table} WHERE {held}")
         self.release = said(words["release"])
         self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource AND token = :token")
-        #: What the row of no resource notes, the largest token, and the time of a token that is minted now.
+        #: The stored base, the largest token, and the time of a token that is minted now.
         self.floor = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
-        #: A first token is above each token that is so old, and than clocks can be off.
+        #: Deletes rows with old tokens: the first token of a new row is larger, although clocks may be off.
         self.prune = said(
             "DELETE FROM {table} WHERE resource <> '' AND (nonce IS NULL OR expires_at <= {now}) "
             "AND (token >> {bits}) < {time} - :age"

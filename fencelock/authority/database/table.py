@@ -16,16 +16,16 @@ _TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysq
 def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     """Return the table of leases as part of `metadata`, defining it there at the first call.
 
-    For `create_all` and for autogenerate, where PostgreSQL or MariaDB is the authority; SQLite has a file of
-    its own, which makes its table itself. In a migration it is `op.create_lease_table()`.
+    `create_all` and autogenerate need it if PostgreSQL or MariaDB is the authority. SQLite has a file of its
+    own, in which fencelock makes the table. In a migration, call `op.create_lease_table()`.
 
-    A row has the last `token` of its `resource`, the `nonce` of the acquisition that holds it (NULL where it
-    is free), its `holder` (host, process id, program) and times, on MariaDB in UTC. On PostgreSQL `queue` has
-    the names of those that wait.
+    A row has the last `token` of its `resource`, the `nonce` of the acquisition that holds it (NULL if it is
+    free), its `holder` (host, process id, program) and times, on MariaDB in UTC. `queue` has the names of
+    those that wait.
 
     Args:
-        metadata: of the models.
-        schema: where the table is; `Database(…, schema=)` has to say the same.
+        metadata: the metadata of the models.
+        schema: the schema of the table; `Database(…, schema=)` must be the same.
     """
     return Table(
         LEASE_TABLE,
