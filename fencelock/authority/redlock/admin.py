@@ -1,4 +1,4 @@
-"""What an operator asks of the nodes: initialise them, tell how they stand, let others take their place."""
+"""Operations of an operator: initialise the nodes, show their status, replace them by others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _warned_of_eviction: set[str] = set()
 
 
 class NodeState(enum.Enum):
-    """What a node is good for at the moment."""
+    """The state of a node at the moment: only an admitted node votes."""
 
     ADMITTED = "admitted"
     RECOVERING = "recovering"
@@ -48,15 +48,15 @@ class NodeState(enum.Enum):
 
 @dataclass(frozen=True, slots=True)
 class NodeStatus:
-    """One node, as `Redlock.status()` and `fencelock nodes` tell of it.
+    """The status of one node, for `Redlock.status()` and `fencelock nodes`.
 
     Attributes:
         address: without password.
         state: admitted nodes vote; the others do not, or not in this list.
-        epoch: in which it votes, or voted last; None where it has forgotten.
-        max_ttl: the longest lease in seconds that its list allows; None where it has forgotten.
+        epoch: the epoch in which it votes, or voted last; None if it has forgotten.
+        max_ttl: the longest lease in seconds that its list allows; None if it has forgotten.
         recovering_for: seconds until it can be admitted again, at the earliest; None unless recovering.
-        detail: what a person should read; may be empty.
+        detail: a text for a person; may be empty.
     """
 
     address: str
@@ -68,7 +68,7 @@ class NodeStatus:
 
 
 def group_of(names: tuple[str, ...], node_key: str, patience: float) -> NodeGroup:
-    """Return nodes as procedures speak to them, with chance of this process."""
+    """Return the group of nodes for a procedure, with random numbers of this process."""
     return NodeGroup(names, node_key, patience, lambda: secrets.token_hex(16), random.random)
 
 
@@ -81,7 +81,7 @@ def initialise(
     epoch: int,
     allow_eviction: bool,
 ) -> Steps[bool]:
-    """Initialise blank nodes, as `Redlock.init` tells; return whether there was anything to do."""
+    """Initialise blank nodes: see `Redlock.init`; return False if there was nothing to do."""
     if not 0 <= base < MAX_COUNTER:
         raise ValueError(f"counters start between 0 and {MAX_COUNTER - 1}, and {base} does not lie there")
     if max_ttl is not None:
@@ -91,7 +91,7 @@ def initialise(
     try:
         done = yield from initialising.initialise(group, base=base, max_ttl=max_ttl, epoch=epoch)
     except QuorumError:
-        view.current()  # two names of one server have a better error
+        view.current()  # raises a better error for two names of one server
         raise
     for _ in range(_MOST_RISES if epoch else 0):  # another may be at work on the same nodes
         last = compose(epoch - 1, MAX_COUNTER)
@@ -106,7 +106,7 @@ def initialise(
 
 
 def _check_eviction(group: NodeGroup, view: MembershipView) -> Steps[None]:
-    """Refuse blank nodes that drop keys when their memory is full."""
+    """Raise AuthorityError for a blank node that drops keys when its memory is full."""
     reports, _ = yield from group.read()
     for node, report in reports.items():
         name, identity = group.names[node], view.identities.get(node)
@@ -137,7 +137,7 @@ def warn_of_eviction(name: str, policy: str) -> None:
 
 
 def status(group: NodeGroup, view: MembershipView) -> Steps[tuple[NodeStatus, ...]]:
-    """Return how every node stands, and how it evicts keys if it does, in their order."""
+    """Return the status of every node in their order, with the eviction policy if it has one."""
     found = list(statuses(group.names, *(yield from group.read())))
     for node, identity in view.identities.items():
         if identity.eviction:
@@ -154,7 +154,7 @@ def compare_lists(group: NodeGroup) -> Steps[tuple[tuple[str, ...], tuple[str, .
     met = {report.node_id for report in reports.values()}
     listed = census.membership
     missing = [name for node_id, name in listed.seats if node_id not in met and name not in group.names]
-    if len(missing) <= len(group.names) - len(reports):  # those that are silent may be these, by other names
+    if len(missing) <= len(group.names) - len(reports):  # silent nodes may be these, by other names
         missing = []
     strangers = [
         group.names[node]
@@ -233,17 +233,17 @@ def change_nodes(
     tell: Callable[[str], None] = lambda _: None,
     patience: float = _CONNECT_TIMEOUT,
 ) -> Change:
-    """Let the wanted nodes vote instead of the present ones; both are URLs, and all may be the same.
+    """Let the wanted nodes vote instead of the present ones; they may be the same.
 
-    Those that are gone for good may be left out. No lock is granted meanwhile, and leases come to their end
-    first. May be run again after an interruption.
+    Nodes that are gone for good may be left out. No lock is granted meanwhile, and held leases end first. It
+    can be run again after an interruption.
 
     Args:
-        present: those in use.
-        wanted: those that are to be in use.
-        namespace: of theirs.
+        present: URLs of the nodes in use.
+        wanted: URLs of the nodes to use from now on.
+        namespace: the namespace of the nodes.
         max_ttl: the longest lease in seconds that the wanted nodes grant; as the present ones by default.
-        tell: gets a sentence for each step.
+        tell: called with a sentence for each step.
         patience: seconds to wait for each node.
 
     Raises:

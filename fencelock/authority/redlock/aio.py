@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 
 class Nodes(Protocol):
-    """What the asyncio face needs of a `Redlock`, in that class's words."""
+    """The part of a `Redlock` that `AsyncRedlock` uses."""
 
     def init(self, *, base: int | None, max_ttl: float | None, allow_eviction: bool) -> bool: ...
     def status(self) -> tuple[NodeStatus, ...]: ...
@@ -33,11 +33,10 @@ class Nodes(Protocol):
 
 
 class AsyncRedlock(AsyncView):
-    """A `Redlock` for asyncio code; made by it, as `Redlock.aio`.
+    """A `Redlock` for asyncio code, found as `Redlock.aio`.
 
-    All tasks of a loop share one connection to each node; every loop has its own, which end with it.
-    A cancelled operation leaves no lock behind: what it may have acquired is released, and a release is
-    sent all the same.
+    All tasks of a loop share one connection to each node. Every loop has its own connections, which end with
+    it. A cancelled operation leaves no lock behind. A cancelled release is sent all the same.
     """
 
     def __init__(self, authority: GeneratorAuthority, nodes: Nodes) -> None:
@@ -57,7 +56,7 @@ class AsyncRedlock(AsyncView):
     def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
         """Run a generator; other tasks run meanwhile.
 
-        A cancelled step has ended. The steps that give back what it may have acquired wait for nothing.
+        After a cancellation, the steps that release what may have been acquired do not wait.
         """
         connections = self.here()
 
@@ -84,7 +83,7 @@ class AsyncRedlock(AsyncView):
         return await asyncio.to_thread(self._nodes.status)
 
     async def close(self) -> None:
-        """Close the connections of the running loop; using it again connects again."""
+        """Close the connections of the running loop; the next use connects again."""
         with self._lock:
             connections = self._by_loop.pop(asyncio.get_running_loop(), None)
         if connections is not None:
@@ -102,7 +101,7 @@ class AsyncRedlock(AsyncView):
         return connections
 
     def _close_orphans(self) -> None:
-        """Close what loops have left that were closed before everything was over in them."""
+        """Close the connections of loops that were closed too early."""
         for loop, connections in list(self._by_loop.items()):
             if loop.is_closed():
                 connections.close()
@@ -119,7 +118,7 @@ class AsyncRedlock(AsyncView):
                 connections.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
+        """In a forked child, close its copies of the sockets, without a lock that a thread may have held."""
         for connections in list(self._by_loop.values()):
             connections.leave_to_parent()
         self._start_over()

@@ -1,7 +1,7 @@
-"""Runs recovery in the background, so that nothing which acquires a lock waits for it.
+"""Runs recovery in the background, so that no acquisition waits for it.
 
-A `Redlock` has one daemon thread for it at most, for blocking and asyncio programs alike, with connections of
-its own. It starts when some answer shows that a node has forgotten, restarted or lags behind.
+A `Redlock` has at most one daemon thread for it, with its own connections, also in asyncio programs. It
+starts when an answer shows that a node has forgotten, has restarted or lags behind.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ _FAREWELL = 0.2
 
 
 class Recoverer:
-    """Starts a recovery when told of trouble, unless one is at work or the last was in vain a moment ago.
+    """Starts a recovery after trouble, unless one is running or the last one ended a moment ago.
 
-    `connect` opens connections to the nodes; `work` makes the procedure, which tells if all is done.
+    `connect` opens connections to the nodes; `work` makes the procedure, which returns whether all is done.
     """
 
     def __init__(self, connect: Callable[[], SharedConnections], work: Callable[[], Steps[bool]]) -> None:
         self._connect = connect
         self._work = work
-        self._lock = threading.RLock()  # for signal handlers that lock, and strike in the midst of it
+        self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
         self._connections: SharedConnections | None = None
@@ -40,7 +40,7 @@ class Recoverer:
         self._not_before = 0.0
 
     def on_trouble(self) -> None:
-        """Note that a node has shown itself to be in trouble. Costs next to nothing, in any thread."""
+        """Start a recovery, because a node is in trouble. It is cheap, and any thread may call it."""
         if self._is_at_work() or time.monotonic() < self._not_before:
             return
         with self._lock:
@@ -58,9 +58,9 @@ class Recoverer:
         return thread is not None and thread.is_alive()  # its start may have been interrupted
 
     def close(self) -> None:
-        """End the recovery where it would wait, if one is at work; begin no other.
+        """End a running recovery at its next wait, and begin no other.
 
-        Of programs that end at once, the first leaves its ticket, and a later one admits the node.
+        Programs that end at once recover, too: the first leaves its ticket, and a later one admits the node.
         """
         self._stop.set()
         thread = self._thread
@@ -68,7 +68,7 @@ class Recoverer:
             thread.join(_FAREWELL)
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close its copies of the sockets; the thread does not exist here."""
+        """In a forked child, close its copies of the sockets; the thread does not exist there."""
         if self._connections is not None:
             self._connections.leave_to_parent()
 

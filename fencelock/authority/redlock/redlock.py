@@ -1,4 +1,4 @@
-"""The authority: N nodes, their state as far as it is known, and the blocking way to use them."""
+"""The class `Redlock`: N nodes, their state as far as it is known, and the blocking operations."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ DEFAULT_NAMESPACE = "fencelock"
 class Redlock(GeneratorAuthority):
     """Grants leases on a quorum of independent Redis or Valkey nodes, and mints their fencing tokens.
 
-    Connects when first used. May be shared by threads. A forked child opens connections of its own.
+    It connects at the first use. Threads may share it. A forked child opens its own connections.
 
     Args:
         nodes: the N nodes, each once: URLs (one string may hold several, with commas between) or clients of
@@ -59,10 +59,10 @@ class Redlock(GeneratorAuthority):
         connect_timeout: seconds that a node may take to accept a connection.
         outage_grace: seconds to go on trying when no majority answers, within the timeout of the
             acquisition.
-        verify: "auto" has the connection prove the server process where that is sound and every vote
-            where it is not (replicas, Sentinel, Redis Cluster); "vote" has every vote do it: behind a proxy.
-        recover: admit nodes again that have restarted or lost their memory, in the background and once the
-            longest lease has passed; False leaves that to other clients.
+        verify: "auto": the connection proves the server process if this is sound; else every vote does
+            (replicas, Sentinel, Redis Cluster). "vote": every vote does; use it behind a proxy.
+        recover: admit nodes again that have restarted or lost their memory, in the background, once the
+            longest lease has passed; False leaves this to other clients.
 
     Raises:
         ValueError: for a URL that cannot be understood, a node named twice, or settings out of range.
@@ -123,7 +123,7 @@ class Redlock(GeneratorAuthority):
         return self._names
 
     def close(self) -> None:
-        """Close the connections. Leases that are held end by themselves; using it again connects again."""
+        """Close the connections. Held leases end with their ttl; the next use connects again."""
         self.check_process()
         self._connections.close()
         recoverer, self._recoverer = self._recoverer, Recoverer(self._connect, self._recovering)
@@ -131,7 +131,7 @@ class Redlock(GeneratorAuthority):
         self.aio.close_everywhere()
 
     def settle(self) -> None:
-        """Have the nodes hear of releases that are owed: those of acquisitions that were interrupted."""
+        """Send the releases that are owed after interrupted acquisitions to the nodes."""
         read = messages.Command("read", "", (self._node_key,), ("",))
         everyone = range(len(self._nodes))
         patience = min(self._node_timeout, _FAREWELL)
@@ -240,13 +240,13 @@ class Redlock(GeneratorAuthority):
 
         Args:
             base: where counters start; Unix milliseconds by default. 0 makes the first tokens 1, 2, 3.
-            above: the highest fencing token that the storage has seen, after nodes have lost what they
-                granted: all new tokens are larger, for they are of a larger epoch. When this returns,
-                that is so whoever has initialised the nodes, and however long ago.
-            max_ttl: the longest lease in seconds that these nodes will grant. A node that lost its
-                memory must stay out until then. By default 60, or what the nodes have already.
-            allow_eviction: initialise also nodes that drop keys when their memory is full. A lock may be
-                gone then while it is held, and with `allkeys-` policies the record of all tokens.
+            above: the highest fencing token that the storage has seen, if nodes have lost their grants: all
+                new tokens are larger, because they are of a larger epoch. This is also so if another client
+                has initialised the nodes before.
+            max_ttl: the longest lease in seconds that these nodes grant. A node that lost its memory must
+                stay out for this time. By default 60, or the value that the nodes have already.
+            allow_eviction: also initialise nodes that drop keys when their memory is full. They may drop a
+                held lock, and with `allkeys-` policies the record of all tokens.
 
         Returns:
             True, or False if these nodes had been initialised already.
@@ -269,12 +269,12 @@ class Redlock(GeneratorAuthority):
         return self._run_apart(initialise.remains(self._group()))
 
     def clear(self) -> int:
-        """Delete what the namespace has left on the nodes: what they remember, locks, queues. No other key.
+        """Delete the keys of the namespace on the nodes: their memory, locks and queues. No other key.
 
-        For a list that has lost its majority, before `init(above=…)`; no client may use it any more.
+        Use it for a list that has lost its majority, before `init(above=…)`. No client may use the list then.
 
         Returns:
-            How many keys it has deleted.
+            How many keys were deleted.
 
         Raises:
             QuorumError: a node did not answer.
@@ -282,9 +282,9 @@ class Redlock(GeneratorAuthority):
         return self._run_apart(initialise.clear(self._group()))
 
     def status(self) -> tuple[NodeStatus, ...]:
-        """Ask every node how it stands, and return that in the order of `nodes`.
+        """Return the status of every node, in the order of `nodes`.
 
-        Takes as long as `node_timeout` where one cannot be reached.
+        It takes `node_timeout` if a node cannot be reached.
         """
         return self._run_apart(admin.status(self._group(), self._view))
 
@@ -293,12 +293,12 @@ class Redlock(GeneratorAuthority):
         return self._run_apart(admin.compare_lists(self._group()))
 
     def recover(self) -> bool:
-        """Admit nodes again that restarted or forgot, after waiting for the longest lease to pass.
+        """Admit nodes again that restarted or forgot, after a wait for the longest lease to pass.
 
-        Clients do this in the background. It is for nodes of whose clients none lives as long as that.
+        Clients do this in the background. Call it if no client of the nodes lives for that time.
 
         Returns:
-            True when nothing is left to do; False where nothing can be done, as `status` tells.
+            True when nothing is left to do; False if nothing can be done, as `status` tells.
         """
         return self._run_apart(recover(self._group()))
 
@@ -315,7 +315,7 @@ class Redlock(GeneratorAuthority):
         )
 
     def _run_apart(self, generator: Generator[messages.Request, Any, _T]) -> _T:
-        """Run what an operator asks for, over connections of its own: WAITAOF takes one for two seconds."""
+        """Run an operator's request over separate connections, because WAITAOF takes one for two seconds."""
         connections = self._connect()
         try:
             return run(generator, connections.do)
@@ -353,7 +353,7 @@ class Redlock(GeneratorAuthority):
         }
 
     def _on_trouble(self) -> None:
-        """Note that some answer showed a node in trouble. In any thread; nothing waits for it."""
+        """Start a recovery in the background, because a node is in trouble; any thread may call this."""
         if self._recover:
             self._recoverer.on_trouble()
 
@@ -368,7 +368,7 @@ class Redlock(GeneratorAuthority):
             admin.warn_of_eviction(self._names[node], identity.eviction)
 
     def _init_command(self) -> str:
-        """Return what to type; passwords are left for whoever types it."""
+        """Return the command to type, with placeholders for passwords."""
         namespace = "" if self._namespace == DEFAULT_NAMESPACE else f" --namespace {self._namespace}"
         return f"fencelock init{namespace} {' '.join(node.url_to_type for node in self._nodes)}"
 
@@ -378,11 +378,10 @@ _FAREWELL: Final = 0.5
 
 
 def _default_base() -> int:
-    """Where counters start unless told otherwise: Unix milliseconds.
+    """Return the default start of counters: Unix milliseconds.
 
-    Nodes that are initialised again after losing everything then start above their old tokens, if no
-    epoch above 0 was used, clocks are sane, and no stripe averaged 1,000 leases a second. Defence in
-    depth, no guarantee.
+    Nodes that are initialised again after a loss then start above their old tokens. This is no guarantee: it
+    needs an old epoch of 0, sane clocks, and less than 1,000 leases a second per stripe.
     """
     return time.time_ns() // 1_000_000
 

@@ -1,4 +1,4 @@
-"""How other nodes take the place of these: close the old list, then open the new one.
+"""How other nodes replace the present ones: close the old list, then open the new one.
 
 `establish.py` has the steps that all procedures share. The others, and the schedule
 in `proof/spec` that each prevents:
@@ -6,16 +6,16 @@ in `proof/spec` that each prevents:
 1. BEGIN puts a ticket on each new node, which becomes its id: the fingerprint of the new list covers it. A
    node that was opened, voted and forgot has another ticket, hence belongs to another list, and cannot be
    taken for one that was never opened.
-2. CLOSE on a majority of the old nodes, for this one next list. A second operator with another list finds
-   it taken ("no next": both lists would vote).
-3. A second look at the same nodes: they are closed still. One may have forgotten that, and have been
+2. CLOSE on a majority of the old nodes, for one next list. A second operator with another list finds them
+   taken ("no next": both lists would vote).
+3. A second look shows that the same nodes are still closed. Otherwise one may have forgotten that, and been
    admitted again by a majority that was not closed yet ("one closing pass").
-4. The new epoch is above all that they know of. No counters are carried over: the epoch dominates. Two
-   operators that finish the same change may have chosen different ones, so a majority of the *new* nodes
-   promises it ("OPEN without PROMISE").
-5. Before that, wait for the leases that old nodes have granted: for mutual exclusion only.
-6. OPEN the new nodes first: then, wherever this is interrupted, the old list is closed by a majority still
-   or the new one has a majority already. The next run finishes either.
+4. The new epoch is above all epochs that they know. Counters are not carried over, because the epoch
+   dominates. Two operators that finish the same change may choose different epochs, so a majority of the
+   *new* nodes promises it ("OPEN without PROMISE").
+5. Before the promise, wait for the leases of the old nodes. This serves mutual exclusion only.
+6. OPEN the new nodes first. Then, after any interruption, a majority of the old list is still closed, or the
+   new list has a majority already. The next run finishes either.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _MOST_PASSES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """What a change of nodes has come to.
+    """The result of a change of nodes.
 
     Attributes:
         done: False if the wanted list voted before.
@@ -86,7 +86,7 @@ def change(
 
 
 def _read(group: NodeGroup) -> Steps[tuple[Reports, dict[str, str]]]:
-    """Return where all nodes stand, and in words what each said, by its address."""
+    """Return the reports of all nodes, and a text about each node, by its address."""
     reports, answers = yield from group.read()
     told = {
         name: _describe(reports[node], group.node_key) if node in reports else str(answers[node])
@@ -122,9 +122,9 @@ def _present_list(reports: Reports) -> Membership | None:
 
 
 def _epoch_of_stragglers(group: NodeGroup, present: Membership, reports: Reports) -> int:
-    """Return an epoch for nodes that an interrupted change has not opened; 0 where there is nothing to do.
+    """Return an epoch for nodes that an interrupted change has not opened; 0 if there is nothing to do.
 
-    They have not voted in this list yet. It is above all that its voters know of, as in a recovery.
+    These nodes have not voted in this list yet. The epoch is above all that its voters know of.
     """
     voters = [report for report in reports.values() if report.votes_in(present.fingerprint)]
     waiting = []
@@ -141,15 +141,15 @@ def _epoch_of_stragglers(group: NodeGroup, present: Membership, reports: Reports
 
 
 def _next_lists(old: Membership, reports: Reports) -> list[Membership]:
-    """Return the list for which the old one is being closed already, if there is one.
+    """Return the lists for which nodes of the old list are closed.
 
-    Not any list that some node still knows: one that has been replaced must not come back.
+    Other lists that a node still knows do not count, because a replaced list must not come back.
     """
     return _lists(r.next_members for r in reports.values() if r.fingerprint == old.fingerprint)
 
 
 def _chosen(following: list[Membership], addresses: set[str], max_ttl: float | None) -> Membership | None:
-    """Return the list of a change that is under way, which must be this one: none is begun twice."""
+    """Return the list of a change that is under way, or None; raise MembershipError if it is not this one."""
     for known in following:
         if set(known.addresses) != addresses or max_ttl not in (None, known.max_ttl):
             others = sorted(known.addresses)
@@ -170,7 +170,7 @@ def _make_list(
     *,
     max_ttl: float,
 ) -> Steps[Membership]:
-    """Make the new list: nodes that stay keep their ids, new ones get a ticket for theirs."""
+    """Make the new list: nodes that stay keep their ids, and new nodes get a ticket, which is their id."""
     missing = [group.names[node] for node in wanted if node not in reports]
     if missing:
         raise QuorumError(
@@ -181,7 +181,7 @@ def _make_list(
     for node in wanted:
         name, report = group.names[node], reports[node]
         if report.votes_in(old.fingerprint):
-            ids[node] = seats.get(node, report.node_id)  # it may say a fellow's id: see Census.of
+            ids[node] = seats.get(node, report.node_id)  # it may name another's id: see Census.of
         elif node in seats or report.node_id in old.ids:
             raise MembershipError(
                 f"{name} does not vote at the moment, and a node that stays must: wait until clients have "
@@ -208,7 +208,7 @@ def _make_list(
 
 
 def _check_closable(old: Membership, reports: Reports, told: dict[str, str]) -> None:
-    """Refuse before anything is closed, where it could not be brought to an end."""
+    """Raise QuorumError before anything is closed, if the change could not be finished."""
     members = sum(report.admitted and report.fingerprint == old.fingerprint for report in reports.values())
     if members < old.quorum:
         raise QuorumError(
@@ -241,14 +241,14 @@ def _close(group: NodeGroup, old: Membership, target: Membership) -> Steps[int]:
 def _closed_still(
     group: NodeGroup, shut: Iterable[int], old: Membership, target: Membership
 ) -> Steps[Reports]:
-    """The second pass: return those that were closed all the time since the first."""
+    """Look a second time; return the nodes that were closed all the time since the first look."""
     reports, _ = yield from group.read(shut)
     lists = (old.fingerprint, target.fingerprint)
     return {n: r for n, r in reports.items() if r.admitted and (r.fingerprint, r.next_fingerprint) == lists}
 
 
 def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], None]) -> Steps[None]:
-    """Wait until no lock lives on the closed nodes: a majority knows each lease, and none is extended now."""
+    """Wait until no lock is left on the closed nodes: a majority knows each lease, and extends none now."""
     longest = 0.0
     for node in (node for node, report in reports.items() if not report.blank):
         cursor = ""
@@ -264,7 +264,7 @@ def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], No
 
 
 def _open(group: NodeGroup, target: Membership, epoch: int, wanted: Sequence[int]) -> Steps[None]:
-    """Have a majority of the new nodes promise the epoch, and let all that can vote in it."""
+    """Ask the new nodes to promise the epoch, and let all vote in it that can; a majority must promise."""
     ids = target.seats_of(group.names)
     before, _ = yield from group.read(wanted)
     promised = yield from establish(group, target, epoch, before, ids)

@@ -5,14 +5,14 @@
 
 `proof/spec/` has it as a model, with the schedules that each step prevents:
 
-- PROMISE on a majority before any node votes in the epoch. Otherwise the one node that does may forget it,
-  and the next client chooses the same epoch ("RAISE without PROMISE", which takes five nodes; "OPEN without
+- PROMISE on a majority before any node votes in the epoch. Otherwise the only voter may forget the epoch, and
+  the next client chooses the same one ("RAISE without PROMISE", which takes five nodes; "OPEN without
   PROMISE").
-- A second look when all have promised: they hold it at one time. One may have forgotten it meanwhile, and
-  been admitted by a client that read from the others before they promised ("one look at promises").
-- RAISE a majority before ADMIT. A server that took over the address of another, which lives on cut off, must
-  not leave that one with a majority in the old epoch ("ADMIT before RAISE"). Where fewer vote, RAISE all that
-  do ("all restarted, no RAISE").
+- A second look after all have promised shows that they hold the promise at one time. Otherwise a node may
+  forget it, and be admitted by a client that read the others before they promised ("one look at promises").
+- RAISE a majority before ADMIT. If a server takes over the address of another that lives on, cut off, the
+  other must not keep a majority in the old epoch ("ADMIT before RAISE"). If fewer nodes vote, RAISE all of
+  them ("all restarted, no RAISE").
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def establish(
 ) -> Steps[set[int]]:
     """Bring a list to an epoch above all that it knows; return the nodes that have promised it.
 
-    Too few of them mean that no node may be let in. `before` is what the nodes have said that are to promise;
-    those of them that vote in the list are raised. `tickets` has those of the others; in a new list, the ids.
+    If they are too few, no node may be let in. `before` has the reports of the nodes that must promise; those
+    that vote in the list are raised. `tickets` has the tickets of the others; in a new list, their ids.
     """
     promised = yield from promise(group, membership, epoch, before, tickets)
     if len(promised) < membership.quorum:
@@ -44,7 +44,7 @@ def establish(
 def promise(
     group: NodeGroup, membership: Membership, epoch: int, before: Reports, tickets: Mapping[int, str]
 ) -> Steps[set[int]]:
-    """Have nodes promise an epoch; return those that hold the promise at one time, and on their disks."""
+    """Ask nodes to promise an epoch; return those that hold the promise at one time, and on their disks."""
     if epoch > MAX_EPOCH:  # tokens have no room for it
         return set()
     cfg = membership.fingerprint
@@ -61,7 +61,7 @@ def promise(
 def raise_voters(
     group: NodeGroup, membership: Membership, epoch: int, voters: Collection[int]
 ) -> Steps[set[int]]:
-    """Have voters vote in an epoch that a majority has promised; return those that have it on their disks."""
+    """Raise voters to an epoch that a majority has promised; return those that have it on their disks."""
     answers = yield from group.ask("raise", voters, membership.fingerprint, epoch)
     return (yield from group.synced(saying(answers, ReplyKind.RAISED)))
 

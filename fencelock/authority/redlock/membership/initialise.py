@@ -1,11 +1,11 @@
-"""How a list of N blank nodes comes into being, and how an operator clears away a list that is lost.
+"""How a list of N blank nodes is made, and how an operator clears away a lost list.
 
-It is explicit. A marker that nodes made on demand would be the very hole that the marker closes: a node that
-had lost its memory would look like a new one, and count from the beginning again.
+Initialisation is explicit. If nodes made their marker on demand, a node that lost its memory would look like
+a new one, and count from the beginning again. The marker exists to prevent this.
 
-Every node is first given a ticket, which becomes its id. Clients that initialise at once find the same
-tickets, and the next one finishes what was interrupted. A node that restarted in between has another ticket
-and is not opened: it cannot be told from one that has voted and forgotten.
+Every node first gets a ticket, which becomes its id. Clients that initialise at the same time find the same
+tickets, and the next client finishes an interrupted run. A node that restarted in between has another ticket
+and is not opened, because it may have voted and forgotten.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport
 from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.errors import MembershipError, QuorumError
 
-#: Of nodes that are initialised for the first time.
+#: Longest ttl in seconds of nodes that are initialised for the first time.
 DEFAULT_MAX_TTL: Final = 60.0
 
 _MOST_LOOKS: Final = 3
@@ -28,10 +28,10 @@ _FIT: Final = frozenset(
 
 
 def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int = 0) -> Steps[bool]:
-    """Open N blank nodes; return False where nothing was to be done.
+    """Open N blank nodes; return False if nothing was to be done.
 
     Without a `max_ttl`, nodes that have one keep it. After a loss, `epoch` is above those that the database
-    has seen. All nodes must answer, this once.
+    has seen. All nodes must answer.
     """
     told: dict[int, Reply] = {}
     asked_ms = round((DEFAULT_MAX_TTL if max_ttl is None else max_ttl) * 1000)
@@ -46,8 +46,8 @@ def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int
         blank = [node for node, report in before.items() if report.blank]
         if not blank:
             return False
-        # Nothing could have been promised below epoch 0. All nodes are to promise, also those that another
-        # client has opened meanwhile, because few may be blank by now.
+        # Epoch 0 needs no promise, because there is no epoch below it. All nodes must promise, also those
+        # that another client has opened meanwhile, because few may be blank by now.
         epoch = max(epoch, *(report.highest for report in before.values()))
         promised = (yield from establish(group, membership, epoch, before, ids)) if epoch else before
         if len(promised) >= membership.quorum:
@@ -66,9 +66,9 @@ def _max_ttl_of(answer: Reply) -> float:
 def _look_again(
     group: NodeGroup, membership: Membership, ids: dict[int, str], ttls: dict[int, float]
 ) -> Steps[Reports]:
-    """Return where the nodes stand that held all the tickets of the list at one time.
+    """Return the reports of the nodes, after a check that they held all tickets of the list at one time.
 
-    The nodes in which two lists differ were then out at one time, hence a minority.
+    If two lists differ, the nodes in which they differ were then out at one time, hence a minority.
     """
     reports = yield from _read(group)
     for node, report in reports.items():
@@ -104,10 +104,10 @@ def _check_member(name: str, report: NodeReport, membership: Membership) -> None
 def _open(
     group: NodeGroup, membership: Membership, ids: dict[int, str], epoch: int, base: int
 ) -> Steps[None]:
-    """Open the nodes in the order of their ids, each only when those before it vote in this very list.
+    """Open the nodes in the order of their ids, each only after the nodes before it vote in this list.
 
-    Of two clients whose lists differ in some nodes, one then meets the other at the first node that they
-    share, and gives way; in any other order each could open a majority.
+    If the lists of two clients differ in some nodes, one client meets the other at the first shared node, and
+    gives way. In any other order, each could open a majority.
     """
     for node in sorted(ids, key=ids.__getitem__):
         arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())
@@ -132,7 +132,7 @@ def _interrupted(group: NodeGroup, node: int) -> MembershipError:
 def remains(group: NodeGroup) -> Steps[dict[str, tuple[str, ...]]]:
     """Return the nodes that remember a list which has lost its majority, each with the addresses of the list.
 
-    Empty where a majority of a list votes: nothing is lost there.
+    The result is empty if a majority of a list votes, because nothing is lost then.
     """
     reports = yield from _read(group)
     lists = {n: Membership.from_json(report.members) for n, report in reports.items() if not report.blank}
@@ -143,7 +143,7 @@ def remains(group: NodeGroup) -> Steps[dict[str, tuple[str, ...]]]:
 
 
 def clear(group: NodeGroup) -> Steps[int]:
-    """Delete what a namespace has left on the nodes; return how many keys that were."""
+    """Delete the keys of the namespace on the nodes; return their number."""
     yield from _read(group)
     count = 0
     for node in range(len(group.names)):

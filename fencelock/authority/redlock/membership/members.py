@@ -17,11 +17,11 @@ _SPOKEN: Final = (1, STRIPES, "crc32")
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The N seats, and what else all clients must agree on.
+    """The N seats, and the other facts on which all clients must agree.
 
     Attributes:
         seats: (id, address) of each node, sorted by id; the order in which contenders ask after a split.
-        max_ttl: longest lease in seconds. A node that lost its memory stays out until then.
+        max_ttl: longest lease in seconds. A node that lost its memory stays out for this time.
         after: fingerprint of the list that this one has replaced; empty for the first.
     """
 
@@ -42,16 +42,16 @@ class Membership:
         return len(self.seats) // 2 + 1
 
     def seats_of(self, names: Sequence[str]) -> dict[int, str]:
-        """Return the ids that the list has for these addresses, by their places; it may not have some."""
+        """Return the ids of these addresses in the list, by index; without addresses that it does not have."""
         ids = {address: node_id for node_id, address in self.seats}
         return {node: ids[name] for node, name in enumerate(names) if name in ids}
 
     @property
     def fingerprint(self) -> str:
-        """What every vote names. It leaves out addresses, because clients may know a node by several.
+        """The digest that every vote names, without addresses, because clients may know a node by several.
 
-        It covers the list before. So a change back to an earlier choice of nodes makes a new list, to which
-        messages that are still under way mean nothing.
+        It covers the previous list. So a change back to earlier nodes makes a new list, to which messages
+        that are still under way mean nothing.
         """
         facts = [*_SPOKEN, round(self.max_ttl * 1000), self.after, *self.ids]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -66,7 +66,7 @@ class Membership:
         """Read what a node keeps.
 
         Raises:
-            MembershipError: if it was written by a version of the protocol that this one cannot join.
+            MembershipError: the text cannot be read, or is of another version of the protocol.
         """
         try:
             facts: dict[str, Any] = json.loads(text)
@@ -93,7 +93,7 @@ class Identity:
         node_id: the node's own id, given when it was initialised; empty while it is blank.
         membership: the list that it belongs to; None while it is blank.
         eviction: the policy by which it drops keys when its memory is full; empty if it drops none; None
-            where it does not tell.
+            if it does not tell.
     """
 
     run_id: str

@@ -1,27 +1,27 @@
 """How nodes that have lost their memory vote again, without anything that an operator must do.
 
 Redlock's "delayed restart" asks operators to keep a crashed node out for one ttl. Here the clients do it.
-They have to achieve this only: *a node that has forgotten what it did in an epoch never votes in that epoch
-again*. Within an epoch then no node forgets, and the lock core is right; and the epoch is the upper half of
-the token. `establish.py` has the steps that all procedures share. The others, and the schedule in
-`proof/spec` that each prevents:
+They only have to achieve this: *a node that has forgotten its work in an epoch never votes in that epoch
+again*. Then no node forgets within an epoch, and the lock core is right. The epoch is the upper half of the
+token. `establish.py` has the steps that all procedures share. The others, and the schedule in `proof/spec`
+that each prevents:
 
-1. BEGIN puts a ticket on the node. Without it, an ADMIT that is delivered again would let a node vote again
-   that has voted since and forgotten ("no ticket"). The node makes it up, else a BEGIN and an ADMIT would do
-   the same ("client's ticket"). It is bound to the server process, else a node could fall back to a state in
-   which the ticket stood ("ticket not bound").
-2. Only then the highest epoch is read, from a majority of *other* nodes that vote. The new one is above it:
-   messages in flight in the old one, which could be copied at no moment, no longer matter ("no epoch").
-3. ADMIT needs the ticket, as old as the longest lease by the node's own clock: so a program that lives for a
-   second can admit it later. The wait serves mutual exclusion only: the locks that the node has forgotten end
-   meanwhile. EXTEND makes those of leases that go on again, also on nodes that wait to be admitted.
+1. BEGIN puts a ticket on the node. Without it, a repeated ADMIT would let a node vote that has voted since
+   and forgotten ("no ticket"). The node draws the ticket, because a repeated BEGIN and ADMIT would otherwise
+   do the same ("client's ticket"). The ticket is bound to the server process, because a node could otherwise
+   fall back to a state with the ticket ("ticket not bound").
+2. Only then the highest epoch is read, from a majority of *other* nodes that vote. The new epoch is above it,
+   so that messages in flight in the old one, which no reading could include, do not matter ("no epoch").
+3. ADMIT needs a ticket as old as the longest lease, by the node's own clock. So a program that lives for a
+   second can admit the node later. The wait serves mutual exclusion only, because the locks that the node has
+   forgotten end meanwhile. EXTEND makes locks again if their leases go on, also on nodes that wait.
 
-Closed nodes take part in none of this, else a second list would vote ("recovery reads closed nodes").
+Closed nodes take no part in this, because a second list could vote otherwise ("recovery reads closed nodes").
 
-Where more than a minority has restarted with its data, there is no majority to read from. Then *all* nodes
-are read, after each that does not vote has its ticket: one that forgets between the two has another ticket,
-and the reading is void ("read and BEGIN node by node"). Some node still holds `p` as high as any ever voted
-("no p"). With a blank node among them it is unknown what that has promised, and an operator is needed.
+If more than a minority has restarted with its data, there is no majority to read from. Then *all* nodes are
+read, after each node that does not vote has its ticket. A node that forgets in between has another ticket, so
+the reading is void ("read and BEGIN node by node"). Some node still holds a `p` as high as any epoch that was
+voted in ("no p"). If a node is blank, its promises are unknown, and an operator is needed.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from fencelock.authority.redlock.membership.reports import Census, NodeGroup, Re
 from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
 from fencelock.tokens import MAX_COUNTER, split
 
-#: Recoverers that have waited for one node spread their work over so many seconds, or a tenth of the wait.
+#: Recoverers that waited for one node spread their work over these seconds, or a tenth of the wait.
 _SPREAD: Final = 5.0
-#: Seconds that another recoverer is given, once, that has promised an epoch and seems to be at work. It may
-#: have died, and this one may live for a second only.
+#: Seconds to wait once for another recoverer that seems to be at work. It may have died, and this program may
+#: live for a second only.
 _COURTESY: Final = 0.5
 #: Seconds after a first failure; longer after the next.
 _PAUSE: Final = 1.0
@@ -45,10 +45,9 @@ _MOST_FAILURES: Final = 3
 
 
 def recover(group: NodeGroup) -> Steps[bool]:
-    """Admit nodes again that can be, and raise those that lag behind; wait as long as that takes.
+    """Admit the nodes that can be admitted again, and raise those that lag behind; wait as long as needed.
 
-    Returns True when nothing is left to do, False when nothing can be done for now: too few nodes answer, or
-    an operator is needed.
+    Returns True when nothing is left to do. False: too few nodes answer, or an operator is needed.
     """
     is_courteous, failures = True, 0
     while failures < _MOST_FAILURES:
@@ -64,7 +63,7 @@ def recover(group: NodeGroup) -> Steps[bool]:
         tickets, waits = yield from _begin(group, census)
         left = (min if census.has_quorum else max)(waits.values(), default=0.0)
         if left > 0:
-            # All that have waited for this node wake up at the same time, and one of us is enough.
+            # All recoverers that waited for this node wake up at the same time, and one is enough.
             spread = min(_SPREAD, census.membership.max_ttl / 10)
             yield Sleep(left + spread * group.jitter())
         elif is_courteous and _is_busy(census):
@@ -77,13 +76,13 @@ def recover(group: NodeGroup) -> Steps[bool]:
 
 
 def rise(group: NodeGroup, token: int) -> Steps[int | None]:
-    """Bring the voters to where they can grant larger tokens than one that a storage has seen.
+    """Bring the voters to an epoch with larger tokens than `token`, which a storage has seen.
 
-    The nodes have forgotten that they granted it. Where it is of their own epoch or an earlier one, a larger
-    counter will do, or any. Where it is of a later one, or the last of theirs, they go beyond its epoch, and
-    so beyond all that was granted in it.
+    The nodes have forgotten the token. If it is of their epoch or an earlier one, a larger counter is enough,
+    or any. If it is of a later epoch, or the last of theirs, they move above its epoch, and so above all
+    tokens in it.
 
-    Returns the epoch in which they vote then; None where too few of them do.
+    Returns the epoch in which they vote then; None if too few of them vote.
     """
     reports, _ = yield from group.read()
     census = Census.of(group.names, reports)
@@ -100,9 +99,9 @@ def rise(group: NodeGroup, token: int) -> Steps[int | None]:
 
 
 def _raise_laggards(group: NodeGroup, census: Census) -> Steps[None]:
-    """Bring voters of lower epochs to the highest in which any votes; else the next loss costs the quorum.
+    """Bring all voters to the highest epoch in which any votes, because the next loss may cost the quorum.
 
-    That a node votes in it shows that a majority has promised it.
+    A majority has promised this epoch, because a node votes in it.
     """
     epochs = {node: census.reports[node].epoch or 0 for node in census.voters}
     highest = max(epochs.values(), default=0)
@@ -112,7 +111,7 @@ def _raise_laggards(group: NodeGroup, census: Census) -> Steps[None]:
 
 
 def _begin(group: NodeGroup, census: Census) -> Steps[tuple[dict[int, str], dict[int, float]]]:
-    """Get a ticket on every node that waits; return them, and for how many seconds each still stays out."""
+    """Get a ticket on every waiting node; return the tickets, and the seconds that each node stays out."""
     fingerprint, max_ttl_ms = census.membership.fingerprint, round(census.membership.max_ttl * 1000)
     arguments = {
         node: (fingerprint, group.new_word(), max_ttl_ms, census.reports[node].node_id or seat)
@@ -131,7 +130,7 @@ def _is_busy(census: Census) -> bool:
 
 
 def _admit(group: NodeGroup, census: Census, tickets: Mapping[int, str], due: Sequence[int]) -> Steps[bool]:
-    """Bring the voters to a new epoch, and admit to it the nodes that are due; tell if all is done."""
+    """Bring the voters to a new epoch, and admit the nodes that are due; return whether all were admitted."""
     membership = census.membership
     chosen = yield from _choose_epoch(group, census, tickets)
     if chosen is None or not due:
@@ -147,9 +146,9 @@ def _admit(group: NodeGroup, census: Census, tickets: Mapping[int, str], due: Se
 def _choose_epoch(
     group: NodeGroup, census: Census, tickets: Mapping[int, str]
 ) -> Steps[tuple[int, Reports] | None]:
-    """Return an epoch above all that can have been voted in, and the nodes asked; None where too few know.
+    """Return an epoch above all that can have been voted in, and the reports that count; None if too few do.
 
-    A node counts that votes, or where too few do, one that is held by our ticket.
+    The reports of voters count. Without a quorum of voters, those of nodes with our tickets count, too.
     """
     asked, enough = [*census.voters], census.membership.quorum
     if not census.has_quorum:

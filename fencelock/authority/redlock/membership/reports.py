@@ -1,7 +1,7 @@
-"""What nodes say of themselves, and how to ask them.
+"""The reports of nodes about themselves, and the commands to get them.
 
-A `NodeGroup` puts commands to its nodes; `read` asks where they stand and changes nothing. A `Census` is what
-a client makes of the reports: which list most nodes belong to, and how its members stand.
+A `NodeGroup` sends commands to its nodes; `read` asks for their state and changes nothing. A `Census` sums up
+the reports: the list that most nodes belong to, and the state of its members.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ _PAUSE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """All that a node says about itself at one moment; what a blank node does not have is empty.
+    """The report of a node about itself at one moment; fields that a blank node does not have are empty.
 
     Attributes:
         admitted: it has its marker, and has not restarted since it was admitted.
-        epoch: in which it votes; None for a node without a marker.
-        next_fingerprint: of the list that it is closed for.
-        ticket: under which it can be admitted.
-        ticket_left: seconds for which it still stays out, by its own clock, where it has a ticket.
+        epoch: the epoch in which it votes; None without a marker.
+        next_fingerprint: fingerprint of the list for which it is closed.
+        ticket: the ticket by which it can be admitted.
+        ticket_left: seconds for which it still stays out, by its own clock, if it has a ticket.
     """
 
     node_id: str
@@ -78,7 +78,7 @@ class NodeReport:
         return self.admitted and not self.closed and self.fingerprint == fingerprint
 
     def still_promises(self, epoch: int, before: NodeReport) -> bool:
-        """Whether it holds the promise of an epoch, and nothing else has changed since `before` that."""
+        """Whether it holds the promise of an epoch, and has not changed otherwise since `before`."""
         unchanged = replace(self, promised=before.promised, ticket_left=before.ticket_left) == before
         return self.promised >= epoch and unchanged
 
@@ -90,7 +90,7 @@ Steps = Generator[Request, Any, _T]
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """The nodes that a procedure speaks to, and how it does.
+    """The nodes that a procedure asks, and its settings.
 
     Attributes:
         patience: seconds to wait for a node.
@@ -107,8 +107,8 @@ class NodeGroup:
     def ask(self, script: str, nodes: Iterable[int], *arguments: str | int) -> Steps[dict[int, Reply]]:
         """Send a command to nodes, and again to those that cannot be reached, until patience is over.
 
-        The drivers wait only for the connections of a majority; here every node counts. The command must do
-        no harm when it arrives twice.
+        It repeats, because drivers wait for connections to a majority only, and every node counts here. The
+        command must do no harm if it arrives twice.
         """
         command = Command(script, "", (self.node_key,), arguments)
         answers: dict[int, Reply] = {}
@@ -128,7 +128,7 @@ class NodeGroup:
     def ask_each(
         self, script: str, arguments: Mapping[int, tuple[str | int, ...]]
     ) -> Steps[dict[int, Reply]]:
-        """Send a command to nodes with arguments of their own: to those with the same ones at once."""
+        """Send a command with arguments for each node; nodes with the same arguments are asked together."""
         answers: dict[int, Reply] = {}
         for same in dict.fromkeys(arguments.values()):
             nodes = [node for node, own in arguments.items() if own == same]
@@ -136,15 +136,15 @@ class NodeGroup:
         return answers
 
     def read(self, nodes: Iterable[int] | None = None) -> Steps[tuple[Reports, dict[int, Reply]]]:
-        """Ask nodes where they stand, by default all; return what those that answer say, and all answers."""
+        """Ask nodes, by default all, for their reports; return the reports, and the answers of all."""
         answers = yield from self.ask("read", range(len(self.names)) if nodes is None else nodes, "")
         return {node: NodeReport.of(answers[node]) for node in saying(answers, ReplyKind.STANDING)}, answers
 
     def synced(self, nodes: Iterable[int]) -> Steps[set[int]]:
-        """Wait until nodes have on their disks what they were told last; return those that are still there.
+        """Wait until nodes have the latest changes on their disks; return those that are still there.
 
-        So what a majority has promised is not forgotten by all of them in one power failure. A node that
-        cannot say is not held back: while fewer than a majority forget at a time none of this matters.
+        So one power failure does not make all of a majority forget its promise. A node that cannot tell
+        counts, too: if fewer than a majority forget at a time, disks do not matter.
         """
         asked = list(nodes)
         if not asked:
@@ -158,17 +158,17 @@ def _to_all(command: Command, nodes: list[int], patience: float) -> Broadcast:
 
 
 def saying(answers: NodeReplies, *said: ReplyKind) -> list[int]:
-    """Return the nodes that have said one of these."""
+    """Return the nodes whose answers are of these kinds."""
     return [node for node, answer in answers.items() if answer.kind in said]
 
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The list that most nodes belong to, and how its members stand.
+    """The list that most nodes belong to, and the state of its members.
 
     Attributes:
         voters: members that vote.
-        waiting: members that do not and can be admitted, with the id of the seat that each gets back.
+        waiting: members that can be admitted, with the id of the seat that each gets back.
         complete: whether every node of the client answered, holds its own data of this list and is open.
     """
 
@@ -180,12 +180,12 @@ class Census:
 
     @classmethod
     def of(cls, names: tuple[str, ...], reports: Reports) -> Census | None:
-        """Return the census of the list that most nodes name; None where no node names one.
+        """Return the census of the list that most nodes name; None if no node names one.
 
-        A node may hold the data of a fellow node, which it has followed, or whose file it was started with.
-        It names itself as that one, and has lost its own memory. So a node gets back the seat that the list
-        has for its address; at an address that the list does not have, the one that it names. A blank node
-        names none: a stranger in its place would be one voter more than the others know of.
+        A node may hold the data of another node, if it was its replica, or was started with its file. Then it
+        names itself as the other, and has lost its own memory. So a node gets the seat that the list has for
+        its address. If the list does not have the address, the node gets the seat that it names. A blank node
+        names none, because a stranger would be one voter more than the others know.
         """
         marked = [report for report in reports.values() if not report.blank]
         if not marked:

@@ -1,11 +1,10 @@
-"""What a client knows of its nodes: which server process answers for each, and which list they belong to.
+"""The knowledge of a client about its nodes: the server process of each, and the list that they belong to.
 
-A node that comes back blank names no list, so what it said before stands until it names another one. A client
-that let go of it would know no list any more when each node had been blank once, one after the other,
-although a majority was well all the time.
+A node that comes back blank names no list, so its last list counts until it names another one. Otherwise a
+client would know no list any more after each node was blank once, although a majority was well all the time.
 
-That no two lists ever have a majority does not rest on memory: each vote names the fingerprint of
-one list, and a node of another refuses it.
+This memory is not needed to keep two lists from having a majority: each vote names the fingerprint of one
+list, and a node of another list refuses it.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from fencelock.errors import MembershipError
 
 
 class MembershipView:
-    """What each node has said last, and the nodes as a client sees them because of that: see `NodeSet`.
+    """The last facts from each node, and the `NodeSet` that follows from them.
 
-    It takes no lock: a signal handler that locks may have interrupted the frame that would hold it.
+    It takes no lock, because a signal handler that locks may interrupt the frame that would hold it.
 
     Attributes:
         identities: the server process of each node that has answered.
@@ -36,7 +35,7 @@ class MembershipView:
         self._node_set = NodeSet(
             names, node_key, "", tuple(range(len(names))), math.inf, patience, init_command
         )
-        #: Of those that ever named a list: the id and that list.
+        #: For each node that ever named a list: its id and that list.
         self._said: dict[int, tuple[str, Membership]] = {}
         self._news = object()
         self._seen: tuple[object, NodeSet] | None = None
@@ -59,7 +58,7 @@ class MembershipView:
         """Return the nodes as they are known now.
 
         Raises:
-            MembershipError: two of the nodes are one, or the nodes were initialised as another number.
+            MembershipError: two nodes are one server, or the list has another number of nodes.
         """
         seen, news = self._seen, self._news
         if seen is None or seen[0] is not news:
@@ -69,8 +68,8 @@ class MembershipView:
     def _look(self) -> NodeSet:
         self._check_distinct()
         known, names = self._membership(), self._node_set.names
-        # In the order of the ids, which is the same for all clients; then the others. The list has the ids
-        # for the addresses, because a node that holds a fellow's data says the fellow's.
+        # Sorted by id, which is the same for all clients; then the others. The list has the ids for the
+        # addresses, because a node that holds the data of another names the other's id.
         own = known.seats_of(names) if known is not None else {}
         ids = {node: own.get(node, said) for node, (said, _) in list(self._said.items())}
         order = tuple(sorted(range(len(names)), key=lambda node: (ids.get(node, "~"), node)))
@@ -79,9 +78,9 @@ class MembershipView:
         return replace(self._node_set, fingerprint=known.fingerprint, order=order, max_ttl=known.max_ttl)
 
     def _check_distinct(self) -> None:
-        """Refuse two addresses of one server process: it would have two votes.
+        """Raise MembershipError for two addresses of one server process, because it would have two votes.
 
-        Two servers may say the same id: one of them holds the other's data.
+        Two servers may name the same id, if one holds the other's data.
         """
         seen: dict[str, int] = {}
         for node, identity in list(self.identities.items()):
@@ -94,7 +93,7 @@ class MembershipView:
                 )
 
     def _membership(self) -> Membership | None:
-        """Return the list of as many nodes as the client has that most of them name; None if none does."""
+        """Return the most named list that has as many nodes as the client; None if there is none."""
         names = self._node_set.names
         lists = Counter(membership for _, membership in list(self._said.values()))
         known: Membership | None = None
