@@ -271,7 +271,7 @@ class Redlock(GeneratorAuthority):
     def clear(self) -> int:
         """Delete the keys of the namespace on the nodes: their memory, locks and queues. No other key.
 
-        Use it for a list that has lost its majority, before `init(above=…)`. No client may use the list then.
+        Use it for a list that has lost its majority, before `init(above=…)`. No client may use it then.
 
         Returns:
             How many keys were deleted.

@@ -21,7 +21,7 @@ class Membership:
 
     Attributes:
         seats: (id, address) of each node, sorted by id; the order in which contenders ask after a split.
-        max_ttl: longest lease in seconds. A node that lost its memory stays out for this time.
+        max_ttl: longest lease in seconds. A node without memory stays out as long.
         after: fingerprint of the list that this one has replaced; empty for the first.
     """
 
@@ -42,7 +42,7 @@ class Membership:
         return len(self.seats) // 2 + 1
 
     def seats_of(self, names: Sequence[str]) -> dict[int, str]:
-        """Return the ids of these addresses in the list, by index; without addresses that it does not have."""
+        """Return the ids of these addresses in the list, by index; unknown addresses are left out."""
         ids = {address: node_id for node_id, address in self.seats}
         return {node: ids[name] for node, name in enumerate(names) if name in ids}
 

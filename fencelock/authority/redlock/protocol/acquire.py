@@ -1,25 +1,24 @@
-"""What to say to the nodes, and what their answers mean.
+"""How a quorum grants a lease: the commands to the nodes, and the meaning of their answers.
 
-The algorithm, top to bottom, with no sockets, no clock and no threads. Each operation is a generator: it
-yields a *request* (`Broadcast` a command, or `Sleep`) and is sent what came of it (`Replies`, or the time
-after sleeping). A blocking driver, an asyncio driver and a simulator run the very same generators, so
-what is proven is what ships.
+The algorithm has no sockets, no clock and no threads. Each operation is a generator. It yields a *request*
+(`Broadcast` a command, or `Sleep`), and is sent the outcome (`Replies`, or the time after sleeping). A
+blocking driver, an asyncio driver and a simulator run the same generators, so the proven code is shipped.
 
-How a quorum mints one token. Every node grants from a counter of its own, so that a majority may hand
-out the same number twice: client A gets {n0: 1, n1: 1}, B gets {n1: 2, n2: 1}, and C gets {n2: 2, n0: 2},
-which is B's maximum again. Therefore a value is decided only when a majority *stands at* it:
+How a quorum mints one token. Every node grants from its own counter, so a majority may give out the same
+number twice: client A gets {n0: 1, n1: 1}, B gets {n1: 2, n2: 1}, and C gets {n2: 2, n0: 2}, which is B's
+maximum again. Therefore a value is decided only when a majority *stands at* it:
 
 1. ACQUIRE on all nodes. A value that a majority granted is decided: one round trip.
 2. Otherwise T is the maximum over a granted majority, and CONFIRM raises the others to T, each only
-   while the lock there is still ours and *its own grant is not above T*. Why that last condition:
+   while the lock there is still ours and *its own grant is not above T*. An example needs the last condition:
    counters stand at n0=0, n1=1, n2=1. A is granted n0 (1), expires there, then n1 (2): T = 2. B is
-   granted n0 (2) and n2 (2); n2 expires; A's late ACQUIRE lands on n2 (3); n2 would acknowledge A's
-   raise to 2, and both A and B would hold 2.
+   granted n0 (2) and n2 (2); n2 expires; A's late ACQUIRE arrives at n2 (3). Without the condition, n2
+   acknowledges A's raise to 2, and both A and B hold 2.
 3. Votes of different epochs are never added up.
 
-Two decided values of one resource share a node. There the second was granted after the first had been
-reached, so it is larger; and an acquisition that began after another had completed finds a majority of
-counters at or above that token. No clock takes part in this. Clocks bound only the *validity* of the lease.
+Two decided values of one resource share a node. That node granted the second after it had reached the first,
+so the second is larger. An acquisition that began after another had completed finds a majority of counters at
+or above that token. No clock takes part in this. Clocks bound only the *validity* of the lease.
 """
 
 from __future__ import annotations
@@ -61,27 +60,27 @@ from fencelock.errors import FencelockError
 from fencelock.lease import validity
 from fencelock.tokens import compose
 
-#: Seconds after which a contender that waits to be called looks for the first time; longer than a claim.
+#: Seconds after which a contender that waits for a call looks for the first time; longer than a claim.
 _LOOK = 0.15
-#: Seconds in which connections may come up, however soon an acquisition is to be over.
+#: The least seconds in which connections may come up, however short the timeout.
 _LEAST_FOR_LINKS = 0.5
 
 
 class Waiter:
-    """One acquisition's part in waiting: whether it stands in line, and where.
+    """The waiting of one acquisition: whether it stands in line, and where.
 
-    Its first attempt does not, if the last acquisition of this client had not to wait: then the lock is
-    mostly free, and a node has less to do.
+    The first attempt stands in no line if the client's last acquisition did not wait. Then the lock is mostly
+    free, and nodes have less to do.
 
     Args:
         queue: hears the nodes' calls.
-        clock: returns the time in seconds; it goes evenly.
-        wall: returns the time in seconds; it is about the same for all clients.
+        clock: returns a steady time in seconds.
+        wall: returns Unix time, which is about the same for all clients.
         fair: whether it leaves a free lock to those that have waited longer.
         patient: whether it is going to wait at all.
 
     Attributes:
-        place: under which it is called; empty as long as it has none.
+        place: the place by which it is called; empty for none.
     """
 
     def __init__(
@@ -103,12 +102,12 @@ class Waiter:
         self.place = ""
 
     def position(self) -> QueuePosition | None:
-        """Return how the next attempt behaves; from now on calls for it count."""
+        """Return the queue position of the next attempt; calls for it count from now on."""
         self._attempts += 1
         if self._patient and (self._attempts > 1 or self._queue.waits) and self._queue.hears:
             self.place = self._queue.expect(self.place)
             return QueuePosition(self.place, self._clock() - self._began, self._since, self._fair)
-        if self.place:  # or else a call from before would end every sleep at once
+        if self.place:  # otherwise an earlier call would end every sleep at once
             self._leave_line()
         return QueuePosition(fair=True) if self._fair else None
 
@@ -124,16 +123,15 @@ class Waiter:
 
 
 class Acquisition:
-    """One attempt after the other, each with a nonce of its own, until a quorum grants.
+    """Makes one attempt after the other, each with a new nonce, until a quorum grants.
 
     Args:
         resources: their names, in the order of the caller.
         ttl: seconds.
-        new_nonce: makes a nonce. It is drawn when it is needed: two processes that were restored from one
-            snapshot would have had the same in advance, and a node would take the attempt of one for that of
-            the other, resent.
-        waiter: knows its place in line; None where there is no waiting.
-        instead_of: what the attempts take over.
+        new_nonce: makes a nonce when it is needed. If two processes that were restored from one snapshot
+            shared a prepared nonce, a node would take the attempt of one for that of the other, sent again.
+        waiter: knows its place in line; None without waiting.
+        instead_of: the grant whose locks the attempts take over.
     """
 
     def __init__(
@@ -149,7 +147,7 @@ class Acquisition:
         self._ttl = ttl
         self._new_nonce = new_nonce
         self._waiter = waiter
-        #: What makes an attempt more than an ordinary one.
+        #: More fields of each attempt, if it takes over a grant.
         self._special: dict[str, Any] = {}
         if instead_of is not None:
             hints = tuple(counter + 1 for counter in instead_of.counters)
@@ -159,7 +157,7 @@ class Acquisition:
                 "instead_of": instead_of.attempt.nonce,
             }
         self._latest: tuple[NodeSet, Attempt] | None = None
-        #: How many attempts have failed, and whether the next one asks the first node by itself.
+        #: How many attempts have failed, and whether the next one asks the first node alone.
         self._tries = 0
         self._is_alone = False
 
@@ -208,7 +206,7 @@ class Acquisition:
                         self._waiter.leave()
                     return self.grant_of(outcome)
                 yield from self._undo(node_set, outcome, links_until)
-                if current() == node_set:  # or else nodes were heard for the first time, or have another list
+                if current() == node_set:  # else nodes answered for the first time, or have another list
                     yield from self._sleep(node_set, outcome, jitter)
                     go_on()
         except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
@@ -222,7 +220,7 @@ class Acquisition:
     def _undo(
         self, node_set: NodeSet, outcome: Failed, links_until: float
     ) -> Generator[Broadcast, Replies, None]:
-        """Release what an attempt has left, and learn of another list."""
+        """Release the locks that an attempt has left, and learn of another list."""
         if nodes := [node for node, answer in outcome.answers.items() if answer.kind is not ReplyKind.HELD]:
             yield from abandon(node_set, outcome.attempt, nodes, stay=True)
         self._tries += 1
@@ -232,7 +230,7 @@ class Acquisition:
     def _sleep(
         self, node_set: NodeSet, outcome: Failed, jitter: Callable[[], float]
     ) -> Generator[Request, Any, None]:
-        """Wait until the next attempt; raise why there is none where the time is over."""
+        """Wait until the next attempt; raise the reason if the time is over."""
         attempt = outcome.attempt
         if outcome.contended:
             self._last_quorum = outcome.ended
@@ -270,7 +268,7 @@ class Acquisition:
             yield from abandon(*self._latest)
 
     def grant_of(self, granted: Granted) -> Grant:
-        """Return the grant that an attempt has come to."""
+        """Return the grant of a successful attempt."""
         counters = dict(zip(self._canonical, granted.counters, strict=True))
         tokens = tuple([compose(granted.epoch, counters[resource]) for resource in self._resources])
         return Grant(self._resources, tokens, granted.expires_at, granted)
@@ -289,8 +287,8 @@ def make_attempt(
 ) -> Generator[Broadcast, Replies, Granted | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM where the counters disagree.
 
-    With `alone`, the first node of the fixed order that answers is asked before all the others. Two (or
-    four) clients that keep splitting the votes of an even number of nodes would otherwise do so for ever.
+    With `alone`, the first node of the fixed order that answers is asked before all the others. Otherwise two
+    (or four) clients could split the votes of an even number of nodes for ever.
     """
     patience = min(node_set.patience, attempt.ttl)
     command = _acquire_command(attempt, node_set)
@@ -333,9 +331,9 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
     granted: dict[int, tuple[int, ...]],
     ended: float,
 ) -> Generator[Broadcast, Replies, tuple[tuple[int, ...] | None, float]]:
-    """Find the value that a majority stands at, raising nodes to it where they disagree.
+    """Find the value that a majority stands at; raise nodes to it if they disagree.
 
-    Returns the value (None where no majority could be brought to one), and when that was known.
+    Returns the value (None if no majority could be brought to one), and when this was known.
     """
     votes = list(granted.values())
     value = max(votes, key=votes.count)
@@ -381,15 +379,15 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
 
 
 def _leave(node_set: NodeSet, attempt: Attempt) -> Generator[Broadcast, Replies, None]:
-    """Wait no longer: give up the place in line, if there is one."""
+    """Give up the place in line, if there is one."""
     if attempt.place:
         yield from abandon(node_set, attempt)
 
 
 def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[Broadcast, Replies, None]:
-    """Ask nodes that name another list which one, where too few vote in this one.
+    """If too few nodes vote in this list, ask the nodes of another list which list it is.
 
-    They may have been initialised, or changed, since we last looked; also while we waited.
+    They may have been initialised, or changed, since the last look, or while we waited.
     """
     others = [node for node, answer in outcome.answers.items() if answer.kind is ReplyKind.CONFIG]
     if others and not outcome.contended:
@@ -427,13 +425,13 @@ def _enough_confirmed(needed: int, asked: int) -> Callable[[NodeReplies], bool]:
 
 
 def next_pause(outcome: Failed, tries: int, random: float) -> float:
-    """Seconds until the next try: longer from try to try, never the same for two contenders."""
+    """Return the seconds until the next try: longer from try to try, never the same for two contenders."""
     if tries == 1 and outcome.contended and not outcome.split and not outcome.attempt.place:
-        return 0.0  # the next one does
+        return 0.0  # the next attempt stands in line
     ends = [answer.ttl for answer in outcome.answers.values() if answer.kind is ReplyKind.HELD]
     if outcome.waits_for_a_call:
-        # The nodes will call; should they not, or should the one before us never come, look again. Locks that
-        # end sooner are mostly kept for a contender that was called: all would come back at once.
+        # The nodes will call. Look again in case they do not, or the contender before us never comes. Locks
+        # that end sooner are mostly kept for a called contender: all others would come back at once.
         pause = min(1.0, _LOOK * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
         ends = [end for end in ends if end > _LOOK]
     else:

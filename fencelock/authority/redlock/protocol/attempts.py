@@ -1,4 +1,4 @@
-"""The nodes as a client sees them, one attempt at a lock, what came of it, and how it is given back."""
+"""The nodes as a client sees them, one attempt at a lock, its outcome, and its release."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from fencelock.authority.redlock.protocol.messages import (
 )
 from fencelock.errors import FencelockError
 
-#: The id of a client, the time in milliseconds, and digits that are drawn: it tells whose it is, since when.
+#: The id of the client, the time in milliseconds, and random digits. So it shows the holder and the time.
 NONCE: Final = re.compile("[0-9a-f]{43}")
 CLIENT_DIGITS: Final = 16
 TIME_DIGITS: Final = 11
@@ -60,14 +60,14 @@ class NodeSet:
 
 
 def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...], tuple[int, ...]]:
-    # A member of an enumeration equals its text, and is written otherwise.
+    # `str.__str__`, because a member of an enumeration prints its name.
     locks = [f"{node_key}:l:{str.__str__(resource)}" for resource in resources]
     stripes = [zlib.crc32(resource.encode()) % STRIPES for resource in resources]
     return (node_key, *locks), tuple(stripes)
 
 
 def largest_epoch(answers: NodeReplies) -> tuple[int, dict[int, tuple[int, ...]]]:
-    """Return the epoch in which most nodes granted, and their counters: epochs are never mixed."""
+    """Return the epoch in which most nodes granted, and the counters of these nodes; epochs are never mixed."""
     grants = [(node, answer) for node, answer in answers.items() if answer.kind is GRANTED]
     epochs = [answer.epoch for _, answer in grants]
     epoch = max(epochs, key=epochs.count, default=0)
@@ -75,9 +75,9 @@ def largest_epoch(answers: NodeReplies) -> tuple[int, dict[int, tuple[int, ...]]
 
 
 def enough_granted(node_set: NodeSet, earlier: NodeReplies) -> Callable[[NodeReplies], bool]:
-    """Return whether more answers to ACQUIRE could not change what comes next.
+    """Return a function that tells whether answers to ACQUIRE are enough to decide the next step.
 
-    Where it fails for want of voters, every node is heard: the error will say what each one said.
+    If too few nodes vote, it waits for every node, because the error has all answers.
     """
 
     def enough(answers: NodeReplies) -> bool:
@@ -92,7 +92,7 @@ def enough_granted(node_set: NodeSet, earlier: NodeReplies) -> Callable[[NodeRep
 
 
 def enough_released(node_set: NodeSet) -> Callable[[NodeReplies], bool]:
-    """Return whether a majority has released the lock, or can no longer say so."""
+    """Return a function that tells whether a majority has released the lock, or none can any more."""
     spare = len(node_set.names) - node_set.quorum
 
     def enough(answers: NodeReplies) -> bool:
@@ -114,14 +114,14 @@ def can_vote(node_set: NodeSet, answers: NodeReplies) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """How a contender behaves towards others that wait. A hint: no token depends on it.
+    """A contender's part in the waiting line. It is a hint: no token depends on it.
 
     Attributes:
-        place: its place in line, `client.number`, under which the nodes call it; empty for one that
-            is not going to wait, or cannot hear.
+        place: its place in line, `client.number`, by which the nodes call it; empty if it will not wait, or
+            cannot hear calls.
         waited: seconds since it began to wait.
-        since: when that was, in seconds on the clock of the wall. Nodes order by it, unless it is far from
-            what `waited` and their own clock say.
+        since: when it began, in Unix time. Nodes order by it, unless `waited` and their own clock say
+            something very different.
         fair: whether it leaves a lock that is free to those that have waited longer.
     """
 
@@ -136,14 +136,14 @@ class Attempt:
     """One attempt at a lock: which resources, under which nonce, for how long. Never changed.
 
     Attributes:
-        resources: in canonical order, which is the same for everybody.
+        resources: in canonical order, which is the same for all clients.
         nonce: new for every attempt, so that a late duplicate of an old message means nothing.
         ttl: seconds.
         keys: the key of a node's counters, then the key of each resource.
-        stripes: which counter each resource has.
+        stripes: the number of the counter of each resource.
         position: its place in line; None if it waits in no line.
-        hint_epoch: of which epoch the hints are.
-        hints: below which no counter is granted; empty for none.
+        hint_epoch: the epoch of the hints.
+        hints: the least counters to grant; empty for none.
         instead_of: the nonce of a grant of the same client, whose locks this attempt takes over.
     """
 
@@ -180,7 +180,7 @@ class Attempt:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Granted:
-    """An attempt that a quorum granted, and what it came to. Never changed.
+    """An attempt that a quorum granted, and its result. Never changed.
 
     Attributes:
         attempt: what was asked for.
@@ -197,15 +197,15 @@ class Granted:
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An attempt that came to nothing. What it left behind must be released.
+    """An attempt that failed. Locks that it left behind must be released.
 
     Attributes:
         attempt: what was asked for.
-        answers: the last that each node said.
+        answers: the last answer of each node.
         began: when it began, on the driver's clock.
         ended: when it was over.
-        contended: enough nodes vote; it is other clients that stand in the way.
-        split: none has a majority, for contenders have divided the votes among them.
+        contended: enough nodes vote, but other clients stand in the way.
+        split: no client has a majority, because contenders have divided the votes.
         late: a majority granted, but too slowly for the ttl.
     """
 
@@ -239,19 +239,19 @@ def maximum_of(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def without_place(release: Command) -> Command:
-    """Return a RELEASE that gives no place in line, and gives none up."""
+    """Return a RELEASE that names no place in line, and so gives none up."""
     return release._replace(arguments=release.arguments[: 1 + 2 * len(release.keys)])
 
 
 def abandon(
     node_set: NodeSet, attempt: Attempt, nodes: Sequence[int] | None = None, *, stay: bool = False
 ) -> Generator[Broadcast, Replies, None]:
-    """Release a failed attempt, also where the answer was lost; wait for no answer.
+    """Release a failed attempt, also on nodes whose answer was lost; do not wait for answers.
 
     Args:
         node_set: the nodes.
         attempt: the attempt.
-        nodes: where; everywhere by default.
+        nodes: where to release; on all nodes by default.
         stay: keep the place in line.
     """
     command = release_command(node_set, attempt, 0, (0,) * len(attempt.resources), stay=stay)
@@ -270,10 +270,10 @@ def release_command(
 
 
 def release(current: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast, Replies, bool | None]:
-    """Give the lock back, and let nodes that lag catch up with the token.
+    """Release the lock, and let nodes that lag catch up with the token.
 
-    Returns True if a majority still held it for us, False if that can no longer be, None if too few
-    nodes answered to tell; in that case the lock ends by itself with its ttl.
+    Returns True if a majority still held it for us, False if none can any more, None if too few nodes
+    answered to tell. Then the lock ends with its ttl.
     """
     node_set = current()
     try:

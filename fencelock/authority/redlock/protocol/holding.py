@@ -60,7 +60,7 @@ def extend_many(
 
 
 def _moved(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
-    """Return a grant with the end that the protocol has found, or why there is none."""
+    """Return a grant with its new end, or the error."""
     if isinstance(end, FencelockError):
         return end
     return replace(grant, expires_at=end, proof=replace(grant.proof, expires_at=end))
@@ -69,14 +69,13 @@ def _moved(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
 def extend(
     node_set: NodeSet, wishes: Sequence[tuple[Granted, float]]
 ) -> Generator[Broadcast, Replies, list[float | FencelockError]]:
-    """Let grants live on, each for so many seconds from now; the tokens stay.
+    """Extend grants, each by its seconds from now; the tokens stay.
 
-    Returns for each when it ends, on the driver's clock and never earlier than it would have without; a
-    LockLostError if a majority can no longer hold it for us; a QuorumError if too few nodes answered to tell,
-    and it still ends when it would have.
+    Returns an outcome for each: its end on the driver's clock, never earlier than before; a LockLostError if
+    a majority can no longer hold it for us; a QuorumError if too few nodes answered, and it ends as before.
 
-    A node that had no lock, and has made it again, counts for nothing in this round. Where it might be the
-    last that is needed, for it was admitted a moment ago and the next is blank, there is a second round.
+    A node that has made the lock again does not count in this round. If it may be the last one that is
+    needed, because it was admitted a moment ago and the next is blank, there is a second round.
     """
     attempts = [replace(granted.attempt, ttl=ttl) for granted, ttl in wishes]
     command = _extend_command(node_set, attempts, [granted.epoch for granted, _ in wishes])
@@ -97,14 +96,14 @@ def extend(
 def remint(
     current: Callable[[], NodeSet], acquisition: Acquisition, granted: Granted, *, jitter: Callable[[], float]
 ) -> Generator[Request, Any, Grant]:
-    """Exchange a grant for one with larger tokens, and no other grant in between.
+    """Exchange a grant for one with larger tokens, without another grant in between.
 
-    On each node RELEASE and ACQUIRE in one step, under a new nonce: the old one is not heard of again. It is
-    decided and confirmed as any acquisition; and tried again until the validity is over, for a part of the
-    nodes has forgotten the old nonce already.
+    Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
+    decided and confirmed as any other. It is repeated until the validity is over, because some nodes have
+    forgotten the old nonce already.
 
     Raises:
-        LockLostError: it came to nothing, and neither is the old grant in force any more.
+        LockLostError: there is no new grant, and the old one has ended.
     """
     try:
         while True:
@@ -112,7 +111,7 @@ def remint(
             attempt = acquisition.next_attempt(node_set)
             outcome = yield from make_attempt(node_set, attempt)
             if isinstance(outcome, Granted):
-                # Where the new nonce has not arrived, the old lock would live on.
+                # On nodes where the new nonce has not arrived, the old lock would live on.
                 yield from abandon(node_set, granted.attempt)
                 return acquisition.grant_of(outcome)
             yield from abandon(node_set, attempt)
@@ -139,7 +138,7 @@ def _raise_no_new_token(node_set: NodeSet, outcome: Failed) -> NoReturn:
 def _extended(
     node_set: NodeSet, attempt: Attempt, granted: Granted, done: Replies, index: int
 ) -> float | FencelockError:
-    """Return what became of one grant's extension."""
+    """Return the outcome of one grant's extension."""
     ours = _still_extended(node_set, done.answers, index)
     if ours is False:
         return LockLostError(
@@ -158,7 +157,7 @@ def _extended(
 
 
 def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
-    """Return what the nodes said of one of the grants that were to be extended."""
+    """Return the answers of the nodes about one of the grants."""
     said = {KEPT: ReplyKind.EXTENDED, RECREATED: ReplyKind.RESTORED}
     return {
         node: Reply(said.get(answer.counters[index], ReplyKind.LOST))
@@ -169,11 +168,11 @@ def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
 
 
 def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
-    """Return whether a majority has had a grant's lock all the time; None where that can still be said later.
+    """Return whether a majority has had a grant's lock all the time; None if a later round may still say so.
 
-    What a node has made again counts from the next round on, and what a blank one has, when it is admitted: a
-    node may forget as soon as another has been admitted, and soon after a majority has had the lock all the
-    time. Only where a majority votes and has missed it, others may have had it.
+    A lock that a node has made again counts from the next round on, and a lock on a blank node when the node
+    is admitted. A node may forget as soon as another was admitted; soon after, a majority has had the lock
+    all the time. Others may have had it only if a majority votes and has missed it.
     """
     extended = missed = 0
     for answer in answers.values():
@@ -194,7 +193,7 @@ def _is_made_again(done: Replies, index: int) -> bool:
 
 
 def _are_clear(node_set: NodeSet, count: int) -> Callable[[NodeReplies], bool]:
-    """Return whether more answers to EXTEND could not change what became of any of so many grants."""
+    """Return a function that tells whether more answers to EXTEND can change no grant's outcome."""
 
     def enough(answers: NodeReplies) -> bool:
         if len(answers) < node_set.quorum:

@@ -1,7 +1,7 @@
-"""The holders of locks, and how one is taken from its holder.
+"""Shows the holders of locks, and takes a lock from its holder.
 
-A nonce begins with the id of its client and the time of its attempt. Each client keeps what it is (host,
-process id, program) under its id on the nodes, so that no vote carries it.
+A nonce begins with the id of its client and the time of its attempt. Each client keeps its host, process id
+and program under its id on the nodes, so that no vote carries them.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import compose, split
 
-#: Keys that a node looks at in one script, and does nothing else meanwhile.
+#: Keys that a node looks at in one script; it does nothing else meanwhile.
 PAGE: Final = 200
 _FACTS: Final = 5
 _GONE: Final = frozenset({ReplyKind.RELEASED, ReplyKind.LOST, ReplyKind.AMNESIA})
@@ -49,7 +49,7 @@ class _Seen(NamedTuple):
 
     @property
     def nonce(self) -> str:
-        """Under which it was granted; for what something else has written, all of it."""
+        """The nonce of its grant; all of the value, if another program has written it."""
         return self.value.partition("|")[0]
 
 
@@ -60,9 +60,9 @@ _Sightings = dict[int, _Seen]
 def look(
     current: Callable[[], NodeSet], resources: tuple[str, ...]
 ) -> Generator[Broadcast, Any, list[LockInfo]]:
-    """Return those of the resources that are held; of all, where none is named.
+    """Return the locks of these resources that are held; of all resources, if none is named.
 
-    A lock that a minority of the nodes has left is shown as well, if a majority does not say that it is free.
+    A lock that only a minority of the nodes still has is shown, too, unless a majority says that it is free.
 
     Raises:
         QuorumError: too few nodes vote.
@@ -79,9 +79,9 @@ def look(
 def force(
     current: Callable[[], NodeSet], resource: str, token: int | None
 ) -> Generator[Broadcast, Any, LockInfo | None]:
-    """Release a lock, whoever holds it, or the holder of a token; return what it was, or None for none.
+    """Release a lock of any holder, or only of the holder of `token`; return its facts, or None.
 
-    Its holder hears of that when it extends the lease.
+    Its holder hears of this when it extends the lease.
 
     Raises:
         QuorumError: too few nodes vote, or have released it.
@@ -102,12 +102,12 @@ def force(
 def vouch(
     current: Callable[[], NodeSet], nonce: str, tokens: Mapping[str, int]
 ) -> Generator[Broadcast, Any, bool]:
-    """Tell whether each resource is locked by this nonce, and a node has granted it this token.
+    """Return whether each resource is locked by this nonce, and a node has granted it this token.
 
     Raises:
         QuorumError: too few nodes vote.
     """
-    # A node may have granted another token than was decided. A text with that one harms only this lock.
+    # A node may have granted another token than was decided. A text with such a token harms only this lock.
     _, seen, _ = yield from _seen_by_nodes(current, tuple(tokens))
     return all(
         any(each.value == "|".join((nonce, *map(str, split(token)))) for each in seen.get(name, {}).values())
@@ -118,7 +118,7 @@ def vouch(
 def _seen_by_nodes(
     current: Callable[[], NodeSet], resources: tuple[str, ...]
 ) -> Generator[Broadcast, Any, tuple[NodeSet, dict[str, _Sightings], int]]:
-    """Return the nodes, what they have of which resources, and how many of them vote."""
+    """Return the nodes, the locks of each resource by node, and how many of the nodes vote."""
     while True:
         node_set = current()
         pages: dict[int, list[Reply]] = {node: [] for node in node_set.all_nodes}
@@ -129,7 +129,7 @@ def _seen_by_nodes(
         else:
             for node in pages:
                 pages[node] = yield from _pages_of(node_set, node, "")
-        if current() == node_set:  # else nodes were heard for the first time, or have got another list
+        if current() == node_set:  # else nodes answered for the first time, or have got another list
             break
     last = {node: its[-1] for node, its in pages.items()}
     voters = [node for node, answer in last.items() if answer.kind is ReplyKind.SHOWN]
@@ -182,7 +182,7 @@ def _ask(node_set: NodeSet, nodes: list[int], keys: tuple[str, ...], *page: str 
 
 
 def _are_clear(node_set: NodeSet, resources: tuple[str, ...]) -> Callable[[NodeReplies], bool]:
-    """Return whether a majority has each of the resources, or none of it."""
+    """Return a function that tells whether, for each resource, a majority has the lock, or has not."""
 
     def enough(answers: NodeReplies) -> bool:
         voters = [answer for answer in answers.values() if answer.kind is ReplyKind.SHOWN]
@@ -216,17 +216,17 @@ def _info(resource: str, seen: list[_Seen]) -> LockInfo:
 
 
 def _since(nonce: str) -> float | None:
-    """Return when a nonce was made, in Unix time; None for what something else has written."""
+    """Return when a nonce was made, in Unix time; None if another program has written it."""
     made = re.match(f"[0-9a-f]{{{CLIENT_DIGITS}}}([0-9a-f]{{{TIME_DIGITS}}})", nonce)
     return int(made[1], 16) / 1000 if made else None
 
 
 def _token_of(seen: list[_Seen]) -> int | None:
-    """Return the token of a lock; None where EXTEND has made it again on all of these nodes."""
+    """Return the token of a lock; None if EXTEND has made it again on all of these nodes."""
     tokens = []
     for each in seen:
         if numbers := re.fullmatch(r"[^|]*\|([0-9]{1,6})\|([0-9]{1,14})", each.value):
-            with suppress(OverflowError):  # something else has written it
+            with suppress(OverflowError):  # another program has written it
                 tokens.append(compose(*map(int, numbers.groups())))
     # A majority stands at the token; other nodes may have granted less, or more.
     return max(tokens, key=lambda each: (tokens.count(each), each), default=None)

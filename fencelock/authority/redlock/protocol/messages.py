@@ -1,4 +1,4 @@
-"""Commands to the nodes, their answers, and what the protocol asks of its driver."""
+"""Commands to the nodes, their answers, and the requests of the protocol to its driver."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ STRIPES = 1024
 
 
 class ReplyKind(enum.Enum):
-    """What a node said, or why it said nothing."""
+    """The kind of a node's answer, or the reason why there is none."""
 
     GRANTED = "granted"
     HELD = "held by another"
@@ -47,23 +47,23 @@ class ReplyKind(enum.Enum):
     SILENT = "no answer in time"
     ERROR = "error"
 
-    #: Of each there is one. That of `Enum` is written in Python, and looked up for every answer.
+    #: Each member exists once. The hash of `Enum` is slow Python code, and every answer needs it.
     __hash__ = object.__hash__
 
 
-#: These get better by themselves or with a new connection; the others need an operator.
+#: Failures that end by themselves or with a new connection; the others need an operator.
 PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 
 
-#: What a lock that EXTEND has made again holds instead of a counter.
+#: The value of a lock that EXTEND has made again, instead of a counter.
 RESTORED_VALUE = "restored"
 
 
-#: What EXTEND says of a grant.
+#: The answers of EXTEND about a grant: its lock was there, or was made again.
 KEPT, RECREATED = 2, 1
 
 
-#: Looked up for every answer.
+#: A shorter way to it, because it is looked up for every answer.
 GRANTED = ReplyKind.GRANTED
 
 
@@ -82,16 +82,16 @@ VOTING = frozenset(
 
 
 class Reply(NamedTuple):
-    """One node's answer to one command. Like all that every lease takes many of, a tuple: quickly made.
+    """One node's answer to one command; a tuple, because every lease takes many, and tuples are made quickly.
 
     Attributes:
         kind: what kind of answer it is.
         epoch: the node's epoch, where the answer names one.
         counters: what it granted, a number for each resource.
-        ttl: seconds that the other holder's lock still lives, for HELD; that the node still stays out, for
-            RESTARTED and EARLY. Infinite where that is unknown.
-        detail: what a person should read, for the kinds that are failures.
-        facts: what the kinds about membership carry, as text.
+        ttl: for HELD, seconds that the other holder's lock still lasts; for RESTARTED and EARLY, seconds that
+            the node still stays out. Infinite if unknown.
+        detail: a text for a person, for the kinds that are failures.
+        facts: the texts of the kinds about membership.
     """
 
     kind: ReplyKind
@@ -109,7 +109,7 @@ NodeReplies = Mapping[int, Reply]
 
 
 class Command(NamedTuple):
-    """A script and its arguments: the same for every node. The socket adds its own."""
+    """A script and its arguments: the same for every node. Each connection adds its own arguments."""
 
     script: str
     nonce: str
@@ -117,25 +117,24 @@ class Command(NamedTuple):
     arguments: tuple[str | int, ...]
 
 
-#: No script, but WAITAOF of newer servers: when it answers, what this socket was told before is on the disk.
-#: A server without it, or without a file, says so in an error. The ms to wait come last.
+#: WAITAOF of newer servers, not a script: when it answers, earlier commands of this connection are on the disk.
+#: A server without it, or without a file, answers with an error. The ms to wait come last.
 SYNC = Command("sync", "", (), (1, 0, 2000))
 
 
-#: No script, either: messages on the channel that it names come over this connection from now on.
+#: Not a script: from now on, messages on the channel that it names come over this connection.
 SUBSCRIBE = "subscribe"
 
 
-#: No script, either: it sets a key to what a client is. The ms for which that is kept come last.
+#: Not a script: it sets a key to the description of a client. The ms for which it is kept come last.
 INTRODUCE = "introduce"
 
 
 class Broadcast(NamedTuple):
     """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
 
-    Answers that come later are not lost: whoever runs this reads them, and releases a grant that came
-    for an acquisition that had been given up.
-    Before it is sent, connections to a majority may be waited for, until `links_until` by the driver's clock;
+    Later answers are not lost: the driver reads them, and releases a grant for an acquisition that was given
+    up. Before it sends, the driver may wait for connections to a majority, until `links_until` by its clock;
     not with a patience of 0.
     """
 
@@ -147,7 +146,7 @@ class Broadcast(NamedTuple):
 
 
 class Replies(NamedTuple):
-    """What came of a `Broadcast`: an answer for each node it went to, and when it began and ended."""
+    """The outcome of a `Broadcast`: an answer for each of its nodes, and when it began and ended."""
 
     began: float
     ended: float
@@ -155,12 +154,12 @@ class Replies(NamedTuple):
 
 
 class Sleep(NamedTuple):
-    """Request: resume after so many seconds, with the time.
+    """Request: resume after some seconds, with the time.
 
     Attributes:
         seconds: how many.
         waits_for: the resources for which a contender waits. A call of the nodes may resume it earlier.
-        place: its place in line, under which they call it; empty for none.
+        place: its place in line, by which they call it; empty for none.
     """
 
     seconds: float

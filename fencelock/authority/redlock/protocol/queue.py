@@ -1,12 +1,12 @@
 """The contenders of this client that wait in line, and the calls that the nodes publish for them.
 
-Pure. Threads share it without a lock: each step is one operation on a dict or a set, which Python does whole.
+Threads share it without a lock, because each step is one atomic operation on a dict or a set.
 
-A node that releases a lock keeps it, for a moment, for the first in its queue, and publishes the number of
-that place on the channel of the client that it belongs to. One call may be wrong: nodes can differ about
-which came first, where two came at the same time. So a place acts when a majority has called it. Where only
-some have, and the others have called another, it acts after a short moment too, for none may get a majority;
-the one that fails then hands on what it was kept.
+When a node releases a lock, it keeps the lock for a moment for the first in its queue, and publishes the
+number of that place on the channel of its client. One call may be wrong, because nodes can differ about the
+order of two contenders that come at the same time. So a place acts when a majority has called it. If only
+some nodes have called it, it also acts, after a short moment, because no place may get a majority. If it
+fails then, it hands on the locks that were kept for it.
 
 All of this is hints. A call that is lost, late or made up costs time, never a token.
 """
@@ -18,13 +18,13 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-#: Seconds after which a place acts that only some of the nodes have called; about half to one and a half.
+#: Seconds after which a place acts if only some nodes have called it; randomly half to one and a half of this.
 HESITATION = 0.02
 
 
 @dataclass(slots=True)
 class _QueueEntry:
-    """The nodes that have called a place since its last attempt, and when the next is due because of that."""
+    """The nodes that have called a place since its last attempt, and when the next attempt is due."""
 
     callers: set[int] = field(default_factory=set)
     due: float = math.inf
@@ -46,12 +46,12 @@ class WaitQueue:
         self._numbers = itertools.count(1)
         self._listening: set[int] = set()
         self._places: dict[str, _QueueEntry] = {}
-        #: Whether the last acquisition had to wait. Then the next one will, mostly.
+        #: Whether the last acquisition had to wait. Then mostly the next one has to wait, too.
         self.waits = False
 
     @property
     def hears(self) -> bool:
-        """Whether a majority of the nodes could call. Otherwise none should stand in line."""
+        """Whether the calls of a majority of the nodes arrive. Otherwise no contender should stand in line."""
         return len(self._listening) >= self._quorum
 
     def listen(self, node: int) -> None:
@@ -63,9 +63,9 @@ class WaitQueue:
         self._listening.discard(node)
 
     def expect(self, place: str) -> str:
-        """Count the calls for an attempt from now on; return its place, a new one where it is empty.
+        """Count the calls for an attempt from now on; return its place, a new one if `place` is empty.
 
-        Said before each attempt, because a call may come before its answer does.
+        It must come before each attempt, because a call may arrive before the answer.
         """
         place = place or f"{self._client}.{next(self._numbers)}"
         self._places[place] = _QueueEntry()
@@ -76,7 +76,7 @@ class WaitQueue:
         self._places.pop(place, None)
 
     def on_call(self, node: int, message: bytes, now: float) -> str:
-        """Note that a node has called a number; return its place, empty for none of this line."""
+        """Note that a node has called a number; return its place, or an empty text if there is none."""
         name = f"{self._client}.{message.decode('ascii', 'replace')}"
         place = self._places.get(name)
         if place is None:

@@ -20,7 +20,7 @@ from fencelock.errors import (
 
 
 def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
-    """Say why the time was over: other holders, slow nodes, or too few of them."""
+    """Raise the reason why the time was over: other holders, slow nodes, or too few of them."""
     if not outcome.contended:
         raise_no_quorum(node_set, outcome.answers)
     if outcome.late:
@@ -41,7 +41,7 @@ def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
 
 
 def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
-    """Say why too few nodes vote, and what to do about it."""
+    """Raise an error that says why too few nodes vote, and what to do about it."""
     said = Counter(answer.kind for answer in answers.values())
     spare = len(node_set.names) - node_set.quorum
     report = report_of(node_set, answers)
@@ -69,7 +69,7 @@ def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
 
 
 def _why_blank(node_set: NodeSet, blank: int, report: str) -> str:
-    """Return what to say where too many nodes are blank: the likelier reason comes first."""
+    """Return the message if too many nodes are blank: the likelier reason comes first."""
     new = f"Nodes that are used for the first time: `{node_set.init_command}`"
     used = (
         f"Nodes that were used before: `{node_set.init_command} --after-loss --database URL`, which starts "
@@ -86,7 +86,7 @@ def _why_blank(node_set: NodeSet, blank: int, report: str) -> str:
 
 
 def _when_back(node_set: NodeSet, answers: NodeReplies) -> str:
-    """Return when nodes that restarted vote again, as far as they have said it."""
+    """Return a text that says when restarted nodes vote again, as far as they have told."""
     waits = [answer.ttl for answer in answers.values() if answer.kind is ReplyKind.RESTARTED]
     if waits and not max(waits):
         return "what restarted votes again as soon as a client has admitted it, which begins now: try again"
@@ -97,10 +97,10 @@ def _when_back(node_set: NodeSet, answers: NodeReplies) -> str:
 
 
 def check_max_ttl(ttl: float, node_set: NodeSet) -> None:
-    """Refuse what the nodes would not keep out for.
+    """Refuse a ttl for which a node that lost its memory would not stay out.
 
     Raises:
-        ValueError: the ttl is longer than they allow.
+        ValueError: the ttl is longer than the nodes allow.
     """
     if ttl > node_set.max_ttl:
         raise ValueError(
