@@ -1,1 +1,1 @@
-"""The algorithm: commands to the nodes, and the meaning of their answers. No sockets, no clock, no threads."""
+"""The algorithm: commands to the nodes, and the meaning of their answers. No sockets, clock or threads."""

@@ -10,10 +10,10 @@ maximum again. Therefore a value is decided only when a majority *stands at* it:
 
 1. ACQUIRE on all nodes. A value that a majority granted is decided: one round trip.
 2. Otherwise T is the maximum over a granted majority, and CONFIRM raises the others to T, each only
-   while the lock there is still ours and *its own grant is not above T*. An example needs the last condition:
+   while the lock there is still ours and *its own grant is not above T*. The last condition prevents this:
    counters stand at n0=0, n1=1, n2=1. A is granted n0 (1), expires there, then n1 (2): T = 2. B is
-   granted n0 (2) and n2 (2); n2 expires; A's late ACQUIRE arrives at n2 (3). Without the condition, n2
-   acknowledges A's raise to 2, and both A and B hold 2.
+   granted n0 (2) and n2 (2); n2 expires; A's late ACQUIRE arrives at n2 (3); n2 acknowledges
+   A's raise to 2, and both A and B hold 2.
 3. Votes of different epochs are never added up.
 
 Two decided values of one resource share a node. That node granted the second after it had reached the first,

@@ -67,7 +67,7 @@ def names_of(node_key: str, resources: tuple[str, ...]) -> tuple[tuple[str, ...]
 
 
 def largest_epoch(answers: NodeReplies) -> tuple[int, dict[int, tuple[int, ...]]]:
-    """Return the epoch in which most nodes granted, and the counters of these nodes; epochs are never mixed."""
+    """Return the epoch in which most nodes granted, and their counters; epochs are never mixed."""
     grants = [(node, answer) for node, answer in answers.items() if answer.kind is GRANTED]
     epochs = [answer.epoch for _, answer in grants]
     epoch = max(epochs, key=epochs.count, default=0)
@@ -140,7 +140,7 @@ class Attempt:
         nonce: new for every attempt, so that a late duplicate of an old message means nothing.
         ttl: seconds.
         keys: the key of a node's counters, then the key of each resource.
-        stripes: the number of the counter of each resource.
+        stripes: which counter each resource has.
         position: its place in line; None if it waits in no line.
         hint_epoch: the epoch of the hints.
         hints: the least counters to grant; empty for none.

@@ -117,8 +117,8 @@ class Command(NamedTuple):
     arguments: tuple[str | int, ...]
 
 
-#: WAITAOF of newer servers, not a script: when it answers, earlier commands of this connection are on the disk.
-#: A server without it, or without a file, answers with an error. The ms to wait come last.
+#: WAITAOF of newer servers, not a script. When it answers, earlier commands of this connection are on the
+#: disk. A server without it, or without a file, answers with an error. The ms to wait come last.
 SYNC = Command("sync", "", (), (1, 0, 2000))
 
 

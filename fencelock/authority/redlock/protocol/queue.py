@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-#: Seconds after which a place acts if only some nodes have called it; randomly half to one and a half of this.
+#: Seconds after which a place acts if only some nodes have called it; about half to one and a half of this.
 HESITATION = 0.02
 
 
@@ -51,7 +51,7 @@ class WaitQueue:
 
     @property
     def hears(self) -> bool:
-        """Whether the calls of a majority of the nodes arrive. Otherwise no contender should stand in line."""
+        """Whether the calls of a majority of the nodes arrive. Otherwise contenders should not stand in line."""
         return len(self._listening) >= self._quorum
 
     def listen(self, node: int) -> None:

@@ -1,1 +1,1 @@
-"""What opens sockets and moves bytes between them and `wire`."""
+"""Opens sockets, and moves bytes between them and `wire`."""

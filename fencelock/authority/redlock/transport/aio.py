@@ -1,8 +1,8 @@
 """The asyncio driver: all tasks of a loop share one connection to each node, which the loop reads.
 
-All requests of one turn of the loop leave in one write for each node. A loop knows its connections by
-its readers and timers, and they know it by a weak reference only, so that a loop that is thrown away can go.
-They are closed when their loop is thrown away, or when the next one begins.
+All requests of one turn of the loop leave in one write for each node. A loop refers to its connections by
+its readers and timers. They refer to the loop weakly, so that a loop that is thrown away can be freed. They
+are closed when their loop is thrown away, or when the next one begins.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
 #: Seconds between two looks for broadcasts whose patience has ended.
 _LOOK: Final = 0.02
-#: Seconds after which a node is connected to that could not be connected to until then.
+#: Seconds that are added to the time of the next try to connect to a node.
 _SLACK: Final = 0.01
 
 
 class PendingOfTask(PendingBroadcast):
-    """A broadcast whose task waits for `woken`: a weak reference, because that knows the loop."""
+    """A broadcast whose task waits for `woken`: a weak reference, because a future refers to its loop."""
 
     __slots__ = ("woken",)
 
@@ -52,7 +52,7 @@ def resume(woken: asyncio.Future[None]) -> None:
 class LoopConnections(Connections):
     """One connection to each node, for all tasks of one loop; other arguments as for `Connections`.
 
-    May be used in the loop's own thread only, and has to be closed there.
+    Only the loop's own thread may use and close it.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class LoopConnections(Connections):
             )
         super().__init__(nodes, node_key, new_connection=BatchingConnection, **options)
         self._sockets: dict[int, socket.socket] = {}
-        #: What connecting threads have opened and the loop has not taken over yet.
+        #: Connections that threads have opened, and that the loop has not taken over yet.
         self._arrived: dict[int, Opened | UnusableError] = {}
         self._congested: set[int] = set()
         self._loop = weakref.ref(loop)
@@ -75,13 +75,13 @@ class LoopConnections(Connections):
         self._flush_is_due = False
         self._pending: set[PendingOfTask] = set()
         self._looks = False
-        #: While tasks have their turns, answers lie unread, and must not be taken for missing.
+        #: When sockets were read last. Answers lie unread while tasks run, and must not count as missing.
         self._last_read = 0.0
-        #: Whether these are of no use any more.
+        #: Whether these connections cannot be used any more.
         self.closed = False
         self._farewell = weakref.finalize(loop, self.close)
 
-    # Whose they are.
+    # The loop of the connections.
 
     def _open_loop(self) -> asyncio.AbstractEventLoop | None:
         loop = self._loop()
@@ -89,7 +89,7 @@ class LoopConnections(Connections):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether their loop runs, and does so in another thread than this."""
+        """Whether their loop runs in another thread than this one."""
         loop = self._loop()
         if loop is None or not loop.is_running():
             return False
@@ -99,9 +99,9 @@ class LoopConnections(Connections):
             return True
 
     def do_there(self, action: Callable[[], object]) -> None:
-        """Have their loop do something soon, if it still runs."""
+        """Make their loop call `action` soon, if it still runs."""
         if (loop := self._loop()) is not None:
-            with contextlib.suppress(RuntimeError):  # it has been closed
+            with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(action)
 
     def close(self) -> None:
@@ -115,11 +115,11 @@ class LoopConnections(Connections):
         self._close_arrived()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close its copies of the sockets."""
+        """In a forked child, close its copies of the sockets."""
         for sock in self._sockets.values():
             sock.close()
 
-    # What callers do.
+    # The operations of callers.
 
     async def sleep(self, request: Sleep) -> float:
         if request.waits_for:
@@ -135,7 +135,7 @@ class LoopConnections(Connections):
         now = time.monotonic()
         if now - self._last_read > FRESH:
             self._read_all(now)
-            self._flush()  # in such a long turn, others have waited for its end
+            self._flush()  # others have waited for the end of such a long turn
         if self._nodes.absent:
             await self._await_connections(request, loop)
         began = time.monotonic()
@@ -143,7 +143,7 @@ class LoopConnections(Connections):
         pending = PendingOfTask(request)
         pending.woken = weakref.ref(woken)
         try:
-            # Where no other task waits, there is nothing to travel with.
+            # If no other task waits, there is no batch to join.
             self._nodes.ask(pending, request, began, together=BATCHES and bool(self._pending))
             self._flush_soon(loop)
             if not pending.complete:
@@ -158,9 +158,9 @@ class LoopConnections(Connections):
         return Replies(began, time.monotonic(), answers)
 
     def tell(self, request: Broadcast) -> Replies:
-        """Send a command to its nodes at once, and wait for nothing.
+        """Send a command to its nodes at once, without waiting.
 
-        May be called anywhere: a coroutine that is not awaited any more ends wherever it is thrown away.
+        Any thread may call it, because a coroutine may be thrown away in any thread.
         """
         now = time.monotonic()
         if self.is_elsewhere:
@@ -173,7 +173,7 @@ class LoopConnections(Connections):
         return Replies(now, now, pending.close())
 
     async def wait(self, place: str, seconds: float) -> None:
-        """Return when the nodes call the place, at the latest after so many seconds."""
+        """Return when the nodes call the place, at the latest after `seconds`."""
         loop = asyncio.get_running_loop()
         now = time.monotonic()
         end = now + seconds
@@ -193,7 +193,7 @@ class LoopConnections(Connections):
             now = time.monotonic()
 
     async def _await_connections(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
-        """Open missing connections; wait only while less than a majority is."""
+        """Open missing connections; wait only while less than a majority is open."""
         began = now = time.monotonic()
         self._nodes.open_absent(now)
         while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0 and not self.closed:
@@ -208,7 +208,7 @@ class LoopConnections(Connections):
     # Moving bytes.
 
     def _readable(self, index: int) -> None:
-        """Read what has arrived; called by the loop."""
+        """Read the data that has arrived; the loop calls this."""
         self._last_read = now = time.monotonic()
         connection = self._nodes.connection(index)
         if connection is None:
@@ -240,10 +240,10 @@ class LoopConnections(Connections):
     def _flush_soon(self, loop: asyncio.AbstractEventLoop | None) -> None:
         if not self._flush_is_due and loop is not None and not loop.is_closed():
             loop.call_soon(self._flush)
-            self._flush_is_due = True  # not before: where that is interrupted, it is flushed once too often
+            self._flush_is_due = True  # last: after an interruption, there is only one flush too many
 
     def _flush(self) -> None:
-        """Write to each node what has been put there since the last time."""
+        """Write to each node the commands that were put since the last flush."""
         self._flush_is_due = False
         for index in list(self._sockets):
             if index not in self._congested:
@@ -275,23 +275,23 @@ class LoopConnections(Connections):
                 loop.add_writer(self._sockets[index].fileno(), self._write, index)
 
     def _look_later(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Look again and again for broadcasts whose patience has ended, as long as there are any."""
+        """Look again and again for broadcasts whose patience has ended, as long as any are pending."""
         if self._pending and not self._looks and loop is not None:
             loop.call_later(_LOOK, self._look)
-            self._looks = True  # not before: where that is interrupted, it looks once too often
+            self._looks = True  # last: after an interruption, there is only one look too many
 
     def _look(self) -> None:
         self._looks = False
         now = time.monotonic()
         try:
-            self._read_all(now)  # the loop may have been busy with something else, and the answers be here
+            self._read_all(now)  # answers may have arrived while the loop was busy with other work
         finally:
             for pending in tuple(self._pending):
                 if pending.deadline <= now:
                     pending.wake()
             self._look_later(self._open_loop())
 
-    # What `NodeConnections` asks for.
+    # The `Transport` for `NodeConnections`.
 
     def disconnect(self, node: int) -> None:
         sock = self._sockets.pop(node)
@@ -313,12 +313,12 @@ class LoopConnections(Connections):
             if loop is not None and not self.closed:
                 loop.call_soon_threadsafe(self._take, node)
                 return
-        except RuntimeError:  # it has been closed
+        except RuntimeError:  # the loop is closed
             pass
         self._close_arrived()
 
     def _close_arrived(self) -> None:
-        """Close what was opened, and will not be used any more. In any thread."""
+        """Close the connections that were opened, and will not be used; any thread may call this."""
         for index in list(self._arrived):
             if isinstance(opened := self._arrived.pop(index, None), Opened):
                 opened.sock.close()

@@ -1,13 +1,13 @@
-"""The blocking driver: threads share one connection to each node, and one that waits reads for all.
+"""The blocking driver: threads share one connection to each node, and one waiting thread reads for all.
 
 No thread stays in the background. Of the threads that wait for answers, or in line for a lock, one reads for
-all and wakes the others. Its own wait over, it leaves that to another. So nothing is left to end when nothing
-waits, in a forked child, or while the interpreter goes down. A RELEASE is always behind its ACQUIRE on one
-connection.
+all and wakes the others. When its own wait is over, it leaves the reading to another. So no thread has to be
+ended when none waits, in a forked child, or while the interpreter goes down. A RELEASE always follows its
+ACQUIRE on the same connection.
 
-A signal handler may raise at any line. The connections are dropped on which answers could be taken for
-others, and another thread takes over the reading. A handler that locks gets a RuntimeError if it has
-interrupted a frame that is using these connections, because that frame cannot go on before the handler ends.
+A signal handler may raise at any line. Then connections are dropped if their answers could be mixed up, and
+another thread takes over the reading. A handler that locks gets a RuntimeError if it has interrupted a frame
+that is using these connections, because that frame cannot go on before the handler ends.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from fencelock.authority.redlock.transport.connector import Node, Opened, Unusab
 from fencelock.authority.redlock.transport.polling import READ, WRITE, Selected, new_poll
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast
 
-#: Seconds after which a thread that reads looks for new connections, while there is none to some node.
+#: Seconds after which the reading thread looks for new connections, while a node has none.
 _GLANCE: Final = 0.05
-#: Seconds in which a node is to take more of a command that is too much for one write.
+#: Seconds in which a node has to take more of a command that is too large for one write.
 _TAKES_MORE: Final = 0.05
-#: Seconds after which connections are looked at before they are used: they may be gone, or have old answers.
+#: Seconds after which connections are read before use, because they may be gone, or have old answers.
 FRESH: Final = 0.01
-#: Bytes that are read at first: mostly enough, and room for them is quickly made.
+#: Bytes of the first read: mostly enough, and quickly allocated.
 READ_SIZE: Final = 1024
 _MUCH: Final = 65536
 _NOTHING: Final = (BlockingIOError, ssl.SSLWantReadError)
@@ -46,7 +46,7 @@ _BOTH: Final = READ | WRITE
 
 
 def read_from(sock: socket.socket) -> bytes | None:
-    """Return what has arrived; None where that is nothing.
+    """Return the data that has arrived, or None.
 
     Raises:
         OSError: the connection is broken.
@@ -80,7 +80,7 @@ def write_to(sock: socket.socket, connection: Connection) -> bool:
 
 
 def broken_by(error: OSError) -> Reply:
-    """Return what to report for a node whose connection an error has ended."""
+    """Return the answer to report for a node whose connection an error has ended."""
     return Reply(ReplyKind.UNREACHABLE, detail=f"the connection broke: {error}")
 
 
@@ -100,7 +100,7 @@ class WaitForAnswers(_Sleeper, PendingBroadcast):
 
 
 class WaitForCall(_Sleeper):
-    """A wait in line, to be called; `over` when it has ended."""
+    """A wait in line for a call; `over` is True when it has ended."""
 
     def __init__(self, until: float, queue: WaitQueue, place: str) -> None:
         self.over = False
@@ -110,7 +110,7 @@ class WaitForCall(_Sleeper):
 
     @property
     def deadline(self) -> float:
-        """When it is over as far as is known now."""
+        """When the wait is over, as far as is known now."""
         return min(self._until, self._queue.due(self._place))
 
 
@@ -132,7 +132,7 @@ class SharedConnections(Connections):
         super().__init__(nodes, node_key, **options)
         self._mutex = threading.Lock()
         self._changed = Bells()
-        #: By descriptor.
+        #: Open connections by descriptor.
         self._links: dict[int, _Socket] = {}
         self._poll = new_poll()
         #: Descriptors of sockets that have not taken all of a command yet.
@@ -141,11 +141,11 @@ class SharedConnections(Connections):
         self._sleeping: dict[Wait, None] = {}
         self._in_line: dict[str, WaitForCall] = {}
         self._last_read = 0.0
-        #: What each stack of frames waits for while it uses these. An interrupted end leaves its entry here.
+        #: The wait of each stack of frames that uses these connections. An interruption may leave an entry.
         self._inside: dict[int, Wait] = {}
 
     def _check_not_inside(self) -> int:
-        """Return the number of this stack; raise RuntimeError if a frame of it is using these.
+        """Return the number of this stack; raise RuntimeError if a frame of it uses these connections.
 
         A frame uses them while its wait goes on. A wait that ends may still hold the mutex.
         """
@@ -159,7 +159,7 @@ class SharedConnections(Connections):
             )
         return stack
 
-    # What callers do.
+    # The operations of callers.
 
     def do(self, request: Any) -> Any:
         if type(request) is not Broadcast:
@@ -190,7 +190,7 @@ class SharedConnections(Connections):
         return time.monotonic()
 
     def wait(self, place: str, seconds: float) -> None:
-        """Return when the nodes call the place, at the latest after so many seconds."""
+        """Return when the nodes call the place, at the latest after `seconds`."""
         stack = self._check_not_inside()
         waiting = WaitForCall(time.monotonic() + seconds, self.queue, place)
         try:
@@ -209,20 +209,20 @@ class SharedConnections(Connections):
             self._inside.pop(stack, None)
 
     def settle(self, request: Broadcast) -> None:
-        """Have the nodes hear of releases that are owed, ahead of a request to all of them."""
+        """Send the releases that are owed, ahead of a request to all nodes."""
         if self._nodes.has_pending_releases:
             self.do(request)
 
     def close(self) -> None:
-        """Close every connection; what waits for answers is told. Using these again opens others."""
+        """Close every connection; waiting callers get an answer. The next use opens others."""
         self._check_not_inside()
         with self._mutex:
-            self._connecting.clear()  # one that is opened now is closed
+            self._connecting.clear()  # so a connection that is being opened is closed
             self._nodes.close()
             self._changed.ring()
 
     def leave_to_parent(self) -> None:
-        """In a forked child: close its copies of the sockets, by no lock that a thread may have held."""
+        """In a forked child, close its copies of the sockets, without a lock that a thread may have held."""
         for link in self._links.values():
             link.sock.close()
 
@@ -240,11 +240,11 @@ class SharedConnections(Connections):
                     self._end(waiting)
                     return now
                 bell = self._bell_to_sleep_on(waiting)
-                if self._nodes.absent:  # the nodes that are away are to answer and call as well
+                if self._nodes.absent:  # absent nodes should answer and call, too
                     due = min(due, self._nodes.open_absent(now))
                 glance = _GLANCE if self._nodes.absent else math.inf
                 poll = self._poll
-                if bell is not None and self._congested:  # the one that reads may not know of it
+                if bell is not None and self._congested:  # the reading thread may not know of it
                     poll = self._new_poll(self._links)
             if bell is None or poll is not self._poll:
                 ready = poll.poll(min(max(0.0, due - now), glance) * 1000)
@@ -253,7 +253,7 @@ class SharedConnections(Connections):
                 sleep_until_rung(bell, min(due - now, threading.TIMEOUT_MAX))
 
     def _bell_to_sleep_on(self, waiting: Wait) -> threading.Lock | None:
-        """Return what wakes a thread whose wait goes on; None if it is the one that reads for all."""
+        """Return the bell that wakes a waiting thread; None if the thread is the one that reads for all."""
         if self._reader is None or self._reader.over:
             self._reader = waiting
             self._sleeping.pop(waiting, None)
@@ -264,7 +264,7 @@ class SharedConnections(Connections):
         return None if self._reader is waiting else waiting.bell
 
     def _end(self, waiting: Wait) -> None:
-        """Note that a wait is over, and have another thread read if none does."""
+        """Note that a wait is over, and make another thread read if none does."""
         waiting.over = True
         self._sleeping.pop(waiting, None)
         if self._reader is waiting:
@@ -275,12 +275,12 @@ class SharedConnections(Connections):
                 return
 
     def _clean_up(self, waiting: Wait) -> None:
-        """Put in order what an exception from outside has interrupted."""
+        """Restore order after an exception from outside has interrupted a wait."""
         self._nodes.drop_dirty()
         self._end(waiting)
 
     def _ask(self, waiting: WaitForAnswers, request: Broadcast) -> float:
-        """Put a command and return when; wait only while less than a majority can be asked."""
+        """Put a command and return the time; wait only while less than a majority can be asked."""
         began = now = time.monotonic()
         bell: threading.Lock | None = None
         while True:
@@ -289,7 +289,7 @@ class SharedConnections(Connections):
                     self._changed.take_down(bell)
                     now = time.monotonic()
                 if now - self._last_read > FRESH and (self._reader is None or self._reader.over):
-                    # What has arrived while no thread read: old answers, and the end of a connection.
+                    # Data that arrived while no thread read: old answers, and the end of a connection.
                     while ready := self._poll.poll(0):
                         self._read(ready, now)
                     self._last_read = now = time.monotonic()
@@ -307,7 +307,7 @@ class SharedConnections(Connections):
             sleep_until_rung(bell, left)
 
     def _drain(self) -> None:
-        """Write the rest of commands that were too much, for as long as the nodes take it."""
+        """Write the rest of commands that were too large, as long as the nodes take it."""
         while True:
             with self._mutex:
                 poll = self._new_poll(self._congested)
@@ -319,19 +319,19 @@ class SharedConnections(Connections):
     # Moving bytes. With the mutex held.
 
     def _new_poll(self, descriptors: Iterable[int]) -> select.poll | Selected:
-        """Return what waits for these sockets apart from the one that reads for all."""
+        """Return a poll object for these sockets, apart from that of the reading thread."""
         poll = new_poll()
         for descriptor in descriptors:
             poll.register(descriptor, _BOTH if descriptor in self._congested else READ)
         return poll
 
     def _read(self, ready: Sequence[tuple[int, int]], now: float) -> None:
-        """Read from the sockets on which something has arrived."""
+        """Read from the sockets that are ready."""
         self._last_read = now
         for descriptor, _ in ready:
             link = self._links.get(descriptor)
             if link is None:  # closed in the meantime
-                with suppress(KeyError):  # else closing it was interrupted
+                with suppress(KeyError):  # it is still registered only if closing was interrupted
                     self._poll.unregister(descriptor)
                 continue
             index, sock, connection = link
@@ -357,7 +357,7 @@ class SharedConnections(Connections):
                 self._write(link)
 
     def _write(self, link: _Socket) -> None:
-        """Write what a connection has to say; the rest follows when the socket takes more."""
+        """Write the outgoing bytes of a connection; the rest follows when the socket takes more."""
         index, sock, connection = link
         connection.changing += 1
         try:
@@ -376,16 +376,16 @@ class SharedConnections(Connections):
                 del self._links[descriptor]
                 self._congested.discard(descriptor)
                 self._poll.unregister(descriptor)
-                with suppress(OSError):  # it is not connected any more
+                with suppress(OSError):  # the socket is not connected any more
                     link.sock.shutdown(socket.SHUT_RDWR)
                 link.sock.close()
 
     def _opened(self, node: int, opened: Opened | UnusableError) -> None:
         stack = current_stack()
-        self._inside[stack] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call in here
+        self._inside[stack] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call into this
         with self._mutex:
             now = time.monotonic()
-            # Else these were closed in between.
+            # Otherwise the connections were closed in between.
             is_wanted = self._connecting.get(node) is threading.current_thread()
             if is_wanted:
                 del self._connecting[node]

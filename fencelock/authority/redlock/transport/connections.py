@@ -1,7 +1,6 @@
-"""What both drivers have: the connections to the nodes, and the threads that open them.
+"""The common part of both drivers: the connections to the nodes, and the threads that open them.
 
-Opening a connection blocks, so a thread does it that ends with it: a node that hangs meanwhile costs the
-others nothing.
+Opening a connection blocks, so a new thread does it. A node that hangs meanwhile costs the others nothing.
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ class Connections(abc.ABC):
         self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
         self._opens = [node.open for node in nodes]
         self._node_key = node_key
-        #: By node. What others open, that were forgotten here, is closed.
+        #: The connecting thread of each node. Connections of threads that are not here are closed.
         self._connecting: dict[int, threading.Thread] = {}
 
     def connect(self, node: int) -> None:
@@ -77,7 +76,7 @@ class Connections(abc.ABC):
 
     @abc.abstractmethod
     def _opened(self, node: int, opened: Opened | UnusableError) -> None:
-        """Have a connection be used that was opened; called in the connecting thread."""
+        """Take over an opened connection, or its error; the connecting thread calls this."""
 
     @abc.abstractmethod
     def disconnect(self, node: int) -> None:

@@ -30,12 +30,12 @@ from fencelock.authority.redlock.transport.endpoints import Server, Source, endp
 from fencelock.authority.redlock.wire.codec import PASSING_ERRORS, PRELOADED, SCRIPTS
 from fencelock.errors import MembershipError
 
-#: The same errors as redis-py has them, which takes the first word away.
+#: Some of `PASSING_ERRORS` as redis-py raises them, without their first word.
 _PASSING_EXCEPTIONS: Final = (AskError, ClusterDownError, ReadOnlyError, TryAgainError)
 
 
 class UnusableError(Exception):
-    """A node cannot be used; `answer` is what to report as its answer."""
+    """A node cannot be used; `answer` is to be reported as its answer."""
 
     def __init__(self, said: ReplyKind, detail: str) -> None:
         super().__init__(detail)
@@ -64,15 +64,15 @@ class Node:
         source: a URL (`redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `redis+cluster://`), or a
             client of redis-py, whose settings are kept.
         connect_timeout: seconds for connecting and for each answer while doing so.
-        verify_votes: have every vote prove its server process, also where the connection would do.
+        verify_votes: every vote proves its server process, also where the connection would be enough.
 
     Attributes:
         name: the address, as a URL without its password.
-        url_to_type: the same with a word where the password is to be typed.
+        url_to_type: the same, with a placeholder for the password.
 
     Raises:
-        ValueError: if the URL cannot be understood.
-        TypeError: if it is neither a URL nor a client.
+        ValueError: the URL cannot be understood.
+        TypeError: `source` is neither a URL nor a client.
     """
 
     def __init__(self, source: Source, connect_timeout: float, *, verify_votes: bool) -> None:
@@ -85,7 +85,7 @@ class Node:
         """Connect, in a cluster to the server that has the keys, and learn which server answers.
 
         Raises:
-            UnusableError: with what to report as the node's answer.
+            UnusableError: the node cannot be used.
         """
         try:
             servers = list(self._endpoint.servers())
@@ -95,7 +95,7 @@ class Node:
         failures: list[tuple[str, UnusableError]] = []
         while servers:
             server = servers.pop(0)
-            if server.address in tried:  # several may send to one that is gone
+            if server.address in tried:  # several servers may redirect to one that is gone
                 continue
             tried.add(server.address)
             try:
@@ -120,7 +120,7 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
         info = _read_info(connection)
         identity = _identify(connection, info, verify_votes=verify_votes)
         for _ in PRELOADED:
-            with suppress(ResponseError):  # this user may not: then each is brought when it is first called
+            with suppress(ResponseError):  # this user may not: then each script is sent when it is first called
                 connection.read_response()
         # From here on the socket is ours; the connection object must never touch it again.
         sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
@@ -132,7 +132,7 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
 
 
 def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:
-    """Return what to report where several servers were tried, or one that the user has not named."""
+    """Return the error to report if several servers were tried, or one that the user has not named."""
     if not failures:
         return UnusableError(ReplyKind.UNREACHABLE, "the servers of its cluster send to one another")
     passing = [error for _, error in failures if error.answer.kind is not ReplyKind.ERROR]
@@ -141,7 +141,7 @@ def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:
 
 
 def _why(error: Exception) -> UnusableError:
-    """Return what an error while connecting means for the use of the node."""
+    """Return the error to report for an error while connecting."""
     if isinstance(error, MembershipError):
         return UnusableError(ReplyKind.CONFIG, str(error))
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
@@ -156,12 +156,12 @@ def _why(error: Exception) -> UnusableError:
 
 
 def _why_refused(error: ResponseError) -> UnusableError:
-    """Return the same for an error that the server has answered."""
+    """Return the error to report for an error that the server has answered."""
     if isinstance(error, ClusterDownError) or str(error).startswith("CLUSTERDOWN"):
         return UnusableError(
             ReplyKind.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"
         )
-    if is_moved(error):  # by a Unix socket: other servers of the cluster have others
+    if is_moved(error):  # over a Unix socket: other servers of the cluster have other sockets
         return UnusableError(
             ReplyKind.ERROR,
             "it is a server of a cluster, in which another one has the keys: name the node by its hosts, "
@@ -172,7 +172,7 @@ def _why_refused(error: ResponseError) -> UnusableError:
 
 
 def _connect(server: Server, connection: Any) -> Any:
-    """Connect and return the connection: another one, where the server or this user has no RESP3."""
+    """Connect, and return the connection; a new one if the server or this user has no RESP3."""
     try:
         connection.connect()
     except ResponseError as error:
@@ -185,10 +185,10 @@ def _connect(server: Server, connection: Any) -> Any:
 
 
 def _send_questions(connection: Any, node_key: str) -> None:
-    """Ask all that has to be known, in one round trip; the answers are read in this order.
+    """Ask all questions, and load the everyday scripts, in one round trip; answers come in this order.
 
-    With the everyday scripts: otherwise the first ACQUIRE is answered with NOSCRIPT; where a majority has
-    granted before that is read, the node would have no lock, for as long as no thread reads.
+    Without the scripts, the first ACQUIRE is answered with NOSCRIPT. If a majority grants before this is
+    read, the node has no lock as long as no thread reads.
     """
     scripts = [("SCRIPT LOAD", SCRIPTS[name]) for name in PRELOADED]
     questions = [("INFO",), ("HMGET", node_key, "id", "members"), *scripts]
@@ -210,10 +210,10 @@ def _read_info(connection: Any) -> dict[str, str]:
 
 
 def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> Identity:
-    # Before its role matters: a replica in a cluster says where its primary is.
+    # First, before the role is looked at: a replica in a cluster answers where its primary is.
     node_id, members = connection.read_response()
     if info.get("role") not in {"master", None}:
-        # A client that a sentinel has sent here has come in the midst of a failover.
+        # If a sentinel has named this server, a failover is under way.
         raise UnusableError(
             ReplyKind.UNREACHABLE if verify_votes else ReplyKind.ERROR,
             f"it is a {info['role']}, and only primaries grant locks: name the primary, or the sentinels "
@@ -221,9 +221,9 @@ def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> I
         )
     if "run_id" not in info:
         raise UnusableError(ReplyKind.ERROR, "its INFO has no run_id, so a restart could not be noticed")
-    # One-to-one TCP to a lone primary: a restart breaks the connection. With anything that can be
-    # promoted in its place, the same run_id may answer on the same socket with older data.
-    # A backlog says that there has been a replica, though it may be detached at this moment.
+    # A restart of a lone primary breaks its TCP connection. If a replica can be promoted in its place, the
+    # same run_id may answer on the same socket with older data. A backlog shows that there was a replica,
+    # although it may be detached at this moment.
     company = ("connected_slaves", "cluster_enabled", "repl_backlog_active")
     verify = verify_votes or any(info.get(fact, "0") != "0" for fact in company)
     replid = info.get("master_replid", "") if verify else ""
@@ -236,7 +236,7 @@ def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> I
 
 
 def eviction_of(info: Mapping[str, str]) -> str | None:
-    """Return what a server's INFO tells of eviction, as `Identity` has it."""
+    """Return the eviction policy in a server's INFO, as `Identity.eviction`."""
     limit, policy = info.get("maxmemory", ""), info.get("maxmemory_policy", "")
     if limit == "0" or policy == "noeviction":
         return ""

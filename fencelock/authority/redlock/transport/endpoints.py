@@ -1,4 +1,4 @@
-"""Where a node is: what its URL or client says, and which servers to connect to at the moment.
+"""Where a node is: by its URL or client, and which servers to connect to at the moment.
 
 Behind Sentinel and in a Redis Cluster another server may take over: both are asked for each connection. Each
 vote proves the very server that was admitted, so a wrong server costs a refusal, never a token.
@@ -21,18 +21,18 @@ from redis.connection import HiredisRespSerializer
 from redis.exceptions import MovedError, ResponseError
 from redis.retry import Retry
 
-#: What a node is made of.
+#: A node as a user names it.
 Source = str | redis.Redis | redis.RedisCluster
 
-#: Settings that are ours, or would make a connection do things by itself.
+#: Settings of a client that are not taken: we have our own, or they make a connection act by itself.
 _NOT_OURS: Final = re.compile(
     r"connection_pool|decode_responses|event_dispatcher|health_check_interval|himport_registry|legacy_responses"
     r"|protocol|(encoder|parser)_class|(maint|orig)_.*|retry.*|sentinel_(username|password)"
 )
 
-#: What `ssl_cert_reqs` is where no certificate is looked at, so that no name can be.
+#: Values of `ssl_cert_reqs` with which no certificate is checked, so that no name can be checked.
 _UNCHECKED: Final = (None, "none", ssl.CERT_NONE)
-#: A connection to a primary does not ask the sentinels by itself.
+#: Plain classes of connections, because a connection to a primary must not ask the sentinels by itself.
 _PLAIN: Final[dict[Any, Any]] = {
     redis.sentinel.SentinelManagedConnection: redis.Connection,
     redis.sentinel.SentinelManagedSSLConnection: redis.SSLConnection,
@@ -49,7 +49,7 @@ _FORMS: Final = (
 
 
 class _TextPacker(HiredisRespSerializer):
-    """Packs what redis-py sends by itself, as `SELECT 0`; hiredis gets no numbers (see `pack_words`)."""
+    """Packs commands of redis-py itself, such as `SELECT 0`, without numbers for hiredis: see `pack_words`."""
 
     def pack(self, *args: Any) -> Any:
         words: list[Any] = [arg if isinstance(arg, str | bytes) else str(arg) for arg in args]
@@ -89,7 +89,7 @@ class Endpoint:
         server: how to connect to the server of the node; behind Sentinel, at another address.
         named: the sentinels, the servers of the cluster, or the one server.
         service: the name that the sentinels know the node by.
-        remap: turns host and port that a sentinel or a server tells into those to connect to.
+        remap: turns the host and port that a sentinel or a server tells into those to connect to.
     """
 
     kind: str
@@ -99,7 +99,7 @@ class Endpoint:
     remap: Callable[[str, int], tuple[str, int]] = lambda host, port: (host, port)
 
     def url(self, *, to_type: bool = False) -> str:
-        """Return the endpoint as a URL without its password; `to_type` has a word in its place."""
+        """Return the endpoint as a URL without its password; `to_type` puts a placeholder in its place."""
         settings = self.server.settings
         is_tls = issubclass(self.server.connection_class, redis.SSLConnection)
         scheme = "unix" if "path" in settings else "rediss" if is_tls else "redis"
@@ -112,9 +112,9 @@ class Endpoint:
     def servers(self) -> Sequence[Server]:
         """Return the servers to try, in this order; behind Sentinel, the primary.
 
-        A majority of the sentinels has to name the same one. Fewer may be cut off together with one that has
-        been replaced and does not know. A recoverer would then bring that one to the epoch in which its
-        successor votes: one node, and two votes. And one that is not honest gets no password.
+        A majority of the sentinels must name the same primary. A minority may be cut off together with a
+        primary that was replaced. A recoverer would then bring it to the epoch in which its successor votes:
+        one node with two votes. Also, one dishonest sentinel cannot get the password.
 
         Raises:
             ConnectionError: of redis-py; too few sentinels answer, or agree.
@@ -178,7 +178,7 @@ def _services_of(sentinel: Server) -> dict[str, tuple[str, int]]:
 
 
 def sources_of(nodes: Source | Sequence[Source]) -> list[Source]:
-    """Return the nodes that an argument names, each by itself; ValueError where there is none."""
+    """Return the nodes that an argument names, one by one; raise ValueError if there are none."""
     named: Any = split_urls(nodes) if isinstance(nodes, str) else nodes
     sources: list[Source] = list(named) if isinstance(named, Sequence) else [named]
     if not sources:
@@ -187,13 +187,13 @@ def sources_of(nodes: Source | Sequence[Source]) -> list[Source]:
 
 
 def split_urls(text: str) -> list[str]:
-    """Return the URLs that stand in a text with commas between; there may be several hosts in one of them."""
+    """Return the URLs of a text with commas between them; one URL may have several hosts."""
     urls = re.split(r",\s*(?=[A-Za-z][A-Za-z0-9+.-]*://)", text)
     return [url for url in (each.strip(", \t\r\n") for each in urls) if url]
 
 
 def _masked(url: str) -> str:
-    """Return what an error may show of a URL that is wrong somewhere: no user, and no port that is none."""
+    """Return a wrong URL for an error message: without its user, and without a port that is no number."""
     hidden = re.sub(r"(?s)^([^:]*).*@", r"\1://***@", url).partition("?")[0]
     return re.sub(r"(?s)^([^:]*://[^/@]*):(?!\d+(?:/|$)).*", r"\1:***", hidden) if "@" not in url else hidden
 
@@ -236,7 +236,7 @@ def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
         settings.setdefault("ssl_check_hostname", True)  # by itself, redis-py checks it from version 6 on
     server = Server(_PLAIN.get(pool.connection_class, pool.connection_class), settings)
     try:
-        server.new_connection()  # opens nothing yet, but knows its settings
+        server.new_connection()  # opens nothing yet, but raises for an unknown setting
     except TypeError as error:
         raise ValueError(f"has a setting that is unknown: {error}") from None
     return server
@@ -245,7 +245,7 @@ def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
 def _pool_of(url: str) -> Any:
     try:
         pool: Any = redis.ConnectionPool.from_url(url)
-    except ValueError:  # which may quote a part of the password
+    except ValueError:  # its text may quote a part of the password
         why = "a port is a number, and a user with a password ends with @"
         raise ValueError(f"is no URL of a Redis node ({why}); write {_FORMS}") from None
     if not pool.connection_kwargs.keys() & {"host", "path"}:
@@ -311,7 +311,7 @@ def _of_client(pool: Any, timeout: float) -> Endpoint:
 def _of_cluster(client: redis.RedisCluster, timeout: float) -> Endpoint:
     manager: Any = client.nodes_manager
     pool = client.get_redis_connection(next(iter(manager.nodes_cache.values()))).connection_pool
-    # The client's own greeting may have replicas answer for their primary.
+    # The client's own greeting may let replicas answer for their primary.
     server = _server_of(pool, timeout, redis_connect_func=None)
     named = getattr(client, "startup_nodes", None) or manager.startup_nodes.values()
     servers = [server.at(node.host, int(node.port)) for node in named]

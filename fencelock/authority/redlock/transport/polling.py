@@ -1,4 +1,4 @@
-"""Waits until something has arrived on one of several sockets, with what there is for it."""
+"""Waits until data arrives on one of several sockets, by the means of the platform."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 
 
 class Selected:
-    """What waits where there is no `select.poll`, as on Windows: for at most some hundred sockets there."""
+    """Stands in for `select.poll` on platforms without it, such as Windows: for some hundred sockets at most."""
 
     def __init__(self) -> None:
         self._events: dict[int, int] = {}
@@ -27,11 +27,11 @@ class Selected:
         del self._events[descriptor]
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
-        """Return the sockets on which something has arrived, after so many milliseconds at the latest."""
+        """Return the sockets that are ready, after `timeout` milliseconds at the latest."""
         reading, writing = (
             [each for each, events in self._events.items() if events & way] for way in (READ, WRITE)
         )
-        if not reading:  # Windows refuses to wait for none
+        if not reading:  # Windows refuses to wait for no sockets
             time.sleep(timeout / 1000)
             return []
         readable, writable, _ = select.select(reading, writing, [], timeout / 1000)
@@ -39,14 +39,13 @@ class Selected:
 
 
 class Patched(Selected):
-    """What waits where monkey-patching has replaced `select.poll`, for threads one after the other.
+    """Stands in for a `select.poll` that was monkey-patched; threads use it one after the other.
 
-    That of gevent belongs to the event loop of the thread in which it was made, and whoever waited with it in
-    another thread would change that loop behind its back: so each wait has its own.
+    A poll object of gevent belongs to the event loop of the thread that made it, and a wait in another thread
+    would change that loop. So each wait makes its own.
     """
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
-        """Return the sockets on which something has arrived, after so many milliseconds at the latest."""
         # A look without a timeout is taken with the mutex held, so no other greenlet may run meanwhile.
         make: Callable[[], select.poll] = select.poll if timeout else _original()
         poll = make()
@@ -60,7 +59,7 @@ def _original() -> Any:
 
 
 def new_poll() -> select.poll | Selected:
-    """Return what waits for sockets, and waits for none yet.
+    """Return a new poll object without sockets.
 
     Raises:
         RuntimeError: eventlet has taken `select.poll` away.

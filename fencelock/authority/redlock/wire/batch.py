@@ -1,9 +1,9 @@
-"""Many ACQUIREs and RELEASEs to a node in one call, which is answered by as many replies.
+"""Sends many ACQUIREs and RELEASEs to a node in one call, whose reply answers all of them.
 
-Event loops use it: what their tasks ask for within one turn leaves together. A node takes the simple ones,
-for one lock each, in the order in which they were put. Where one is not so simple, because the lock is held
-or its queue is not empty, the node changes nothing for it and answers 0. Then it is put again, alone, on the
-same connection. Nothing above the connections knows of it. `BATCHES = False` lets every command travel alone.
+Event loops use it: the commands of all tasks within one turn leave together. A node takes simple commands,
+for one lock each, in the order in which they were put. If one is not so simple, because the lock is held or
+its queue is not empty, the node changes nothing for it and answers 0. Then it is put again, alone, on the
+same connection. Code above the connections does not notice. `BATCHES = False` sends every command alone.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from fencelock.authority.redlock.wire.codec import Packed, pack_batch, read_repl
 from fencelock.authority.redlock.wire.connection import Connection, News, PendingReply
 
 BATCHES: Final = True
-#: A node does nothing else meanwhile: about half a millisecond.
+#: Commands in a batch, for which a node does nothing else: about half a millisecond.
 _LARGEST: Final = 100
 
 _RELEASED: Final = Reply(ReplyKind.RELEASED)
 
 
 class BatchingConnection(Connection):
-    """A connection whose simple commands travel together: those that are put before something is written."""
+    """A connection that sends the simple commands between two writes as one batch."""
 
     __slots__ = ("_batches", "_does_batches", "_parts")
 
     def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
         super().__init__(index, identity, epoch, pushes=pushes)
-        #: The last of `unanswered`, which are not in `outgoing` yet.
+        #: The last commands of `unanswered`, which are not in `outgoing` yet.
         self._parts: list[Packed] = []
-        #: The first of each batch that is not answered, which no other is, and how many there are in it.
+        #: The first command of each batch that is not answered, and how many commands the batch has.
         self._batches: deque[tuple[PendingReply, int]] = deque()
-        #: A node that has each vote prove its server takes no shortcuts.
+        #: False if each vote has to prove its server, because a batch takes shortcuts.
         self._does_batches = not identity.replid
 
     def put(self, pending: PendingReply, packed: Packed) -> None:
@@ -47,7 +47,7 @@ class BatchingConnection(Connection):
         parts = self._parts
         if parts and (len(parts) == _LARGEST or parts[0].fingerprint != packed.fingerprint):
             self.flush_batch()
-        self._note(pending)  # first: where it is interrupted, `flush_batch` finds no part that is not there
+        self._note(pending)  # first: after an interruption, every part is in `unanswered`
         self._parts.append(packed)
         self.changing -= 1
 
@@ -57,7 +57,6 @@ class BatchingConnection(Connection):
         super().put_alone(pending, packed)
 
     def flush_batch(self) -> None:
-        """Let the commands that travel together stand in `outgoing`."""
         if not self._parts:
             return
         self.changing += 1
@@ -92,7 +91,7 @@ class BatchingConnection(Connection):
     def _take_error(self, reply: hiredis.ReplyError, size: int, now: float, news: News) -> None:
         """Hand an error to each ACQUIRE, whose lock may have been granted; put each RELEASE again.
 
-        A node that does not know the script is not told it: from now on each command travels alone.
+        If the node does not know the script, it does not get it: from now on each command is sent alone.
         """
         self._does_batches = self._does_batches and read_reply(reply) is not None
         for _ in range(size):

@@ -56,7 +56,7 @@ _WITH_FACTS: Final = frozenset(
 )
 _WITH_TTL: Final = frozenset({ReplyKind.HELD, ReplyKind.RESTARTED, ReplyKind.EARLY})
 _WITH_COUNTERS: Final = frozenset({ReplyKind.EXTENDED, ReplyKind.GRANTED, ReplyKind.HIGHER})
-#: Answers that are complete with their first word. That of WAITAOF is a number of disks.
+#: Answers that are complete with their first word. The answer of WAITAOF is a number of disks.
 _STATUS_ONLY: Final[dict[bytes | int, Reply]] = {
     **{
         name: Reply(said)
@@ -92,7 +92,7 @@ DIGESTS: Final = {
 _WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE", INTRODUCE: "SET"}
 
 
-#: How many arguments an ACQUIRE and a RELEASE have, of one lock, whose contender does not stand in line.
+#: How many arguments an ACQUIRE and a RELEASE of one lock have, without a place in line.
 _SIMPLE: Final = {"acquire": 6, "release": 5}
 
 
@@ -102,7 +102,7 @@ class Packed:
     Attributes:
         command: the command.
         is_simple: whether it may be a part of a batch.
-        fingerprint: of its membership, which it shares with the other parts; empty for no part.
+        fingerprint: of its membership, the same for all parts of a batch; empty if it may be no part.
     """
 
     __slots__ = ("_alone", "_part", "command", "fingerprint", "is_simple")
@@ -125,7 +125,7 @@ class Packed:
 
     @property
     def part(self) -> tuple[bytes, bytes]:
-        """Its lock and its other words, as a batch has them."""
+        """Its lock, and its other words, packed for a batch."""
         if self._part is None:
             script, nonce, (_, lock), arguments = self.command
             if script == "acquire":
@@ -146,10 +146,7 @@ def pack_batch(batch: Sequence[Packed]) -> bytes:
 
 
 def pack(command: Command, text: str = "") -> bytes:
-    """Return the part of a command that is the same for every node.
-
-    With the text of the script where a node does not know it.
-    """
+    """Return the bytes of a command that are the same for every node; `text` is a script that a node lacks."""
     name, _, keys, arguments = command
     if (word := _WORDS.get(name)) is not None:
         return b"*%d\r\n%b" % (1 + len(arguments), pack_words(word, *arguments))
@@ -159,11 +156,9 @@ def pack(command: Command, text: str = "") -> bytes:
 
 
 def pack_words(*words: str | int) -> bytes:
-    """Return the words of a command without the line that counts them.
-
-    hiredis is handed text only. It turns an int into text itself, and Python runs signal handlers there: the
-    interpreter crashes when one raises.
-    """
+    """Return the words of a command without the line that counts them."""
+    # hiredis gets text only. If it turns an int into text, Python runs signal handlers there, and the
+    # interpreter crashes when one raises.
     texts = tuple([word if type(word) is str else str(word) for word in words])
     # The stub of hiredis knows tuples of one word only.
     packed: bytes = hiredis.pack_command(texts)  # type: ignore[arg-type]
@@ -171,7 +166,7 @@ def pack_words(*words: str | int) -> bytes:
 
 
 def read_reply(reply: Any) -> Reply | None:
-    """Return the answer that any reply is; None where the node does not know the script."""
+    """Return the answer in a reply of any kind; None if the node does not know the script."""
     if reply == b"OK":  # to SET
         return Reply(ReplyKind.NOTED)
     if isinstance(reply, hiredis.PushNotification):  # the only reply to SUBSCRIBE
@@ -189,12 +184,12 @@ def read_answer(reply: Any) -> Reply:
         )
     word = reply[0]
     said = GRANTED
-    if word != b"GRANTED":  # most are that or bare
+    if word != b"GRANTED":  # most answers are GRANTED, or one word
         if (bare := _STATUS_ONLY.get(word)) is not None:
             return bare
         said = _SAID[word]
         if said in _WITH_TTL:
-            # A lock without an end is none of a client of ours.
+            # A lock without an end is not from a client of ours.
             return Reply(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
         if said in _WITH_FACTS:
             return Reply(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))
@@ -204,5 +199,5 @@ def read_answer(reply: Any) -> Reply:
 
 
 def leads_elsewhere(answer: Reply) -> bool:
-    """Tell whether an answer says that the node is served by another server now."""
+    """Return whether an answer says that another server serves the node now."""
     return answer.kind in _LEADING and any(word in answer.detail for word in _ELSEWHERE)

@@ -1,9 +1,9 @@
 """One connection to a node: which commands it has not answered, and the bytes still to be written.
 
-It moves no bytes. Whoever owns the socket hands in what has arrived and writes `outgoing`. A token is safe
-only if the answers on a connection come from the server process that was there when it was opened. So the
-process belongs to the connection for good, and nothing here resends on another one. A client that silently
-reconnected after its node had been killed was granted the same counter twice.
+It moves no bytes. The owner of the socket hands in the data that has arrived, and writes `outgoing`. A token
+is safe only if the answers on a connection come from the server process that was there when it was opened. So
+the process belongs to the connection for good, and nothing is sent again on another one. A client that
+silently reconnected after its node had been killed was granted the same counter twice.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _SILENT: Final = Reply(ReplyKind.SILENT)
 #: Answers that name the node's id and its list, if it has one.
 NAMING: Final = frozenset({ReplyKind.ADMITTED, ReplyKind.OPENED, ReplyKind.STANDING})
 FORGETFUL: Final = frozenset({ReplyKind.AMNESIA, ReplyKind.RESTARTED})
-#: Scripts whose answers no other has.
+#: The answers that only one script has, with this script.
 _ONLY_TO: Final = {
     GRANTED: "acquire",
     ReplyKind.HELD: "acquire",
@@ -53,9 +53,9 @@ class PendingReply(NamedTuple):
     """A command that a node has been sent and has not answered.
 
     Attributes:
-        broadcast: what waits for the answer; None for nothing.
+        broadcast: the broadcast that waits for the answer, or None.
         command: the command.
-        sent_at: when.
+        sent_at: when it was sent.
     """
 
     broadcast: PendingBroadcast | None
@@ -68,12 +68,12 @@ News = list[tuple[PendingReply, Reply]]
 
 
 class PendingBroadcast:
-    """A broadcast that waits for answers, and what has come back.
+    """A broadcast that waits for answers, and the answers until now.
 
     Attributes:
         answers: of each node that has answered, or could not be asked.
         complete: whether more of them would change nothing.
-        over: whether nothing waits for them any more: what comes now is late.
+        over: whether nothing waits for them any more, so that further answers are late.
         deadline: when its patience ends; -inf once it is complete.
     """
 
@@ -99,7 +99,7 @@ class PendingBroadcast:
         """Let the caller go on."""
 
     def close(self) -> NodeReplies:
-        """Return an answer for each node; what comes from now on is late."""
+        """Return an answer for each node; answers are late from now on."""
         self.over = True
         if len(self.answers) == len(self._nodes):
             return self.answers
@@ -107,23 +107,23 @@ class PendingBroadcast:
 
 
 class MalformedReplyError(Exception):
-    """What answers does not speak like a node."""
+    """The server does not answer like a node."""
 
 
 class Connection:
     """The state of one connection.
 
     Attributes:
-        acquiring: the nonces of the ACQUIREs that it has not answered, and that were not released meanwhile.
+        acquiring: the nonces of the ACQUIREs that are not answered, and were not released meanwhile.
         identity: the server process that it was opened to.
-        epoch: in which the nodes have granted last; None if they have not.
+        epoch: the epoch of the nodes' last grant; None if there is none.
         pushes: whether it can bring published messages, beside the answers.
-        unanswered: what has been sent and not been answered, in that order.
+        unanswered: commands that were sent and are not answered, in this order.
         outgoing: bytes still to be written.
-        published: messages that have arrived on the channel of this client, to be taken away.
+        published: messages on the channel of this client, until they are taken away.
         changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
-            While it is not 0, answers could be taken for others. It is only counted, never set back, so that
-            a connection that was once dirty stays so.
+            While it is not 0, answers could be mixed up. It is only counted, never reset, so that a dirty
+            connection stays dirty.
     """
 
     __slots__ = (
@@ -154,7 +154,7 @@ class Connection:
         self._own_arguments = pack_words(identity.run_id, identity.replid)
 
     def put(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command, which may travel with others."""
+        """Take a command, which may join a batch."""
         self.put_alone(pending, packed)
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
@@ -175,13 +175,13 @@ class Connection:
             self.acquiring.discard(nonce)
 
     def flush_batch(self) -> None:
-        """Let the commands that travel together stand in `outgoing`, which is about to be written."""
+        """Put the waiting batch into `outgoing`, which is about to be written."""
 
     def received(self, data: bytes, now: float) -> News:
         """Hand on the answers that callers wait for; return those that say something about the node.
 
         Raises:
-            MalformedReplyError: if what answers is no node.
+            MalformedReplyError: the server does not answer like a node.
         """
         news: News = []
         reader = self._reader
@@ -210,9 +210,9 @@ class Connection:
             news.append((pending, answer))
 
     def _put_again(self, now: float, packed: bytes | None = None) -> None:
-        """Put the oldest command again, alone, and here: another connection may lead to another process.
+        """Put the oldest command again, alone, on this connection: another may lead to another process.
 
-        Only a RELEASE is put again in any case. An ACQUIRE or EXTEND behind the RELEASE would leave a lock.
+        Only a RELEASE is put again in any case. An ACQUIRE or EXTEND after its RELEASE would leave a lock.
         """
         broadcast, command, _ = self.unanswered[0]
         if command.script == "acquire":
@@ -221,10 +221,10 @@ class Connection:
             is_wanted = command.script == "release" or (broadcast is not None and not broadcast.over)
         if is_wanted:
             self.put_alone(PendingReply(broadcast, command, now), Packed(command, packed))
-        self.unanswered.popleft()  # last: a RELEASE that is interrupted before that is owed
+        self.unanswered.popleft()  # last: if this is interrupted before, a RELEASE is owed
 
     def answered(self, pending: PendingReply, answer: Reply) -> bool:
-        """Hand an answer on to what waits for it; tell whether it has to be looked at besides."""
+        """Hand an answer to its broadcast; return True instead if it says something about the node."""
         said = answer.kind
         self.acquiring.discard(pending.command.nonce)
         if said in _NEWS or (said is GRANTED and answer.epoch != self.epoch):

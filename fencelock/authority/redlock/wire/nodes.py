@@ -1,12 +1,12 @@
-"""The connections to the N nodes: which of them may be asked, and what becomes of answers that come too late.
+"""The connections to the N nodes: which nodes may be asked, and how late answers are handled.
 
 It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `received`
-and `broken`, each with the time. Outputs are the calls of a `Transport`, and what stands in
-`Connection.outgoing`. Threads, event loops and the simulator run the same of it.
+and `broken`, each with the time. Outputs are the calls of a `Transport`, and the bytes in
+`Connection.outgoing`. Threads, event loops and the simulator run the same code.
 
-No lock may stay that no acquisition wants. A RELEASE is behind its ACQUIRE on one connection. A RELEASE that
-finds no connection or a silent node, or that was lost with a connection, is owed: it goes out when the node
-answers again.
+No lock may stay that no acquisition wants. A RELEASE follows its ACQUIRE on the same connection. If it finds
+no connection or a silent node, or is lost with a connection, it is owed: it is sent when the node answers
+again.
 """
 
 from __future__ import annotations
@@ -36,26 +36,26 @@ LONGEST_BACKOFF: Final = 2.0
 _MOST_DOUBLINGS: Final = 10
 #: RELEASEs that are kept for a node; locks of further ones end with their ttl.
 MOST_PENDING: Final = 10_000
-#: Seconds before the first exchange in which more than a majority of the connections may come up.
+#: Seconds to wait, before the first exchange, for connections beyond a majority.
 _OTHERS_GRACE: Final = 0.05
-#: Seconds after which a node that owes an answer is connected to again, because its machine may be gone.
+#: Seconds for which a node may owe an answer before a new connection is tried: its machine may be gone.
 _LOST_AFTER: Final = 10.0
-#: Seconds for which a node remembers what a client is. A lease that is held is extended more often than that.
+#: Seconds for which a node remembers a client's introduction. A held lease is extended more often.
 INTRODUCED_FOR: Final = 3600.0
-#: Before these a node is told what this client is.
+#: Before these commands a node gets the introduction of this client.
 _OF_HOLDERS: Final = frozenset({"acquire", "extend"})
 #: Answers that a node may owe before it counts as silent.
 _MOST_UNANSWERED: Final = 50_000
 
 
 class Transport(Protocol):
-    """What moves the bytes. No call waits."""
+    """Moves the bytes. No call waits."""
 
     def connect(self, node: int) -> None:
         """Begin to connect to a node, unless that is going on; `connected` or `failed` ends it."""
 
     def is_connecting(self, node: int) -> bool:
-        """Tell whether that is going on."""
+        """Return whether a connection to a node is being opened."""
 
     def disconnect(self, node: int) -> None:
         """Close the socket of a node's connection."""
@@ -76,26 +76,26 @@ class _Node:
         self.pending_releases: dict[str, Command] = {}
 
     def remember_release(self, release: Command) -> None:
-        """Keep a RELEASE for when the node answers again. By then no contender may wait at its place."""
+        """Keep a RELEASE until the node answers, without its place: no contender may wait there by then."""
         self.pending_releases[release.nonce] = without_place(release)
         if len(self.pending_releases) > MOST_PENDING:
             del self.pending_releases[next(iter(self.pending_releases))]
 
 
 class NodeConnections:
-    """One connection to each node. Not for two threads at once.
+    """One connection to each node. Two threads must not use it at once.
 
     Args:
         names: the nodes' addresses, for messages.
         transport: moves the bytes.
-        queue: hears what the nodes publish.
-        channel: what they publish that on.
-        on_identity: told of the server process whenever a connection has been opened.
-        on_trouble: told when an answer shows that a node has forgotten, restarted, or is in another epoch.
+        queue: hears the calls that the nodes publish.
+        channel: the channel of these calls.
+        on_identity: called with the server process of each opened connection.
+        on_trouble: called when an answer shows that a node has forgotten, restarted, or is in another epoch.
         connect_timeout: seconds that a node may take to accept a connection.
         patience: seconds after which a node that owes an answer is asked no more.
         jitter: returns a random number between 0 and 1.
-        introduction: what each node is told before it is asked for a lock, and again from time to time.
+        introduction: sent to each node before it is asked for a lock, and again from time to time.
         new_connection: makes a connection, as `Connection` does.
     """
 
@@ -134,7 +134,7 @@ class NodeConnections:
         self._introduction = introduction
 
     def connection(self, node: int) -> Connection | None:
-        """Return the connection to a node, if there is one to read from: one that is dirty is given up."""
+        """Return the connection to a node, or None; a dirty connection is given up."""
         connection = self._nodes[node].connection
         if connection is not None and connection.changing:
             self.drop_dirty()
@@ -155,7 +155,7 @@ class NodeConnections:
     def worth_waiting_until(self, began: float, request: Broadcast, now: float) -> float:
         """Return until when connections are worth waiting for before a request is sent.
 
-        Until there is a majority; and before the very first exchange a moment longer, for the others.
+        This is until there is a majority, and a moment longer before the very first exchange.
         """
         if not self.absent or request.patience <= 0.0:
             return now
@@ -171,9 +171,9 @@ class NodeConnections:
     def ask(
         self, broadcast: PendingBroadcast, request: Broadcast, now: float, *, together: bool = False
     ) -> None:
-        """Put a command into the connections of its nodes; where that cannot be, it is answered at once.
+        """Put a command into the connections of its nodes; for nodes that cannot be asked, answer at once.
 
-        With `together` it travels with those that are put before and after it, as far as it can.
+        With `together`, it joins a batch with the commands before and after it, if it can.
         """
         self._has_asked = True
         command, packed = request.command, Packed(request.command)
@@ -205,7 +205,7 @@ class NodeConnections:
                 node.remember_release(command)
 
     def _silence(self, connection: Connection, now: float) -> Reply | None:
-        """Return what to report for a node that is not asked, because it owes too much, or for too long."""
+        """Return the answer for a node that owes too many answers, or for too long; None if it can be asked."""
         unanswered = connection.unanswered
         owes_for = now - unanswered[0].sent_at
         if owes_for > self._patience:
@@ -219,7 +219,7 @@ class NodeConnections:
             self._transport.connect(index)
 
     def listen(self, now: float) -> bool:
-        """Have the nodes' calls arrive from now on; return whether there is something to write for that."""
+        """Subscribe to the nodes' calls; return whether there is something to write for this."""
         was_deaf, self._listens = not self._listens, True
         if was_deaf:
             for index, node in enumerate(self._nodes):
@@ -227,13 +227,13 @@ class NodeConnections:
         return was_deaf
 
     def _put_subscribe(self, index: int, connection: Connection | None, now: float) -> None:
-        """Subscribe. A command behind it may count on the calls already; a node that refuses says so."""
+        """Subscribe. Later commands can count on the calls already; a node that refuses answers so."""
         if connection is not None and connection.pushes:
             connection.put_alone(PendingReply(None, self._subscribe, now), Packed(self._subscribe))
             self.queue.listen(index)
 
     def connected(self, index: int, identity: Identity, now: float, *, pushes: bool) -> Connection | None:
-        """Take a connection that has been opened into use; return None where it is to be closed instead."""
+        """Use a connection that has been opened; return None if the caller must close it instead."""
         node = self._nodes[index]
         node.failures = 0
         self._on_identity(index, identity)
@@ -255,7 +255,7 @@ class NodeConnections:
         return connection
 
     def failed(self, index: int, failure: Reply, now: float) -> None:
-        """Note why a node could not be connected to, and put off the next try: longer from time to time."""
+        """Note why a node could not be connected to, and put off the next try: longer after each failure."""
         node = self._nodes[index]
         node.failures = min(node.failures + 1, _MOST_DOUBLINGS)
         node.failure = failure
@@ -265,7 +265,7 @@ class NodeConnections:
     def received(self, index: int, data: bytes, now: float) -> Sequence[str]:
         """Hand on answers, and deal with the rest; return the places in line that were called.
 
-        Where this is interrupted, the connection stays dirty.
+        If this is interrupted, the connection stays dirty.
         """
         node = self._nodes[index]
         if (connection := node.connection) is None:
@@ -283,7 +283,7 @@ class NodeConnections:
             self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="another server has taken over"))
         elif (
             node.pending_releases and not unusual
-        ):  # a node that refuses one would be sent it again and again
+        ):  # a node that refuses a RELEASE would get it again and again
             self._send_pending(node, connection, now)
         if not connection.published:
             return ()
@@ -304,7 +304,7 @@ class NodeConnections:
             self.queue.go_deaf(index)
 
     def _on_reply(self, index: int, connection: Connection, answer: Reply, now: float) -> Reply:
-        """Take notice of what an answer says about its node; return the answer, or why it is wrong."""
+        """Note the facts in an answer about its node; return the answer, or an error in its place."""
         said = answer.kind
         if said is ReplyKind.GRANTED:
             if answer.epoch != self._epoch:
@@ -313,7 +313,7 @@ class NodeConnections:
             return self._on_readmitted(index, connection, answer)
         elif said in FORGETFUL:
             self._on_trouble()
-            # What was replaced may go on to say so on this connection for ever.
+            # A server that was replaced may go on to answer so on this connection for ever.
             node = self._nodes[index]
             if connection.identity.replid and now >= node.retry_at:
                 node.retry_at = now + LONGEST_BACKOFF
@@ -345,7 +345,7 @@ class NodeConnections:
         node.pending_releases.clear()
 
     def broken(self, index: int, failure: Reply) -> None:
-        """Give up a node's connection: what it owes is answered with the failure, and released later."""
+        """Give up a node's connection: its pending commands get the failure, and its RELEASEs are owed."""
         node = self._nodes[index]
         node.failure = failure
         if (connection := node.connection) is None:
@@ -366,17 +366,16 @@ class NodeConnections:
         return any(node.pending_releases for node in self._nodes)
 
     def drop_dirty(self) -> None:
-        """Give up the connections on which answers could be taken for others."""
+        """Give up the connections on which answers could be mixed up."""
         for index, node in enumerate(self._nodes):
             if node.connection is not None and node.connection.changing:
                 self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="using it was interrupted"))
 
     def close(self) -> None:
-        """Give up all connections."""
         for index in range(len(self._nodes)):
             self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="the connection was closed here"))
 
 
 def is_lost(connection: Connection, now: float) -> bool:
-    """Tell whether a connection has owed an answer for so long that another is to be tried."""
+    """Return whether a connection has owed an answer for so long that another should be tried."""
     return bool(connection.unanswered) and now - connection.unanswered[0].sent_at > _LOST_AFTER
