@@ -142,8 +142,8 @@ class Connecting(WithLoops):
     ) -> Steps[Any]:
         """Do work, and try again if its connection was lost or another transaction has a lock.
 
-        The work may be done several times; `again` gets the error of each. Unless `patient`, such a lock
-        raises `RefusedError`.
+        The work may be done several times; `again` gets the error of each lost try. Unless `patient`, such
+        a lock raises `RefusedError`.
         """
         most, least = ANSWER
         began = time.monotonic()

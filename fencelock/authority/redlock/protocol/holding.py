@@ -69,7 +69,7 @@ def _moved(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
 def extend(
     node_set: NodeSet, wishes: Sequence[tuple[Granted, float]]
 ) -> Generator[Broadcast, Replies, list[float | FencelockError]]:
-    """Extend grants, each by its seconds from now; the tokens stay.
+    """Extend grants, each to its seconds from now; the tokens stay.
 
     Returns an outcome for each: its end on the driver's clock, never earlier than before; a LockLostError if
     a majority can no longer hold it for us; a QuorumError if too few nodes answered, and it ends as before.

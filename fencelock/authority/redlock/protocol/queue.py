@@ -51,7 +51,7 @@ class WaitQueue:
 
     @property
     def hears(self) -> bool:
-        """Whether the calls of a majority of the nodes arrive. Otherwise contenders should not stand in line."""
+        """Whether the calls of a majority of the nodes arrive; otherwise no contender stands in line."""
         return len(self._listening) >= self._quorum
 
     def listen(self, node: int) -> None:

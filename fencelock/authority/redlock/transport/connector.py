@@ -95,7 +95,7 @@ class Node:
         failures: list[tuple[str, UnusableError]] = []
         while servers:
             server = servers.pop(0)
-            if server.address in tried:  # several servers may redirect to one that is gone
+            if server.address in tried:  # several may redirect to one that is gone
                 continue
             tried.add(server.address)
             try:
@@ -120,7 +120,7 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
         info = _read_info(connection)
         identity = _identify(connection, info, verify_votes=verify_votes)
         for _ in PRELOADED:
-            with suppress(ResponseError):  # this user may not: then each script is sent when it is first called
+            with suppress(ResponseError):  # this user may not: each script is sent when it is first called
                 connection.read_response()
         # From here on the socket is ours; the connection object must never touch it again.
         sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it

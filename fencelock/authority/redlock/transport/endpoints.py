@@ -49,7 +49,7 @@ _FORMS: Final = (
 
 
 class _TextPacker(HiredisRespSerializer):
-    """Packs commands of redis-py itself, such as `SELECT 0`, without numbers for hiredis: see `pack_words`."""
+    """Packs commands of redis-py itself, such as `SELECT 0`, as text for hiredis: see `pack_words`."""
 
     def pack(self, *args: Any) -> Any:
         words: list[Any] = [arg if isinstance(arg, str | bytes) else str(arg) for arg in args]

@@ -15,7 +15,7 @@ READ, WRITE = getattr(select, "POLLIN", 1), getattr(select, "POLLOUT", 4)
 
 
 class Selected:
-    """Stands in for `select.poll` on platforms without it, such as Windows: for some hundred sockets at most."""
+    """Stands in for `select.poll` on platforms without it, such as Windows: for some hundred sockets."""
 
     def __init__(self) -> None:
         self._events: dict[int, int] = {}

@@ -146,7 +146,7 @@ def pack_batch(batch: Sequence[Packed]) -> bytes:
 
 
 def pack(command: Command, text: str = "") -> bytes:
-    """Return the bytes of a command that are the same for every node; `text` is a script that a node lacks."""
+    """Return the bytes of a command that are the same for every node; with `text`, the script itself."""
     name, _, keys, arguments = command
     if (word := _WORDS.get(name)) is not None:
         return b"*%d\r\n%b" % (1 + len(arguments), pack_words(word, *arguments))

@@ -205,7 +205,7 @@ class NodeConnections:
                 node.remember_release(command)
 
     def _silence(self, connection: Connection, now: float) -> Reply | None:
-        """Return the answer for a node that owes too many answers, or for too long; None if it can be asked."""
+        """Return the answer for a node that owes too many answers, or for too long; None for other nodes."""
         unanswered = connection.unanswered
         owes_for = now - unanswered[0].sent_at
         if owes_for > self._patience:
