@@ -62,7 +62,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
     Raises:
         ValueError: for a URL or a setting that cannot be understood.
-        TypeError: for any other kind of argument, and for options with a ready authority.
+        TypeError: for other arguments, and for options with a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
     ready = callable(getattr(authority, "acquire", None))
@@ -120,7 +120,7 @@ def _make(source: Any, options: dict[str, Any]) -> Redlock | Database:
 
 
 def default_authority() -> Authority:
-    """Return the default of this process; AuthorityError where none has been configured."""
+    """Return the default authority of this process; raise AuthorityError if none is configured."""
     global _default  # noqa: PLW0603 - the process default is what this module is about
     with _lock:
         if _default is None:

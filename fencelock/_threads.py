@@ -46,14 +46,12 @@ class Bells:
         self._hung: dict[threading.Lock, None] = {}
 
     def hang(self) -> threading.Lock:
-        """Return a bell to sleep on."""
         bell = threading.Lock()
         bell.acquire()
         self._hung[bell] = None
         return bell
 
     def ring(self) -> None:
-        """Wake all threads that sleep on a bell."""
         hung, self._hung = self._hung, {}
         for bell in hung:
             bell.release()

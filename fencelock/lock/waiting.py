@@ -1,4 +1,4 @@
-"""Acquisitions that wait for other holders: how listeners learn of it, and why some wait in vain."""
+"""Acquisitions that wait for other holders: tells listeners of them, and explains why some wait in vain."""
 
 from __future__ import annotations
 

@@ -85,7 +85,6 @@ _of_loops = WeakKeyDictionary()
 
 
 def for_loop(authority: Authority) -> LoopRenewer:
-    """Return the renewer for the tasks of the running event loop."""
     loop = asyncio.get_running_loop()
     renewers = _of_loops.get(loop) or _of_loops.setdefault(loop, WeakKeyDictionary())
     return renewers.get(authority) or renewers.setdefault(authority, LoopRenewer(loop))

@@ -113,7 +113,6 @@ class Renewer(abc.ABC):
         self._due.setdefault(hold.renew_at, set()).add(hold.itself)
 
     def pop_due(self, now: float) -> list[Renewable]:
-        """Remove and return the holds to look at now."""
         due: list[Renewable] = []
         while (look := self.next_at) <= now:
             # Copied in one step of Python, because another thread may strike a hold off.

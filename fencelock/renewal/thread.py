@@ -126,7 +126,6 @@ _of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()
 
 
 def for_thread(authority: Authority) -> ThreadRenewer:
-    """Return the renewer of blocking code."""
     return _of_threads.get(authority) or _of_threads.setdefault(authority, ThreadRenewer())
 
 

@@ -270,7 +270,6 @@ class Connecting(WithLoops):
         return done
 
     def _set_up(self, connection: Any, record: Any) -> None:
-        """Prepare a new connection of the driver."""
         if _events.listeners:
             _events.tell(ConnectionOpened("Database", self._shown))
         self._engine.dialect.set_isolation_level(connection, "AUTOCOMMIT")

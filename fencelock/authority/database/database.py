@@ -243,7 +243,7 @@ class AsyncDatabase(AsyncWithLoops):
     _authority: Database
 
     async def init(self, *, above: int | None = None) -> bool:
-        """Make the table of leases where there is none: see `Database.init`."""
+        """Make the table of leases if there is none: see `Database.init`."""
         return await self.run(self._authority.initialising(above))
 
     async def prune(self, older_than: float) -> int:

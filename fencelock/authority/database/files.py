@@ -24,7 +24,7 @@ _NUMBER: Final = "fencelock.file"
 
 
 def file_of(url: URL, engine: object) -> URL:
-    """Return the URL of the file of leases: beside the database, or temporary where that is in memory.
+    """Return the URL of the file of leases: beside the database, or temporary if the database is in memory.
 
     Raises:
         ValueError: the database is named by a URI of SQLite.

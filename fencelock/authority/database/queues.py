@@ -42,7 +42,6 @@ NAME_LENGTH: Final = 8
 
 
 def new_name() -> str:
-    """Return a name for the column `queue`."""
     return f"{secrets.token_hex(4)[: NAME_LENGTH - 1]},"
 
 
@@ -273,10 +272,8 @@ class Queues:
         return True
 
     def is_idle(self, seconds: float) -> bool:
-        """Return whether no caller has waited for this time."""
         return not self._queues and time.monotonic() > self._last_wait + seconds
 
     def go_deaf(self) -> None:
-        """Note that no calls arrive any more."""
         self.hears = False
         self._listens_again = time.monotonic() + _DEAF

@@ -53,7 +53,7 @@ class NodeStatus:
     Attributes:
         address: without password.
         state: admitted nodes vote; the others do not, or not in this list.
-        epoch: the epoch in which it votes, or voted last; None if it has forgotten.
+        epoch: in which it votes, or voted last; None if it has forgotten.
         max_ttl: the longest lease in seconds that its list allows; None if it has forgotten.
         recovering_for: seconds until it can be admitted again, at the earliest; None unless recovering.
         detail: a text for a person; may be empty.
@@ -147,7 +147,7 @@ def status(group: NodeGroup, view: MembershipView) -> Steps[tuple[NodeStatus, ..
 
 
 def compare_lists(group: NodeGroup) -> Steps[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Return the members that are none of these nodes, and the nodes that are no members, by address."""
+    """Return the addresses of members that are not among these nodes, and of nodes that are not members."""
     reports, _ = yield from group.read()
     if (census := Census.of(group.names, reports)) is None:
         return (), ()
@@ -189,7 +189,6 @@ def _max_ttl(report: NodeReport) -> float | None:
 
 
 def _state(node: int, name: str, report: NodeReport, census: Census | None) -> tuple[NodeState, str]:
-    """Return the state of a node that has answered, and why."""
     if report.closed:
         return NodeState.CLOSED, f"its list gives way to {_addresses(report.next_members)}"
     state = NodeState.BLANK if report.blank else NodeState.RESTARTED
@@ -240,8 +239,8 @@ def change_nodes(
 
     Args:
         present: URLs of the nodes in use.
-        wanted: URLs of the nodes to use from now on.
-        namespace: the namespace of the nodes.
+        wanted: URLs of the nodes to use then.
+        namespace: of the nodes.
         max_ttl: the longest lease in seconds that the wanted nodes grant; as the present ones by default.
         tell: called with a sentence for each step.
         patience: seconds to wait for each node.

@@ -45,7 +45,6 @@ class AsyncRedlock(AsyncView):
         self._start_over()
 
     def _start_over(self) -> None:
-        """Begin without connections: at first, and in a forked child."""
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopConnections] = WeakKeyDictionary()
@@ -79,7 +78,7 @@ class AsyncRedlock(AsyncView):
         return await asyncio.to_thread(init, base=base, max_ttl=max_ttl, allow_eviction=allow_eviction)
 
     async def status(self) -> tuple[NodeStatus, ...]:
-        """Ask every node how it stands: see `Redlock.status`."""
+        """Return the status of every node: see `Redlock.status`."""
         return await asyncio.to_thread(self._nodes.status)
 
     async def close(self) -> None:

@@ -104,7 +104,6 @@ class Redlock(GeneratorAuthority):
         in_use.add(self)
 
     def _start_over(self) -> None:
-        """Begin without connections: at first, and in a forked child."""
         self._pid = os.getpid()
         self._client = os.urandom(attempts.CLIENT_DIGITS // 2).hex()
         itself = f"{self._node_key}:w:{self._client}", name_of_process(self._pid)
@@ -289,7 +288,7 @@ class Redlock(GeneratorAuthority):
         return self._run_apart(admin.status(self._group(), self._view))
 
     def compare_lists(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the members that are none of these nodes, and the nodes that are no members, by address."""
+        """Return the addresses of members that are not these nodes, and of nodes that are not members."""
         return self._run_apart(admin.compare_lists(self._group()))
 
     def recover(self) -> bool:

@@ -113,7 +113,7 @@ def _lists(texts: Iterable[str]) -> list[Membership]:
 
 
 def _present_list(reports: Reports) -> Membership | None:
-    """Return the list that votes by majority; else one that is closed for another; else the commonest."""
+    """Return the list whose majority votes; else a list that is closed for another; else the commonest."""
     lists = _lists(report.members for report in reports.values())
     for known in lists:
         if sum(report.votes_in(known.fingerprint) for report in reports.values()) >= known.quorum:
@@ -264,7 +264,7 @@ def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], No
 
 
 def _open(group: NodeGroup, target: Membership, epoch: int, wanted: Sequence[int]) -> Steps[None]:
-    """Ask the new nodes to promise the epoch, and let all vote in it that can; a majority must promise."""
+    """Ask the new nodes to promise the epoch; if a majority does, open all of them that can be opened."""
     ids = target.seats_of(group.names)
     before, _ = yield from group.read(wanted)
     promised = yield from establish(group, target, epoch, before, ids)

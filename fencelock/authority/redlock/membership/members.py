@@ -89,7 +89,7 @@ class Identity:
 
     Attributes:
         run_id: random id of the server process; a restart changes it.
-        replid: its replication id, where every vote must prove it again; otherwise empty.
+        replid: its replication id, if every vote must prove it again; otherwise empty.
         node_id: the node's own id, given when it was initialised; empty while it is blank.
         membership: the list that it belongs to; None while it is blank.
         eviction: the policy by which it drops keys when its memory is full; empty if it drops none; None

@@ -74,7 +74,6 @@ class NodeReport:
         return max(self.epoch or 0, self.promised)
 
     def votes_in(self, fingerprint: str) -> bool:
-        """Whether it votes in the list of that fingerprint."""
         return self.admitted and not self.closed and self.fingerprint == fingerprint
 
     def still_promises(self, epoch: int, before: NodeReport) -> bool:
@@ -158,7 +157,6 @@ def _to_all(command: Command, nodes: list[int], patience: float) -> Broadcast:
 
 
 def saying(answers: NodeReplies, *said: ReplyKind) -> list[int]:
-    """Return the nodes whose answers are of these kinds."""
     return [node for node, answer in answers.items() if answer.kind in said]
 
 

@@ -263,12 +263,10 @@ class Acquisition:
         return attempt
 
     def abandon_latest(self) -> Generator[Broadcast, Replies, None]:
-        """Release the latest attempt, if there was one."""
         if self._latest is not None:
             yield from abandon(*self._latest)
 
     def grant_of(self, granted: Granted) -> Grant:
-        """Return the grant of a successful attempt."""
         counters = dict(zip(self._canonical, granted.counters, strict=True))
         tokens = tuple([compose(granted.epoch, counters[resource]) for resource in self._resources])
         return Grant(self._resources, tokens, granted.expires_at, granted)
@@ -379,7 +377,6 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
 
 
 def _leave(node_set: NodeSet, attempt: Attempt) -> Generator[Broadcast, Replies, None]:
-    """Give up the place in line, if there is one."""
     if attempt.place:
         yield from abandon(node_set, attempt)
 

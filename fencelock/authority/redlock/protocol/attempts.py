@@ -174,7 +174,6 @@ class Attempt:
 
     @property
     def place(self) -> str:
-        """Its place in line; empty for none."""
         return "" if self.position is None else self.position.place
 
 

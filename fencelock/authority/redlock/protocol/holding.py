@@ -60,7 +60,6 @@ def extend_many(
 
 
 def _moved(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
-    """Return a grant with its new end, or the error."""
     if isinstance(end, FencelockError):
         return end
     return replace(grant, expires_at=end, proof=replace(grant.proof, expires_at=end))
@@ -157,7 +156,6 @@ def _extended(
 
 
 def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
-    """Return the answers of the nodes about one of the grants."""
     said = {KEPT: ReplyKind.EXTENDED, RECREATED: ReplyKind.RESTORED}
     return {
         node: Reply(said.get(answer.counters[index], ReplyKind.LOST))
@@ -185,7 +183,6 @@ def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool
 
 
 def _is_made_again(done: Replies, index: int) -> bool:
-    """Whether a node has made a grant's lock again."""
     return any(
         answer.kind is ReplyKind.EXTENDED and answer.counters[index] == RECREATED
         for answer in done.answers.values()

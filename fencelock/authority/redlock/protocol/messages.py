@@ -86,8 +86,8 @@ class Reply(NamedTuple):
 
     Attributes:
         kind: what kind of answer it is.
-        epoch: the node's epoch, where the answer names one.
-        counters: what it granted, a number for each resource.
+        epoch: the node's epoch, if the answer names one.
+        counters: the granted counters, one for each resource.
         ttl: for HELD, seconds that the other holder's lock still lasts; for RESTARTED and EARLY, seconds that
             the node still stays out. Infinite if unknown.
         detail: a text for a person, for the kinds that are failures.
@@ -134,8 +134,8 @@ class Broadcast(NamedTuple):
     """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
 
     Later answers are not lost: the driver reads them, and releases a grant for an acquisition that was given
-    up. Before it sends, the driver may wait for connections to a majority, until `links_until` by its clock;
-    not with a patience of 0.
+    up. Before it sends, the driver may wait for connections to a majority, until `links_until` by its clock.
+    It does not wait with a patience of 0.
     """
 
     command: Command

@@ -115,7 +115,6 @@ class LoopConnections(Connections):
         self._close_arrived()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, close its copies of the sockets."""
         for sock in self._sockets.values():
             sock.close()
 
@@ -324,7 +323,6 @@ class LoopConnections(Connections):
                 opened.sock.close()
 
     def _take(self, index: int) -> None:
-        """Use a connection that has been opened."""
         if (opened := self._arrived.pop(index, None)) is None:
             return
         now = time.monotonic()

@@ -326,7 +326,6 @@ class SharedConnections(Connections):
         return poll
 
     def _read(self, ready: Sequence[tuple[int, int]], now: float) -> None:
-        """Read from the sockets that are ready."""
         self._last_read = now
         for descriptor, _ in ready:
             link = self._links.get(descriptor)

@@ -45,7 +45,6 @@ class Connections(abc.ABC):
         self._connecting: dict[int, threading.Thread] = {}
 
     def connect(self, node: int) -> None:
-        """Begin to connect to a node, unless that is going on."""
         if self.is_connecting(node):
             return
         name = f"fencelock-connect-{node}"

@@ -141,7 +141,6 @@ def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:
 
 
 def _why(error: Exception) -> UnusableError:
-    """Return the error to report for an error while connecting."""
     if isinstance(error, MembershipError):
         return UnusableError(ReplyKind.CONFIG, str(error))
     if isinstance(error, (RedisTimeoutError, TimeoutError)):
@@ -156,7 +155,6 @@ def _why(error: Exception) -> UnusableError:
 
 
 def _why_refused(error: ResponseError) -> UnusableError:
-    """Return the error to report for an error that the server has answered."""
     if isinstance(error, ClusterDownError) or str(error).startswith("CLUSTERDOWN"):
         return UnusableError(
             ReplyKind.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"

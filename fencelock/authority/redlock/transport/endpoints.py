@@ -64,16 +64,13 @@ class Server:
     settings: Mapping[str, Any] = field(repr=False)
 
     def new_connection(self, protocol: int = 3) -> Any:
-        """Return a connection that has not been opened."""
         return self.connection_class(**{**self.settings, "protocol": protocol})
 
     def at(self, host: str, port: int) -> Server:
-        """Return another address with the same settings."""
         return replace(self, settings={**self.settings, "host": host, "port": port})
 
     @property
     def address(self) -> str:
-        """Return `host:port`, or the path of a socket."""
         if "path" in self.settings:
             return str(self.settings["path"])
         host, port = self.settings.get("host", "localhost"), self.settings.get("port", 6379)
@@ -199,7 +196,6 @@ def _masked(url: str) -> str:
 
 
 def as_redis(url: str) -> str:
-    """Return a URL with the scheme that redis-py knows."""
     return re.sub(r"^valkey(s?)(?=\+|:)", r"redis\1", url)
 
 

@@ -118,7 +118,6 @@ class Packed:
 
     @property
     def alone(self) -> bytes:
-        """The command as it travels alone."""
         if self._alone is None:
             self._alone = pack(self.command)
         return self._alone

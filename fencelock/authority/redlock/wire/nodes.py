@@ -362,7 +362,6 @@ class NodeConnections:
 
     @property
     def has_pending_releases(self) -> bool:
-        """Whether a node has not been told of a RELEASE yet."""
         return any(node.pending_releases for node in self._nodes)
 
     def drop_dirty(self) -> None:
