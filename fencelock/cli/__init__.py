@@ -1,1 +1,1 @@
-"""The command line. `app` has all commands, the other modules those of one subject each."""
+"""The command line. `app` has all commands; each other module has the commands of one subject."""

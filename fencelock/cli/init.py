@@ -1,4 +1,4 @@
-"""`fencelock init`: what grants the locks is made ready, once in its life."""
+"""`fencelock init`: prepares a database or nodes to grant locks, once in their life."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def _init_database(url: str, above: int | None) -> None:
 
 
 def _clear(quorum: Redlock, *, yes: bool) -> None:
-    """Delete the keys of nodes of which too few vote, if the operator agrees."""
+    """Delete the keys on nodes of which too few vote, if the operator agrees."""
     left = quorum.remains()
     if not left:
         return

@@ -20,8 +20,8 @@ from fencelock.cli import shared
 from fencelock.errors import LockLostError, LockTimeoutError
 from fencelock.lock.lock import FencedLock
 
-#: Our own statuses, from `sysexits.h`, which few commands have: the nodes or the database failed; another
-#: holder kept the lock; it was lost.
+#: Our own statuses, which few commands use, from `sysexits.h`: the nodes or the database failed; another
+#: holder kept the lock; the lock was lost.
 FAILED, NOT_ACQUIRED, LOST = 74, 75, 76
 #: Seconds for a command to end after its lock was lost, before it is killed.
 _GRACE: Final = 10.0
@@ -60,7 +60,7 @@ def run(
     try:
         with shared.authority_of(url, namespace) as authority:
             status = _run(command, authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None))
-    except typer.Exit:  # it has said why
+    except typer.Exit:  # the reason was printed
         status = FAILED
     raise typer.Exit(status)
 
@@ -79,21 +79,21 @@ def _run(command: _Command, lock: FencedLock[int]) -> int:
 
 
 class _Command:
-    """The command that is run. It hears of signals from its start on; before that, we do."""
+    """The command to run. It gets signals from its start on; before that, this process gets them."""
 
     def __init__(self, arguments: list[str], *, keep_url: bool) -> None:
         self._arguments = arguments
         self._environment = dict(os.environ)
         if not keep_url:
             self._environment.pop("FENCELOCK_URL", None)
-        # A group of its own hears of signals, too; behind a terminal it could not read from that.
+        # A process group gets signals, too. With a terminal there is none, because it could not read from it.
         self._group = None if sys.stdin.isatty() else 0
         self._program: subprocess.Popen[bytes] | None = None
         self._starting = False
         self._early: list[int] = []
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """End before the command has started, and tell the command afterwards."""
+        """Exit if the command has not started yet; else send the signal to the command."""
         if not self._starting:
             sys.exit(128 + number)
         if self._program is None:
@@ -110,7 +110,7 @@ class _Command:
                     os.killpg(self._program.pid, number)
 
     def end_what_is_left(self) -> None:
-        """Kill what the command has started, and what goes on, after a while: the lock is another's."""
+        """Kill the processes that the command has left after a while, because another may hold the lock."""
         until = time.monotonic() + _GRACE
         with suppress(ProcessLookupError):
             while self._program is not None and self._group is not None:
@@ -118,7 +118,7 @@ class _Command:
                 time.sleep(0.1)
 
     def run(self, lock: FencedLock[int]) -> int:
-        """Run the command until it ends or the lease is lost; return its status, as a shell has it."""
+        """Run the command until it ends or the lease is lost; return its status, as a shell does."""
         lease = lock.lease
         its = {"FENCELOCK_TOKEN": str(lease.fencing_token), "FENCELOCK_RESOURCE": lease.resource}
         self._starting = True
@@ -147,7 +147,7 @@ class _Command:
 
 
 def _dying_with_this_process() -> Callable[[], None]:
-    """Return what a new process does first, so that Linux kills it where this one is killed."""
+    """Return a function for a new process, which makes Linux kill it when this process is killed."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:

@@ -61,7 +61,7 @@ class FencelockInstrumentor(BaseInstrumentor):  # type: ignore[misc]
     _listener: _Listener | None = None
 
     def instrumentation_dependencies(self) -> Collection[str]:
-        """Return what has to be installed: this very package, whose part this is."""
+        """Return no packages, because this is a part of the instrumented package."""
         return ()
 
     def _instrument(self, **kwargs: Any) -> None:
@@ -187,10 +187,10 @@ class _Listener:
 
 
 def _facts(event: LockEvent) -> dict[str, Any]:
-    """Return what a span says of a lock, and a metric must not: there are too many of them."""
+    """Return the attributes for spans; a metric must not have them, because they take too many values."""
     return {"fencelock.resource": event.resources, "fencelock.token": getattr(event, "tokens", ())}
 
 
 def _add_to_span(name: str, event: LockEvent, facts: dict[str, Any]) -> None:
-    """Note on the span that is current here what has become of a lock."""
+    """Add an event about a lock to the current span."""
     trace.get_current_span().add_event(name, {**_facts(event), **facts})
