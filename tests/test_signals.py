@@ -175,7 +175,7 @@ def handle(*_):
     raise Interrupted("soft time limit")
 
 def use():
-    lock = fenced_lock("r", ttl=0.9, timeout=5)
+    lock = fenced_lock("r", ttl=0.9, timeout=5, if_lost="warn")
     with lock:
         if name == "fencelock-lost":
             _tell_apart([])
