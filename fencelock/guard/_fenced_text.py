@@ -20,7 +20,7 @@ from fencelock.guard.conditions import Options, Row, Rows
 from fencelock.guard.dialects import holds, newest
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.leases import Tokens, begin_writing, note_token, report_refusal
+from fencelock.guard.leases import TokenLookup, begin_writing, note_token, report_refusal
 from fencelock.guard.sessions import note_moved, refuse_bypass
 from fencelock.guard.sql import known
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id
@@ -124,7 +124,7 @@ def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[st
     if token is not None:
         note_token(connection, statement, check_token(token))
     else:
-        tokens = Tokens(connection, statement.fenced, optional=False)
+        tokens = TokenLookup(connection, statement.fenced, optional=False)
         token = tokens.of_resource(_resource_of(statement, row) or tokens.only_resource())
     binds = private.parameters_of(statement)
     return {**row, TOKEN: token, **({WRITE_ID: new_write_id()} if WRITE_ID in binds else {})}

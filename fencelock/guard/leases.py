@@ -253,18 +253,33 @@ _OLD_SNAPSHOT: Final = (
 )
 
 
-class Tokens:
-    """The tokens for the rows of one statement, or of one flush; `claiming` takes a lease of each row."""
+class TokenLookup:
+    """Finds the tokens for the rows of one statement, or of one flush.
+
+    Args:
+        connection: on which they are written.
+        fenced: their table.
+        claiming: whether a lease of each row has to be held.
+        optional: whether a model whose leases are optional may do without.
+        given: the token that the program gives for all rows.
+    """
 
     __slots__ = (
         *("_candidates", "_claiming", "_connection", "_found", "_used"),
-        *("fenced", "is_optional", "write_id", "writing"),
+        *("fenced", "given", "is_optional", "write_id", "writing"),
     )
 
     def __init__(
-        self, connection: Connection, fenced: FencedTable, *, claiming: bool = False, optional: bool = True
+        self,
+        connection: Connection,
+        fenced: FencedTable,
+        *,
+        claiming: bool = False,
+        optional: bool = True,
+        given: int | None = None,
     ) -> None:
         self.fenced = fenced
+        self.given = given
         self.is_optional = optional and not claiming and fenced.is_optional
         self._connection = connection
         self.writing = writing_on(connection)

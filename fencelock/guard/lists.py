@@ -11,13 +11,13 @@ from sqlalchemy.sql import operators
 
 from fencelock.guard.conditions import Form, Row, Rows, criteria_of, pins, values_of
 from fencelock.guard.dialects import holds
-from fencelock.guard.leases import Tokens
+from fencelock.guard.leases import TokenLookup
 
 _MOST: Final = 1000
 """Rows that a list may name. A statement has a token for each."""
 
 
-def with_own_tokens(form: Form, rows: Rows, tokens: Tokens) -> Form:
+def with_own_tokens(form: Form, rows: Rows, tokens: TokenLookup) -> Form:
     """Return a form with a token for each row that its WHERE clause lists; the same form if it lists none.
 
     Raises:

@@ -19,7 +19,7 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
-from fencelock.guard.leases import Tokens, open_writing
+from fencelock.guard.leases import TokenLookup, open_writing
 from fencelock.guard.sessions import MOVED, is_bypassed, join, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
@@ -72,7 +72,7 @@ def on_undone(_session: Session, instance: object) -> None:
             state.dict.pop(name, None)
 
 
-def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> Tokens | None:
+def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> TokenLookup | None:
     """Return the tokens of the flush whose statement this is; None for a statement of the program's own.
 
     Bulk operations are no flush, and what listeners execute during one is not the flush's.
@@ -85,14 +85,14 @@ def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, 
     return _tokens(session, connection, fenced)
 
 
-def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> Tokens | None:
+def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> TokenLookup | None:
     """Return a flush's tokens for rows of a table, or None where the connection bypasses the guard."""
-    found: dict[Any, Tokens | None] = session.info.setdefault(_FLUSH, {})
+    found: dict[Any, TokenLookup | None] = session.info.setdefault(_FLUSH, {})
     key = fenced, connection
     if key not in found:
         join(connection, session)  # another one may have joined the transaction since
         bypassed = is_bypassed(connection.get_execution_options(), connection)
-        found[key] = None if bypassed else Tokens(connection, fenced)
+        found[key] = None if bypassed else TokenLookup(connection, fenced)
     return found[key]
 
 
@@ -190,12 +190,12 @@ class _Watch:
         if tokens is not None:
             state.dict[WRITE_COLUMN] = self._stamp(tokens, state, state.dict)
 
-    def _holds(self, tokens: Tokens | None, state: _State) -> bool:
+    def _holds(self, tokens: TokenLookup | None, state: _State) -> bool:
         """Tell whether the lease of the row is held: to all others collections are no part of it."""
         values = None if tokens is None else loaded_values(self._naming, state)
         return tokens is not None and values is not None and tokens.holds(values)
 
-    def _tokens(self, connection: Connection, state: _State) -> Tokens | None:
+    def _tokens(self, connection: Connection, state: _State) -> TokenLookup | None:
         session = state.session
         assert session is not None  # noqa: S101  an object that is being flushed has one
         tokens = _tokens(session, connection, self._fenced)
@@ -203,7 +203,7 @@ class _Watch:
             tokens.writing.shard = state.identity_token
         return tokens
 
-    def _stamp(self, tokens: Tokens, state: _State, current: Mapping[str, Any]) -> Stamp:
+    def _stamp(self, tokens: TokenLookup, state: _State, current: Mapping[str, Any]) -> Stamp:
         """Return the stamp for an object that has a row.
 
         An object that is expired, and assigned to without being read, has nothing of any age. One that was
@@ -220,7 +220,7 @@ class _Watch:
             raise error
         return new_stamp(tokens.write_id, token, None if loaded is None else int(loaded))
 
-    def _token_for(self, tokens: Tokens, state: _State) -> int:
+    def _token_for(self, tokens: TokenLookup, state: _State) -> int:
         """Return the token to write an object with."""
         try:
             values = loaded_values(self._naming, state)
@@ -229,7 +229,7 @@ class _Watch:
             report(error, table=self._fenced.name)
             raise
 
-    def _unnamed(self, tokens: Tokens, state: _State) -> int:
+    def _unnamed(self, tokens: TokenLookup, state: _State) -> int:
         """Return the token of a row that defaults or the database name; refuse one that will have no name."""
         template, is_new, values = self._fenced.template, state.key is None, []
         for name, column in zip(self._naming, template.columns.values(), strict=True):

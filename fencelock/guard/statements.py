@@ -23,7 +23,7 @@ from fencelock.guard.conditions import LOADED_BIND, Form, Kind, Options, Row, Ro
 from fencelock.guard.dialects import TOKEN_BIND
 from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.leases import Tokens, begin_writing, report_refusal
+from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
 from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
 from fencelock.guard.sessions import is_bypassed, note_moved, refuse_bypass
@@ -122,31 +122,30 @@ def _guarded(
     begin_writing(connection, options, fenced)
     given: int | None = options.get(conditions.TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if given is None else None
-    token = given or flush or Tokens(connection, fenced)
-    if flush is not None:
-        flush.check()
+    lookup = flush or TokenLookup(connection, fenced, given=given)
+    lookup.check()
     if isinstance(statement, Insert):
-        return statement, _stamp_insert(statement, fenced, rows, token), None
+        return statement, _stamp_insert(statement, fenced, rows, lookup), None
     if flush is not None:
         stamped, kind = _unpack_stamps(connection, statement, fenced, rows, flush)
         form = conditions.form_of(statement, fenced, kind)
     else:
         kind = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
         form = conditions.form_of(statement, fenced, kind)
-        if isinstance(token, Tokens):
-            form = with_own_tokens(form, rows, token)
-        stamped = _stamp_rows(connection, form, rows, token)
+        if given is None:
+            form = with_own_tokens(form, rows, lookup)
+        stamped = _stamp_rows(connection, form, rows, lookup)
     if form.assigns:
         conditions.refuse_moving(fenced, rows[0])
     verdict = Verdict(form, stamped, connection, options, of_objects=flush is not None)
-    refusal = verdict.foreseen()
+    refusal = verdict.check_before()
     if refusal is not None:
         _raise(connection, refusal)
     return form.statement, stamped, verdict
 
 
 def _unpack_stamps(
-    connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: Tokens
+    connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: TokenLookup
 ) -> tuple[Sequence[dict[str, Any]], Kind]:
     """Take the stamps of a flush's rows apart. The unit of work has made the rows for this statement."""
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
@@ -173,7 +172,7 @@ def _unpack_stamps(
 
 
 def _stamp_of(
-    connection: Connection, form: Form, row: dict[str, Any], tokens: Tokens, write_id: int
+    connection: Connection, form: Form, row: dict[str, Any], tokens: TokenLookup, write_id: int
 ) -> Stamp:
     """Return the stamp of a row that does not bring one, or one that does not know what it replaces.
 
@@ -197,17 +196,17 @@ def _stamp_of(
     return made
 
 
-def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tokens) -> list[dict[str, Any]]:
+def _stamp_rows(connection: Connection, form: Form, rows: Rows, lookup: TokenLookup) -> list[dict[str, Any]]:
     """Return the parameters of a statement of the program's own, with tokens and write ids."""
     fenced = form.fenced
     by = new_write_id()
     stamped = []
-    if isinstance(token, Tokens) and not form.is_optional:
-        token.is_optional = False  # `fenced_update` is written for a lease
+    if not form.is_optional:
+        lookup.is_optional = False  # `fenced_update` is written for a lease
     for given in rows:
         row = dict(given)
         state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None
-        row[TOKEN_BIND] = token if isinstance(token, int) else _token_of(form, token, row, state)
+        row[TOKEN_BIND] = _token_of(form, lookup, row, state)
         if form.assigns:
             if not (form.is_optional or form.listed):  # else the statement has it
                 row[fenced.fence.key] = row[TOKEN_BIND]
@@ -217,8 +216,10 @@ def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tok
     return stamped
 
 
-def _token_of(form: Form, tokens: Tokens, row: dict[str, Any], state: Any) -> int:
+def _token_of(form: Form, tokens: TokenLookup, row: dict[str, Any], state: Any) -> int:
     """Return the token of a row that the WHERE clause names, or that the session knows."""
+    if tokens.given is not None:
+        return tokens.given
     if form.listed:
         return max(form.listed.values())
     template = form.fenced.template
@@ -272,7 +273,7 @@ def _check_sub_table(
 
 
 def _stamp_insert(
-    statement: Insert, fenced: FencedTable, rows: Rows, token: int | Tokens
+    statement: Insert, fenced: FencedTable, rows: Rows, lookup: TokenLookup
 ) -> list[dict[str, Any]]:
     """Return the rows of an INSERT with their tokens and write ids."""
     if not private.inserts_plainly(statement) or statement.select is not None:
@@ -285,7 +286,7 @@ def _stamp_insert(
     own = {conditions.key_of(column): value for column, value in private.values_in(statement)}
     conditions.refuse_fence_assignment(own, fenced)
     stamped = []
-    write_id = token.write_id if isinstance(token, Tokens) else new_write_id()
+    write_id = lookup.write_id
     for row in rows:
         made = {**row}
         stamp = row.get(fenced.write.key)
@@ -293,19 +294,20 @@ def _stamp_insert(
             made[fenced.fence.key] = stamp.token
             stamp.loaded = write_id  # what a second statement of the flush finds
         else:
-            new = token if isinstance(token, int) else _new_row_token(token, {**own, **row})
-            made[fenced.fence.key] = new
+            made[fenced.fence.key] = _new_row_token(lookup, {**own, **row})
         made[fenced.write.key] = write_id
         stamped.append(made)
     return stamped
 
 
-def _new_row_token(tokens: Tokens, row: Row) -> int:
+def _new_row_token(tokens: TokenLookup, row: Row) -> int:
     """Return the token to stamp a new row with.
 
     Where the database makes the key, and the key makes the resource's name, nothing can have locked the
     resource yet: some lease must be held, and the row begins with the fence 0, open to its first holder.
     """
+    if tokens.given is not None:
+        return tokens.given
     template = tokens.fenced.template
     values: list[Any] = []
     for name, column in template.columns.items():
