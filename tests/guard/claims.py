@@ -23,8 +23,6 @@ class Base(DeclarativeBase):
 
 
 class Account(FencedModel, Base):
-    """The row that everybody wants: plain columns, and what is loaded later."""
-
     __tablename__ = "cl_accounts"
     __fence_resource__ = "account:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -36,8 +34,6 @@ class Account(FencedModel, Base):
 
 
 class Note(Base):
-    """Not fenced; hangs on an account."""
-
     __tablename__ = "cl_notes"
     id: Mapped[int] = mapped_column(primary_key=True)
     account_id: Mapped[int] = mapped_column(ForeignKey("cl_accounts.id"))
@@ -45,8 +41,6 @@ class Note(Base):
 
 
 class Triggered(FencedModel, Base):
-    """The table has a trigger."""
-
     __tablename__ = "cl_triggered"
     __fence_resource__ = "account:1"
     __fence_trigger__ = True
@@ -55,8 +49,6 @@ class Triggered(FencedModel, Base):
 
 
 class Strict(FencedModel, Base):
-    """The table has a strict trigger."""
-
     __tablename__ = "cl_strict"
     __fence_resource__ = "account:1"
     __fence_trigger__ = "strict"
@@ -65,8 +57,6 @@ class Strict(FencedModel, Base):
 
 
 class Task(FencedModel, Base):
-    """Guarded by a resource that the key does not tell."""
-
     __tablename__ = "cl_tasks"
     __fence_resource__ = "queue:{queue}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -75,8 +65,6 @@ class Task(FencedModel, Base):
 
 
 class Seat(FencedModel, Base):
-    """Guarded as a whole table, with a composite key."""
-
     __tablename__ = "cl_seats"
     __fence_resource__ = "room"
     row: Mapped[int] = mapped_column(primary_key=True)
@@ -85,16 +73,12 @@ class Seat(FencedModel, Base):
 
 
 class Named(FencedModel, Base):
-    """Guarded by a name, which a database may compare more loosely than Python does."""
-
     __tablename__ = "cl_named"
     __fence_resource__ = "named:{name}"
     name: Mapped[str] = mapped_column(String(20), primary_key=True)
 
 
 class Eager(FencedModel, Base):
-    """The statement that loads an object loads related rows."""
-
     __tablename__ = "cl_eager"
     __fence_resource__ = "account:1"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -103,16 +87,12 @@ class Eager(FencedModel, Base):
 
 
 class Part(Base):
-    """Hangs on one that is loaded eagerly."""
-
     __tablename__ = "cl_parts"
     id: Mapped[int] = mapped_column(primary_key=True)
     eager_id: Mapped[int] = mapped_column(ForeignKey("cl_eager.id"))
 
 
 class Computed(FencedModel, Base):
-    """An attribute is asked from another table."""
-
     __tablename__ = "cl_computed"
     __fence_resource__ = "account:1"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -121,8 +101,6 @@ class Computed(FencedModel, Base):
 
 
 class Animal(FencedModel, Base):
-    """Rows of several classes."""
-
     __tablename__ = "cl_animals"
     __fence_resource__ = "account:1"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -132,8 +110,6 @@ class Animal(FencedModel, Base):
 
 
 class Cat(Animal):
-    """Rows in two tables."""
-
     __tablename__ = "cl_cats"
     id: Mapped[int] = mapped_column(ForeignKey("cl_animals.id"), primary_key=True)
     lives: Mapped[int] = mapped_column(default=9)
@@ -172,12 +148,10 @@ def _write_id(table: Any) -> dict[str, int]:
 
 
 def leases(token: int) -> tuple[Lease, ...]:
-    """Return the leases of one of the holders."""
     return tuple(Lease(resource, token) for resource in ("account:1", "queue:a", "room"))
 
 
 def holder(engine: Engine, token: int = NEW, **options: Any) -> Session:
-    """Return a session of one of the holders."""
     session = Session(engine, **options)
     bind(session, *leases(token))
     return session

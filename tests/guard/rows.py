@@ -23,7 +23,6 @@ def empty(connection: Connection, metadata: MetaData) -> None:
 
 
 def contents(engine: Engine, metadata: MetaData) -> dict[str, list[tuple[Any, ...]]]:
-    """Return every row of every table."""
     with engine.connect() as connection:
         return {
             table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)

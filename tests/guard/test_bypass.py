@@ -28,8 +28,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Guarded row by row."""
-
     __tablename__ = "by_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -37,8 +35,6 @@ class Order(FencedModel, Base):
 
 
 class Document(FencedModel, Base):
-    """Has kinds whose columns are in tables of their own."""
-
     __tablename__ = "by_documents"
     __fence_resource__ = "document:{id}"
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "document"}  # noqa: RUF012
@@ -48,8 +44,6 @@ class Document(FencedModel, Base):
 
 
 class Report(Document):
-    """Such a kind."""
-
     __tablename__ = "by_reports"
     __mapper_args__ = {"polymorphic_identity": "report"}  # noqa: RUF012
     id: Mapped[int] = mapped_column(ForeignKey("by_documents.id"), primary_key=True, autoincrement=False)
@@ -109,7 +103,6 @@ def test_update_of_a_sub_table_past_the_guard_moves_no_id(engine: Engine, after:
 
 
 def standing(engine: Engine) -> tuple[str, int]:
-    """Return status and fence of the order."""
     with engine.connect() as connection:
         found = connection.execute(select(Order.status, Order.last_fencing_token)).one()
     return found[0], found[1]
@@ -137,7 +130,6 @@ def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
 
 
 def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) -> None:
-    """Those after it are guarded."""
     order = session.get_one(Order, 1)
     session.execute(text(REPAIR), execution_options=BYPASS)
     session.execute(text(REPAIR).execution_options(fencelock="bypass"))
@@ -210,7 +202,6 @@ def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
 
 
 def test_block_is_of_its_thread(engine: Engine) -> None:
-    """Another thread is guarded, also on the same connection."""
     said: list[object] = []
     scoped = scoped_session(sessionmaker(engine))
 
@@ -266,7 +257,6 @@ def test_block_for_asyncio(engine: Engine, for_asyncio: Callable[[Engine], Async
 
 
 def test_block_takes_sessions_and_connections(engine: Engine) -> None:
-    """Anything else is a mistake."""
     with pytest.raises(TypeError, match="session or a connection"), fencelock.bypass(engine):  # type: ignore[arg-type]
         pass
 
@@ -298,7 +288,6 @@ def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(
 
 @pytest.mark.usefixtures("engine")
 def test_a_fence_alone_is_no_change(session: Session) -> None:
-    """An object keeps that of its row."""
     with fencelock.bypass(session):
         order = session.get_one(Order, 1)
         order.last_fencing_token = 3

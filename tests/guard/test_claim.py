@@ -237,7 +237,6 @@ def test_a_missing_row_is_no_result(new: Session) -> None:
 @on_sqlite_alone
 @pytest.mark.parametrize("identity", [None, (1, 2), {"other": 1}, ()])
 def test_a_malformed_identity_is_refused(new: Session, identity: object) -> None:
-    """What cannot be a primary key raises ValueError, before anything is sent."""
     with pytest.raises(ValueError, match="identified by id"):
         claim(new, Account, identity)
 
@@ -245,21 +244,18 @@ def test_a_malformed_identity_is_refused(new: Session, identity: object) -> None
 @on_sqlite_alone
 @pytest.mark.parametrize("model", [Note, str, Base])
 def test_only_fenced_models_can_be_claimed(new: Session, model: type[Any]) -> None:
-    """A model without a fence, or no model at all, raises TypeError."""
     with pytest.raises(TypeError):
         claim(new, model, 1)
 
 
 @on_sqlite_alone
 def test_identity_as_session_get_takes_it(engine: Engine) -> None:
-    """A tuple or a dict name a composite key."""
     with Session(engine) as session:
         bind(session, Lease("room", 1))
         assert claim(session, Seat, (1, "a")) is claim(session, Seat, {"letter": "a", "row": 1})
 
 
 def test_nowait_and_skip_locked(engine: Engine, old: Session, new: Session) -> None:
-    """A locked row raises the database's error at once, or gives None; a free one is claimed."""
     if engine.dialect.name == "sqlite":
         assert claim(new, Account, 1, nowait=True).balance == 100
         return
@@ -305,7 +301,6 @@ def test_what_is_not_flushed_is_never_discarded(new: Session, take: Callable[[Se
 
 @on_sqlite_alone
 def test_a_claim_of_another_row_is_refused_as_well(new: Session) -> None:
-    """Which row a key leads to, only the database knows."""
     bind(new, Lease("room", 2))
     seat = new.get_one(Seat, (1, "a"))
     with new.no_autoflush:
@@ -386,7 +381,6 @@ def test_claim_all_of_many_rows(new: Session) -> None:
 
 
 def test_claim_all_of_many_rows_is_refused_as_a_whole(hall: Engine, new: Session) -> None:
-    """One of the last has a larger fence; the error names it."""
     bind(new, Lease("room", 5))
     claim(new, Seat, (60, "c"))
     new.commit()
@@ -401,7 +395,6 @@ def test_claim_all_of_many_rows_is_refused_as_a_whole(hall: Engine, new: Session
 
 @with_row_locks
 def test_two_who_claim_all_of_many_rows_wait_for_each_other(hall: Engine) -> None:
-    """In whatever order their rows lie in the table."""
     with hall.execution_options(fencelock="bypass").begin() as connection:
         for row in range(60, 0, -1):  # PostgreSQL puts what is written behind the rest
             connection.execute(update(Seat).where(Seat.row == row).values(guest=f"{row}"))
@@ -420,7 +413,6 @@ def test_two_who_claim_all_of_many_rows_wait_for_each_other(hall: Engine) -> Non
 
 @on_sqlite_alone
 def test_claim_all_of_nothing_is_empty(new: Session) -> None:
-    """A query without rows claims nothing, and takes only SELECTs of one model."""
     assert claim_all(new, select(Account).where(Account.id == 9)) == []
     statements: list[Any] = [select(Account.id), select(Account, Task)]
     for statement in statements:
@@ -430,7 +422,6 @@ def test_claim_all_of_nothing_is_empty(new: Session) -> None:
 
 @on_sqlite_alone
 def test_claims_by_the_held_lease(engine: Engine) -> None:
-    """No bind is needed where the context holds the lease."""
     lease = Lease("account:1", 4)
     note_held(lease)
     try:
@@ -491,7 +482,6 @@ def test_a_row_that_appears_after_the_claim_is_claimed(engine: Engine, new: Sess
 def test_coroutines_claim_without_waiting(
     engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
-    """`skip_locked` and `nowait` are passed on."""
 
     async def main() -> None:
         aengine = for_asyncio(engine)
@@ -537,7 +527,6 @@ def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], A
 
 @on_sqlite_alone
 def test_a_session_of_coroutines_is_not_claimed_with_by_blocking_code(engine: Engine) -> None:
-    """The error names the function to use."""
     for wrong, hint in ((AsyncSession(), "await claim_async"), (Session, "a Session"), (engine, "a Session")):
         with pytest.raises(TypeError, match=hint):
             claim(wrong, Account, 1)  # type: ignore[call-overload]

@@ -59,7 +59,6 @@ def session(engine: Engine) -> Iterator[Session]:
 
 
 def at_once(engine: Engine, model: type[Any] = Account) -> list[str]:
-    """Return what a claim sends to this database."""
     shows_all = engine.dialect.name in {"postgresql", "sqlite"}
     return ONE if shows_all and model not in (Eager, Computed, Cat) else TWO
 
@@ -81,7 +80,6 @@ def test_claim_sends_one_statement_where_it_is_sound(
 
 
 def test_claim_without_waiting_sends_one_statement_more(engine: Engine, session: Session) -> None:
-    """It locks the row before."""
     ways: list[dict[str, Any]] = [{"nowait": True}, {"skip_locked": True}]
     for how in ways:
         with statements(engine) as sent:
@@ -142,7 +140,6 @@ def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_co
 
 
 def test_claim_flushes_and_leaves_onupdate_alone(engine: Engine, session: Session) -> None:
-    """What is pending is written before."""
     known = claim(session, Account, 1)
     assert known.changed == 0
     known.status = "paid"
@@ -205,7 +202,6 @@ def test_row_that_appears_between_two_statements_is_not_claimed(engine: Engine, 
 
 
 def test_for_coroutines(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """Drivers for asyncio return rows of UPDATE and INSERT as the others do."""
 
     async def play() -> None:
         aengine = for_asyncio(engine)

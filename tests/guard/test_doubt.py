@@ -25,8 +25,6 @@ class Base(DeclarativeBase):
 
 
 class Account(FencedModel, Base):
-    """The row that everybody wants."""
-
     __tablename__ = "doubt_accounts"
     __fence_resource__ = "account:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -56,7 +54,6 @@ def lease() -> Lease:
 
 @pytest.fixture
 def door(engine: Engine) -> Iterator[Door]:
-    """A door before the database."""
     made = Door(engine)
     yield made
     made.close()
@@ -87,7 +84,6 @@ def kill(engine: Engine, session: Session) -> None:
 
 
 def balance(engine: Engine) -> int:
-    """Read it without any lease."""
     with Session(engine) as session:
         return session.get_one(Account, 1).balance
 
@@ -102,7 +98,6 @@ def let_through_later(door: Door) -> Iterator[None]:
 
 
 def write(session: Session) -> None:
-    """Write the row without loading it."""
     session.execute(update(Account).where(Account.id == 1).values(balance=0))
 
 
@@ -172,7 +167,6 @@ def test_a_second_phase_is_in_doubt_as_well(engine: Engine, door: Door, lease: L
 
 
 def test_a_gate_waits_as_well(engine: Engine, door: Door, lease: Lease) -> None:
-    """Where the transaction in doubt had passed it."""
     session = Session(door.engine)
     bind(session, lease)
     gate(session)
@@ -285,7 +279,6 @@ def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> Non
 def test_coroutines_are_in_doubt(
     engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
-    """The same for an AsyncSession."""
 
     async def main() -> None:
         aengine = for_asyncio(engine)

@@ -34,8 +34,6 @@ class Base(DeclarativeBase):
 
 
 class Row(FencedModel, Base):
-    """Guarded as a whole table."""
-
     __tablename__ = "er_rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -88,7 +86,6 @@ def test_a_gate_of_a_session_with_several_databases(engine: Engine) -> None:
 
 
 def test_a_gate_for_coroutines_is_told_as_well(engine: Engine) -> None:
-    """`gate_async` hands it on."""
 
     async def main() -> None:
         aengine = create_async_engine(engine.url.set(drivername="sqlite+aiosqlite"))

@@ -30,8 +30,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Each row has a resource of its own."""
-
     __tablename__ = "ev_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -66,7 +64,6 @@ def told() -> Iterator[dict[str, list[GuardEvent]]]:
 
 
 def facts(event: GuardEvent) -> tuple[object, ...]:
-    """Return what an event says, without the error."""
     return event.table, event.identity, event.resource, event.token, event.fence
 
 
@@ -168,7 +165,6 @@ def test_callback_that_fails_changes_nothing(
 
 
 def test_what_is_no_function_is_refused() -> None:
-    """At once, and not when the first refusal comes."""
     with pytest.raises(TypeError, match="on_stale calls a function"):
         on_stale("print")  # type: ignore[type-var]
 

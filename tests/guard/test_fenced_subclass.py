@@ -16,8 +16,6 @@ class Base(DeclarativeBase):
 
 
 class Employee(Base):
-    """Not fenced."""
-
     __tablename__ = "fs_employees"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(10))
@@ -26,8 +24,6 @@ class Employee(Base):
 
 
 class Engineer(FencedModel, Employee):
-    """Fenced, with part of its rows in the other table."""
-
     __tablename__ = "fs_engineers"
     __fence_resource__ = "engineers"
     id: Mapped[int] = mapped_column(ForeignKey("fs_employees.id"), primary_key=True)
@@ -48,14 +44,12 @@ def engine(shared_engine: Engine, _tables: None) -> Engine:
 
 
 def names(engine: Engine) -> list[str]:
-    """Read all names."""
     with engine.connect() as connection:
         return list(connection.scalars(select(Employee.name).order_by(Employee.id)))
 
 
 @pytest.mark.parametrize("held", [(), (Lease("engineers", 7),)], ids=["no lease", "lease"])
 def test_rows_of_the_plain_base_class_are_written_as_ever(engine: Engine, held: tuple[Lease, ...]) -> None:
-    """Inserted, changed and deleted, whether or not a lease is held."""
     with Session(engine) as session:
         if held:
             bind(session, *held)

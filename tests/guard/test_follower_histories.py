@@ -28,7 +28,6 @@ class Routing(Session):
     reads: Engine
 
     def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
-        """Return where a statement goes."""
         return self.leader if self._flushing or isinstance(clause, Insert | Update | Delete) else self.reads
 
 
@@ -92,7 +91,6 @@ class World:
         self.workers = [self.new_worker(token) for token in TOKENS]
 
     def new_worker(self, token: int) -> tuple[Routing, list[Any]]:
-        """Return a session, and its objects."""
         session = Routing(expire_on_commit=False)
         session.leader = session.reads = self.leader
         bind(session, Lease("log", token))
@@ -137,7 +135,6 @@ class World:
         return len(self.acknowledged), lost
 
     def close(self) -> None:
-        """Close what was opened."""
         for session, _ in self.workers:
             session.close()
         for engine in (self.leader, *self.followers):

@@ -40,7 +40,6 @@ class Routing(Session):
     reads: list[Engine]
 
     def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
-        """Return where a statement goes."""
         if self._flushing or isinstance(clause, Insert | Update | Delete):
             return self.leader
         return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]
@@ -48,7 +47,6 @@ class Routing(Session):
 
 @pytest.fixture
 def leader(tmp_path: Path) -> Iterator[Engine]:
-    """What is written to."""
     engine = create_engine(f"sqlite:///{tmp_path}/leader.sqlite")
     Row.metadata.create_all(engine)
     yield fill(engine)
@@ -76,7 +74,6 @@ def expire_and_load(name: str) -> Step:
 
 
 def ask(name: str) -> Step:
-    """Load what is not loaded yet."""
     return lambda _session, row: getattr(row, name)
 
 
@@ -92,7 +89,6 @@ def expire_and_find(session: Session, row: Any) -> None:
 
 
 def refresh(*names: str) -> Step:
-    """Load some attributes anew."""
     return lambda session, row: session.refresh(row, names)
 
 
@@ -148,7 +144,6 @@ def play(first: Engine, later: Engine, leader: Engine, part: str) -> None:
 def test_a_part_of_another_version_is_refused(
     leader: Engine, follower: Engine, part: str, order: str
 ) -> None:
-    """Whether it is older than the rest or newer."""
     model, *_ = PARTS[part]
     key = 2 if model is Joined else 1
     change(leader, model, key)
@@ -159,13 +154,11 @@ def test_a_part_of_another_version_is_refused(
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_the_same_version_is_accepted(leader: Engine, follower: Engine, part: str) -> None:
-    """From a follower that is up to date."""
     play(leader, follower, leader, part)
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
 def test_sub_tables_by_a_select_of_their_own(leader: Engine, follower: Engine, *, is_behind: bool) -> None:
-    """One query, two SELECTs, two databases."""
     if is_behind:
         change(leader, Joined, 2)
     with Routing() as session:
@@ -184,7 +177,6 @@ def test_sub_tables_by_a_select_of_their_own(leader: Engine, follower: Engine, *
 
 
 def test_a_part_from_before_ones_own_commit_is_refused(leader: Engine, follower: Engine) -> None:
-    """The follower has not heard of it."""
     with Routing(expire_on_commit=False) as session:
         session.leader, session.reads = leader, [leader]
         bind(session, Lease("rows", MINE))

@@ -42,8 +42,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Guarded as a whole table."""
-
     __tablename__ = "fr_orders"
     __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -51,8 +49,6 @@ class Order(FencedModel, Base):
 
 
 class Parcel(FencedModel, Base):
-    """Guarded row by row."""
-
     __tablename__ = "fr_parcels"
     __fence_resource__ = "parcel:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -60,8 +56,6 @@ class Parcel(FencedModel, Base):
 
 
 class Note(Base):
-    """Not fenced."""
-
     __tablename__ = "fr_notes"
     id: Mapped[int] = mapped_column(primary_key=True)
     order_id: Mapped[int]
@@ -94,7 +88,6 @@ def session(engine: Engine) -> Iterator[Session]:
 
 
 def standing(engine: Engine) -> dict[int, tuple[str, int]]:
-    """Return status and fence of each order."""
     with Session(engine) as session:
         found = session.execute(select(orders.c.id, orders.c.status, orders.c.last_fencing_token))
         return {number: (status, fence) for number, status, fence in found}
@@ -156,7 +149,6 @@ def test_condition_holds_for_all_that_text_names(
 
 
 def test_text_writes_what_it_names(session: Session, engine: Engine) -> None:
-    """Where nothing newer has been there."""
     session.execute(update(Order).where(text("id = 1 OR id = 7")).values(status=text("'a (b;'")))
     session.commit()
     assert standing(engine)[2] == UNTOUCHED[2]
@@ -194,7 +186,6 @@ def test_operators_cannot_hide_the_condition(session: Session, engine: Engine) -
 def test_text_that_could_hide_the_condition_is_refused(
     session: Session, engine: Engine, fragment: str
 ) -> None:
-    """As a criterion and as a value."""
     for statement in (
         update(Order).where(text(fragment)).values(status="stale"),
         delete(Order).where(text(fragment)),

@@ -31,8 +31,6 @@ class Base(DeclarativeBase):
 
 
 class Account(FencedModel, Base):
-    """What is decided on."""
-
     __tablename__ = "galera_accounts"
     __fence_resource__ = "account:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -40,8 +38,6 @@ class Account(FencedModel, Base):
 
 
 class Order(Base):
-    """What is written because of it: not fenced."""
-
     __tablename__ = "galera_orders"
     id: Mapped[int] = mapped_column(primary_key=True)
     seen: Mapped[int]
@@ -89,7 +85,6 @@ def number_of(engine: Engine, model: type[Any]) -> int:
 
 
 def claim_it(session: Session) -> None:
-    """Claim the row."""
     claim(session, Account, 1)
 
 

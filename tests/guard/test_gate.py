@@ -146,8 +146,6 @@ def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
     """Whoever looks through the open gates is not bothered by one that is passed meanwhile."""
 
     class Open:
-        """A connection, and its transaction."""
-
         is_active = True
 
         def get_transaction(self) -> Open:

@@ -98,17 +98,14 @@ class Worker:
         return self._kept[row]
 
     def unit_of_work(self, row: int, mark: str) -> None:
-        """Append by an object."""
         self.entry(row).log += mark
         self.session.flush()
 
     def merge(self, row: int, mark: str) -> None:
-        """Append by a detached copy."""
         self.session.merge(Entry(id=row, ledger=LEDGERS[row], log=self.entry(row).log + mark))
         self.session.flush()
 
     def mappings(self, row: int, mark: str) -> None:
-        """Append by a bulk operation."""
         entry = self.entry(row)
         longer = {"id": row, "ledger": LEDGERS[row], "log": entry.log + mark}
         self.session.bulk_update_mappings(Entry, [{name: longer[name] for name in ("id", "log")}])
@@ -138,7 +135,6 @@ class Worker:
         self.session.flush()
 
     def statement(self, row: int, mark: str) -> None:
-        """Append in the database."""
         self.session.execute(update(Entry).where(*which(row)).values(log=Entry.log.concat(mark)))
         self.session.expire_all()
 
@@ -214,7 +210,6 @@ class Worker:
         self.unit_of_work(row, mark)
 
     def save(self) -> None:
-        """Make a savepoint."""
         self._savepoints.append((self.session.begin_nested(), len(self.written)))
 
     def take_back(self) -> None:

@@ -61,15 +61,11 @@ class Base(DeclarativeBase):
 
 
 class Customer(Base):
-    """Not fenced."""
-
     __tablename__ = "le_customers"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
 class Order(FencedModel, Base):
-    """Guarded by its customer's resource, which is not in the key."""
-
     __tablename__ = "le_orders"
     __fence_resource__ = "customer:{customer_id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -81,8 +77,6 @@ class Order(FencedModel, Base):
 
 
 class Ticket(FencedModel, Base):
-    """Guarded row by row, with a key that the database makes."""
-
     __tablename__ = "le_tickets"
     __fence_resource__ = "ticket:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -90,8 +84,6 @@ class Ticket(FencedModel, Base):
 
 
 class Setting(FencedModel, Base):
-    """Guarded by one resource, named in full; or by the tenant's, whose default is a plain value."""
-
     __tablename__ = "le_settings"
     __fence_resource__ = "tenant:{tenant}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -100,8 +92,6 @@ class Setting(FencedModel, Base):
 
 
 class Ledger(FencedModel, Base):
-    """Guarded by one resource, named in full."""
-
     __tablename__ = "le_ledger"
     __fence_resource__ = "ledger"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -109,8 +99,6 @@ class Ledger(FencedModel, Base):
 
 
 class Stock(FencedModel, Base):
-    """Guarded by whatever one resource is locked."""
-
     __tablename__ = "le_stock"
     __fence_resource__ = "stock"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -135,7 +123,6 @@ def engine(tmp_path: Any) -> Iterator[Engine]:
 
 @pytest.fixture
 def session(engine: Engine) -> Iterator[Session]:
-    """A session on it."""
     with Session(engine) as made:
         yield made
 
@@ -178,7 +165,6 @@ def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
 
 
 def assigning(model: type[Any], name: str, value: object, key: int = 1) -> Callable[[Session], object]:
-    """Return what changes an object."""
     return lambda session: setattr(session.get_one(model, key), name, value)
 
 
@@ -239,7 +225,6 @@ def test_a_row_is_written_under_the_lease_that_it_names(
 
 
 def updating(*criteria: Any, **values: Any) -> Callable[[Session], object]:
-    """Return an UPDATE of orders."""
     return lambda session: session.execute(update(Order).where(*criteria).values(values or {"status": "x"}))
 
 
@@ -282,7 +267,6 @@ def test_a_row_that_no_lease_names_is_refused_by_name(
 
 
 def flush_after(write: Callable[[Session], object], session: Session) -> None:
-    """Write, and flush what is pending."""
     write(session)
     session.flush()
 
@@ -338,7 +322,6 @@ def test_bind_wins_over_the_context(session: Session) -> None:
 
 
 def test_bind_again_replaces_what_the_transaction_remembers(session: Session) -> None:
-    """The last word of an explicit hand-over counts."""
     ticket = session.get_one(Ticket, 1)
     for token in (3, 5):
         bind(session, Lease("ticket:1", token))
@@ -348,7 +331,6 @@ def test_bind_again_replaces_what_the_transaction_remembers(session: Session) ->
 
 
 def test_bind_a_connection(engine: Engine) -> None:
-    """Core without a session: the connection is what the lease is handed to."""
     tickets: Any = Ticket.__table__
     with engine.connect() as connection:
         bind(connection, Lease("ticket:1", 3))
@@ -379,13 +361,11 @@ def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_liv
 
 @pytest.mark.parametrize(("target", "lease"), [("session", "lease"), (object(), Lease("a", 1)), (None, 5)])
 def test_bind_refuses_what_is_neither(session: Session, target: object, lease: Any) -> None:
-    """Something that is no session, or no lease, raises TypeError."""
     with pytest.raises(TypeError):
         bind(session if target == "session" else target, lease)  # type: ignore[arg-type]
 
 
 def test_a_released_lease_guards_nothing(session: Session) -> None:
-    """A lease that was given back before anything was written under it is as good as none."""
     lease = Lease("ticket:1", 3)
     bind(session, lease)
     lease.release()
@@ -448,7 +428,6 @@ def test_nothing_is_sent_where_no_lease_is_held(session: Session) -> None:
 
 
 def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> None:
-    """A lease known to be lost raises LockLostError."""
     lost = Lease("ticket:1", 3)
     bind(session, lost)
     ticket = session.get_one(Ticket, 1)
@@ -463,7 +442,6 @@ def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> No
 
 
 def test_a_lease_that_is_extended_goes_on(session: Session) -> None:
-    """What counts is its end as the renewal has moved it."""
     lease = Lease("ticket:1", 3, expires_at=time.monotonic() - 1)
     bind(session, lease)
     lease.extend_to(time.monotonic() + 10)
@@ -492,7 +470,6 @@ def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Eng
 
 
 def flush_a_change(session: Session) -> None:
-    """Write by the unit of work."""
     session.get_one(Ticket, 1).seat = "b"
     session.flush()
 
@@ -637,7 +614,6 @@ def test_two_sessions_of_one_connection_ask_anew(engine: Engine) -> None:
 
 
 def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Lease]) -> None:
-    """A new thread has no lease until one is handed over."""
     seen: list[object] = []
 
     def write(lease: Lease | None) -> None:
@@ -659,7 +635,6 @@ def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Leas
 
 
 def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
-    """Interleaved tasks in one thread each write under their own lease."""
 
     async def work(number: int) -> int:
         note_held(Lease(f"ticket:{number}", number * 10))
@@ -678,7 +653,6 @@ def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
 
 
 def test_sessions_that_share_a_connection_keep_their_leases_apart(engine: Engine) -> None:
-    """Each session's flush is guarded by what is bound to it, whoever began or flushed last."""
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(update(Ticket).values(last_fencing_token=5))
     with engine.connect() as connection, Session(connection) as stale, Session(connection) as fresh:

@@ -34,8 +34,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Named by one column."""
-
     __tablename__ = "li_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -43,8 +41,6 @@ class Order(FencedModel, Base):
 
 
 class Seat(FencedModel, Base):
-    """Named by two."""
-
     __tablename__ = "li_seats"
     __fence_resource__ = "seat:{row}:{letter}"
     row: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -83,12 +79,10 @@ LISTS: dict[str, tuple[type[Any], Any]] = {
 
 
 def leases_of(model: type[Any]) -> list[Lease]:
-    """Return those of the two rows."""
     return ORDERS if model is Order else SEATS
 
 
 def fences(engine: Engine, model: type[Any]) -> list[tuple[int, int]]:
-    """Return total and fence of all rows."""
     key = model.__table__.primary_key.columns
     with engine.connect() as connection:
         found = connection.execute(select(model.total, model.last_fencing_token).order_by(*key))
@@ -96,12 +90,10 @@ def fences(engine: Engine, model: type[Any]) -> list[tuple[int, int]]:
 
 
 def write(model: type[Any], criterion: Any, kind: str) -> Update | Delete:
-    """Return a statement of a kind."""
     return (delete(model) if kind == "DELETE" else update(model).values(total=1)).where(criterion)
 
 
 def needs(engine: Engine, name: str) -> None:
-    """Skip what only PostgreSQL has."""
     if "ANY" in name and engine.dialect.name != "postgresql":
         pytest.skip("arrays are PostgreSQL's")
 
@@ -109,7 +101,6 @@ def needs(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize("kind", ["UPDATE", "DELETE"])
 @pytest.mark.parametrize("name", LISTS)
 def test_each_row_is_written_with_its_own_token(engine: Engine, name: str, kind: str) -> None:
-    """Those that the list does not name stay as they are."""
     needs(engine, name)
     model, criterion = LISTS[name]
     with Session(engine) as session:
@@ -124,7 +115,6 @@ def test_each_row_is_written_with_its_own_token(engine: Engine, name: str, kind:
 @pytest.mark.parametrize("kind", ["UPDATE", "DELETE"])
 @pytest.mark.parametrize("name", LISTS)
 def test_one_old_token_refuses_all(engine: Engine, name: str, kind: str) -> None:
-    """The error names the row, and the token that is too low."""
     needs(engine, name)
     model, criterion = LISTS[name]
     with engine.execution_options(fencelock="bypass").begin() as connection:
@@ -139,7 +129,6 @@ def test_one_old_token_refuses_all(engine: Engine, name: str, kind: str) -> None
 
 @pytest.mark.parametrize("name", LISTS)
 def test_one_missing_lease_refuses_all(engine: Engine, name: str) -> None:
-    """It is named."""
     needs(engine, name)
     model, criterion = LISTS[name]
     first, second = leases_of(model)
@@ -151,7 +140,6 @@ def test_one_missing_lease_refuses_all(engine: Engine, name: str) -> None:
 
 
 def test_objects_follow(engine: Engine) -> None:
-    """Those that the session has of the rows are written afterwards."""
     with Session(engine) as session:
         bind(session, *ORDERS)
         orders = session.scalars(select(Order).where(Order.id < 3).order_by(Order.id)).all()
@@ -185,7 +173,6 @@ def test_parameters_may_hold_the_list(engine: Engine) -> None:
     ids=["NOT IN", "OR of something else", "a query", "very many"],
 )
 def test_what_is_no_list_of_rows_is_refused(engine: Engine, criterion: Any) -> None:
-    """It may be about any row."""
     with Session(engine) as session:
         bind(session, *ORDERS)
         with pytest.raises(UnfencedWriteError, match="does not say which resource"):

@@ -15,24 +15,18 @@ class Base(DeclarativeBase):
 
 
 class Event(FencedModel, Base):
-    """Called like much else."""
-
     __tablename__ = "events"
     __fence_resource__ = "event:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 class Order(FencedModel, Base):
-    """Called like a word of SQL."""
-
     __tablename__ = "order"
     __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
 class Audit(Base):
-    """Not fenced."""
-
     __tablename__ = "me_audit"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     msg: Mapped[str] = mapped_column(String(80), default="none")
@@ -75,7 +69,6 @@ EXECUTED_COMMENT = "UPDATE me_audit SET msg = 'x' /*! ; UPDATE events SET id = 2
 
 @pytest.mark.usefixtures("_tables")
 def test_text_that_mentions_a_fenced_table_passes(shared_engine: Engine) -> None:
-    """In a string, a comment, a subquery, or as the word that it is."""
     with shared_engine.connect() as connection:
         for sql in MENTIONING:
             connection.execute(text(sql.replace(":", "\\:")))
@@ -83,7 +76,6 @@ def test_text_that_mentions_a_fenced_table_passes(shared_engine: Engine) -> None
 
 @pytest.mark.usefixtures("_tables")
 def test_text_that_writes_to_a_fenced_table_is_refused(shared_engine: Engine) -> None:
-    """However it is written, and beside whatever else."""
     with shared_engine.connect() as connection:
         executed = [EXECUTED_COMMENT] if shared_engine.dialect.name == "mysql" else []
         for sql in WRITING + executed:

@@ -50,7 +50,6 @@ from tests.guard.rows import InMemory
 
 
 def new_base() -> Any:
-    """Return a declarative base of its own."""
 
     class Base(DeclarativeBase):
         pass
@@ -137,7 +136,6 @@ def test_a_mapped_table_without_the_column_is_refused() -> None:
 
 
 def test_two_resources_for_one_table_are_refused() -> None:
-    """A subclass in the same table cannot be guarded by another resource."""
 
     class Order(FencedModel, new_base()):  # type: ignore[misc]
         __tablename__ = "mo_orders"
@@ -154,7 +152,6 @@ def test_two_resources_for_one_table_are_refused() -> None:
 
 
 def test_a_fenced_base_fences_every_model(in_memory: InMemory) -> None:
-    """The mixin on the declarative base itself reaches all its models."""
 
     class Base(FencedModel, DeclarativeBase):
         pass
@@ -193,7 +190,6 @@ def test_column_and_attribute_names_may_differ(in_memory: InMemory) -> None:
 
 
 def test_concrete_inheritance_has_a_fence_in_each_table(in_memory: InMemory) -> None:
-    """Each concrete table guards its own rows."""
 
     class Order(FencedModel, new_base()):  # type: ignore[misc]
         __tablename__ = "mo_orders"
@@ -302,7 +298,6 @@ def test_models_below_an_abstract_concrete_base(in_memory: InMemory, *, strict: 
 
 
 def test_an_abstract_mixin_chain(in_memory: InMemory) -> None:
-    """The mixin works behind another mixin with declared attributes."""
 
     class Named(FencedModel):
         __fence_resource__ = "o"
@@ -325,7 +320,6 @@ def test_an_abstract_mixin_chain(in_memory: InMemory) -> None:
 
 
 def test_plain_models_stay_hashable_and_dataclasses_stay_dataclasses() -> None:
-    """Neither mixin changes what kind of class the model is."""
 
     class Base(MappedAsDataclass, DeclarativeBase):
         pass
@@ -361,7 +355,6 @@ def test_mixin_of_plain_models_beside_dataclasses_names_the_other_one() -> None:
 
 
 def test_a_copied_table_is_guarded_like_the_original(in_memory: InMemory) -> None:
-    """to_metadata keeps the fence and the template."""
 
     class Order(FencedModel, new_base()):  # type: ignore[misc]
         __tablename__ = "mo_orders"
@@ -387,8 +380,6 @@ class Base(DeclarativeBase):
 
 
 class Row(FencedModel, Base):
-    """A row among many."""
-
     __tablename__ = "mo_rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True)

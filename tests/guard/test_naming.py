@@ -47,7 +47,6 @@ class Lowered(TypeDecorator[str]):
     cache_ok = True
 
     def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """Lower what is sent."""
         return value and value.lower()
 
 
@@ -59,8 +58,6 @@ _LOOSE = (
 
 
 class Stock(FencedModel, Base):
-    """Guarded by text that is its key, compared loosely."""
-
     __tablename__ = "na_stock"
     __fence_resource__ = "stock:{sku}!"
     sku: Mapped[str] = mapped_column(_LOOSE, primary_key=True)
@@ -68,8 +65,6 @@ class Stock(FencedModel, Base):
 
 
 class Part(FencedModel, Base):
-    """Guarded by text outside its key, compared loosely."""
-
     __tablename__ = "na_parts"
     __fence_resource__ = "stock:{sku}!"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -78,8 +73,6 @@ class Part(FencedModel, Base):
 
 
 class Order(FencedModel, Base):
-    """Guarded by a number that is its key."""
-
     __tablename__ = "na_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -87,8 +80,6 @@ class Order(FencedModel, Base):
 
 
 class Document(FencedModel, Base):
-    """Guarded by a UUID."""
-
     __tablename__ = "na_documents"
     __fence_resource__ = "document:{id}"
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
@@ -96,8 +87,6 @@ class Document(FencedModel, Base):
 
 
 class Account(FencedModel, Base):
-    """Guarded by text that its type changes."""
-
     __tablename__ = "na_accounts"
     __fence_resource__ = "account:{mail}"
     mail: Mapped[str] = mapped_column(Lowered, primary_key=True)
@@ -120,8 +109,6 @@ class Color(enum.Enum):
 
 
 class Job(FencedModel, Base):
-    """Guarded by the member of an enumeration."""
-
     __tablename__ = "na_jobs"
     __fence_resource__ = "job:{color}"
     color: Mapped[Color] = mapped_column(Enum(Color), primary_key=True)
@@ -129,8 +116,6 @@ class Job(FencedModel, Base):
 
 
 class Word(FencedModel, Base):
-    """Guarded by one of several words."""
-
     __tablename__ = "na_words"
     __fence_resource__ = "word:{word}"
     word: Mapped[str] = mapped_column(Enum("abc", "def", name="na_word"), primary_key=True)
@@ -138,8 +123,6 @@ class Word(FencedModel, Base):
 
 
 class Bin(FencedModel, Base):
-    """Guarded by text that PostgreSQL gives back with spaces."""
-
     __tablename__ = "na_bins"
     __fence_resource__ = "bin:{code}"
     code: Mapped[str] = mapped_column(CHAR(12), primary_key=True)
@@ -180,13 +163,11 @@ def engine(lasting_engine: Engine) -> Engine:
 
 @pytest.fixture
 def session(engine: Engine) -> Iterator[Session]:
-    """A session on it."""
     with Session(engine) as made:
         yield made
 
 
 def fences(engine: Engine) -> list[int]:
-    """Read the fence of every row."""
     with engine.connect() as connection:
         return [
             fence for model in MODELS for fence in connection.scalars(select(model.last_fencing_token)).all()
@@ -275,7 +256,6 @@ def test_an_exact_name_writes(session: Session, engine: Engine, way: str) -> Non
 
 
 def test_text_beyond_ascii_is_found(session: Session) -> None:
-    """Names with accents, emoji and quotes are honest names."""
     for key, name in enumerate(["straße", "日本", "o'clock", "50%", "🚪", r"a\\b"], 9):
         bind(session, Lease(f"stock:{name}!", 7))
         session.add(Part(id=key, sku=name))
@@ -323,7 +303,6 @@ def test_a_number_has_one_name(session: Session, engine: Engine, value: Any) -> 
 
 
 def test_spellings_that_mean_the_same_are_the_same(session: Session) -> None:
-    """True and "1" are the key 1 to the databases and to us."""
     bind(session, Lease("order:1", 6))
     order: Any = Order.__table__
     statement = update(order).where(order.c.id == bindparam("which")).values(shop=2)
@@ -363,7 +342,6 @@ def test_members_that_differ_in_case_only_are_refused_when_mapped() -> None:
 
 
 def test_a_uuid_has_one_name(session: Session) -> None:
-    """A UUID is named as Python writes it."""
     bind(session, Lease(f"document:{KEY}", 6))
     written = session.execute(update(Document).where(Document.id == KEY).values(pages=1))
     assert written.rowcount == 1  # type: ignore[attr-defined]
@@ -395,7 +373,6 @@ def test_a_type_that_has_no_one_spelling_is_refused_when_mapped() -> None:
 
 @on_sqlite_alone
 def test_attributes_and_columns_of_one_name_are_not_mixed_up(session: Session) -> None:
-    """Another attribute may be stored in a column that is called like the resource's attribute."""
     bind(session, Lease("group:a", 3))
     session.add(Crossed(id=1, code="a"))
     session.flush()

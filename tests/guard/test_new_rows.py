@@ -25,14 +25,10 @@ CHECKOUT = Lease("checkout", 5)
 
 
 class Base(DeclarativeBase):
-    """The models of this file."""
-
     type_annotation_map = {str: String(20)}  # noqa: RUF012  SQLAlchemy's declaration
 
 
 class Order(FencedModel, Base):
-    """Named after the key that the database makes."""
-
     __tablename__ = "nr_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -41,8 +37,6 @@ class Order(FencedModel, Base):
 
 
 class Item(FencedModel, Base):
-    """Guarded by its order."""
-
     __tablename__ = "nr_items"
     __fence_resource__ = "order:{order_id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -52,8 +46,6 @@ class Item(FencedModel, Base):
 
 
 class Parcel(FencedModel, Base):
-    """Named after a key that Python makes, and something else; with a strict trigger."""
-
     __tablename__ = "nr_parcels"
     __fence_resource__ = "parcel:{depot}:{id}"
     __fence_trigger__ = "strict"
@@ -80,7 +72,6 @@ def session(engine: Engine) -> Iterator[Session]:
 
 
 def rows(engine: Engine, *columns: Any) -> list[tuple[Any, ...]]:
-    """Return what is committed."""
     with engine.connect() as connection:
         return [tuple(row) for row in connection.execute(select(*columns).order_by(*columns))]
 
@@ -94,7 +85,6 @@ def test_an_aggregate_in_one_flush(engine: Engine, session: Session) -> None:
 
 
 def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine, session: Session) -> None:
-    """Changed, deleted, given children, over the unit of work and over Core."""
     first, second = Order(), Order()
     session.add_all([first, second])
     session.flush()
@@ -146,7 +136,6 @@ def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> Non
 
 @on_sqlite_alone
 def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -> None:
-    """One from before the savepoint goes on."""
     before = Order()
     session.add(before)
     session.flush()
@@ -172,7 +161,6 @@ def test_it_cannot_be_claimed(session: Session) -> None:
 
 @on_sqlite_alone
 def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session) -> None:
-    """Taken as soon as the key was known, say."""
     order = Order()
     session.add(order)
     session.flush()
@@ -204,7 +192,6 @@ def test_keys_that_the_program_reads_itself_are_not_known(session: Session) -> N
 
 
 def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """The same on each driver for it."""
 
     async def play() -> None:
         made = for_asyncio(engine)

@@ -60,8 +60,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Has lines, and says that a lease is optional."""
-
     __tablename__ = "ol_orders"
     __fence_resource__ = "order:{id}"
     __fence_lease__ = "optional"
@@ -74,8 +72,6 @@ class Order(FencedModel, Base):
 
 
 class Express(Order):
-    """Inherits the choice."""
-
     __tablename__ = "ol_express"
     id: Mapped[int] = mapped_column(ForeignKey(Order.id), primary_key=True)
     hours: Mapped[int] = mapped_column(default=24)
@@ -83,16 +79,12 @@ class Express(Order):
 
 
 class Line(Base):
-    """Not fenced."""
-
     __tablename__ = "ol_lines"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     order_id: Mapped[int] = mapped_column(ForeignKey(Order.id))
 
 
 class Strict(FencedModel, Base):
-    """Wants a lease, and has a collection."""
-
     __tablename__ = "ol_strict"
     __fence_resource__ = "strict:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -101,8 +93,6 @@ class Strict(FencedModel, Base):
 
 
 class Part(Base):
-    """Not fenced."""
-
     __tablename__ = "ol_parts"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     strict_id: Mapped[int] = mapped_column(ForeignKey(Strict.id))
@@ -138,14 +128,12 @@ def engine(lasting_engine: Engine) -> Engine:
 
 
 def stored(engine: Engine, key: int = ORDER, table: Any = Order.__table__) -> tuple[int, int, int]:
-    """Return total, fence and write id of a row."""
     columns = table.c.total, table.c.last_fencing_token, table.c.last_write_id
     with engine.connect() as connection:
         return tuple(connection.execute(select(*columns).where(table.c.id == key)).one())
 
 
 def add_by_object(session: Session) -> None:
-    """Through the unit of work."""
     session.get_one(Order, ORDER).total += 1
 
 
@@ -176,7 +164,6 @@ WRITES: dict[str, Callable[[Session], object]] = {
 
 @pytest.mark.parametrize("way", WRITES)
 def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engine, way: str) -> None:
-    """Whichever way it goes."""
     with Session(engine) as session:
         WRITES[way](session)
         session.commit()
@@ -186,7 +173,6 @@ def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engin
 
 
 def test_upsert_leaves_the_fence_as_well(engine: Engine) -> None:
-    """And begins new rows with none."""
     with Session(engine) as session:
         upsert(session, Order, [{"id": ORDER, "total": 1}, {"id": 7, "total": 2}])
         session.commit()
@@ -195,7 +181,6 @@ def test_upsert_leaves_the_fence_as_well(engine: Engine) -> None:
 
 
 def test_a_sub_table_is_written_with_its_base(engine: Engine) -> None:
-    """As ever."""
     with Session(engine) as session:
         session.get_one(Express, EXPRESS).hours = 2
         session.commit()
@@ -205,7 +190,6 @@ def test_a_sub_table_is_written_with_its_base(engine: Engine) -> None:
 
 
 def test_new_rows_begin_without_a_fence(engine: Engine) -> None:
-    """They are written again, and deleted, in the same transaction and in another."""
     with Session(engine) as session:
         for key in (7, 8, 9):
             session.add(Order(id=key))
@@ -223,7 +207,6 @@ def test_new_rows_begin_without_a_fence(engine: Engine) -> None:
 
 
 def test_core_tables_have_the_choice_too(engine: Engine) -> None:
-    """INSERT, UPDATE and DELETE on a bare connection."""
     with engine.begin() as connection:
         connection.execute(insert(core), {"id": 2})
         connection.execute(update(core).where(core.c.id == 1).values(total=4))
@@ -233,7 +216,6 @@ def test_core_tables_have_the_choice_too(engine: Engine) -> None:
 
 
 def write_elsewhere(engine: Engine) -> None:
-    """Write the row under no lease."""
     with Session(engine) as session:
         add_by_object(session)
         session.commit()
@@ -261,7 +243,6 @@ def test_an_object_is_written_over_the_version_that_was_loaded(
 
 
 def test_a_holder_is_not_let_in_below_the_fence(engine: Engine) -> None:
-    """Its token is compared as ever."""
     with Session(engine) as session:
         bind(session, Lease(f"order:{ORDER}", FENCE - 1))
         add_by_object(session)
@@ -279,7 +260,6 @@ def test_a_lease_that_has_ended_refuses(engine: Engine) -> None:
 
 
 def write_and_flush(session: Session, write: Callable[[Session], object]) -> None:
-    """Send it now."""
     write(session)
     session.flush()
 
@@ -334,7 +314,6 @@ NEEDY: dict[str, Callable[[Session], object]] = {
 
 @pytest.mark.parametrize("way", NEEDY)
 def test_what_names_a_token_needs_a_lease_all_the_same(engine: Engine, way: str) -> None:
-    """It is what it is for."""
     with Session(engine) as session, pytest.raises(UnfencedWriteError, match="no lease is held"):
         NEEDY[way](session)
 
@@ -363,7 +342,6 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
 
 @contextmanager
 def told() -> Iterator[list[WrittenWithoutLease]]:
-    """Collect the events."""
     events: list[WrittenWithoutLease] = []
 
     def note(event: object) -> None:
@@ -427,16 +405,12 @@ def test_a_choice_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="not False"):
 
         class Wrong(FencedModel, Own):
-            """No such choice."""
-
             __tablename__ = "ol_wrong"
             __fence_resource__ = "wrong"
             __fence_lease__ = False  # type: ignore[assignment]
             id: Mapped[int] = mapped_column(primary_key=True)
 
     class First(FencedModel, Own):
-        """Says one thing."""
-
         __tablename__ = "ol_first"
         __fence_resource__ = "first"
         __fence_lease__ = "optional"
@@ -445,8 +419,6 @@ def test_a_choice_that_is_none_is_refused() -> None:
     with pytest.raises(ValueError, match="differs from that of another model"):
 
         class Second(FencedModel, Own):
-            """Says another."""
-
             __table__ = First.__table__
             __fence_resource__ = "first"
             __fence_lease__ = "required"

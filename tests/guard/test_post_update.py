@@ -18,8 +18,6 @@ class Base(DeclarativeBase):
 
 
 class Team(Base):
-    """Not fenced; writes the foreign key of its members afterwards."""
-
     __tablename__ = "pu_teams"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     members: Mapped[list[Player]] = relationship(
@@ -28,8 +26,6 @@ class Team(Base):
 
 
 class Person(FencedModel, Base):
-    """Has the fence."""
-
     __tablename__ = "pu_people"
     __fence_resource__ = "people"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -38,8 +34,6 @@ class Person(FencedModel, Base):
 
 
 class Player(Person):
-    """Has the foreign keys."""
-
     __tablename__ = "pu_players"
     person_id: Mapped[int] = mapped_column(ForeignKey("pu_people.id"), primary_key=True)
     team_id: Mapped[int | None] = mapped_column(ForeignKey("pu_teams.id"))
@@ -69,13 +63,11 @@ def engine(shared_engine: Engine, _tables: None) -> Engine:
 
 @pytest.fixture
 def session(engine: Engine) -> Iterator[Session]:
-    """A session on it."""
     with Session(engine) as made:
         yield made
 
 
 def stored(engine: Engine) -> list[tuple[int | None, ...]]:
-    """Read the players, with their fences."""
     rows = select(Player.id, Player.team_id, Player.rival_id, Player.last_fencing_token).order_by(Player.id)
     with engine.connect() as connection:
         return [tuple(row) for row in connection.execute(rows)]

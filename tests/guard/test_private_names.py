@@ -48,8 +48,6 @@ class Base(DeclarativeBase):
 
 
 class Animal(Base):
-    """A row of the parent's table."""
-
     __tablename__ = "animals"
     __mapper_args__: Mapping[str, Any] = {"polymorphic_on": "kind", "polymorphic_identity": "animal"}
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -58,8 +56,6 @@ class Animal(Base):
 
 
 class Dog(Animal):
-    """A row of both tables."""
-
     __tablename__ = "dogs"
     __mapper_args__: Mapping[str, Any] = {"polymorphic_identity": "dog"}
     id: Mapped[int] = mapped_column(ForeignKey("animals.id"), primary_key=True)
@@ -71,7 +67,6 @@ animals, dogs = Base.metadata.tables["animals"], Base.metadata.tables["dogs"]
 
 @pytest.fixture
 def engine() -> Iterator[Engine]:
-    """Return a database in memory."""
     engine = create_engine("sqlite://", poolclass=StaticPool)
     Base.metadata.create_all(engine)
     yield engine
@@ -85,7 +80,6 @@ def test_no_other_room_uses_private_names() -> None:
 
 
 def test_every_function_is_used() -> None:
-    """What nothing calls goes."""
     tree = ast.parse((GUARD / "_sqlalchemy.py").read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     text = "".join(path.read_text() for path in GUARD.glob("*.py"))
@@ -93,7 +87,6 @@ def test_every_function_is_used() -> None:
 
 
 def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
-    """Only a flush executes the statements of a flush."""
     seen = []
 
     @event.listens_for(engine, "before_cursor_execute")
@@ -109,7 +102,6 @@ def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
 
 
 def test_an_inactive_transaction_is_refused(engine: Engine) -> None:
-    """By what executing a statement would raise."""
     with engine.connect() as connection, connection.begin() as transaction:
         transaction.is_active = False
         for refused in (private.refuse_inactive, lambda connection: connection.execute(select(1))):
@@ -142,7 +134,6 @@ def test_each_statement_executes_itself_by_one_method() -> None:
 
 
 def test_statements_are_executed_without_the_guard(engine: Engine) -> None:
-    """With the options that are given."""
     with engine.connect() as connection:
         options = private.options_to_execute(connection).union({"mine": 1})
         result = private.execute_unguarded(connection, select(1), [], options)
@@ -152,7 +143,6 @@ def test_statements_are_executed_without_the_guard(engine: Engine) -> None:
 
 
 def test_parts_of_statements_are_seen() -> None:
-    """The WHERE clause, what is assigned, prefixes and options."""
     part = animals.c.id == dogs.c.id
     one = update(animals).where(part).values(name="a")
     assert private.where_of(one) == (part,)
@@ -171,7 +161,6 @@ def test_parts_of_statements_are_seen() -> None:
 
 
 def test_kinds_of_inserts_and_queries_are_told_apart() -> None:
-    """Several rows in values(), a conflict clause, a prefix, a locking query."""
     assert not private.inserts_plainly(insert(animals).values([{"id": 1}, {"id": 2}]))
     assert not private.inserts_plainly(sqlite.insert(animals).on_conflict_do_nothing())
     assert not private.inserts_plainly(insert(animals).prefix_with("IGNORE"))
@@ -242,7 +231,6 @@ def _raise(*_: object) -> None:
 
 
 def test_the_isolation_level_of_an_engine_is_known() -> None:
-    """That which `create_engine` was given."""
     engine = create_engine("sqlite://", isolation_level="AUTOCOMMIT")
     assert private.isolation_on_connect(engine.dialect) == "AUTOCOMMIT"
     assert private.isolation_on_connect(create_engine("sqlite://").dialect) is None
@@ -255,8 +243,6 @@ def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:
         """Apart, because this is for ever."""
 
     class Thing(Own):
-        """A row."""
-
         __tablename__ = "kept_things"
         id: Mapped[int] = mapped_column(primary_key=True)
         kept: Mapped[int] = mapped_column(default=0)
@@ -292,8 +278,6 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
         """Apart."""
 
     class Thing(Own):
-        """A row."""
-
         __tablename__ = "whole_things"
         id: Mapped[int] = mapped_column(primary_key=True)
         along: Mapped[int] = mapped_column(default=0)
@@ -303,8 +287,6 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
         __mapper_args__: Mapping[str, Any] = {"polymorphic_on": "kind", "polymorphic_identity": "thing"}
 
     class Special(Thing):
-        """A row of two tables."""
-
         __tablename__ = "special_things"
         id: Mapped[int] = mapped_column(ForeignKey("whole_things.id"), primary_key=True)
         more: Mapped[int] = mapped_column(default=0)
@@ -344,8 +326,6 @@ def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest
         """Apart."""
 
     class Thing(Own):
-        """A row."""
-
         __tablename__ = "watched_things"
         id: Mapped[int] = mapped_column(primary_key=True)
         watched: Mapped[int] = mapped_column(default=0)

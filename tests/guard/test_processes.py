@@ -23,8 +23,6 @@ class Base(DeclarativeBase):
 
 
 class Counter(FencedModel, Base):
-    """What everybody increments."""
-
     __tablename__ = "pr_counters"
     __fence_resource__ = "counter:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)

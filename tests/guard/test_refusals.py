@@ -71,7 +71,6 @@ class Late(FencedModel, LateBase):
 
 @pytest.fixture
 def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on that database."""
     seed(shared_engine)
     return shared_engine
 
@@ -85,14 +84,12 @@ def session(engine: Engine) -> Iterator[Session]:
 
 
 def rows(engine: Engine) -> list[tuple[Any, ...]]:
-    """Read every order and gift."""
     with engine.connect() as connection:
         found = [*connection.execute(select(orders)), *connection.execute(select(gifts))]
         return sorted((tuple(row) for row in found), key=repr)
 
 
 def add(session: Session, instance: object) -> None:
-    """Add an object and flush."""
     session.add(instance)
     session.flush()
 
@@ -139,7 +136,6 @@ HARMLESS: dict[str, Callable[[Session], object]] = {
 @on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in HARMLESS.items()])
 def test_what_writes_no_fenced_row_passes(engine: Engine, work: Callable[[Session], object]) -> None:
-    """Reading fenced tables and writing others needs no lease."""
     with Session(engine) as session:
         work(session)
 
@@ -251,7 +247,6 @@ def test_a_table_of_the_same_name_is_refused_in_any_schema(engine: Engine, schem
 
 @pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
 def test_text_for_update_is_no_write(engine: Engine) -> None:
-    """A locking read in text mentions UPDATE and writes nothing."""
     with engine.connect() as connection:
         assert connection.execute(text("SELECT id FROM re_orders\n FOR  UPDATE")).all() == [(1,), (2,)]
 
@@ -280,7 +275,6 @@ def test_bypass_is_explicit_and_complete(engine: Engine, level: str) -> None:
 
 @on_sqlite_alone
 def test_only_bypass_is_an_option(session: Session) -> None:
-    """A misspelt option is refused, not taken for either meaning."""
     with pytest.raises(ValueError, match="'bypass'"):
         session.execute(update(Order).values(status="x"), execution_options={"fencelock": "byepass"})
 
@@ -446,7 +440,6 @@ def test_who_shares_a_connection_is_rolled_back_to_its_savepoint(engine: Engine)
 
 
 def test_a_refused_executemany_rolls_back_its_transaction(session: Session, engine: Engine) -> None:
-    """One stale row among many takes the others back with it, in the unit of work."""
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(insert(orders), [{"id": n, "last_fencing_token": 5} for n in range(10, 700)])
         connection.execute(update(orders).where(orders.c.id == 650).values(last_fencing_token=MAX_TOKEN))
@@ -560,7 +553,6 @@ def test_the_fence_is_never_set_by_hand(session: Session) -> None:
 
 @on_sqlite_alone
 def test_untouched_objects_need_no_lease(engine: Engine) -> None:
-    """Setting an attribute to the value it has writes nothing, so it needs nothing."""
     with Session(engine) as session:
         order = session.get_one(Order, 1)
         order.status = order.status
@@ -654,8 +646,6 @@ def test_table_that_was_plain_is_known_as_soon_as_a_fenced_one_has_its_name(engi
 
 
 class Ticket(FencedModel, LateBase):
-    """Guarded by who works on it, if anybody does."""
-
     __tablename__ = "re_tickets"
     __fence_resource__ = "agent:{agent_id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)

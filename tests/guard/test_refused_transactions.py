@@ -70,8 +70,6 @@ class Base(DeclarativeBase):
 
 
 class Row(FencedModel, Base):
-    """Guarded as a whole table."""
-
     __tablename__ = "rt_rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -79,8 +77,6 @@ class Row(FencedModel, Base):
 
 
 class Note(Base):
-    """Not fenced: the other half of the work."""
-
     __tablename__ = "rt_notes"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
@@ -100,12 +96,10 @@ def engine(lasting_engine: Engine) -> Engine:
 
 
 def note(target: Any, number: int) -> None:
-    """Do some of the other half."""
     target.execute(insert(Note), {"id": number})
 
 
 def notes(engine: Engine) -> list[int]:
-    """Return what has been committed."""
     with engine.connect() as connection:
         return list(connection.scalars(select(Note.id).order_by(Note.id)))
 
@@ -129,7 +123,6 @@ PLAIN = "UPDATE rt_rows SET value = 1"
 
 
 def connection_of(target: Session | Connection) -> Connection:
-    """Return the connection."""
     return target.connection() if isinstance(target, Session) else target
 
 
@@ -172,13 +165,11 @@ class Holder:
         self._leases = CAUSES[kind]()
 
     def bound(self, target: Any) -> Any:
-        """Return a session or connection that has the leases."""
         if self._leases:
             bind(target, *self._leases)
         return target
 
     def refused(self, target: Any) -> None:
-        """Be refused."""
         with pytest.raises(self.kind) as caught:
             WAYS[self.way](target)
         assert type(caught.value) is self.kind
@@ -365,7 +356,6 @@ def in_a_block_of_a_connection(holder: Holder) -> None:
 
 
 def in_the_inner_savepoint_of_a_connection(holder: Holder) -> None:
-    """Only the innermost savepoint is lost."""
     with holder.engine.begin() as connection:
         note(holder.bound(connection), 1)
         outer = connection.begin_nested()
@@ -485,7 +475,6 @@ def test_a_lease_in_doubt(engine: Engine, door: Door, way: str) -> None:
 
 @pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)
 def test_a_session_with_several_databases_commits_none_of_them(engine: Engine, tmp_path: Any) -> None:
-    """A refusal in one of them is one in its transaction."""
     second = create_engine(f"sqlite:///{tmp_path}/second.sqlite")
     Base.metadata.create_all(second)
     holder = Holder(engine, StaleTokenError, "by key")
@@ -537,7 +526,6 @@ def test_a_trigger_refuses_no_less(engine: Engine) -> None:
 
 
 def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """Sessions and connections, savepoints too."""
 
     async def main(target: AsyncEngine, holder: Holder) -> None:
         async with AsyncSession(target) as session:
@@ -582,6 +570,5 @@ def test_a_session_that_is_thrown_away_keeps_no_connection(
 
 
 def checked_out(engine: Engine) -> int:
-    """Return how many connections are out of the pool."""
     assert isinstance(engine.pool, QueuePool)
     return engine.pool.checkedout()

@@ -47,8 +47,6 @@ class Base(DeclarativeBase):
 
 
 class Account(FencedModel, Base):
-    """In the leader, in the follower as it was before; or in one of two shards."""
-
     __tablename__ = "ro_accounts"
     __fence_resource__ = "account:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -57,8 +55,6 @@ class Account(FencedModel, Base):
 
 
 class Note(Base):
-    """Not fenced."""
-
     __tablename__ = "ro_notes"
     id: Mapped[int] = mapped_column(primary_key=True)
     account_id: Mapped[int] = mapped_column(ForeignKey("ro_accounts.id"))
@@ -80,7 +76,6 @@ def filled(engine: Engine, *identities: int, balance: int) -> Engine:
 
 @pytest.fixture
 def leader(tmp_path: Path) -> Iterator[Engine]:
-    """What is written to."""
     engine = filled(create_engine(f"sqlite:///{tmp_path}/leader.sqlite"), 1, balance=70)
     yield engine
     engine.dispose()
@@ -136,14 +131,12 @@ def test_a_claim_reads_where_it_has_claimed_or_is_refused(
     "how", [claim, lambda session, model, _, **more: claim_all(session, select(model), **more)[0]]
 )
 def test_a_claim_goes_and_reads_where_it_is_told_to(leader: Engine, follower: Engine, how: Any) -> None:
-    """Also where the session itself would choose another database."""
     with Session(follower) as session:
         bind(session, *LEASES)
         assert how(session, Account, 1, bind_arguments={"bind": leader}).balance == 70
 
 
 def test_gate_and_upsert_go_to_the_leader(leader: Engine, follower: Engine) -> None:
-    """As any other write does."""
     with routing(leader, follower)() as session:
         bind(session, LEASES[0])
         gate(session)
@@ -158,7 +151,6 @@ def test_gate_and_upsert_go_to_the_leader(leader: Engine, follower: Engine) -> N
 
 
 def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
-    """One that would refuse, as a standby does."""
     url = postgres.create_database()
     leader = filled(create_engine(url), 1, balance=70)
     options = {"options": "-c default_transaction_read_only=on"}
@@ -176,7 +168,6 @@ def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
 
 
 def test_for_coroutines(leader: Engine, follower: Engine) -> None:
-    """With the routing session behind an `AsyncSession`."""
 
     async def play() -> None:
         both = [
@@ -215,7 +206,6 @@ class TestShards:
 
     @pytest.fixture
     def session(self, shards: dict[str, Engine]) -> Iterator[Session]:
-        """A session over them."""
 
         def shard_of(number: int) -> str:
             return "odd" if number % 2 else "even"
@@ -263,7 +253,6 @@ class TestShards:
         assert session.get_one(Account, 1).balance == 3
 
     def test_what_cannot_be_told_is_asked_for(self, session: Session) -> None:
-        """Before anything is sent."""
         rows = [{"id": 1, "balance": 3}, {"id": 2, "balance": 3}]
         with pytest.raises(TypeError, match="shard_id"):
             claim_all(session, select(Account))

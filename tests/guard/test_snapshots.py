@@ -24,16 +24,12 @@ class Base(DeclarativeBase):
 
 
 class Room(FencedModel, Base):
-    """May be booked once."""
-
     __tablename__ = "snap_rooms"
     __fence_resource__ = "room:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 class Booking(Base):
-    """What is counted, and then inserted."""
-
     __tablename__ = "snap_bookings"
     id: Mapped[int] = mapped_column(primary_key=True)
     room: Mapped[int]
@@ -67,12 +63,10 @@ WAYS: dict[str, Callable[[Session], Any]] = {
 
 
 def booked(session: Session) -> int:
-    """Count the bookings."""
     return session.scalar(select(func.count()).select_from(Booking)) or 0
 
 
 def book(session: Session) -> None:
-    """Book the room unless somebody has."""
     if booked(session) == 0:
         session.add(Booking(room=1))
     session.commit()

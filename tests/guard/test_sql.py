@@ -60,8 +60,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Guarded row by row."""
-
     __tablename__ = "sq_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -100,7 +98,6 @@ def engine(lasting_engine: Engine) -> Engine:
 
 
 def order(engine: Engine, identity: int = 1) -> tuple[str, int]:
-    """Read an order's status and fence."""
     with engine.connect() as connection:
         columns = select(Order.status, Order.last_fencing_token).where(Order.id == identity)
         return tuple(connection.execute(columns).one())  # type: ignore[return-value]
@@ -125,7 +122,6 @@ THROUGH: dict[str, Callable[[scoped_session[Session]], Session | Connection | sc
 @on_sqlite_alone
 @pytest.mark.parametrize("through", THROUGH)
 def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
-    """execute_fenced writes with the token that it is given, and counts the rows."""
     scoped = scoped_session(sessionmaker(engine))
     try:
         assert execute_fenced(THROUGH[through](scoped), PAID, token=6).rowcount == 1
@@ -173,7 +169,6 @@ def test_coroutines_are_told_to_use_run_sync(
 
 @on_sqlite_alone
 def test_what_is_no_session_is_told_as_well(engine: Engine) -> None:
-    """An engine, for instance."""
     with pytest.raises(TypeError, match=r"execute_fenced takes a Session or a Connection, not Engine$"):
         execute_fenced(engine, PAID, token=6)  # type: ignore[arg-type]
 
@@ -192,7 +187,6 @@ def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:
 
 @on_sqlite_alone
 def test_a_missing_row_gives_rowcount_0(engine: Engine) -> None:
-    """A row that is not there is no error."""
     gone = fenced_delete(Order).where(Order.id == 9)
     with engine.begin() as connection:
         assert execute_fenced(connection, gone, token=6).rowcount == 0
@@ -201,7 +195,6 @@ def test_a_missing_row_gives_rowcount_0(engine: Engine) -> None:
 
 @on_sqlite_alone
 def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
-    """Without an explicit token the ordinary rules apply."""
     with Session(engine) as session:
         with pytest.raises(UnfencedWriteError):
             execute_fenced(session, PAID)
@@ -227,7 +220,6 @@ def test_parameters_execute_for_each(engine: Engine) -> None:
 
 @on_sqlite_alone
 def test_an_ordinary_statement_is_guarded_as_well(engine: Engine) -> None:
-    """execute_fenced takes any UPDATE, DELETE or INSERT of a fenced table."""
     with engine.begin() as connection:
         execute_fenced(connection, update(Order).where(Order.id == 1).values(status="x"), token=6)
         execute_fenced(connection, insert(Order).values(id=3, status="x"), token=6)
@@ -250,7 +242,6 @@ def test_a_statement_whose_token_is_missing_cannot_run(engine: Engine) -> None:
 @on_sqlite_alone
 @pytest.mark.parametrize("token", [0, -1, MAX_TOKEN + 1])
 def test_a_token_out_of_range_is_refused(engine: Engine, token: int) -> None:
-    """Only 1 … 2**63 - 1 are tokens."""
     with engine.connect() as connection, pytest.raises(ValueError, match="fencing token"):
         execute_fenced(connection, PAID, token=token)
     with pytest.raises(ValueError, match="fencing token"):
@@ -259,7 +250,6 @@ def test_a_token_out_of_range_is_refused(engine: Engine, token: int) -> None:
 
 @pytest.mark.parametrize("token", [True, "7", 7.0, None])
 def test_a_token_of_another_type_is_refused(token: Any) -> None:
-    """A token is an int, and True is none."""
     with pytest.raises(TypeError):
         conditional_delete("orders", {"id": 1}, token)
 
@@ -386,7 +376,6 @@ def test_names_that_need_quotes_are_refused(name: str) -> None:
     ],
 )
 def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
-    """Each mistake has its own sentence."""
     with pytest.raises(ValueError, match=message):
         conditional_update("t", *arguments)
 
@@ -413,7 +402,6 @@ def test_hostile_names_stay_names(tmp_path: Any) -> None:
 
 @on_sqlite_alone
 def test_text_in_values_is_data(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
-    """Values travel as parameters only."""
     bare, styles = cursor
     bare.execute(*conditional_update("sq_orders", {"status": "'; --%s"}, {"id": 1}, 6, styles[0]))
     bare.connection.commit()

@@ -21,8 +21,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """What is paid."""
-
     __tablename__ = "sq_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -36,7 +34,6 @@ def aengine(tmp_path: Path) -> AsyncEngine:
 
 
 def as_it_is(engine: AsyncEngine) -> AsyncEngine:
-    """Give the engine for coroutines."""
     return engine
 
 

@@ -17,8 +17,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Each row has a resource of its own."""
-
     __tablename__ = "tx_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -45,7 +43,6 @@ def engine(lasting_engine: Engine) -> Engine:
 
 
 def orders(engine: Engine) -> dict[int, tuple[str, int]]:
-    """Return what the database has."""
     with engine.connect() as connection:
         found = connection.execute(select(Order.id, Order.status, Order.last_fencing_token))
         return {number: (status, fence) for number, status, fence in found}
@@ -85,7 +82,6 @@ def test_text_writes_with_its_token(engine: Engine) -> None:
 def test_token_is_that_of_the_lease_that_is_held(
     engine: Engine, resource: str | None, row: dict[str, Any]
 ) -> None:
-    """Of the resource that is given, that the parameters name, or of the one that is held."""
     sql = UPDATED if "id" in row else UPDATED.replace(":id", ":number")
     statement = fenced_text(sql, Order, resource=resource)
     assert execute(engine, statement, row, leases=(Lease("order:1", 7),)) == 1
@@ -94,7 +90,6 @@ def test_token_is_that_of_the_lease_that_is_held(
 
 @on_sqlite_alone
 def test_lease_is_asked_for(engine: Engine) -> None:
-    """None is held, another one, or several that could be meant."""
     statement = fenced_text(UPDATED, Order)
     with pytest.raises(UnfencedWriteError, match=r"no lease is held.*fenced_lock\('order:1'\)"):
         execute(engine, statement, PAID)
@@ -123,7 +118,6 @@ def test_stale_text_is_told(engine: Engine) -> None:
 
 
 def test_each_execution_has_its_own_row_and_token(engine: Engine) -> None:
-    """The database compares each of them with the fence of its row."""
     leases = (Lease("order:1", 6), Lease("order:2", 4))
     rows = [{"id": 1, "status": "x"}, {"id": 2, "status": "y"}]
     with pytest.raises(StaleTokenError, match=r"tx_orders\(2,\)"):
@@ -151,7 +145,6 @@ def test_text_without_its_parameters_is_refused_when_it_is_made() -> None:
 
 @on_sqlite_alone
 def test_other_text_is_refused_whatever_it_looks_like(engine: Engine) -> None:
-    """The error shows the line to write."""
     for sql in (UPDATED, "UPDATE tx_orders SET status = 'x'"):
         given = {**PAID, "fencing_token": 9, "fencing_write_id": 9}
         row = {name: value for name, value in given.items() if f":{name}" in sql}

@@ -49,7 +49,6 @@ class Way(NamedTuple):
 
 
 def sql(name: str, *statements: str) -> Way:
-    """Return the way of one who sends these statements."""
 
     def act(_: Connection, cursor: Any) -> None:
         for statement in statements:
@@ -82,7 +81,6 @@ def with_token(kind: str, token: int) -> Act:
 
 
 def copy_rows(_: Connection, cursor: Any) -> None:
-    """Copy a row in."""
     with cursor.copy("COPY tt_orders (id, status) FROM STDIN") as copy:
         copy.write_row((2, "x"))
 
@@ -258,7 +256,6 @@ def outcome(engine: Engine, metadata: MetaData, way: Way) -> str:
 
 
 def contents(engine: Engine, orders: Table) -> list[tuple[Any, ...]]:
-    """Return all rows."""
     with engine.connect() as connection:
         return [tuple(row) for row in connection.execute(select(orders).order_by(orders.c.id))]
 

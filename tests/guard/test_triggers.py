@@ -56,8 +56,6 @@ class Base(DeclarativeBase):
 
 
 class Plain(FencedModel, Base):
-    """Its fence never goes down."""
-
     __tablename__ = "tr_plain"
     __fence_resource__ = "order:{id}"
     __fence_trigger__ = True
@@ -66,8 +64,6 @@ class Plain(FencedModel, Base):
 
 
 class Strict(FencedModel, Base):
-    """Each UPDATE changes its fence or its write id."""
-
     __tablename__ = "tr_strict"
     __fence_resource__ = "order:{id}"
     __fence_trigger__ = "strict"
@@ -76,8 +72,6 @@ class Strict(FencedModel, Base):
 
 
 class Untouched(FencedModel, Base):
-    """No trigger."""
-
     __tablename__ = "tr_none"
     __fence_resource__ = "order:1"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -125,7 +119,6 @@ def refusal(engine: Engine, *statements: str) -> str:
 
 
 def row(engine: Engine, model: type[Any]) -> tuple[str, int] | None:
-    """Return the status and the fence of row 1."""
     with engine.connect() as connection:
         found = connection.execute(select(model.status, model.last_fencing_token).where(model.id == 1))
         one = found.first()
@@ -257,7 +250,6 @@ ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "bac
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_names(shared_engine: Engine, name: str) -> None:
-    """Names are quoted, and long ones shortened, as each database wants it."""
     if shared_engine.dialect.name == "mariadb" and "\\" in name:
         pytest.skip("MariaDB's own files have no such names on every system")
     metadata = MetaData()
@@ -278,7 +270,6 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
 
 @pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
 def test_tables_of_another_schema(shared_engine: Engine) -> None:
-    """The trigger is where the table is."""
     schema = "tr_other"
     with shared_engine.begin() as connection:
         connection.execute(text(f"DROP SCHEMA IF EXISTS {schema}{cascade(shared_engine)}"))
@@ -326,7 +317,6 @@ def test_mock_engine_prints_the_triggers() -> None:
 
 
 def test_mistakes_are_refused_where_they_are_made() -> None:
-    """Another form, another database, what is no table."""
     with pytest.raises(ValueError, match="'Strict'"):
         fence_column(trigger="Strict")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="oracle"):
@@ -351,7 +341,6 @@ def session(engine: Engine) -> Iterator[Session]:
 
 
 def ids(engine: Engine) -> list[int]:
-    """Return the write ids of the rows."""
     with Session(engine) as session:
         return list(session.scalars(select(Plain.last_write_id).order_by(Plain.id)))
 
@@ -403,7 +392,6 @@ class TestWriteIds:
                 other.commit()
 
     def test_many_rows_get_ids_of_their_own(self, engine: Engine) -> None:
-        """One UPDATE of several rows."""
         raw(engine, "UPDATE tr_plain SET status = 'all'")
         first = ids(engine)
         assert len(set(first)) == 2

@@ -40,8 +40,6 @@ class Log(FencedModel, Base):
 
 
 class Counted(FencedModel, Base):
-    """The same with SQLAlchemy's version counter."""
-
     __tablename__ = "uh_counted"
     __fence_resource__ = "log"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -87,7 +85,6 @@ class Holder:
         return made
 
     def read(self, *, early: bool = False, claims: bool = False) -> None:
-        """Load the row, and keep it."""
         with self.session(early=early) as session:
             kept = claim(session, self._model, 1) if claims else session.get_one(self._model, 1)
             session.commit()

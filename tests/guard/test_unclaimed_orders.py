@@ -37,8 +37,6 @@ class Page(FencedModel, Base):
 
 
 class Counted(FencedModel, Base):
-    """With SQLAlchemy's own counter beside the fence."""
-
     __tablename__ = "eo_counted"
     __fence_resource__ = "page:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -158,7 +156,6 @@ def carry_out(
 
 
 def unclaimed(session: Session, model: Model, key: int) -> Page | Counted:
-    """Load without a claim."""
     return cast("Page | Counted", session.get_one(model, key))
 
 

@@ -30,8 +30,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Each row has a resource of its own."""
-
     __tablename__ = "up_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -40,8 +38,6 @@ class Order(FencedModel, Base):
 
 
 class Item(FencedModel, Base):
-    """Rows of an aggregate, whose resource is in no key."""
-
     __tablename__ = "up_items"
     __fence_resource__ = "order:{order_id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -51,8 +47,6 @@ class Item(FencedModel, Base):
 
 
 class Price(FencedModel, Base):
-    """One resource guards the table; the key is text."""
-
     __tablename__ = "up_prices"
     __fence_resource__ = "prices"
     sku: Mapped[str] = mapped_column(String(20), primary_key=True)
@@ -71,8 +65,6 @@ class Page(FencedModel, Base):
 
 
 class Thing(FencedModel, Base):
-    """A key that can be given in several ways, and two kinds of rows in one table."""
-
     __tablename__ = "up_things"
     __fence_resource__ = "things"
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "thing"}  # noqa: RUF012 - as SQLAlchemy has it
@@ -81,8 +73,6 @@ class Thing(FencedModel, Base):
 
 
 class Toy(Thing):
-    """Single-table inheritance."""
-
     __mapper_args__ = {"polymorphic_identity": "toy"}  # noqa: RUF012 - as SQLAlchemy has it
 
 
@@ -107,7 +97,6 @@ def session(engine: Engine) -> Iterator[Session]:
 
 
 def rows(engine: Engine, model: type[Any]) -> list[tuple[Any, ...]]:
-    """Return what the database has, by key."""
     with engine.connect() as connection:
         return [
             tuple(row)
@@ -278,7 +267,6 @@ def test_many_rows(session: Session, engine: Engine) -> None:
 
 @on_sqlite_alone
 def test_no_rows_are_no_work(session: Session) -> None:
-    """Not even a lease is needed."""
     upsert(session, Price, [])
 
 
@@ -298,7 +286,6 @@ def test_no_rows_are_no_work(session: Session) -> None:
 def test_rows_that_do_not_say_enough(
     session: Session, model: type[Any], given: list[dict[str, Any]], match: str
 ) -> None:
-    """A clear error, before anything is sent."""
     bind(session, Lease("order:1", 6))
     with pytest.raises(ValueError, match=match):
         upsert(session, model, given)
@@ -306,7 +293,6 @@ def test_rows_that_do_not_say_enough(
 
 @on_sqlite_alone
 def test_lease_is_needed(session: Session) -> None:
-    """None and the wrong one are two messages."""
     with pytest.raises(UnfencedWriteError, match="no lease"):
         upsert(session, Price, [{"sku": "pen", "cents": 1}])
     session.rollback()
@@ -362,7 +348,6 @@ def test_a_row_with_the_primary_key_of_another_is_an_error(session: Session, eng
 
 
 def test_with_nothing_to_set_a_row_is_made_or_kept(session: Session, engine: Engine) -> None:
-    """It is fenced all the same."""
     bind(session, Lease("order:1", 6))
     upsert(session, Order, [{"id": 1, "status": "new", "code": "B"}], set_={})
     session.commit()
@@ -384,7 +369,6 @@ def test_with_nothing_to_set_a_row_is_made_or_kept(session: Session, engine: Eng
     ],
 )
 def test_keys_and_changes_that_cannot_be(session: Session, options: dict[str, Any], match: str) -> None:
-    """A clear error, before anything is sent."""
     bind(session, Lease("page:/", 6))
     with pytest.raises(ValueError, match=match):
         upsert(session, Page, [{"path": "/"}], **options)
@@ -400,6 +384,5 @@ def test_text_does_not_cut_off_the_condition(session: Session) -> None:
 
 @on_sqlite_alone
 def test_what_has_no_fence_is_no_model_to_upsert(session: Session) -> None:
-    """The error says so."""
     with pytest.raises(TypeError, match="expected a mapped class"):
         upsert(session, str, [{"id": 1}])

@@ -34,18 +34,15 @@ from tests.guard.rows import InMemory
 
 
 def columns(fence: Column[int]) -> list[Column[Any]]:
-    """Return the columns of a fenced table."""
     key = Column("id", Integer, primary_key=True, autoincrement=False)
     return [key, Column("status", String(10)), fence, write_id_column()]
 
 
 def own_column() -> Column[int]:
-    """Return a column like the guard's, written by hand."""
     return Column("last_fencing_token", BigInteger, nullable=False, server_default="0")
 
 
 def with_table(fence: Column[int]) -> tuple[MetaData, Any]:
-    """Return a declarative model of a Core table."""
 
     class Base(DeclarativeBase):
         """Of this one."""
@@ -58,7 +55,6 @@ def with_table(fence: Column[int]) -> tuple[MetaData, Any]:
 
 
 def imperative(fence: Column[int]) -> tuple[MetaData, Any]:
-    """Return a class that is mapped imperatively."""
     mappers = registry()
 
     class Order:
@@ -104,7 +100,6 @@ def test_the_resource_counts(
 
 
 def test_a_reflected_table(in_memory: InMemory) -> None:
-    """As automap makes its models."""
     metadata, _ = with_table(fence_column())
     engine = in_memory(metadata)
     base: Any = automap_base()

@@ -53,7 +53,6 @@ def holder(engine: Engine) -> Session:
 
 
 def balance(engine: Engine) -> int:
-    """Return what was committed."""
     with Session(engine) as session:
         return session.get_one(Page, 1).balance
 
@@ -123,7 +122,6 @@ SCHEDULES = [
 def test_the_guard_refuses(
     database: Engine, schedule: Callable[[Engine], None], mutant: Callable[..., None]
 ) -> None:
-    """The addition of the other holder stays."""
     del mutant
     with pytest.raises(StaleReadError):
         schedule(database)
@@ -137,7 +135,6 @@ def test_the_mutant_loses_an_update(
     schedule: Callable[[Engine], None],
     mutant: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    """The last addition of the other holder is gone, without an error."""
     mutant(monkeypatch)
     schedule(database)
     additions = 1 if schedule is statement_follows else 2

@@ -108,7 +108,6 @@ def refer_and_pay(session: Session, row: Any) -> None:
 
 
 def delete_it(session: Session, row: Any) -> None:
-    """Delete the row."""
     session.delete(row)
 
 
@@ -184,7 +183,6 @@ def refreshed(*names: str) -> Load:
 
 
 def append_note(_session: Session, row: Any) -> None:
-    """Add to a deferred text."""
     row.note += "A"
 
 
@@ -200,7 +198,6 @@ def count_entries(_session: Session, row: Any) -> None:
 
 
 def add_entry(row: Any) -> None:
-    """Add to the collection."""
     row.entries.append(Entry(id=9))
 
 

@@ -114,7 +114,6 @@ def test_a_loop_that_begins_again_on_a_stale_token_is_right(engine: Engine) -> N
 
 
 def by_hand(session: Session, _row: object = None) -> Row:
-    """Make an object without a SELECT."""
     row = Row(id=1)
     make_transient_to_detached(row)
     session.add(row)
@@ -149,7 +148,6 @@ def test_values_that_are_computed_from_nothing_are_written(
 
 @pytest.mark.parametrize("written", [False, True])
 def test_objects_of_known_and_unknown_ids_are_one_statement(engine: Engine, *, written: bool) -> None:
-    """The unknown one passes, the known one is compared."""
     with holder(engine) as session:
         known, unknown = session.get_one(Row, 2), by_hand(session)
         session.commit()
@@ -169,7 +167,6 @@ def test_objects_of_known_and_unknown_ids_are_one_statement(engine: Engine, *, w
 @pytest.mark.parametrize("do", ["UPDATE", "DELETE"])
 @pytest.mark.parametrize("written", [True, False])
 def test_many_objects_are_one_statement(engine: Engine, do: str, *, written: bool) -> None:
-    """One old object among them is found."""
     fill_many(engine, 300)
     with holder(engine) as session:
         rows = session.scalars(select(Row).where(Row.id >= 10).order_by(Row.id)).all()
@@ -192,7 +189,6 @@ def test_many_objects_are_one_statement(engine: Engine, do: str, *, written: boo
 
 
 def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """One object and many, on each driver; a flush of many sends few statements, however it counts."""
     fill_many(engine, 99)
 
     async def play() -> None:
@@ -385,7 +381,6 @@ class TestStatementsThatSayIt:
     @pytest.mark.parametrize("named", [True, False], ids=["by key", "by criteria"])
     @pytest.mark.parametrize("make", ["update", "delete"])
     def test_refuses_what_came_since(self, engine: Engine, make: str, *, named: bool) -> None:
-        """And writes what has this id."""
         which = Row.id == 1 if named else Row.status == "new"
 
         def statement(loaded: int) -> Any:
@@ -409,7 +404,6 @@ class TestStatementsThatSayIt:
             connection.commit()
 
     def test_takes_one_for_each_row(self, engine: Engine) -> None:
-        """As a parameter of its own."""
         statement = fenced_update(Row, loaded=bindparam("seen")).where(Row.id == bindparam("key"))
         with engine.connect() as connection:
             read = connection.execute(select(Row.id.label("key"), Row.last_write_id.label("seen")))
@@ -422,6 +416,5 @@ class TestStatementsThatSayIt:
 
     @pytest.mark.parametrize("loaded", [-1, 2**53, "5", 1.5])
     def test_refuses_what_is_no_id(self, loaded: Any) -> None:
-        """Before there is a statement."""
         with pytest.raises((ValueError, TypeError), match="write id"):
             fenced_update(Row, loaded=loaded)

@@ -113,7 +113,6 @@ def populate(statement: Any) -> Step:
 
 
 def roll_back(session: Session, row: Any) -> None:
-    """Write the object in vain."""
     row.balance -= 1
     session.rollback()
 
@@ -127,12 +126,10 @@ def insert_again(row: Any) -> None:
 
 
 def delete_row(row: Any) -> None:
-    """Delete the row."""
     inspect(row).session.delete(row)
 
 
 def take_and_say(row: Any) -> None:
-    """Change another column, too."""
     take(row)
     row.status = "other"
 
@@ -231,7 +228,6 @@ def with_own_write(session: Session, row: Any) -> None:
 
 
 def from_extra(_session: Session, row: Any) -> None:
-    """Compute from the subclass's column."""
     row.extra -= 30
 
 
@@ -241,7 +237,6 @@ def from_pair(_session: Session, row: Any) -> None:
 
 
 def add_entry(row: Any) -> None:
-    """Add to the collection."""
     row.entries.append(Entry(id=9))
 
 
@@ -375,7 +370,6 @@ def widen(row: Any) -> None:
 @pytest.mark.parametrize("key", [1, 2], ids=["base", "joined"])
 @pytest.mark.parametrize("way", RENEWING)
 def test_composites_and_collections_are_as_new_as_the_id(engine: Engine, way: str, key: int) -> None:
-    """However the row is loaded again."""
     with Session(engine, expire_on_commit=False) as session:
         row = whole(key)(session)
         assert (row.z, row.deep.y) == (1, 1)

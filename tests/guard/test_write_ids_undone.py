@@ -58,7 +58,6 @@ UNDOING: dict[str, Callable[[Session, Any], object]] = {
 
 
 def written(session: Session) -> Row:
-    """Write a row."""
     row = session.get_one(Row, 1)
     row.balance -= 30
     session.flush()
@@ -155,7 +154,6 @@ def test_a_write_in_a_transaction_of_another_that_is_undone(engine: Engine) -> N
 
 @on_sqlite_alone
 def test_an_insert_that_was_undone(engine: Engine) -> None:
-    """A second INSERT makes another row."""
     with holder(engine, OTHER) as session:
         row = Row(id=9)
         session.add(row)

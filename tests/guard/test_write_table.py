@@ -49,12 +49,10 @@ class Way(NamedTuple):
 
 
 def upsert_again(session: Session) -> None:
-    """Update by `upsert`."""
     upsert(session, guarded.Order, [{"id": 1, "status": "paid"}])
 
 
 def upsert_anew(session: Session) -> None:
-    """Insert by `upsert`."""
     upsert(session, guarded.Point, [{"id": 2, "x": 1}])
 
 
@@ -169,7 +167,6 @@ async def every_outcome(seeding: Engine, run: Run) -> list[Outcomes]:
 
 
 async def blocking(seeding: Engine, url: URL) -> list[Outcomes]:
-    """Take them with sessions that block."""
     engine = create_engine(url)
 
     async def run(way: Way, token: int | None) -> str:
@@ -183,7 +180,6 @@ async def blocking(seeding: Engine, url: URL) -> list[Outcomes]:
 
 
 async def awaiting(seeding: Engine, url: URL) -> list[Outcomes]:
-    """Take them with sessions for asyncio."""
     engine = create_async_engine(url)
 
     async def run(way: Way, token: int | None) -> str:

@@ -36,8 +36,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """Guarded as a whole table."""
-
     __tablename__ = "re_orders"
     __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -47,8 +45,6 @@ class Order(FencedModel, Base):
 
 
 class Gift(Order):
-    """Joined to it."""
-
     __tablename__ = "re_gifts"
     id: Mapped[int] = mapped_column(ForeignKey("re_orders.id"), primary_key=True)
     ribbon: Mapped[str] = mapped_column(String(20), default="none")
@@ -56,8 +52,6 @@ class Gift(Order):
 
 
 class Free(Base):
-    """Not fenced."""
-
     __tablename__ = "re_free"
     id: Mapped[int] = mapped_column(primary_key=True)
     note: Mapped[str] = mapped_column(String(20), default="none")

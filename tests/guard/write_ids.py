@@ -36,20 +36,14 @@ WRITTEN, MIXED, DELETED = "was written since", "is of two versions", "was delete
 
 
 class Base(DeclarativeBase):
-    """The models of this file."""
-
     type_annotation_map = {str: String(20)}  # noqa: RUF012  SQLAlchemy's declaration
 
 
 class Fenced(FencedModel):
-    """One lease guards them all."""
-
     __fence_resource__ = "rows"
 
 
 class Row(Fenced, Base):
-    """Columns alone, one of them deferred."""
-
     __tablename__ = "wi_rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
@@ -58,8 +52,6 @@ class Row(Fenced, Base):
 
 
 class Twin(Fenced, Base):
-    """A second class for the same rows."""
-
     __table__ = Row.__table__
 
 
@@ -72,15 +64,11 @@ def on_update(_mapper: object, _connection: object, twin: Any) -> None:
 
 
 class Refreshed(Fenced, Base):
-    """A third, which every query loads again."""
-
     __table__ = Row.__table__
     __mapper_args__ = {"always_refresh": True}  # noqa: RUF012
 
 
 class Deferred(Fenced, Base):
-    """Says that the fence is loaded when it is asked for."""
-
     __tablename__ = "wi_deferred"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
@@ -95,8 +83,6 @@ class DeferredByOption(Base):
 
 
 class DeferredId(Base):
-    """Says so of the write id."""
-
     __table__ = Deferred.__table__
     last_write_id = deferred(Deferred.__table__.c.last_write_id)
 
@@ -116,8 +102,6 @@ registry(metadata=Base.metadata).map_imperatively(
 
 
 class Versioned(Fenced, Base):
-    """With SQLAlchemy's own counter beside the write id."""
-
     __tablename__ = "wi_versioned"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
@@ -126,8 +110,6 @@ class Versioned(Fenced, Base):
 
 
 class Line(Fenced, Base):
-    """The rows of a list, which their places name."""
-
     __tablename__ = "wi_lines"
     listed: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     place: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -135,23 +117,17 @@ class Line(Fenced, Base):
 
 
 class Numbered(Fenced, Base):
-    """The database gives its key."""
-
     __tablename__ = "wi_numbered"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
 class Animal(Fenced, Base):
-    """The base of a hierarchy with a table for each class."""
-
     __tablename__ = "wi_animals"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
 
 
 class Dog(Animal):
-    """Has the other table."""
-
     __tablename__ = "wi_dogs"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
@@ -170,8 +146,6 @@ class Staff(Base):
 
 
 class Engineer(Fenced, Staff):
-    """The first that is fenced."""
-
     __tablename__ = "wi_engineers"
     id: Mapped[int] = mapped_column(ForeignKey(Staff.id), primary_key=True)
     balance: Mapped[int] = mapped_column(default=100)
@@ -179,8 +153,6 @@ class Engineer(Fenced, Staff):
 
 
 class Manager(Fenced, Staff):
-    """The second, whose key has another name than its parent's."""
-
     __tablename__ = "wi_managers"
     staff_id: Mapped[int] = mapped_column(ForeignKey(Staff.id), primary_key=True)
     balance: Mapped[int] = mapped_column(default=100)
@@ -196,23 +168,17 @@ links = Table(
 
 
 class Tag(Base):
-    """Not fenced."""
-
     __tablename__ = "wi_tags"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 @dataclass
 class Pair:
-    """Two columns as one value."""
-
     x: int
     y: int
 
 
 class Account(Fenced, Base):
-    """With composites, relationships of several kinds, and subclasses."""
-
     __tablename__ = "wi_accounts"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[int] = mapped_column(default=0)
@@ -248,8 +214,6 @@ class Entry(Base):
 
 
 class Joined(Account):
-    """Has another table, and a collection."""
-
     __tablename__ = "wi_joined"
     id: Mapped[int] = mapped_column(ForeignKey(Account.id), primary_key=True)
     extra: Mapped[int] = mapped_column(default=100)
@@ -266,8 +230,6 @@ class Single(Account):
 
 
 class Note(Base):
-    """Not fenced."""
-
     __tablename__ = "wi_notes"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     joined_id: Mapped[int | None] = mapped_column(ForeignKey(Joined.id))
@@ -341,7 +303,6 @@ def change(
 
 
 def stored(engine: Engine, model: type[Any] = Row, key: int = 1) -> int:
-    """Return the balance that was committed."""
     with Session(engine) as session:
         return int(session.get_one(model, key).balance)
 
@@ -350,7 +311,6 @@ def stored(engine: Engine, model: type[Any] = Row, key: int = 1) -> int:
 def refused(
     engine: Engine, match: str = WRITTEN, current: int | None = OTHER
 ) -> Iterator[pytest.ExceptionInfo[StaleReadError]]:
-    """Expect a `StaleReadError`, and nothing written."""
     before = contents(engine, Base.metadata)
     with pytest.raises(StaleReadError, match=match) as caught:
         yield caught
@@ -360,7 +320,6 @@ def refused(
 
 @contextmanager
 def statements(engine: Engine) -> Iterator[list[str]]:
-    """Collect the statements that are sent."""
     sent: list[str] = []
 
     def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
@@ -376,7 +335,6 @@ Step: TypeAlias = Callable[[Session, Any], Any]
 
 
 def get(model: type[Any] = Row, key: Any = 1, *options: Any, **given: Any) -> Load:
-    """Load an object by its key."""
     return lambda session: session.get_one(model, key, options=options, **given)
 
 
@@ -412,17 +370,14 @@ def query(statement: Any) -> Load:
 
 
 def pay(_session: Session, row: Any) -> None:
-    """Take 30 from the balance."""
     row.balance -= 30
 
 
 def setting(name: str, value: object) -> Step:
-    """Assign a value."""
     return lambda _session, row: setattr(row, name, value)
 
 
 def adding(name: str, made: Callable[[], Any]) -> Step:
-    """Add to a collection."""
     return lambda _session, row: getattr(row, name).append(made())
 
 

@@ -54,8 +54,6 @@ class Base(DeclarativeBase):
 
 
 class DataclassBase(MappedAsDataclass, DeclarativeBase):
-    """The same, for dataclasses."""
-
     metadata = Base.metadata
 
 
@@ -68,15 +66,11 @@ labels = Table(
 
 
 class Tag(Base):
-    """Not fenced; linked to orders."""
-
     __tablename__ = "wp_tags"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
 class Item(Base):
-    """Not fenced; in the collection of an order."""
-
     __tablename__ = "wp_items"
     id: Mapped[int] = mapped_column(primary_key=True)
     order_id: Mapped[int | None] = mapped_column(ForeignKey("wp_orders.id"))
@@ -84,8 +78,6 @@ class Item(Base):
 
 
 class Order(FencedModel, Base):
-    """Guarded row by row."""
-
     __tablename__ = "wp_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -101,8 +93,6 @@ class Order(FencedModel, Base):
 
 
 class Employee(FencedModel, Base):
-    """Guarded as a whole table; the base of joined and single-table inheritance."""
-
     __tablename__ = "wp_employees"
     __fence_resource__ = "order:1"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -112,8 +102,6 @@ class Employee(FencedModel, Base):
 
 
 class Engineer(Employee):
-    """Joined inheritance: the fence is in the base table."""
-
     __tablename__ = "wp_engineers"
     id: Mapped[int] = mapped_column(ForeignKey("wp_employees.id"), primary_key=True)
     tool: Mapped[str] = mapped_column(String(20))
@@ -121,15 +109,11 @@ class Engineer(Employee):
 
 
 class Manager(Employee):
-    """Single-table inheritance."""
-
     office: Mapped[str | None] = mapped_column(String(20))
     __mapper_args__ = {"polymorphic_identity": "manager"}  # noqa: RUF012
 
 
 class Place(FencedModel, Base):
-    """A composite key, of which the resource is made, and nothing generated."""
-
     __tablename__ = "wp_places"
     __fence_resource__ = "order:{row}"
     row: Mapped[int] = mapped_column(primary_key=True)
@@ -138,8 +122,6 @@ class Place(FencedModel, Base):
 
 
 class Point(FencedDataclassModel, DataclassBase):
-    """A dataclass."""
-
     __tablename__ = "wp_points"
     __fence_resource__ = "order:1"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -147,8 +129,6 @@ class Point(FencedDataclassModel, DataclassBase):
 
 
 class Box(FencedModel):
-    """Mapped imperatively."""
-
     __fence_resource__ = "order:1"
 
     def __init__(self, id: int, size: int) -> None:  # noqa: A002  as the column is called
@@ -172,7 +152,6 @@ engineers: Table = Engineer.__table__  # type: ignore[assignment]
 
 
 def seed(engine: Engine) -> None:
-    """Make one row of each table, all with the same fence."""
     fence = {"last_fencing_token": FENCE}
     with engine.begin() as connection:
         execute_fenced(connection, fenced_update(orders).values(first_item_id=None), token=MAX_TOKEN)
@@ -193,14 +172,12 @@ def seed(engine: Engine) -> None:
 
 
 def get(session: Session, model: type[Any], identity: Any = 1) -> Any:
-    """Return an object that the session keeps."""
     found = session.get_one(model, identity)
     session.info.setdefault("kept", []).append(found)
     return found
 
 
 def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Callable[[Session], object]:
-    """Return the unit of work's plain update."""
 
     def write(session: Session) -> None:
         setattr(get(session, model, identity), attribute, value)
@@ -210,7 +187,6 @@ def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> 
 
 
 def deleting(model: type[Any], identity: Any = 1) -> Callable[[Session], object]:
-    """Return the unit of work's plain delete."""
 
     def write(session: Session) -> None:
         session.delete(get(session, model, identity))
@@ -220,84 +196,71 @@ def deleting(model: type[Any], identity: Any = 1) -> Callable[[Session], object]
 
 
 def merge(session: Session) -> None:
-    """Merge a detached object that brings an old fence along."""
     session.merge(Order(id=1, status="paid", last_fencing_token=3))
     session.flush()
 
 
 def change_primary_key(session: Session) -> None:
-    """Move a row to another key."""
     get(session, Employee).id = 77
     session.flush()
 
 
 def switch_row(session: Session) -> None:
-    """Delete and add the same key in one flush."""
     session.delete(get(session, Employee))
     session.add(Employee(id=1, name="switched"))
     session.flush()
 
 
 def update_after_the_fact(session: Session) -> None:
-    """Set a post_update relationship."""
     get(session, Order).first_item = get(session, Item)
     session.flush()
 
 
 def link(session: Session) -> None:
-    """Add to a many-to-many collection."""
     order = get(session, Order)
     order.tags.append(get(session, Tag, 2))
     session.flush()
 
 
 def unlink(session: Session) -> None:
-    """Empty a many-to-many collection."""
     order = get(session, Order)
     order.tags.clear()
     session.flush()
 
 
 def link_unloaded(session: Session) -> None:
-    """Add to a write-only collection."""
     order = get(session, Order)
     order.later_tags.add(get(session, Tag, 2))
     session.flush()
 
 
 def link_by_query(session: Session) -> None:
-    """Add to a dynamic collection."""
     order = get(session, Order)
     order.tags_by_query.append(get(session, Tag, 2))
     session.flush()
 
 
 def append_to_collection(session: Session) -> None:
-    """Add to a one-to-many collection."""
     order = get(session, Order)
     order.items.append(get(session, Item, 2))
     session.flush()
 
 
 def append_from_the_other_side(session: Session) -> None:
-    """Add to a collection that is not loaded."""
     get(session, Item, 2).order = get(session, Order)
     session.flush()
 
 
 def set_by_expression(session: Session) -> None:
-    """Assign a SQL expression."""
     get(session, Employee).name = Employee.name + "!"
     session.flush()
 
 
 def bulk_update_mappings(session: Session) -> None:
-    """Update without the unit of work, by mappings."""
     session.bulk_update_mappings(Order, [{"id": 1, "status": "paid"}])
 
 
 def bulk_save_objects(session: Session) -> None:
-    """Update without the unit of work, by objects that the session is not to flush once more."""
     order = get(session, Order)
     session.expunge(order)
     order.status = "paid"
@@ -305,63 +268,52 @@ def bulk_save_objects(session: Session) -> None:
 
 
 def update_where(session: Session) -> None:
-    """Update by key."""
     session.execute(update(Order).where(Order.id == 1).values(status="paid"))
 
 
 def update_with_more_criteria(session: Session) -> None:
-    """Update by key and more."""
     paid = update(Order).where((Order.id == 1) & Order.status.in_(["new", "old"])).values(status="paid")
     session.execute(paid)
 
 
 def update_many_rows(session: Session) -> None:
-    """Update whatever matches."""
     session.execute(update(Employee).where(Employee.name == "new").values(name="old"))
 
 
 def update_by_key_list(session: Session) -> None:
-    """Update by a list of keys."""
     session.execute(update(Order), [{"id": 1, "status": "paid"}])
 
 
 def update_query(session: Session) -> None:
-    """Update the legacy way."""
     session.query(Order).filter(Order.id == 1).update({"status": "paid"})
 
 
 def update_alias(session: Session) -> None:
-    """Update through an alias."""
     other = aliased(Order)
     statement = update(other).where(other.id == 1).values(status="paid")
     session.execute(statement, execution_options={"synchronize_session": False})
 
 
 def update_in_order(session: Session) -> None:
-    """Update with the order of SET given."""
     session.execute(update(orders).where(orders.c.id == 1).ordered_values((orders.c.status, "paid")))
 
 
 def update_from(session: Session) -> None:
-    """Update with a second table."""
     statement = update(Order).where(Order.id == 1, Item.order_id == Order.id).values(status="paid")
     session.execute(statement, execution_options={"synchronize_session": False})
 
 
 def update_from_subquery(session: Session) -> None:
-    """Update with a correlated subquery."""
     has_items = select(Item.id).where(Item.order_id == Order.id).exists()
     statement = update(Order).where(Order.id == 1, has_items).values(status="paid")
     session.execute(statement, execution_options={"synchronize_session": False})
 
 
 def core_update(session: Session) -> None:
-    """Update on the session's connection."""
     session.connection().execute(update(orders).where(orders.c.id == 1).values(status="paid"))
 
 
 def core_executemany(session: Session) -> None:
-    """Update many, one of which is not there."""
     places: Table = Place.__table__  # type: ignore[assignment]
     statement = update(places).where(places.c.row == bindparam("r"), places.c.seat == bindparam("s"))
     session.connection().execute(
@@ -370,27 +322,22 @@ def core_executemany(session: Session) -> None:
 
 
 def core_fenced_update(session: Session) -> None:
-    """Update with the fenced construct."""
     execute_fenced(session, fenced_update(Order).where(Order.id == 1).values(status="paid"))
 
 
 def core_fenced_delete(session: Session) -> None:
-    """Delete with the fenced construct."""
     execute_fenced(session.connection(), fenced_delete(boxes).where(boxes.c.id == 1))
 
 
 def delete_where(session: Session) -> None:
-    """Delete by key."""
     session.execute(delete(Point).where(Point.id == 1))
 
 
 def delete_many_rows(session: Session) -> None:
-    """Delete whatever matches."""
     session.execute(delete(Box).where(boxes.c.size == 0))
 
 
 def delete_query(session: Session) -> None:
-    """Delete the legacy way."""
     session.query(Place).filter(Place.row == 1).delete()
 
 
@@ -457,6 +404,5 @@ INSERTS: dict[str, Callable[[Session], object]] = {
 
 
 def add(session: Session, *objects: object) -> None:
-    """Add objects and flush."""
     session.add_all(objects)
     session.flush()
