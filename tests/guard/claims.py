@@ -7,12 +7,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from sqlalchemy import Engine, ForeignKey, String, event, insert, select
+from sqlalchemy import Engine, ForeignKey, String, event, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 
-from fencelock.guard import FencedModel, begin_immediate, bind, fence_table
-from fencelock.lease import Lease
-from tests.guard.rows import empty
+from fencelock import FencedModel, Lease, begin_immediate, bind, fence_table
+from tests.guard.rows import refill
 
 OLD, NEW = 1, 2
 """The tokens of the older and the newer holder."""
@@ -118,33 +117,22 @@ class Cat(Animal):
 
 fences = fence_table(Base.metadata)
 MODELS: list[type[Any]] = [Account, Triggered, Strict, Task, Eager, Computed, Cat]
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "cl_accounts": [{"id": 1}],
-    "cl_notes": [{"id": 1, "account_id": 1, "text": "first"}],
-    "cl_triggered": [{"id": 1}],
-    "cl_strict": [{"id": 1}],
-    "cl_tasks": [{"id": 1, "queue": "a"}, {"id": 2, "queue": "b"}, {"id": 3, "queue": "a"}],
-    "cl_seats": [{"row": 1, "letter": "a"}, {"row": 1, "letter": "b"}],
-    "cl_eager": [{"id": 1}],
-    "cl_computed": [{"id": 1}],
-    "cl_animals": [{"id": 1, "kind": "cat"}],
-    "cl_cats": [{"id": 1}],
+ROWS: dict[Any, list[dict[str, Any]]] = {
+    Account: [{"id": 1}],
+    Note: [{"id": 1, "account_id": 1, "text": "first"}],
+    Triggered: [{"id": 1}],
+    Strict: [{"id": 1}],
+    Task: [{"id": 1, "queue": "a"}, {"id": 2, "queue": "b"}, {"id": 3, "queue": "a"}],
+    Seat: [{"row": 1, "letter": "a"}, {"row": 1, "letter": "b"}],
+    Eager: [{"id": 1}],
+    Computed: [{"id": 1}],
+    Animal: [{"id": 1, "kind": "cat"}],
+    Cat: [{"id": 1}],
 }
 
 
 def fill(engine: Engine) -> Engine:
-    """Have a database contain ROWS and nothing else."""
-    with engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        for name, rows in ROWS.items():
-            table = Base.metadata.tables[name]
-            connection.execute(insert(table), [row | _write_id(table) for row in rows])
-    return engine
-
-
-def _write_id(table: Any) -> dict[str, int]:
-    return {"last_write_id": 7} if "last_write_id" in table.c else {}
+    return refill(engine, Base.metadata, ROWS)
 
 
 def leases(token: int) -> tuple[Lease, ...]:

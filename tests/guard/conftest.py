@@ -8,11 +8,13 @@ from contextlib import ExitStack
 
 import pytest
 from sqlalchemy import Engine, MetaData, NullPool, create_engine, make_url, text
+from sqlalchemy.orm import Session
 
 from proof.servers import Postgres
 from proof.servers.galera import Galera
 from tests.conftest import galera_with_leases
-from tests.guard.rows import InMemory
+from tests.guard import claims
+from tests.guard.rows import InMemory, holding, refill
 
 
 @pytest.fixture(scope="session")
@@ -50,10 +52,20 @@ def _mariadb(server_url: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def _tables(request: pytest.FixtureRequest, shared_url: str) -> None:
-    """The tables of the test module's `Base` have been made."""
+def metadata(request: pytest.FixtureRequest) -> MetaData:
+    """The tables of the test module's models, of which the first is `Base` where the module has one."""
+    return next(
+        each.metadata
+        for each in vars(request.module).values()
+        if isinstance(each, type) and isinstance(getattr(each, "metadata", None), MetaData)
+    )
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str, metadata: MetaData) -> None:
+    """The tables have been made."""
     engine = create_engine(shared_url)
-    request.module.Base.metadata.create_all(engine)
+    metadata.create_all(engine)
     engine.dispose()
 
 
@@ -74,6 +86,24 @@ def lasting_engine(shared_url: str, _tables: None) -> Iterator[Engine]:
 
 
 @pytest.fixture
+def engine(request: pytest.FixtureRequest, lasting_engine: Engine, metadata: MetaData) -> Engine:
+    """An engine on the rows of the test module's ROWS, which may be a function that fills the database.
+
+    Its listeners end with the test.
+    """
+    facade, rows = lasting_engine.execution_options(), request.module.ROWS
+    filled: Engine = rows(facade) if callable(rows) else refill(facade, metadata, rows)
+    return filled
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Session]:
+    """A session that holds the leases of the test module's HELD, if there are any."""
+    with holding(engine, *getattr(request.module, "HELD", ())) as made:
+        yield made
+
+
+@pytest.fixture
 def in_memory() -> Iterator[InMemory]:
     """A maker of engines, each on a new SQLite database with the tables that it is given."""
     with ExitStack() as stack:
@@ -85,3 +115,17 @@ def in_memory() -> Iterator[InMemory]:
             return engine
 
         yield make
+
+
+@pytest.fixture
+def old(engine: Engine) -> Iterator[Session]:
+    """The session of the older holder of the account of `claims`."""
+    with claims.holder(engine, claims.OLD) as made:
+        yield made
+
+
+@pytest.fixture
+def new(engine: Engine) -> Iterator[Session]:
+    """The session of the newer holder."""
+    with claims.holder(engine, claims.NEW) as made:
+        yield made

@@ -1,16 +1,25 @@
-"""Rows of the guard's tests: how to be rid of them, whatever guards them."""
+"""Rows of the guard's tests, and who writes them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import Connection, Engine, MetaData, delete, select
+from sqlalchemy import Connection, Engine, MetaData, Table, delete, insert, select
+from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.orm import Session
 
-from fencelock.guard import execute_fenced, fenced_delete
+from fencelock import Lease, bind, execute_fenced, fenced_delete
 from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.tokens import MAX_TOKEN
+
+#: A maker of engines, each on a new SQLite database: the fixture `in_memory`.
+InMemory: TypeAlias = Callable[[MetaData], Engine]
+#: For what Python decides before a database hears of it.
+on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)
 
 
 def empty(connection: Connection, metadata: MetaData) -> None:
@@ -22,15 +31,48 @@ def empty(connection: Connection, metadata: MetaData) -> None:
             connection.execute(delete(table), execution_options={"fencelock": "bypass"})
 
 
+def bypassed(engine: Engine) -> AbstractContextManager[Connection]:
+    """Begin a transaction around the guard, for what a test finds there."""
+    return engine.execution_options(fencelock="bypass").begin()
+
+
+def refill(engine: Engine, metadata: MetaData, rows: Mapping[Any, Any]) -> Engine:
+    """Have a database contain these rows, by model or table, and nothing else."""
+    with bypassed(engine) as connection:
+        for table in reversed(metadata.sorted_tables):
+            connection.execute(delete(table))
+        for target, given in rows.items():
+            connection.execute(insert(target if isinstance(target, Table) else target.__table__), given)
+    return engine
+
+
+def holding(target: Engine | Connection, *leases: Lease, **options: Any) -> Session:
+    """Return a session that is bound to leases."""
+    session = Session(target, **options)
+    bind(session, *leases)
+    return session
+
+
+def awaiting(
+    engine: AsyncEngine, work: Callable[[AsyncSession], Awaitable[None]], *leases: Lease, **options: Any
+) -> None:
+    """Run a coroutine with a session of asyncio that is bound to leases, and dispose of the engine."""
+
+    async def main() -> None:
+        try:
+            async with AsyncSession(engine, **options) as session:
+                bind(session, *leases)
+                await work(session)
+        finally:
+            await engine.dispose()
+
+    asyncio.run(main())
+
+
 def contents(engine: Engine, metadata: MetaData) -> dict[str, list[tuple[Any, ...]]]:
+    """Return every row of every table."""
     with engine.connect() as connection:
         return {
             table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
             for table in metadata.sorted_tables
         }
-
-
-#: A maker of engines, each on a new SQLite database: the fixture `in_memory`.
-InMemory: TypeAlias = Callable[[MetaData], Engine]
-#: For what Python decides before a database hears of it.
-on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)

@@ -4,20 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, insert, select, text, update
+from sqlalchemy import Engine, ForeignKey, String, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 import fencelock
-from fencelock.errors import StaleReadError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim
-from fencelock.lease import Lease
-from tests.guard.rows import empty
+from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind, claim
+from tests.guard.rows import holding
 
 BYPASS = {"fencelock": "bypass"}
 REPAIR = "UPDATE by_orders SET status = 'repaired' WHERE id = 1"
@@ -50,28 +48,13 @@ class Report(Document):
     pages: Mapped[int] = mapped_column(default=0)
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on an order whose fence is 9."""
-    with shared_engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Order), {"id": 1, "last_fencing_token": 9})
-    return shared_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session of a stale holder."""
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 5))
-        yield session
+ROWS = {Order: [{"id": 1, "last_fencing_token": 9}]}
+HELD = [Lease("order:1", 5)]
 
 
 def test_update_past_the_guard_leaves_loaded_objects_as_old_as_they_are(engine: Engine) -> None:
     """It changes no write id, so what was loaded before it can be written."""
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 10))
+    with holding(engine, Lease("order:1", 10)) as session:
         order = session.get_one(Order, 1)
         session.execute(
             update(Order).where(Order.id == 1).values(status="repaired"), execution_options=BYPASS
@@ -85,12 +68,10 @@ def test_update_past_the_guard_leaves_loaded_objects_as_old_as_they_are(engine: 
 @pytest.mark.parametrize("after", ["nothing", "an UPDATE that moves the id"])
 def test_update_of_a_sub_table_past_the_guard_moves_no_id(engine: Engine, after: str) -> None:
     """The id is in the other table, so the object that follows the statement keeps its own."""
-    with Session(engine) as session:
-        bind(session, Lease("document:1", 10))
+    with holding(engine, Lease("document:1", 10)) as session:
         session.add(Report(id=1))
         session.commit()
-    with Session(engine) as session:
-        bind(session, Lease("document:1", 10))
+    with holding(engine, Lease("document:1", 10)) as session:
         report = session.get_one(Report, 1)
         if after != "nothing":
             session.execute(update(Document).where(Document.id == 1).values(title="drawn up"))

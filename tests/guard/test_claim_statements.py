@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,55 +12,21 @@ from sqlalchemy.exc import NoResultFound
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, with_loader_criteria
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    bind,
-    claim,
-    claim_all,
-    claim_all_async,
-    claim_async,
-    execute_fenced,
-    fenced_update,
-    gate_async,
-)
-from fencelock.lease import Lease
-from tests.guard.claims import (
-    MODELS,
-    NEW,
-    OLD,
-    Account,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    Cat,
-    Computed,
-    Eager,
-    Note,
-    Seat,
-    Task,
-    fill,
-    holder,
-    leases,
-    statements,
-)
+import fencelock
+from fencelock import Lease, StaleTokenError, bind, claim, claim_all, claim_all_async, claim_async, gate_async
+from tests.guard import claims
+from tests.guard.claims import MODELS, NEW, OLD, Account, Cat, Eager, Note, Seat, Task, statements
+from tests.guard.rows import bypassed, holding
 
 ONE, TWO = ["UPDATE"], ["UPDATE", "SELECT"]
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on one row of each model, and a few more."""
-    return fill(shared_engine)
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session of the newer holder."""
-    with holder(engine) as made:
-        yield made
+ROWS, HELD = claims.ROWS, claims.leases(NEW)
 
 
 def at_once(engine: Engine, model: type[Any] = Account) -> list[str]:
     shows_all = engine.dialect.name in {"postgresql", "sqlite"}
-    return ONE if shows_all and model not in (Eager, Computed, Cat) else TWO
+    return ONE if shows_all and model not in (Eager, claims.Computed, Cat) else TWO
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -117,15 +83,16 @@ def test_each_claim_gives_the_row_a_new_write_id(engine: Engine, session: Sessio
 @pytest.mark.parametrize("expire_on_commit", [True, False])
 def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_commit: bool) -> None:
     """Nothing of it is older than the row: neither columns, nor what is loaded later."""
-    with Session(engine, expire_on_commit=expire_on_commit) as session:
-        bind(session, Lease("account:1", NEW))
+    with holding(engine, Lease("account:1", NEW), expire_on_commit=expire_on_commit) as session:
         known = session.get_one(Account, 1)
         assert (known.status, known.remark, len(known.notes)) == ("new", "none", 1)
         session.commit()
         with engine.begin() as connection:
             connection.execute(insert(Note), {"id": 2, "account_id": 1, "text": "more"})
-            statement = fenced_update(Account).where(Account.id == 1).values(status="paid", remark="much")
-            execute_fenced(connection, statement, token=OLD)
+            statement = (
+                fencelock.fenced_update(Account).where(Account.id == 1).values(status="paid", remark="much")
+            )
+            fencelock.execute_fenced(connection, statement, token=OLD)
         with statements(engine) as sent:
             assert claim(session, Account, 1) is known
             assert known.status == "paid"
@@ -156,8 +123,7 @@ def test_refused_claim_says_why(engine: Engine, session: Session) -> None:
     with pytest.raises(NoResultFound):
         claim(session, Seat, (1, "z"))
     session.rollback()
-    with Session(engine) as stale:
-        bind(stale, Lease("account:1", OLD))
+    with holding(engine, Lease("account:1", OLD)) as stale:
         known = stale.get(Account, 1, execution_options={"fencelock": "bypass"})
         with pytest.raises(StaleTokenError) as caught:
             claim(stale, Account, 1)
@@ -165,7 +131,7 @@ def test_refused_claim_says_why(engine: Engine, session: Session) -> None:
         stale.rollback()
         assert known is not None
         bind(stale, Lease("other", NEW))
-        with pytest.raises(UnfencedWriteError):
+        with pytest.raises(fencelock.UnfencedWriteError):
             claim(stale, Account, 1)
 
 
@@ -191,7 +157,7 @@ def test_row_that_appears_between_two_statements_is_not_claimed(engine: Engine, 
 
     def appear(_connection: object, statement: Any, *_: object) -> None:
         if getattr(statement, "is_update", False):
-            with engine.execution_options(fencelock="bypass").begin() as connection:
+            with bypassed(engine) as connection:
                 connection.execute(insert(Eager), {"id": 2})
 
     event.listen(engine, "after_execute", appear)
@@ -206,7 +172,7 @@ def test_for_coroutines(engine: Engine, for_asyncio: Callable[[Engine], AsyncEng
     async def play() -> None:
         aengine = for_asyncio(engine)
         async with AsyncSession(aengine) as session:
-            bind(session, *leases(NEW))
+            bind(session, *claims.leases(NEW))
             for known in (None, await session.get(Account, 1)):
                 await session.commit()
                 with statements(aengine.sync_engine) as sent:

@@ -8,16 +8,16 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Engine, delete, insert, select, text, update
+from sqlalchemy import Engine, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+import fencelock
+from fencelock import CommitInDoubtError, FencedModel, Lease, bind, claim, claim_async, fence_table, gate
 from fencelock._databases import leaves_doubt
-from fencelock.errors import CommitInDoubtError, StaleReadError
-from fencelock.guard import FencedModel, bind, claim, claim_async, fence_table, gate
-from fencelock.lease import Lease
 from tests.door import Door
+from tests.guard.rows import awaiting, holding
 
 
 class Base(DeclarativeBase):
@@ -34,16 +34,9 @@ class Account(FencedModel, Base):
 fence_table(Base.metadata)
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on two accounts with a balance of 100."""
-    if shared_engine.dialect.name == "sqlite":
-        pytest.skip("SQLite has no connection that could be lost")
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in reversed(Base.metadata.sorted_tables):
-            connection.execute(delete(table))
-        connection.execute(insert(Account), [{"id": number, "balance": 100} for number in (1, 2)])
-    return shared_engine
+ROWS = {Account: [{"id": number, "balance": 100} for number in (1, 2)]}
+#: SQLite has no connection that could be lost.
+pytestmark = pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
 
 
 @pytest.fixture
@@ -107,12 +100,11 @@ def test_what_was_read_before_the_ghost_commits_is_not_written(
     """Mint anew, load, write: the write waits for the ghost's row lock, and then the write id is another."""
     lose_the_answer(door, lease).close()
     lease.remint(6, lease.expires_at)
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         account = session.get_one(Account, 1)
         assert account.balance == 100, "the ghost has not committed yet"
         account.balance -= 50
-        with let_through_later(door), pytest.raises(StaleReadError):
+        with let_through_later(door), pytest.raises(fencelock.StaleReadError):
             session.flush()
         session.rollback()
         account.balance -= 50
@@ -126,8 +118,7 @@ def test_a_statement_that_does_not_claim_overwrites_the_ghost(
     """The control, and what stays open: a statement with a value that was read compares no write id."""
     lose_the_answer(door, lease).close()
     lease.remint(6, lease.expires_at)
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         read = session.scalar(select(Account.balance).where(Account.id == 1))
         assert read == 100
         with let_through_later(door):
@@ -139,8 +130,7 @@ def test_a_statement_that_does_not_claim_overwrites_the_ghost(
 def test_nothing_is_written_with_the_old_token(engine: Engine, door: Door, lease: Lease) -> None:
     """The error says what to do; a claim with a new token waits for the ghost, and sees what it did."""
     lose_the_answer(door, lease).close()
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         assert session.get_one(Account, 1).balance == 100, "reading is free"
         for attempt in (write, lambda each: claim(each, Account, 1), gate):
             with pytest.raises(CommitInDoubtError, match="remint"):
@@ -176,8 +166,7 @@ def test_a_gate_waits_as_well(engine: Engine, door: Door, lease: Lease) -> None:
         session.commit()
     session.close()
     lease.remint(6, lease.expires_at)
-    with Session(engine) as again:
-        bind(again, lease)
+    with holding(engine, lease) as again:
         with let_through_later(door):
             gate(again)
         assert again.get(Account, 7) is not None
@@ -189,8 +178,7 @@ def test_only_a_commit_leaves_a_doubt(
     engine: Engine, lease: Lease, attempt: Callable[[Session], object]
 ) -> None:
     """A connection that is lost before has asked for no COMMIT, so that the server rolls back."""
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         session.get_one(Account, 1).balance = 5
         session.flush()
         kill(engine, session)
@@ -265,8 +253,7 @@ def test_what_the_database_refuses_at_the_commit_is_not_written(
 
 def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> None:
     """Whether or not the server hears of it; nor does a COMMIT that the server refuses."""
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         claim(session, Account, 1).balance = 5
         session.flush()
         kill(engine, session)
@@ -280,26 +267,22 @@ def test_coroutines_are_in_doubt(
     engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
 
-    async def main() -> None:
-        aengine = for_asyncio(engine)
-        async with AsyncSession(aengine) as session:
-            bind(session, lease)
-            (await claim_async(session, Account, 1)).balance = 5
-            await session.flush()
-            await session.run_sync(lambda blocking: kill(engine, blocking))
-            with pytest.raises(DBAPIError):
-                await session.commit()
-            await session.rollback()
-            (await session.get_one(Account, 1)).balance = 5
-            with pytest.raises(CommitInDoubtError):
-                await session.flush()
-            await session.rollback()
-            lease.remint(6, lease.expires_at)
-            (await claim_async(session, Account, 1)).balance -= 10
+    async def play(session: AsyncSession) -> None:
+        (await claim_async(session, Account, 1)).balance = 5
+        await session.flush()
+        await session.run_sync(lambda blocking: kill(engine, blocking))
+        with pytest.raises(DBAPIError):
             await session.commit()
-        await aengine.dispose()
+        await session.rollback()
+        (await session.get_one(Account, 1)).balance = 5
+        with pytest.raises(CommitInDoubtError):
+            await session.flush()
+        await session.rollback()
+        lease.remint(6, lease.expires_at)
+        (await claim_async(session, Account, 1)).balance -= 10
+        await session.commit()
 
-    asyncio.run(main())
+    awaiting(for_asyncio(engine), play, lease)
     assert balance(engine) == 90
 
 
@@ -307,23 +290,19 @@ def test_a_cancelled_query_leaves_no_doubt(
     engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
     """Whoever gives up waiting for it has asked for no COMMIT; the connection is closed, which rolls back."""
+    slow = "SELECT pg_sleep(5)" if engine.dialect.name == "postgresql" else "SELECT sleep(5)"
 
-    async def main() -> None:
-        aengine = for_asyncio(engine)
-        slow = "SELECT pg_sleep(5)" if engine.dialect.name == "postgresql" else "SELECT sleep(5)"
-        async with AsyncSession(aengine) as session:
-            bind(session, lease)
-            (await claim_async(session, Account, 1)).balance = 5
-            await session.flush()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(session.scalar(text(slow)), 0.3)
-            await session.rollback()
-            assert not lease.in_doubt
-            (await claim_async(session, Account, 1)).balance -= 10
-            await session.commit()
-        await aengine.dispose()
+    async def play(session: AsyncSession) -> None:
+        (await claim_async(session, Account, 1)).balance = 5
+        await session.flush()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.scalar(text(slow)), 0.3)
+        await session.rollback()
+        assert not lease.in_doubt
+        (await claim_async(session, Account, 1)).balance -= 10
+        await session.commit()
 
-    asyncio.run(main())
+    awaiting(for_asyncio(engine), play, lease)
     assert balance(engine) == 90
 
 
@@ -333,26 +312,22 @@ def test_a_cancelled_commit_is_in_doubt(
     """Who gives up waiting for the answer does not know it either; the claim waits for what is under way."""
     door.hangs = True
 
-    async def main() -> None:
-        through_door, direct = for_asyncio(door.engine), for_asyncio(engine)
-        async with AsyncSession(through_door) as session:
-            bind(session, lease)
-            (await claim_async(session, Account, 1)).balance -= 10
-            await session.flush()
-            asyncio.get_running_loop().call_later(1.0, door.let_through)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(session.commit(), 0.3)
-        assert lease.in_doubt
-        async with AsyncSession(direct) as session:
-            bind(session, lease)
-            (await session.get_one(Account, 1)).balance = 5
-            with pytest.raises(CommitInDoubtError, match="remint"):
-                await session.flush()
-            await session.rollback()
-            lease.remint(6, lease.expires_at)
-            assert (await claim_async(session, Account, 1)).balance == 90
-            await session.rollback()
-        await through_door.dispose()
-        await direct.dispose()
+    async def give_up(session: AsyncSession) -> None:
+        (await claim_async(session, Account, 1)).balance -= 10
+        await session.flush()
+        threading.Timer(1.0, door.let_through).start()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.commit(), 0.3)
 
-    asyncio.run(main())
+    async def wait_for_it(session: AsyncSession) -> None:
+        (await session.get_one(Account, 1)).balance = 5
+        with pytest.raises(CommitInDoubtError, match="remint"):
+            await session.flush()
+        await session.rollback()
+        lease.remint(6, lease.expires_at)
+        assert (await claim_async(session, Account, 1)).balance == 90
+        await session.rollback()
+
+    awaiting(for_asyncio(door.engine), give_up, lease)
+    assert lease.in_doubt
+    awaiting(for_asyncio(engine), wait_for_it, lease)

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, delete, insert, select, update
+from sqlalchemy import Engine, ForeignKey, String, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import StaleReadError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleReadError, UnfencedWriteError, bind
+from tests.guard.rows import holding
 
 
 class Base(DeclarativeBase):
@@ -31,16 +30,10 @@ class Engineer(FencedModel, Employee):
     __mapper_args__ = {"polymorphic_identity": "engineer"}  # noqa: RUF012
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on a plain employee 1 and an engineer 2 with the fence 5."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in reversed(Base.metadata.sorted_tables):
-            connection.execute(delete(table))
-        rows = [{"id": 1, "kind": "employee"}, {"id": 2, "kind": "engineer"}]
-        connection.execute(insert(Employee.__table__), rows)  # type: ignore[arg-type]
-        connection.execute(insert(Engineer.__table__), {"id": 2, "last_fencing_token": 5})  # type: ignore[arg-type]
-    return shared_engine
+ROWS = {
+    Employee: [{"id": 1, "kind": "employee"}, {"id": 2, "kind": "engineer"}],
+    Engineer: [{"id": 2, "last_fencing_token": 5}],
+}
 
 
 def names(engine: Engine) -> list[str]:
@@ -68,17 +61,14 @@ def test_rows_of_the_fenced_subclass_stay_guarded(engine: Engine) -> None:
         session.get_one(Employee, 2).name = "Bob"
         with pytest.raises(UnfencedWriteError, match="no lease is held"):
             session.commit()
-    with Session(engine) as session:
-        bind(session, Lease("engineers", 7))
+    with holding(engine, Lease("engineers", 7)) as session:
         session.get_one(Employee, 2).name = "Bob"
         with pytest.raises(UnfencedWriteError, match="loaded without last_write_id"):
             session.commit()
-    with Session(engine, expire_on_commit=False) as session:
-        bind(session, Lease("engineers", 7))
+    with holding(engine, Lease("engineers", 7), expire_on_commit=False) as session:
         engineer = session.get_one(Engineer, 2)
         session.commit()
-        with Session(engine) as newer:
-            bind(newer, Lease("engineers", 6))
+        with holding(engine, Lease("engineers", 6)) as newer:
             newer.get_one(Engineer, 2).tool = "pen"
             newer.commit()
         engineer.name = "Bob"

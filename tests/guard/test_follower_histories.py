@@ -14,9 +14,8 @@ import pytest
 from sqlalchemy import Delete, Engine, Insert, StaticPool, Text, Update, create_engine, insert, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, deferred, load_only, mapped_column, undefer
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, bind, bypass, objects
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleTokenError, bind, bypass
+from fencelock.guard import objects
 
 HISTORIES, STEPS, TOKENS = 60, 40, (1, 2, 2)
 

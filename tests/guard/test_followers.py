@@ -15,22 +15,8 @@ import pytest
 from sqlalchemy import Delete, Engine, Insert, Update, create_engine, select
 from sqlalchemy.orm import Session, joinedload, load_only, selectin_polymorphic, undefer
 
-from fencelock.errors import StaleReadError
-from fencelock.guard import bind
-from fencelock.lease import Lease
-from tests.guard.write_ids import (
-    MINE,
-    Account,
-    Entry,
-    Joined,
-    Load,
-    Row,
-    Step,
-    change,
-    fill,
-    get,
-    query,
-)
+from fencelock import Lease, StaleReadError, bind
+from tests.guard.write_ids import MINE, Account, Entry, Joined, Load, Row, Step, change, fill, get, query
 
 
 class Routing(Session):
@@ -110,12 +96,7 @@ PARTS: dict[str, tuple[type[Any], Load, Step, str]] = {
         "balance",
     ),
     "a query that fills in": (Row, get(), find(select(Row).options(undefer(Row.note))), "note"),
-    "a query that fills in after expire": (
-        Row,
-        get(),
-        expire_and_find,
-        "balance",
-    ),
+    "a query that fills in after expire": (Row, get(), expire_and_find, "balance"),
     "a relationship that fills in": (
         Account,
         get(Account),

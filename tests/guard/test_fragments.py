@@ -6,33 +6,18 @@ the target of a statement, is found here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Boolean,
-    ColumnElement,
-    Engine,
-    Integer,
-    String,
-    column,
-    delete,
-    insert,
-    literal,
-    literal_column,
-    or_,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Engine, Integer, String, column, delete, insert, literal, or_, select, text, update
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, with_loader_criteria
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, execute_fenced, fenced_delete, fenced_update
-from fencelock.lease import Lease
-from tests.guard.rows import empty, on_sqlite_alone
+import fencelock
+from fencelock import FencedModel, Lease, UnfencedWriteError, execute_fenced, fenced_delete
+from tests.guard.rows import holding, on_sqlite_alone
 
 STALE, FENCE = 5, 9
 
@@ -66,25 +51,13 @@ orders: Any = Order.__table__
 notes: Any = Note.__table__
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on two orders and two parcels, the second of which somebody newer has written."""
-    with lasting_engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for number, fence in ((1, STALE), (2, FENCE)):
-            connection.execute(insert(Order), {"id": number, "last_fencing_token": fence})
-            connection.execute(insert(Parcel), {"id": number, "last_fencing_token": 0})
-        connection.execute(insert(notes), {"id": 1, "order_id": 1})
-    return lasting_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session whose lease is older than what has been written to the second order."""
-    with Session(engine) as session:
-        bind(session, Lease("orders", STALE))
-        yield session
+#: Somebody newer has written the second order.
+ROWS = {
+    Order: [{"id": 1, "last_fencing_token": STALE}, {"id": 2, "last_fencing_token": FENCE}],
+    Parcel: [{"id": 1}, {"id": 2}],
+    Note: [{"id": 1, "order_id": 1}],
+}
+HELD = [Lease("orders", STALE)]
 
 
 def standing(engine: Engine) -> dict[int, tuple[str, int]]:
@@ -97,10 +70,10 @@ UNTOUCHED = {1: ("new", STALE), 2: ("new", FENCE)}
 OR_TEXT = "id = 2 OR id = 1"
 
 
-class Either(ColumnElement[bool]):
+class Either(sa.ColumnElement[bool]):
     """Compiles to text that nobody sees before."""
 
-    type = Boolean()
+    type = sa.Boolean()
     inherit_cache = True
 
 
@@ -113,13 +86,13 @@ STATEMENTS: dict[str, Callable[[Session], object]] = {
     "update, text": lambda s: s.execute(update(Order).where(text(OR_TEXT)).values(status="stale")),
     "delete, text": lambda s: s.execute(delete(Order).where(text(OR_TEXT))),
     "update, literal column": lambda s: s.execute(
-        update(orders).where(literal_column(OR_TEXT)).values(status="stale")
+        update(orders).where(sa.literal_column(OR_TEXT)).values(status="stale")
     ),
     "update, text within": lambda s: s.execute(
         update(orders).where(or_(text(OR_TEXT), orders.c.id == 7)).values(status="stale")
     ),
     "fenced_update": lambda s: execute_fenced(
-        s, fenced_update(Order).where(text(OR_TEXT)).values(status="stale"), token=STALE
+        s, fencelock.fenced_update(Order).where(text(OR_TEXT)).values(status="stale"), token=STALE
     ),
     "fenced_delete": lambda s: execute_fenced(s, fenced_delete(Order).where(text(OR_TEXT)), token=STALE),
     "update, an operator that binds less tightly than it says": lambda s: s.execute(
@@ -142,7 +115,7 @@ def test_condition_holds_for_all_that_text_names(
     session: Session, engine: Engine, work: Callable[[Session], object]
 ) -> None:
     """The OR is within; the newer row is not written, and that is told."""
-    with pytest.raises(StaleTokenError):
+    with pytest.raises(fencelock.StaleTokenError):
         work(session)
     session.rollback()
     assert standing(engine) == UNTOUCHED
@@ -158,8 +131,7 @@ def test_text_writes_what_it_names(session: Session, engine: Engine) -> None:
 @on_sqlite_alone
 def test_text_beside_a_key_names_no_other_row(engine: Engine) -> None:
     """The token of the parcel that the criteria name is good for no other one."""
-    with Session(engine) as session:
-        bind(session, Lease("parcel:1", STALE))
+    with holding(engine, Lease("parcel:1", STALE)) as session:
         session.execute(
             update(Parcel).where(text("id = 2 OR id = 7"), Parcel.id == 1).values(status="stale"),
             execution_options={"synchronize_session": False},
@@ -211,7 +183,7 @@ def test_prefix_that_does_something_else_is_refused(session: Session, engine: En
 def test_criteria_that_the_orm_adds_take_no_text(session: Session, engine: Engine) -> None:
     """with_loader_criteria comes after the condition, and an OR in it would go around that."""
     statement = update(Order).where(Order.id == 1).values(status="paid")
-    added: list[Any] = [literal_column("1 = 0 OR 1 = 1"), literal(1).op("OR", precedence=10)(0)]
+    added: list[Any] = [sa.literal_column("1 = 0 OR 1 = 1"), literal(1).op("OR", precedence=10)(0)]
     for outside in added:
         with pytest.raises(UnfencedWriteError, match="with_loader_criteria"):
             session.execute(statement.options(with_loader_criteria(Order, outside)))

@@ -16,9 +16,10 @@ from sqlalchemy import Engine, create_engine, delete, func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import CommitInDoubtError, Database, FencelockError, Lease, fence_table, fenced_transaction
-from fencelock.guard import FencedModel, bind, claim, gate
+import fencelock
+from fencelock import Database, FencedModel, FencelockError, Lease, claim, fence_table, gate
 from proof.servers.galera import Galera
+from tests.guard.rows import holding
 from tests.polling import eventually
 
 pytestmark = pytest.mark.timed
@@ -99,19 +100,16 @@ def raise_it(session: Session) -> None:
 def decide_again(nodes: list[Engine], prepare: Callable[[Session], object]) -> None:
     """Prepare a decision for the second time under one token, after a newer holder at another node."""
     first, second = nodes[:2]
-    with Session(first) as session:
-        bind(session, OLD)
+    with holding(first, OLD) as session:
         prepare(session)
         session.commit()
     with second.begin() as connection:
         connection.execute(text("UPDATE galera_ballast SET number = number + 1"))
-    with Session(second) as session:
-        bind(session, NEW)
+    with holding(second, NEW) as session:
         gate(session)
         claim(session, Account, 1).balance = 0
         session.commit()
-    with Session(first) as session:
-        bind(session, OLD)
+    with holding(first, OLD) as session:
         prepare(session)
         seen = session.scalar(select(Account.balance).where(Account.id == 1))
         assert seen == 100, "this node is not behind"
@@ -149,7 +147,7 @@ def test_a_commit_that_a_leaving_node_does_not_answer_is_in_doubt(
             number = next(wanted)
             try:
                 while True:
-                    paying = fenced_transaction(
+                    paying = fencelock.fenced_transaction(
                         nodes[1], f"account:{number}", gate=False, authority=authority, ttl=60, timeout=5
                     )
                     with paying as session:
@@ -165,6 +163,6 @@ def test_a_commit_that_a_leaving_node_does_not_answer_is_in_doubt(
             for thread in threads:
                 thread.join(30.0)
         assert eventually(galera.is_healthy, seconds=30.0)
-    doubts = [error for error in errors if isinstance(error, CommitInDoubtError)]
+    doubts = [error for error in errors if isinstance(error, fencelock.CommitInDoubtError)]
     assert any("1180" in str(error) for error in doubts)
     assert not [error for error in errors if isinstance(error, DBAPIError) and "1180" in str(error)]

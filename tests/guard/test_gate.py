@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,45 +12,17 @@ from sqlalchemy import Engine, MetaData, delete, func, select
 from sqlalchemy.orm import Session
 from sqlalchemy.schema import CreateSchema, DropSchema
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import bind, claim, fence_table, gate
+from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, fence_table, gate
 from fencelock.guard.gate import _at_gate_here, note_gate
-from fencelock.lease import Lease
-from tests.guard.claims import (
-    NEW,
-    OLD,
-    Account,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    balance,
-    fence,
-    fences,
-    fill,
-    holder,
-    in_thread,
-    let_wait,
-    statements,
-)
-from tests.guard.rows import on_sqlite_alone
+from tests.guard import claims
+from tests.guard.claims import NEW, OLD, Account, balance, fence, fences, statements
+from tests.guard.rows import bypassed, holding, on_sqlite_alone
 
 
 @pytest.fixture
 def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on an account of balance 100 with a note, three tasks and two seats."""
-    return fill(shared_engine)
-
-
-@pytest.fixture
-def old(engine: Engine) -> Iterator[Session]:
-    """The session of the older holder of the account."""
-    with holder(engine, OLD) as session:
-        yield session
-
-
-@pytest.fixture
-def new(engine: Engine) -> Iterator[Session]:
-    """The session of the newer holder of the account."""
-    with holder(engine, NEW) as session:
-        yield session
+    """An engine for each test, which may change it."""
+    return claims.fill(shared_engine)
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
@@ -70,13 +41,11 @@ def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: 
         with engine.connect() as connection:
             return list(connection.scalars(select(table.to_metadata(MetaData(), schema=schema).c.resource)))
 
-    with Session(engine) as session:
-        bind(session, Lease("account:1", NEW))
+    with holding(engine, Lease("account:1", NEW)) as session:
         gate(session)
         session.commit()
     assert (found("cl_app"), found("cl_other")) == (["account:1"], [])
-    with Session(elsewhere) as session:
-        bind(session, Lease("account:1", NEW))
+    with holding(elsewhere, Lease("account:1", NEW)) as session:
         gate(session)
         session.commit()
     assert found("cl_other") == ["account:1"]
@@ -174,12 +143,11 @@ def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
 
 def test_two_first_comers_pass_a_gate_one_after_the_other(engine: Engine) -> None:
     """The first use of a resource by two holders at once makes its row once, and deadlocks nobody."""
-    let_wait(engine)
+    claims.let_wait(engine)
     barrier = threading.Barrier(2)
 
     def pass_gate(token: int) -> str:
-        with Session(engine) as session:
-            bind(session, Lease("first", token))
+        with holding(engine, Lease("first", token)) as session:
             barrier.wait()
             try:
                 gate(session)
@@ -189,10 +157,10 @@ def test_two_first_comers_pass_a_gate_one_after_the_other(engine: Engine) -> Non
             return "passed"
 
     for _ in range(10):
-        waits = [in_thread(lambda token=token: pass_gate(token)) for token in (1, 2)]  # type: ignore[misc]
+        waits = [claims.in_thread(lambda token=token: pass_gate(token)) for token in (1, 2)]  # type: ignore[misc]
         outcomes = [wait() for wait in waits]
         assert outcomes[1] == "passed"
-        with engine.execution_options(fencelock="bypass").begin() as connection:
+        with bypassed(engine) as connection:
             kept = select(fences.c.resource, fences.c.last_fencing_token)
             assert connection.execute(kept).all() == [("first", 2)]
             connection.execute(delete(fences))

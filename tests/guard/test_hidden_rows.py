@@ -9,10 +9,8 @@ from sqlalchemy import Engine, String, delete, event, exists, func, or_, select,
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
-from tests.guard.rows import empty
+from fencelock import FencedModel, Lease, StaleTokenError, bind
+from tests.guard.rows import holding
 
 
 class Base(DeclarativeBase):
@@ -30,6 +28,7 @@ class Branch(FencedModel, Base):
 
 
 FENCE, FRESH = 5, 6
+ITS = {"last_fencing_token": FENCE}
 trunk = Branch.__table__.alias()
 parents = select(trunk.c.id).where(trunk.c.status == "new")
 in_tree = or_(Branch.id == 1, Branch.above.in_(parents))
@@ -50,23 +49,13 @@ for name in ("EXISTS", "UPDATE … FROM"):
     SELF_CHANGING[name] = SELF_CHANGING[name].values({Branch.status: "done"})
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on two rows, the second below the first."""
-    with shared_engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with Session(shared_engine) as session:
-        bind(session, Lease("tree", FENCE))
-        session.add_all([Branch(id=1), Branch(id=2, above=1)])
-        session.commit()
-    return shared_engine
+ROWS = {Branch: [{"id": 1, "above": None, **ITS}, {"id": 2, "above": 1, **ITS}]}
 
 
 @pytest.mark.parametrize("way", SELF_CHANGING)
 def test_a_statement_that_hides_whom_it_has_left_out_is_asked_before(engine: Engine, way: str) -> None:
     """It changes row 1, by which it finds row 2, whose fence has turned it away."""
-    with Session(engine) as session:
-        bind(session, Lease("tree", FRESH))
+    with holding(engine, Lease("tree", FRESH)) as session:
         session.execute(update(Branch).where(Branch.id == 2).values(status="late"))
         session.commit()
         bind(session, Lease("tree", FENCE))

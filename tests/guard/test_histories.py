@@ -20,35 +20,16 @@ from itertools import pairwise
 from typing import Any, Final
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import (
-    ColumnElement,
-    Engine,
-    String,
-    Table,
-    bindparam,
-    create_engine,
-    delete,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import Engine, String, Table, bindparam, create_engine, delete, insert, select, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, SessionTransaction, mapped_column
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    claim,
-    conditional_update,
-    execute_fenced,
-    fenced_text,
-    fenced_update,
-    upsert,
-)
-from fencelock.lease import Lease
+import fencelock
+from fencelock import FencedModel, Lease, StaleTokenError, bind, claim, fenced_text, fenced_update, upsert
+from tests.guard.rows import bypassed
 
 SHARED = [HealthCheck.function_scoped_fixture]  # each example empties the database itself
 LEDGERS = {1: "main", 2: "main", 3: "side"}
@@ -157,7 +138,7 @@ class Worker:
         if not self._guarded:
             return self.statement(row, mark)  # the construct itself does not work without a token
         longer = fenced_update(Entry).where(*which(row)).values(log=Entry.log.concat(mark))
-        execute_fenced(self.session, longer)
+        fencelock.execute_fenced(self.session, longer)
         return self.session.expire_all()
 
     def textual(self, row: int, mark: str) -> None:
@@ -182,7 +163,7 @@ class Worker:
             return self.mappings(row, mark)
         dialect, token = self.session.get_bind().dialect, self.tokens[LEDGERS[row]]
         style: Any = dialect.paramstyle
-        made = conditional_update(
+        made = fencelock.conditional_update(
             "hi_entries", {"log": entry.log + mark}, {"id": row}, token, style, dialect=dialect.name
         )
         cursor = self.session.connection().connection.cursor()
@@ -235,7 +216,7 @@ class Worker:
         self.written.clear()
 
 
-def which(row: int) -> tuple[ColumnElement[bool], ...]:
+def which(row: int) -> tuple[sa.ColumnElement[bool], ...]:
     """Return the criteria for a row, which tell its resource too."""
     return Entry.id == row, Entry.ledger == LEDGERS[row]
 
@@ -270,11 +251,7 @@ HISTORIES = st.lists(
 )
 
 
-@pytest.fixture
-def engine(shared_engine: Engine) -> Engine:
-    """An engine on a database with the table."""
-    Base.metadata.create_all(shared_engine)
-    return shared_engine
+ROWS: dict[Any, Any] = {}  # each history begins anew
 
 
 def run(engine: Engine, history: list[Step], *, guarded: bool) -> None:
@@ -311,7 +288,7 @@ def run(engine: Engine, history: list[Step], *, guarded: bool) -> None:
 
 def begin_anew(engine: Engine) -> None:
     """Have all rows as they are at the beginning."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(delete(Entry))
         connection.execute(insert(Entry), [{"id": row, "ledger": of} for row, of in LEDGERS.items()])
 

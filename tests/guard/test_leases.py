@@ -14,46 +14,19 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    bindparam,
-    create_engine,
-    event,
-    insert,
-    select,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Column, Engine, ForeignKey, Integer, String, Table, event, insert, select, update
 from sqlalchemy.engine import Connection, RootTransaction
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from fencelock.errors import (
-    CommitInDoubtError,
-    FenceError,
-    LockLostError,
-    StaleTokenError,
-    UnfencedWriteError,
-)
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    claim,
-    claim_all,
-    execute_fenced,
-    fence_column,
-    fenced_update,
-    gate,
-    upsert,
-    write_id_column,
-)
-from fencelock.lease import Lease, note_ended, note_held
+import fencelock
+from fencelock import FencedModel, Lease, LockLostError, StaleTokenError, UnfencedWriteError, bind, claim
+from fencelock.guard import fence_column, write_id_column
+from fencelock.lease import note_ended, note_held
 from tests.guard.listening import listening
+from tests.guard.rows import bypassed, refill
+from tests.polling import eventually
 
 
 class Base(DeclarativeBase):
@@ -105,26 +78,22 @@ class Stock(FencedModel, Base):
     count: Mapped[int] = mapped_column(default=0)
 
 
+ROWS: dict[Any, list[dict[str, int]]] = {
+    Customer: [{"id": 1}, {"id": 2}],
+    Order: [{"id": number, "customer_id": number} for number in (1, 2)],
+    Ticket: [{"id": 1}, {"id": 2}],
+    Stock: [{"id": 1}, {"id": 2}],
+    Ledger: [{"id": 1}],
+}
+
+
 @pytest.fixture
 def engine(tmp_path: Any) -> Iterator[Engine]:
     """An engine on SQLite: none of this depends on the database."""
-    made = create_engine(f"sqlite:///{tmp_path / 'test.sqlite'}")
+    made = sa.create_engine(f"sqlite:///{tmp_path / 'test.sqlite'}")
     Base.metadata.create_all(made)
-    with made.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Customer), [{"id": 1}, {"id": 2}])
-        for number in (1, 2):
-            connection.execute(insert(Order), {"id": number, "customer_id": number})
-            connection.execute(insert(Ticket), {"id": number})
-            connection.execute(insert(Stock), {"id": number})
-        connection.execute(insert(Ledger), {"id": 1})
-    yield made
+    yield refill(made, Base.metadata, ROWS)
     made.dispose()
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine) as made:
-        yield made
 
 
 @pytest.fixture
@@ -183,7 +152,7 @@ def delete_expired(session: Session) -> None:
 def by_parameters(session: Session) -> None:
     """Name the resource of each execution by a value of its own."""
     table: Any = Ticket.__table__
-    statement = update(table).where(table.c.id == bindparam("which"))
+    statement = update(table).where(table.c.id == sa.bindparam("which"))
     session.connection().execute(statement, [{"which": 1, "seat": "a"}, {"which": 2, "seat": "b"}])
 
 
@@ -330,15 +299,6 @@ def test_bind_again_replaces_what_the_transaction_remembers(session: Session) ->
         assert ticket.last_fencing_token == token
 
 
-def test_bind_a_connection(engine: Engine) -> None:
-    tickets: Any = Ticket.__table__
-    with engine.connect() as connection:
-        bind(connection, Lease("ticket:1", 3))
-        connection.execute(update(tickets).where(tickets.c.id == 1).values(seat="a"))
-        connection.commit()
-        assert connection.scalar(select(tickets.c.last_fencing_token).where(tickets.c.id == 1)) == 3
-
-
 def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_lives(engine: Engine) -> None:
     """Nobody tells how it ends; the connection that it was begun on may be used on and on."""
 
@@ -353,10 +313,9 @@ def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_liv
         connection.execute(update(tickets).where(tickets.c.id == 1).values(seat="a"))
         was_needed = lease.needed
         connection.commit()
-        end = time.monotonic() + 5
-        while lease.needed and time.monotonic() < end:
-            time.sleep(0.01)
-        assert (was_needed, lease.needed) == (True, False)
+        assert was_needed
+        assert eventually(lambda: not lease.needed)
+        assert connection.scalar(select(tickets.c.last_fencing_token).where(tickets.c.id == 1)) == 3
 
 
 @pytest.mark.parametrize(("target", "lease"), [("session", "lease"), (object(), Lease("a", 1)), (None, 5)])
@@ -365,50 +324,53 @@ def test_bind_refuses_what_is_neither(session: Session, target: object, lease: A
         bind(session if target == "session" else target, lease)  # type: ignore[arg-type]
 
 
-def test_a_released_lease_guards_nothing(session: Session) -> None:
+@pytest.mark.parametrize(
+    ("end", "error", "match"),
+    [
+        (Lease.release, UnfencedWriteError, "no lease is held"),
+        (lambda lease: lease.lose("the nodes said so"), LockLostError, "the nodes said so"),
+    ],
+    ids=["released", "lost"],
+)
+def test_a_lease_that_is_gone_guards_nothing_more(
+    session: Session, end: Callable[[Lease], object], error: type[Exception], match: str
+) -> None:
     lease = Lease("ticket:1", 3)
     bind(session, lease)
-    lease.release()
-    session.get_one(Ticket, 1).seat = "a"
-    with pytest.raises(UnfencedWriteError, match="no lease is held"):
+    ticket = session.get_one(Ticket, 1)
+    ticket.seat = "a"
+    session.commit()
+    end(lease)
+    ticket.seat = "b"
+    with pytest.raises(error, match=match):
         session.commit()
+    session.rollback()
+    assert (ticket.seat, ticket.last_fencing_token) == ("a", 3)
 
 
-@pytest.mark.parametrize(
-    ("write", "lock"),
-    [
-        ("insert", "fenced_lock('ticket:7')"),
-        ("update", "fenced_lock('ticket:1')"),
-        ("delete", "fenced_lock('ticket:1')"),
-        ("statement", "fenced_lock('ticket:1')"),
-        ("claim", "fenced_lock('ticket:1')"),
-        ("key of the database", "any fenced_lock (the database makes the key"),
-        ("of a table", "fenced_lock('stock')"),
-        ("inherited", "fenced_lock('customer:2')"),
-    ],
-)
+LEASELESS: dict[str, tuple[Callable[[Session], object], str]] = {
+    "insert": (lambda s: s.add(Ticket(id=7)), "fenced_lock('ticket:7')"),
+    "update": (assigning(Ticket, "seat", "a"), "fenced_lock('ticket:1')"),
+    "delete": (lambda s: s.delete(s.get_one(Ticket, 1)), "fenced_lock('ticket:1')"),
+    "statement": (
+        lambda s: s.execute(update(Ticket).where(Ticket.id == 1).values(seat="a")),
+        "fenced_lock('ticket:1')",
+    ),
+    "claim": (lambda s: claim(s, Ticket, 1), "fenced_lock('ticket:1')"),
+    "key of the database": (lambda s: s.add(Ticket()), "any fenced_lock (the database makes the key"),
+    "of a table": (assigning(Stock, "count", 1), "fenced_lock('stock')"),
+    "inherited": (assigning(Order, "status", "paid", 2), "fenced_lock('customer:2')"),
+}
+
+
+@pytest.mark.parametrize(("write", "lock"), LEASELESS.values(), ids=LEASELESS)
 def test_write_without_a_lease_is_told_which_and_that_threads_inherit_none(
-    session: Session, write: str, lock: str
+    session: Session, write: Callable[[Session], object], lock: str
 ) -> None:
     """The row's own resource, where its values are known; and how leases get into other threads."""
-    writes: dict[str, Callable[[], object]] = {
-        "insert": lambda: session.add(Ticket(id=7)),
-        "update": lambda: setattr(session.get_one(Ticket, 1), "seat", "a"),
-        "delete": lambda: session.delete(session.get_one(Ticket, 1)),
-        "statement": lambda: session.execute(update(Ticket).where(Ticket.id == 1).values(seat="a")),
-        "claim": lambda: claim(session, Ticket, 1),
-        "key of the database": lambda: session.add(Ticket()),
-        "of a table": lambda: setattr(session.get_one(Stock, 1), "count", 1),
-        "inherited": lambda: setattr(session.get_one(Order, 2), "status", "paid"),
-    }
-
-    def write_it() -> None:
-        writes[write]()
-        session.flush()
-
     hint = r"follow.*not into other threads or executors.*bind\(session, lock\.lease\)"
     with pytest.raises(UnfencedWriteError, match=f"no lease is held.*{re.escape(lock)}.*{hint}"):
-        contextvars.Context().run(write_it)  # one in which no block was left before
+        contextvars.Context().run(flush_after, write, session)  # one in which no block was left before
 
 
 def test_nothing_is_sent_where_no_lease_is_held(session: Session) -> None:
@@ -425,28 +387,6 @@ def test_nothing_is_sent_where_no_lease_is_held(session: Session) -> None:
     with pytest.raises(UnfencedWriteError):
         session.flush()
     assert [statement for statement in sent if not statement.startswith("SELECT")] == []
-
-
-def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> None:
-    lost = Lease("ticket:1", 3)
-    bind(session, lost)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.commit()
-    lost.lose("the nodes said so")
-    ticket.seat = "b"
-    with pytest.raises(LockLostError, match="the nodes said so"):
-        session.commit()
-    session.rollback()
-    assert ticket.seat == "a"
-
-
-def test_a_lease_that_is_extended_goes_on(session: Session) -> None:
-    lease = Lease("ticket:1", 3, expires_at=time.monotonic() - 1)
-    bind(session, lease)
-    lease.extend_to(time.monotonic() + 10)
-    session.get_one(Ticket, 1).seat = "a"
-    session.commit()
 
 
 def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Engine) -> None:
@@ -469,21 +409,16 @@ def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Eng
     assert session.get(Ticket, 77) is None
 
 
-def flush_a_change(session: Session) -> None:
-    session.get_one(Ticket, 1).seat = "b"
-    session.flush()
-
-
 ENDED_WRITES: dict[str, Callable[[Session], object]] = {
-    "flush": flush_a_change,
+    "flush": lambda session: flush_after(assigning(Ticket, "seat", "b"), session),
     "statement": lambda session: session.execute(update(Ticket).where(Ticket.id == 1).values(seat="b")),
     "insert": lambda session: session.execute(insert(Ticket).values(id=1, seat="b")),
     "claim": lambda session: claim(session, Ticket, 1),
-    "claim_all": lambda session: claim_all(session, select(Ticket).where(Ticket.id == 1)),
-    "gate": lambda session: gate(session, "ticket:1"),
-    "upsert": lambda session: upsert(session, Ticket, [{"id": 1, "seat": "b"}]),
-    "execute_fenced": lambda session: execute_fenced(
-        session, fenced_update(Ticket).where(Ticket.id == 1).values(seat="b")
+    "claim_all": lambda session: fencelock.claim_all(session, select(Ticket).where(Ticket.id == 1)),
+    "gate": lambda session: fencelock.gate(session, "ticket:1"),
+    "upsert": lambda session: fencelock.upsert(session, Ticket, [{"id": 1, "seat": "b"}]),
+    "execute_fenced": lambda session: fencelock.execute_fenced(
+        session, fencelock.fenced_update(Ticket).where(Ticket.id == 1).values(seat="b")
     ),
 }
 
@@ -571,10 +506,10 @@ def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(s
 @pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_go(database_url: str) -> None:
     """SQLite keeps a transaction open whose COMMIT a deferred foreign key has refused; PostgreSQL ends it."""
-    engine = create_engine(database_url)
+    engine = sa.create_engine(database_url)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
-    metadata = MetaData()
+    metadata = sa.MetaData()
     parents = Table(
         "parents",
         metadata,
@@ -624,7 +559,7 @@ def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Leas
             try:
                 session.commit()
                 seen.append("written")
-            except FenceError as error:
+            except fencelock.FenceError as error:
                 seen.append(type(error))
 
     for lease in (None, held[0]):
@@ -652,25 +587,10 @@ def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
     assert tuple(asyncio.run(both())) == (10, 20)
 
 
-def test_sessions_that_share_a_connection_keep_their_leases_apart(engine: Engine) -> None:
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(update(Ticket).values(last_fencing_token=5))
-    with engine.connect() as connection, Session(connection) as stale, Session(connection) as fresh:
-        bind(stale, Lease("ticket:1", 4))
-        bind(fresh, Lease("ticket:1", 6), Lease("customer:1", 6))
-        ticket = stale.get_one(Ticket, 1)
-        fresh.get_one(Order, 1).status = "paid"
-        fresh.flush()
-        ticket.seat = "a"
-        with pytest.raises(StaleTokenError) as caught:
-            stale.flush()
-        assert caught.value.token == 4
-
-
 def test_statements_on_a_shared_connection_are_of_the_session_that_began_last(engine: Engine) -> None:
     """Or that has flushed last; of one that has left, no more."""
     statement = update(Ticket).where(Ticket.id == 1).values(seat="a")
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(update(Ticket).values(last_fencing_token=5))
     with engine.connect() as connection, Session(connection) as first, Session(connection) as second:
         bind(first, Lease("ticket:1", 6), Lease("customer:1", 6))
@@ -746,7 +666,7 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
         bind(session)
         write()
         lease.doubt()
-        with pytest.raises(CommitInDoubtError):
+        with pytest.raises(fencelock.CommitInDoubtError):
             session.execute(update(Stock).values(count=7))
         session.rollback()
         lease.remint(7, math.inf)

@@ -6,8 +6,7 @@ import pytest
 from sqlalchemy import Engine, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard import FencedModel
+from fencelock import FencedModel, UnfencedWriteError
 
 
 class Base(DeclarativeBase):

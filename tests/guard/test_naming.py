@@ -4,43 +4,28 @@ from __future__ import annotations
 
 import enum
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    CHAR,
-    Dialect,
-    Engine,
-    Enum,
-    Numeric,
-    String,
-    TypeDecorator,
-    bindparam,
-    create_engine,
-    delete,
-    insert,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import CHAR, Dialect, Engine, Enum, String, bindparam, delete, insert, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, NoResultFound, PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_delete, fenced_update
-from fencelock.lease import Lease
-from tests.guard.rows import on_sqlite_alone
+import fencelock
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, execute_fenced, fenced_update
+from tests.guard.rows import bypassed, on_sqlite_alone
 
 
 class Base(DeclarativeBase):
     """The models of this file."""
 
 
-class Lowered(TypeDecorator[str]):
+class Lowered(sa.TypeDecorator[str]):
     """Text that is stored in lower case, as types for e-mail addresses do."""
 
     impl = String(40)
@@ -129,13 +114,12 @@ class Bin(FencedModel, Base):
     count: Mapped[int] = mapped_column(default=0)
 
 
-MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Document, Account, Bin)
 KEY = uuid.UUID("A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11")
 
 
 @pytest.fixture(scope="module")
 def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
+    engine = sa.create_engine(shared_url)
     if engine.dialect.name == "postgresql":
         known = "SELECT count(*) FROM pg_available_extensions WHERE name = 'citext'"
         with engine.begin() as connection:
@@ -145,32 +129,21 @@ def _tables(shared_url: str) -> None:
     engine.dispose()
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with one row in each table; the fences are 5."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for model in MODELS:
-            connection.execute(delete(model))
-        fence = {"last_fencing_token": 5}
-        connection.execute(insert(Stock), {"sku": "abc", **fence})
-        connection.execute(insert(Part), {"id": 1, "sku": "abc", **fence})
-        connection.execute(insert(Order), {"id": 1, **fence})
-        connection.execute(insert(Document), {"id": KEY, **fence})
-        connection.execute(insert(Account), {"mail": "a@b", **fence})
-        connection.execute(insert(Bin), {"code": "abc", **fence})
-    return lasting_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine) as made:
-        yield made
+ITS = {"last_fencing_token": 5}
+ROWS: dict[Any, Any] = {
+    Stock: {"sku": "abc", **ITS},
+    Part: {"id": 1, "sku": "abc", **ITS},
+    Order: {"id": 1, **ITS},
+    Document: {"id": KEY, **ITS},
+    Account: {"mail": "a@b", **ITS},
+    Bin: {"code": "abc", **ITS},
+}
 
 
 def fences(engine: Engine) -> list[int]:
     with engine.connect() as connection:
         return [
-            fence for model in MODELS for fence in connection.scalars(select(model.last_fencing_token)).all()
+            fence for model in ROWS for fence in connection.scalars(select(model.last_fencing_token)).all()
         ]
 
 
@@ -178,7 +151,7 @@ BY_NAME: dict[str, Callable[[Session, str], object]] = {
     "fenced_update": lambda s, sku: execute_fenced(
         s.connection(), fenced_update(Stock).where(Stock.sku == sku).values(count=9)
     ),
-    "fenced_delete": lambda s, sku: execute_fenced(s, fenced_delete(Stock).where(Stock.sku == sku)),
+    "fenced_delete": lambda s, sku: execute_fenced(s, fencelock.fenced_delete(Stock).where(Stock.sku == sku)),
     "update": lambda s, sku: s.execute(update(Stock).where(Stock.sku == sku).values(count=9)),
     "update, more criteria": lambda s, sku: s.execute(
         update(Stock).where(Stock.sku == sku, Stock.count < 7).values(count=9)
@@ -245,14 +218,14 @@ def test_the_databases_of_these_tests_compare_loosely(session: Session) -> None:
 def test_an_exact_name_writes(session: Session, engine: Engine, way: str) -> None:
     """The exact comparison refuses no honest writer, and a stale one is told that it is stale."""
     bind(session, Lease("stock:abc!", 4))
-    with pytest.raises(StaleTokenError) as caught:
+    with pytest.raises(fencelock.StaleTokenError) as caught:
         BY_NAME[way](session, "abc")
     assert (caught.value.token, caught.value.current) == (4, 5)
     session.rollback()
     bind(session, Lease("stock:abc!", 6))
     BY_NAME[way](session, "abc")
     session.commit()
-    assert fences(engine) != [5] * len(MODELS)
+    assert fences(engine) != [5] * len(ROWS)
 
 
 def test_text_beyond_ascii_is_found(session: Session) -> None:
@@ -319,7 +292,7 @@ def test_a_member_of_an_enumeration_has_one_name(
 ) -> None:
     """SQLAlchemy takes members by their names, too, and MariaDB in any case: no second resource of either."""
     column = next(iter(model.__table__.primary_key))
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(delete(model.__table__))
     bind(session, Lease(f"job:{Color.RED}", 9), Lease("word:abc", 9))
     session.add(Job(color=Color.RED) if model is Job else Word(word="abc"))
@@ -368,7 +341,7 @@ def test_a_type_that_has_no_one_spelling_is_refused_when_mapped() -> None:
             __tablename__ = "na_lots"
             __fence_resource__ = "price:{price}"
             id: Mapped[int] = mapped_column(primary_key=True)
-            price: Mapped[float] = mapped_column(Numeric(9, 2))
+            price: Mapped[float] = mapped_column(sa.Numeric(9, 2))
 
 
 @on_sqlite_alone

@@ -7,19 +7,17 @@ it. Everywhere a lease of something else is held, as every write needs one.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, delete, insert, select, update
+from sqlalchemy import Engine, ForeignKey, String, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim
-from fencelock.lease import Lease
-from tests.guard.rows import on_sqlite_alone
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
+from tests.guard.rows import bypassed, on_sqlite_alone
 
 CHECKOUT = Lease("checkout", 5)
 
@@ -54,21 +52,8 @@ class Parcel(FencedModel, Base):
     label: Mapped[str | None]
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with these tables, which are empty."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for model in (Item, Order):
-            connection.execute(delete(model))
-    return lasting_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session that holds some other lease."""
-    with Session(engine) as made:
-        bind(made, CHECKOUT)
-        yield made
+ROWS: dict[Any, Any] = {}
+HELD = [CHECKOUT]
 
 
 def rows(engine: Engine, *columns: Any) -> list[tuple[Any, ...]]:
@@ -174,7 +159,7 @@ def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session)
 @on_sqlite_alone
 def test_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
     """Also one with the fence 0, and children that are moved to a new parent."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(insert(Order).values(id=1000))
     order = Order()
     session.add(order)

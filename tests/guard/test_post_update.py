@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, delete, insert, select
+from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind
 
 
 class Base(DeclarativeBase):
@@ -47,24 +45,11 @@ class Player(Person):
     }
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on a database with two teams and two players, of whom the second has a team; fences are 9."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in (Player.__table__, Person.__table__, Team.__table__):
-            connection.execute(delete(table))  # type: ignore[arg-type]
-        connection.execute(insert(Team), [{"id": 1}, {"id": 2}])
-        people = [{"id": number, "kind": "player", "last_fencing_token": 9} for number in (1, 2)]
-        connection.execute(insert(Person.__table__), people)  # type: ignore[arg-type]
-        players = [{"person_id": 1, "team_id": None}, {"person_id": 2, "team_id": 2}]
-        connection.execute(insert(Player.__table__), players)  # type: ignore[arg-type]
-    return shared_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    with Session(engine) as made:
-        yield made
+ROWS: dict[Any, Any] = {
+    Team: [{"id": 1}, {"id": 2}],
+    Person: [{"id": number, "kind": "player", "last_fencing_token": 9} for number in (1, 2)],
+    Player: [{"person_id": 1, "team_id": None}, {"person_id": 2, "team_id": 2}],
+}
 
 
 def stored(engine: Engine) -> list[tuple[int | None, ...]]:

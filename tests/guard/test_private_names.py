@@ -3,42 +3,20 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    ForeignKey,
-    String,
-    create_engine,
-    delete,
-    event,
-    insert,
-    select,
-    text,
-    update,
-)
+from sqlalchemy import ForeignKey, String, create_engine, delete, event, insert, orm, select, text, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Connection, Engine, NestedTransaction, RootTransaction, Transaction
 from sqlalchemy.exc import PendingRollbackError
-from sqlalchemy.orm import (
-    ColumnProperty,
-    DeclarativeBase,
-    Mapped,
-    Mapper,
-    Session,
-    defer,
-    joinedload,
-    load_only,
-    loading,
-    mapped_column,
-    selectin_polymorphic,
-)
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, Session, defer, load_only, loading, mapped_column
 
 import fencelock
-from fencelock.guard import _sqlalchemy as private
+from fencelock import guard
+from tests.guard.rows import InMemory
 
 GUARD = Path(fencelock.__file__).parent / "guard"
 
@@ -66,11 +44,8 @@ animals, dogs = Base.metadata.tables["animals"], Base.metadata.tables["dogs"]
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    engine = create_engine("sqlite://", poolclass=StaticPool)
-    Base.metadata.create_all(engine)
-    yield engine
-    engine.dispose()
+def engine(in_memory: InMemory) -> Engine:
+    return in_memory(Base.metadata)
 
 
 def test_no_other_room_uses_private_names() -> None:
@@ -91,7 +66,7 @@ def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
 
     @event.listens_for(engine, "before_cursor_execute")
     def note(*_: Any) -> None:
-        seen.append(private.executes_flush(session))
+        seen.append(guard._sqlalchemy.executes_flush(session))
 
     with Session(engine) as session:
         session.add(Animal(id=1))
@@ -104,7 +79,7 @@ def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
 def test_an_inactive_transaction_is_refused(engine: Engine) -> None:
     with engine.connect() as connection, connection.begin() as transaction:
         transaction.is_active = False
-        for refused in (private.refuse_inactive, lambda connection: connection.execute(select(1))):
+        for refused in (guard._sqlalchemy.refuse_inactive, lambda connection: connection.execute(select(1))):
             with pytest.raises(PendingRollbackError, match="invalid transaction is rolled back"):
                 refused(connection)
         transaction.is_active = True
@@ -125,7 +100,7 @@ def test_each_statement_executes_itself_by_one_method() -> None:
 
         return wrapped
 
-    private.execute_by(Counted, around)
+    guard._sqlalchemy.execute_by(Counted, around)
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
         connection.execute(Counted())  # type: ignore[call-overload]
@@ -135,54 +110,57 @@ def test_each_statement_executes_itself_by_one_method() -> None:
 
 def test_statements_are_executed_without_the_guard(engine: Engine) -> None:
     with engine.connect() as connection:
-        options = private.options_to_execute(connection).union({"mine": 1})
-        result = private.execute_unguarded(connection, select(1), [], options)
+        options = guard._sqlalchemy.options_to_execute(connection).union({"mine": 1})
+        result = guard._sqlalchemy.execute_unguarded(connection, select(1), [], options)
         assert result.scalar_one() == 1
         assert result.context.execution_options["mine"] == 1
-        assert private.options_to_execute(select(1).execution_options(a=2)) == {"a": 2}
+        assert guard._sqlalchemy.options_to_execute(select(1).execution_options(a=2)) == {"a": 2}
 
 
 def test_parts_of_statements_are_seen() -> None:
     part = animals.c.id == dogs.c.id
     one = update(animals).where(part).values(name="a")
-    assert private.where_of(one) == (part,)
-    assert private.where_of(insert(animals)) == ()
-    other = private.with_where(one, [animals.c.id == 1])
+    assert guard._sqlalchemy.where_of(one) == (part,)
+    assert guard._sqlalchemy.where_of(insert(animals)) == ()
+    other = guard._sqlalchemy.with_where(one, [animals.c.id == 1])
     assert "dogs" not in str(other)
     assert "dogs" in str(one)
-    assert [getattr(column, "key", column) for column, _ in private.values_in(one)] == ["name"]
+    assert [getattr(column, "key", column) for column, _ in guard._sqlalchemy.values_in(one)] == ["name"]
     ordered = update(animals).ordered_values((animals.c.name, "a"), (animals.c.kind, "b"))
-    assert [getattr(column, "key", column) for column, _ in private.values_in(ordered)] == ["name", "kind"]
-    assert private.keeps_order(ordered)
-    assert not private.keeps_order(one)
-    assert private.prefixes_of(delete(animals).prefix_with("IGNORE"))
-    assert not private.prefixes_of(one)
-    assert len(private.options_of(update(Dog).options(joinedload("*")))) == 1
+    assert [getattr(column, "key", column) for column, _ in guard._sqlalchemy.values_in(ordered)] == [
+        "name",
+        "kind",
+    ]
+    assert guard._sqlalchemy.keeps_order(ordered)
+    assert not guard._sqlalchemy.keeps_order(one)
+    assert guard._sqlalchemy.prefixes_of(delete(animals).prefix_with("IGNORE"))
+    assert not guard._sqlalchemy.prefixes_of(one)
+    assert len(guard._sqlalchemy.options_of(update(Dog).options(orm.joinedload("*")))) == 1
 
 
 def test_kinds_of_inserts_and_queries_are_told_apart() -> None:
-    assert not private.inserts_plainly(insert(animals).values([{"id": 1}, {"id": 2}]))
-    assert not private.inserts_plainly(sqlite.insert(animals).on_conflict_do_nothing())
-    assert not private.inserts_plainly(insert(animals).prefix_with("IGNORE"))
-    assert private.inserts_plainly(insert(animals).values(id=1))
-    assert private.locks_rows(select(animals).with_for_update())
-    assert not private.locks_rows(select(animals))
+    assert not guard._sqlalchemy.inserts_plainly(insert(animals).values([{"id": 1}, {"id": 2}]))
+    assert not guard._sqlalchemy.inserts_plainly(sqlite.insert(animals).on_conflict_do_nothing())
+    assert not guard._sqlalchemy.inserts_plainly(insert(animals).prefix_with("IGNORE"))
+    assert guard._sqlalchemy.inserts_plainly(insert(animals).values(id=1))
+    assert guard._sqlalchemy.locks_rows(select(animals).with_for_update())
+    assert not guard._sqlalchemy.locks_rows(select(animals))
 
 
 def test_a_text_tells_its_parameters(engine: Engine) -> None:
     """With their values. A preparer tells if percent signs are doubled."""
     statement = text("SELECT :a").bindparams(a=1)
-    assert private.parameters_of(statement)["a"].effective_value == 1
-    assert private.doubles_percents(engine.dialect.identifier_preparer) is False
+    assert guard._sqlalchemy.parameters_of(statement)["a"].effective_value == 1
+    assert guard._sqlalchemy.doubles_percents(engine.dialect.identifier_preparer) is False
     psycopg = create_engine("postgresql+psycopg://").dialect
-    assert private.doubles_percents(psycopg.identifier_preparer) is True
+    assert guard._sqlalchemy.doubles_percents(psycopg.identifier_preparer) is True
 
 
 def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
     """Its cache marks its statements."""
     mapper = Dog.__mapper__
-    assert list(private.equal_to_parents(mapper)) == [(animals.c.id, dogs.c.id)]
-    assert list(private.equal_to_parents(Animal.__mapper__)) == []
+    assert list(guard._sqlalchemy.equal_to_parents(mapper)) == [(animals.c.id, dogs.c.id)]
+    assert list(guard._sqlalchemy.equal_to_parents(Animal.__mapper__)) == []
     seen = []
 
     @event.listens_for(engine, "before_execute")
@@ -195,7 +173,7 @@ def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
         session.flush()
         dog.tricks = 2
         session.flush()
-    assert {id(cache) for _, cache, _ in seen} == {id(private.cache_of(mapper.base_mapper))}
+    assert {id(cache) for _, cache, _ in seen} == {id(guard._sqlalchemy.cache_of(mapper.base_mapper))}
     assert seen[-1][0] == "UPDATE"
 
 
@@ -205,7 +183,7 @@ def test_ends_are_heard(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, rais
     for name in ("commit", "rollback", "close"):
         monkeypatch.setattr(Transaction, name, getattr(Transaction, name))  # puts it back afterwards
     heard: list[tuple[type[Any], bool, bool]] = []
-    private.hear_ends(
+    guard._sqlalchemy.hear_ends(
         lambda ended, error, *, commits: heard.append(
             (type(ended), ended.is_active, commits and error is None)
         )
@@ -232,8 +210,8 @@ def _raise(*_: object) -> None:
 
 def test_the_isolation_level_of_an_engine_is_known() -> None:
     engine = create_engine("sqlite://", isolation_level="AUTOCOMMIT")
-    assert private.isolation_on_connect(engine.dialect) == "AUTOCOMMIT"
-    assert private.isolation_on_connect(create_engine("sqlite://").dialect) is None
+    assert guard._sqlalchemy.isolation_on_connect(engine.dialect) == "AUTOCOMMIT"
+    assert guard._sqlalchemy.isolation_on_connect(create_engine("sqlite://").dialect) is None
 
 
 def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:
@@ -250,12 +228,12 @@ def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:
 
     Own.metadata.create_all(engine)
     mapper = Thing.__mapper__
-    private.always_load(mapper, Thing.__table__.c.kept)
+    guard._sqlalchemy.always_load(mapper, Thing.__table__.c.kept)
     left_out = []
 
     @event.listens_for(Thing, "refresh", raw=True)
     def note(_state: Any, context: Any, _attributes: Any) -> None:
-        left_out.append(private.left_out_of(context, mapper))
+        left_out.append(guard._sqlalchemy.left_out_of(context, mapper))
 
     with Session(engine) as session:
         session.add(Thing(id=1))
@@ -296,7 +274,7 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
         if name.endswith(("load_scalar_attributes", "load_on_ident")):
             monkeypatch.setattr(loading, name, getattr(loading, name))  # puts it back afterwards
     monkeypatch.setattr(Mapper, "_subclass_load_via_in", Mapper._subclass_load_via_in)
-    private.load_with("along")
+    guard._sqlalchemy.load_with("along")
     Own.metadata.create_all(engine)
     with Session(engine) as session:
         thing = Thing(id=1)
@@ -313,7 +291,7 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
         session.commit()
         sent: list[str] = []
         event.listen(engine, "before_cursor_execute", lambda *given: sent.append(given[2]))
-        both = selectin_polymorphic(Thing, [Special])
+        both = orm.selectin_polymorphic(Thing, [Special])
         session.scalars(select(Thing).where(Thing.id == 2).options(both)).all()
     assert ["along" in each for each in sent] == [True, True]
     assert "other" not in sent[1]
@@ -332,14 +310,14 @@ def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest
         other: Mapped[int] = mapped_column(default=0)
 
     for name in ("setup", "create_row_processor"):
-        monkeypatch.setattr(ColumnProperty, name, getattr(ColumnProperty, name))
+        monkeypatch.setattr(orm.ColumnProperty, name, getattr(orm.ColumnProperty, name))
     told: list[tuple[int | None, int | None]] = []
 
     def hear(_context: Any, _state: Any, before: int | None, found: int | None) -> int | None:
         told.append((before, found))
         return found
 
-    private.hear_rows("watched", hear)
+    guard._sqlalchemy.hear_rows("watched", hear)
     Own.metadata.create_all(engine)
     things = Own.metadata.tables["watched_things"]
 

@@ -10,9 +10,8 @@ from sqlalchemy import Engine, create_engine, event, insert, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, begin_immediate, bind, claim
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleTokenError, begin_immediate, bind, claim
+from tests.guard.rows import bypassed, holding
 
 PROCESSES = 4
 INCREMENTS = 15
@@ -39,8 +38,7 @@ def work(url: str, tokens: Any, acknowledged: Any, reading_first: bool) -> None:
         with tokens.get_lock():
             tokens.value += 1
             token = tokens.value
-        with Session(engine) as session:
-            bind(session, Lease("counter:1", token))
+        with holding(engine, Lease("counter:1", token)) as session:
             try:
                 if reading_first:
                     session.scalars(select(Counter.value)).all()
@@ -57,7 +55,7 @@ def work(url: str, tokens: Any, acknowledged: Any, reading_first: bool) -> None:
 def test_no_acknowledged_increment_is_lost(engine: Engine, database_url: str, reading_first: bool) -> None:
     """The value equals the number of acknowledged commits, and the fence is the highest token written."""
     Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(insert(Counter), {"id": 1})
     engine.dispose()
     context = mp.get_context("spawn")
@@ -84,9 +82,9 @@ def test_a_deferred_transaction_that_has_read_cannot_claim(tmp_path: Any) -> Non
     event.listen(deferred, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
     event.listen(deferred, "begin", lambda connection: connection.exec_driver_sql("BEGIN DEFERRED"))
     Base.metadata.create_all(other)
-    with other.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(other) as connection:
         connection.exec_driver_sql("PRAGMA journal_mode = WAL")
-    with other.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(other) as connection:
         connection.execute(insert(Counter), {"id": 1})
     with Session(deferred) as reader, Session(other) as writer:
         reader.scalars(select(Counter.value)).all()

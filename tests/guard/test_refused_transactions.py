@@ -14,52 +14,17 @@ from itertools import cycle, product
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import (
-    Connection,
-    Engine,
-    NullPool,
-    QueuePool,
-    create_engine,
-    delete,
-    insert,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, orm, select, text, update
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    make_transient_to_detached,
-    mapped_column,
-    sessionmaker,
-)
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from fencelock import (
-    CommitInDoubtError,
-    FencedModel,
-    FenceError,
-    FencelockError,
-    Lease,
-    LockLostError,
-    StaleReadError,
-    StaleTokenError,
-    UnfencedWriteError,
-    bind,
-    claim,
-    claim_all,
-    execute_fenced,
-    fence_table,
-    fenced_delete,
-    fenced_text,
-    fenced_update,
-    gate,
-    upsert,
-)
+import fencelock
+from fencelock import FencelockError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, execute_fenced
 from fencelock.guard.triggers import create, drop
 from tests.door import Door
+from tests.guard.rows import holding
 
 FENCE = 5
 WHY = r"rollback\(\)"
@@ -69,7 +34,7 @@ class Base(DeclarativeBase):
     """The models of this file."""
 
 
-class Row(FencedModel, Base):
+class Row(fencelock.FencedModel, Base):
     __tablename__ = "rt_rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -81,18 +46,13 @@ class Note(Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
-FENCES = fence_table(Base.metadata)
+FENCES = fencelock.fence_table(Base.metadata)
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on one row that a holder has fenced, a gate that it has passed, and no notes."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in (Row, Note, FENCES):
-            connection.execute(delete(table))
-        connection.execute(insert(Row), {"id": 1, "value": 0, "last_fencing_token": FENCE})
-        connection.execute(insert(FENCES), {"resource": "rows", "last_fencing_token": FENCE})
-    return lasting_engine
+ROWS: dict[Any, Any] = {
+    Row: {"id": 1, "value": 0, "last_fencing_token": FENCE},
+    FENCES: {"resource": "rows", "last_fencing_token": FENCE},
+}
 
 
 def note(target: Any, number: int) -> None:
@@ -107,13 +67,13 @@ def notes(engine: Engine) -> list[int]:
 def flush(session: Session) -> None:
     """Write the row by the unit of work, without having read it."""
     row = Row(id=1)
-    make_transient_to_detached(row)
+    orm.make_transient_to_detached(row)
     session.add(row)
     row.value = 7
     session.flush()
 
 
-TEXT = fenced_text(
+TEXT = fencelock.fenced_text(
     "UPDATE rt_rows SET value = 1, last_fencing_token = :fencing_token, last_write_id = :fencing_write_id "
     "WHERE id = :id AND last_fencing_token <= :fencing_token",
     Row,
@@ -131,16 +91,16 @@ CORE: dict[str, Way] = {
     "by key": lambda target: target.execute(update(Row).where(Row.id == 1).values(value=1)),
     "by criteria": lambda target: target.execute(update(Row).where(Row.value == 0).values(value=1)),
     "DELETE": lambda target: target.execute(delete(Row).where(Row.id == 1)),
-    "fenced_update": lambda target: execute_fenced(target, fenced_update(Row).values(value=1)),
+    "fenced_update": lambda target: execute_fenced(target, fencelock.fenced_update(Row).values(value=1)),
     "fenced_text": lambda target: target.execute(TEXT, {"id": 1}),
-    "fenced_delete": lambda target: execute_fenced(target, fenced_delete(Row).where(Row.id == 1)),
+    "fenced_delete": lambda target: execute_fenced(target, fencelock.fenced_delete(Row).where(Row.id == 1)),
 }
 ORM: dict[str, Way] = {
     "flush": flush,
     "claim": lambda session: claim(session, Row, 1),
-    "claim_all": lambda session: claim_all(session, select(Row)),
-    "gate": gate,
-    "upsert": lambda session: upsert(session, Row, [{"id": 1, "value": 3}]),
+    "claim_all": lambda session: fencelock.claim_all(session, select(Row)),
+    "gate": fencelock.gate,
+    "upsert": lambda session: fencelock.upsert(session, Row, [{"id": 1, "value": 3}]),
 }
 UNGUARDED: dict[str, Way] = {
     "plain text": lambda target: target.execute(text(PLAIN)),
@@ -150,7 +110,7 @@ WAYS = CORE | ORM | UNGUARDED
 CAUSES: dict[type[FencelockError], Callable[[], tuple[Lease, ...]]] = {
     StaleTokenError: lambda: (Lease("rows", 1),),
     UnfencedWriteError: lambda: (),
-    LockLostError: lambda: (Lease("rows", 9, time.monotonic() - 1),),
+    fencelock.LockLostError: lambda: (Lease("rows", 9, time.monotonic() - 1),),
 }
 
 
@@ -205,7 +165,7 @@ def after_it(holder: Holder) -> None:
             session.commit,
             lambda: note(session, 2),
             lambda: session.scalars(select(Note)).all(),
-            lambda: execute_fenced(session, fenced_update(Row).values(value=1), token=9),
+            lambda: execute_fenced(session, fencelock.fenced_update(Row).values(value=1), token=9),
             lambda: note(session.connection(), 2),
         ]
         for act in acts:
@@ -423,17 +383,15 @@ def test_every_cause_meets_every_way_and_every_end() -> None:
 @pytest.mark.parametrize("gone", [False, True], ids=["written", "deleted"])
 def test_a_row_that_has_changed_since_it_was_read(engine: Engine, *, gone: bool) -> None:
     """The cause that only objects have."""
-    with Session(engine, expire_on_commit=False) as session:
-        bind(session, Lease("rows", 9))
+    with holding(engine, Lease("rows", 9), expire_on_commit=False) as session:
         row = session.get_one(Row, 1)
         session.commit()
-        with Session(engine) as other:
-            bind(other, Lease("rows", 7))
+        with holding(engine, Lease("rows", 7)) as other:
             other.execute(delete(Row) if gone else update(Row).values(value=4))
             other.commit()
         note(session, 1)
         row.value = 5
-        with pytest.raises(StaleReadError):
+        with pytest.raises(fencelock.StaleReadError):
             session.flush()
         with pytest.raises(PendingRollbackError, match=WHY):
             session.commit()
@@ -456,16 +414,14 @@ def door(engine: Engine) -> Iterator[Door]:
 def test_a_lease_in_doubt(engine: Engine, door: Door, way: str) -> None:
     """`CommitInDoubtError`, the only refusal that leaves open whether anything is written."""
     lease = Lease("rows", 9)
-    with Session(door.engine) as lost:
-        bind(lost, lease)
+    with holding(door.engine, lease) as lost:
         claim(lost, Row, 1)
         with pytest.raises(DBAPIError):
             lost.commit()
     door.let_through()
-    with Session(create_engine(engine.url, poolclass=NullPool)) as session:
-        bind(session, lease)
+    with holding(create_engine(engine.url, lease, poolclass=NullPool)) as session:
         note(session, 1)
-        with pytest.raises(CommitInDoubtError) as caught:
+        with pytest.raises(fencelock.CommitInDoubtError) as caught:
             WAYS[way](session)
         assert caught.value.written is None
         with pytest.raises(PendingRollbackError, match=WHY):
@@ -513,7 +469,7 @@ def test_a_trigger_refuses_no_less(engine: Engine) -> None:
         with engine.connect() as connection:
             note(connection, 1)
             lower = update(Row).where(Row.id == 1).values(last_fencing_token=1)
-            with pytest.raises(FenceError):
+            with pytest.raises(fencelock.FenceError):
                 connection.execute(lower, execution_options={"fencelock": "bypass"})
             with pytest.raises(PendingRollbackError, match=r"is stale.*refused by the table's trigger"):
                 connection.commit()
@@ -570,5 +526,5 @@ def test_a_session_that_is_thrown_away_keeps_no_connection(
 
 
 def checked_out(engine: Engine) -> int:
-    assert isinstance(engine.pool, QueuePool)
+    assert isinstance(engine.pool, sa.QueuePool)
     return engine.pool.checkedout()

@@ -8,38 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Delete,
-    Engine,
-    ForeignKey,
-    Insert,
-    NullPool,
-    Update,
-    create_engine,
-    delete,
-    insert,
-    select,
-)
+import sqlalchemy as sa
+from sqlalchemy import Delete, Engine, Insert, NullPool, Update, create_engine, delete, insert, select
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, selectinload
 
-from fencelock.errors import FenceError
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    claim,
-    claim_all,
-    claim_all_async,
-    claim_async,
-    fence_table,
-    gate,
-    gate_async,
-    upsert,
-)
-from fencelock.lease import Lease
+import fencelock
+from fencelock import FencedModel, FenceError, Lease, bind, claim, claim_all, gate, gate_async, upsert
 from proof.servers import Postgres
+from tests.guard.rows import bypassed, holding
 
 
 class Base(DeclarativeBase):
@@ -57,17 +36,17 @@ class Account(FencedModel, Base):
 class Note(Base):
     __tablename__ = "ro_notes"
     id: Mapped[int] = mapped_column(primary_key=True)
-    account_id: Mapped[int] = mapped_column(ForeignKey("ro_accounts.id"))
+    account_id: Mapped[int] = mapped_column(sa.ForeignKey("ro_accounts.id"))
 
 
-fences = fence_table(Base.metadata)
+fences = fencelock.fence_table(Base.metadata)
 LEASES = [Lease(f"account:{number}", 9) for number in (1, 2)]
 
 
 def filled(engine: Engine, *identities: int, balance: int) -> Engine:
     """Return an engine on a database with these accounts and a note for each."""
     Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         for identity in identities:
             connection.execute(insert(Account), {"id": identity, "balance": balance, "last_fencing_token": 5})
             connection.execute(insert(Note), {"account_id": identity})
@@ -131,8 +110,7 @@ def test_a_claim_reads_where_it_has_claimed_or_is_refused(
     "how", [claim, lambda session, model, _, **more: claim_all(session, select(model), **more)[0]]
 )
 def test_a_claim_goes_and_reads_where_it_is_told_to(leader: Engine, follower: Engine, how: Any) -> None:
-    with Session(follower) as session:
-        bind(session, *LEASES)
+    with holding(follower, *LEASES) as session:
         assert how(session, Account, 1, bind_arguments={"bind": leader}).balance == 70
 
 
@@ -178,10 +156,10 @@ def test_for_coroutines(leader: Engine, follower: Engine) -> None:
             bind(session, LEASES[0])
             await gate_async(session)
             await session.commit()
-            assert (await claim_async(session, Account, 1)).balance == 70
+            assert (await fencelock.claim_async(session, Account, 1)).balance == 70
             await session.commit()
             with pytest.raises(FenceError, match="sends its SELECT"):
-                await claim_all_async(session, select(Account))
+                await fencelock.claim_all_async(session, select(Account))
         for each in both:
             await each.dispose()
 

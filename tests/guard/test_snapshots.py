@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, delete, func, insert, select
+from sqlalchemy import Engine, func, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import Database, StaleReadError, fenced_lock
-from fencelock.guard import FencedModel, bind, claim, claim_all, fence_table, gate
-from fencelock.lease import Lease
+import fencelock
+from fencelock import Database, FencedModel, Lease, StaleReadError, bind, claim, claim_all, fenced_lock, gate
 
 
 class Base(DeclarativeBase):
@@ -35,17 +34,10 @@ class Booking(Base):
     room: Mapped[int]
 
 
-fence_table(Base.metadata)
+fencelock.fence_table(Base.metadata)
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a room that nobody has booked."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in (Room, Booking):
-            connection.execute(delete(table))
-        connection.execute(insert(Room), {"id": 1})
-    return lasting_engine
+ROWS = {Room: {"id": 1}}
 
 
 @pytest.fixture

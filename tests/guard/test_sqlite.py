@@ -11,9 +11,7 @@ from sqlalchemy import Engine, create_engine, event
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard import FencedModel, begin_immediate, bind, claim_async
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, UnfencedWriteError, begin_immediate, bind, claim_async
 
 
 class Base(DeclarativeBase):

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, Table, delete, insert, select, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import Engine, String, Table, select, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, fenced_text
-from tests.guard.rows import on_sqlite_alone
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, fenced_text
+from tests.guard.rows import holding, on_sqlite_alone
 
 
 class Base(DeclarativeBase):
@@ -32,14 +32,7 @@ DELETED = "DELETE FROM tx_orders WHERE id = :id AND last_fencing_token <= :fenci
 PAID = {"id": 1, "status": "paid"}
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database whose rows have been fenced with 5."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(delete(Order))
-        for number in (1, 2):
-            connection.execute(insert(Order), {"id": number, "status": "new", "last_fencing_token": 5})
-    return lasting_engine
+ROWS = {Order: [{"id": n, "status": "new", "last_fencing_token": 5} for n in (1, 2)]}
 
 
 def orders(engine: Engine) -> dict[int, tuple[str, int]]:
@@ -53,8 +46,7 @@ NEW = {1: ("new", 5), 2: ("new", 5)}
 
 def execute(engine: Engine, statement: Any, *rows: dict[str, Any], leases: tuple[Lease, ...] = ()) -> int:
     """Execute a statement for each of the parameters, commit, and return how many rows it has written."""
-    with Session(engine) as session:
-        bind(session, *leases)
+    with holding(engine, *leases) as session:
         written: int = session.execute(statement, [*rows] if len(rows) > 1 else dict(*rows)).rowcount  # type: ignore[attr-defined]
         session.commit()
     return written

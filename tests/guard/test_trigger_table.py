@@ -11,25 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import (
-    Column,
-    Connection,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    NullPool,
-    String,
-    Table,
-    create_engine,
-    insert,
-    select,
-)
+import sqlalchemy as sa
+from sqlalchemy import Column, Connection, Engine, Integer, MetaData, NullPool, String, Table, insert, select
 
-from fencelock.guard import conditional_delete, conditional_update, fence_column, write_id_column
+from fencelock import conditional_delete, conditional_update
+from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FenceTrigger
 from tests.conftest import MYSQL_URL
-from tests.guard.rows import empty
+from tests.guard.rows import bypassed, empty
 from tests.guard.write_docs import check_section, grouped
 
 FENCE = 5
@@ -193,7 +182,7 @@ def make_tables(trigger: FenceTrigger) -> MetaData:
         metadata,
         Column("id", Integer, primary_key=True),
         Column("status", String(20)),
-        Column("customer_id", ForeignKey("tt_customers.id", ondelete="SET NULL")),
+        Column("customer_id", sa.ForeignKey("tt_customers.id", ondelete="SET NULL")),
         fence_column(resource="order:{id}", trigger=trigger),
         write_id_column(),
     )
@@ -203,7 +192,7 @@ def make_tables(trigger: FenceTrigger) -> MetaData:
 @pytest.fixture
 def lone_engine(shared_url: str) -> Iterator[Engine]:
     """An engine that keeps no connection, so that what a way sets on one is gone with it."""
-    engine = create_engine(shared_url, poolclass=NullPool)
+    engine = sa.create_engine(shared_url, poolclass=NullPool)
     yield engine
     engine.dispose()
 
@@ -223,7 +212,7 @@ def outcomes(engine: Engine, ways: list[Way], trigger: FenceTrigger) -> list[str
 
 def run(engine: Engine, statements: list[str]) -> None:
     """Execute what no guard has to see."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         for statement in statements:
             connection.exec_driver_sql(statement)
 
@@ -233,7 +222,7 @@ def outcome(engine: Engine, metadata: MetaData, way: Way) -> str:
     orders, customers = (metadata.tables[name] for name in ("tt_orders", "tt_customers"))
     with engine.begin() as connection:
         empty(connection, metadata)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(insert(customers), {"id": 1})
         row = {"id": 1, "status": "new", "customer_id": 1, "last_fencing_token": FENCE}
         connection.execute(insert(orders), row)
@@ -274,11 +263,7 @@ def kind_of(message: str, *, knows: bool) -> str:
 
 @pytest.mark.parametrize(
     ("shared_url", "database", "ways"),
-    [
-        ("sqlite", "SQLite", SQLITE),
-        ("postgresql", "PostgreSQL", POSTGRESQL),
-        ("mariadb", "MariaDB", MARIADB),
-    ],
+    [("sqlite", "SQLite", SQLITE), ("postgresql", "PostgreSQL", POSTGRESQL), ("mariadb", "MariaDB", MARIADB)],
     indirect=["shared_url"],
     ids=["sqlite", "postgresql", "mysql" if MYSQL_URL else "mariadb"],
 )

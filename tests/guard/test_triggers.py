@@ -9,44 +9,15 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Column,
-    Connection,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    create_mock_engine,
-    delete,
-    insert,
-    make_url,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, delete, insert, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import StaleReadError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    FencedModel,
-    GuardEvent,
-    bind,
-    claim,
-    execute_fenced,
-    fence_column,
-    fenced_delete,
-    fenced_update,
-    forget,
-    on_stale,
-    on_unfenced,
-    triggers,
-    write_id_column,
-)
+import fencelock
+from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, execute_fenced, fenced_update
+from fencelock.guard import fence_column, forget, triggers, write_id_column
 from fencelock.guard.tables import LIMIT
-from fencelock.lease import Lease
-from tests.guard.rows import empty
+from tests.guard.rows import holding
 
 FENCE = 5
 
@@ -89,16 +60,8 @@ strict: Table = Strict.__table__  # type: ignore[assignment]
 ON_POSTGRESQL = pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on a database with rows 1 and 2 in both tables, whose fence is FENCE."""
-    with shared_engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for model in (Plain, Strict):
-            rows = [{"id": number, "status": "new", "last_fencing_token": FENCE} for number in (1, 2)]
-            connection.execute(insert(model), rows)
-    return shared_engine
+_TWO = [{"id": number, "status": "new", "last_fencing_token": FENCE} for number in (1, 2)]
+ROWS = {Plain: _TWO, Strict: _TWO}
 
 
 def raw(engine: Engine, *statements: str) -> None:
@@ -156,24 +119,24 @@ def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
     with engine.begin() as connection:
         moved = fenced_update(boxes).where(boxes.c.id > 1).values(id=boxes.c.id + 100)
         assert execute_fenced(connection, moved, token=FENCE).rowcount == 38
-        assert execute_fenced(connection, fenced_delete(boxes), token=FENCE).rowcount == 39
+        assert execute_fenced(connection, fencelock.fenced_delete(boxes), token=FENCE).rowcount == 39
 
 
-def bypass(connection: Connection, statement: str) -> None:
+def bypass(connection: sa.Connection, statement: str) -> None:
     """Execute SQL through SQLAlchemy, around the guard."""
     connection.execute(text(statement), execution_options={"fencelock": "bypass"})
 
 
 def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> None:
     """What reaches a trigger around the guard raises, and is told, as the guard would, with what is known."""
-    heard: list[GuardEvent] = []
-    on_stale(heard.append)
-    on_unfenced(heard.append)
+    heard: list[fencelock.GuardEvent] = []
+    fencelock.on_stale(heard.append)
+    fencelock.on_unfenced(heard.append)
     with engine.connect() as connection:
         with pytest.raises(StaleTokenError, match="trigger") as stale:
             bypass(connection, "UPDATE tr_plain SET last_fencing_token = 4")
         connection.rollback()
-        with pytest.raises(UnfencedWriteError, match="'tr_strict'"):
+        with pytest.raises(fencelock.UnfencedWriteError, match="'tr_strict'"):
             bypass(connection, "UPDATE tr_strict SET status = 'old way'")
     forget(heard.append)
     known = (4, FENCE) if engine.dialect.name != "sqlite" else (0, None)
@@ -187,10 +150,8 @@ def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> 
 
 def test_stale_writer_is_told_by_the_guard_as_before(engine: Engine) -> None:
     """The condition turns the row away before the trigger sees it: the error has the row and both tokens."""
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 4))
-        with pytest.raises(StaleTokenError) as caught:
-            session.execute(delete(Strict).where(Strict.id == 1))
+    with holding(engine, Lease("order:1", 4)) as session, pytest.raises(StaleTokenError) as caught:
+        session.execute(delete(Strict).where(Strict.id == 1))
     assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, FENCE)
 
 
@@ -202,7 +163,7 @@ def test_a_foreign_key_deletes_the_rows_of_strict_tables(shared_engine: Engine) 
         "tr_children",
         metadata,
         Column("id", Integer, primary_key=True),
-        Column("parent_id", ForeignKey("tr_parents.id", ondelete="CASCADE")),
+        Column("parent_id", sa.ForeignKey("tr_parents.id", ondelete="CASCADE")),
         fence_column(trigger="strict"),
         write_id_column(),
     )
@@ -306,8 +267,8 @@ def test_disabled_trigger_counts_as_none(engine: Engine) -> None:
 def test_mock_engine_prints_the_triggers() -> None:
     """A script of the schema, for whoever makes it by hand."""
     printed: list[str] = []
-    dialect = make_url("postgresql+psycopg://").get_dialect()()
-    mock = create_mock_engine(
+    dialect = sa.make_url("postgresql+psycopg://").get_dialect()()
+    mock = sa.create_mock_engine(
         "postgresql+psycopg://", lambda sql, *_, **__: printed.append(str(sql.compile(dialect=dialect)))
     )
     strict.create(mock, checkfirst=False)
@@ -335,8 +296,7 @@ def test_mistakes_are_refused_where_they_are_made() -> None:
 @pytest.fixture
 def session(engine: Engine) -> Iterator[Session]:
     """A session of the holder of both rows."""
-    with Session(engine, expire_on_commit=False) as session:
-        bind(session, Lease("order:1", FENCE), Lease("order:2", FENCE))
+    with holding(engine, Lease("order:1", FENCE), Lease("order:2", FENCE), expire_on_commit=False) as session:
         yield session
 
 
@@ -380,10 +340,9 @@ class TestWriteIds:
 
     def test_a_claim_reads_back_the_id_that_it_was_given(self, engine: Engine, session: Session) -> None:
         """The object is written after it; that of another session is not."""
-        with Session(engine) as other:
-            bind(other, Lease("order:1", FENCE))
+        with holding(engine, Lease("order:1", FENCE)) as other:
             old = other.get_one(Plain, 1)
-            order = claim(session, Plain, 1)
+            order = fencelock.claim(session, Plain, 1)
             assert session.scalar(select(Plain.last_write_id).where(Plain.id == 1)) == order.last_write_id
             order.status = "paid"
             session.commit()

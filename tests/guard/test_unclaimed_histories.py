@@ -18,10 +18,9 @@ from sqlalchemy import Engine, String, create_engine, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
-from fencelock.errors import StaleReadError, StaleTokenError
-from fencelock.guard import FencedModel, bind, claim
+from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from fencelock.lease import Lease
+from tests.guard.rows import bypassed
 
 TOKENS = (1, 2, 3)
 
@@ -119,7 +118,7 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
     Raises:
         AssertionError: if a write was accepted or refused otherwise than the model says.
     """
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(delete(model))
         more = {"version": 1} if model is Counted else {}
         connection.execute(insert(model), {"id": 1, "text": "", **more})
@@ -158,11 +157,7 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
     return happened
 
 
-@pytest.fixture
-def engine(shared_engine: Engine) -> Engine:
-    """An engine on a database with the tables."""
-    Base.metadata.create_all(shared_engine)
-    return shared_engine
+ROWS: dict[Any, Any] = {}  # each history begins anew
 
 
 def played(engine: Engine, model: Any) -> Counter[str]:

@@ -17,10 +17,9 @@ from sqlalchemy import Engine, String, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, bind, claim
+from fencelock import FencedModel, Lease, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from fencelock.lease import Lease
+from tests.guard.rows import bypassed
 
 
 class Base(DeclarativeBase):
@@ -127,7 +126,7 @@ def losses(engine: Engine, model: Model, load: Load, *, before: bool = False) ->
     found: list[str] = []
     for programs in PROGRAMS:
         for order in orders(*programs):
-            with engine.execution_options(fencelock="bypass").begin() as connection:
+            with bypassed(engine) as connection:
                 connection.execute(delete(model))
                 connection.execute(insert(model), {"id": 1} | ({"version": 1} if model is Counted else {}))
             acknowledged, log = carry_out(engine, model, load, order, before=before)

@@ -4,25 +4,15 @@ from __future__ import annotations
 
 import threading
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, delete, insert, select, text
+from sqlalchemy import Engine, String, select, text
 from sqlalchemy.exc import IntegrityError, PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
-from fencelock import (
-    FencedModel,
-    FenceError,
-    Lease,
-    StaleTokenError,
-    UnfencedWriteError,
-    bind,
-    claim,
-    upsert,
-)
-from tests.guard.rows import on_sqlite_alone
+from fencelock import FencedModel, FenceError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, upsert
+from tests.guard.rows import holding, on_sqlite_alone
 
 
 class Base(DeclarativeBase):
@@ -76,24 +66,12 @@ class Toy(Thing):
     __mapper_args__ = {"polymorphic_identity": "toy"}  # noqa: RUF012 - as SQLAlchemy has it
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with one order, item and price, fenced with 5."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in Base.metadata.tables.values():
-            connection.execute(delete(table))
-        fence = {"last_fencing_token": 5}
-        connection.execute(insert(Order), {"id": 1, "code_": "A", "status": "old", **fence})
-        connection.execute(insert(Item), {"id": 1, "line": 1, "order_id": 1, "amount": 7, **fence})
-        connection.execute(insert(Price), {"sku": "pen", "cents": 100, **fence})
-    return lasting_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session without a lease; the tests bind what they hold."""
-    with Session(engine) as made:
-        yield made
+ITS = {"last_fencing_token": 5}
+ROWS: dict[Any, Any] = {
+    Order: {"id": 1, "code_": "A", "status": "old", **ITS},
+    Item: {"id": 1, "line": 1, "order_id": 1, "amount": 7, **ITS},
+    Price: {"sku": "pen", "cents": 100, **ITS},
+}
 
 
 def rows(engine: Engine, model: type[Any]) -> list[tuple[Any, ...]]:
@@ -147,16 +125,14 @@ def test_stale_upsert_that_waits_for_a_newer_holder_is_turned_away(engine: Engin
     refused: list[BaseException] = []
 
     def late() -> None:
-        with Session(engine) as session:
-            bind(session, Lease("prices", 6))
+        with holding(engine, Lease("prices", 6)) as session:
             try:
                 upsert(session, Price, [{"sku": "pen", "cents": 1}])
                 session.commit()
             except StaleTokenError as error:
                 refused.append(error)
 
-    with Session(engine) as newer:
-        bind(newer, Lease("prices", 7))
+    with holding(engine, Lease("prices", 7)) as newer:
         claim(newer, Price, "pen").cents = 777
         newer.flush()
         thread = threading.Thread(target=late)
@@ -270,35 +246,51 @@ def test_no_rows_are_no_work(session: Session) -> None:
     upsert(session, Price, [])
 
 
+PATH = {"index_elements": ["path"]}
+MISTAKES: list[tuple[Any, dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    (Order, {"status": "x"}, {}, ValueError, "whole key"),
+    (Order, {"id": None, "status": "x"}, {}, ValueError, "whole key"),
+    (Order, {"id": 1, "nonsense": 2}, {}, ValueError, "'nonsense' is no column"),
+    (Order, {"id": 1, "last_fencing_token": 2}, {}, ValueError, "the guard's"),
+    (Item, {"id": 1, "line": 1}, {}, ValueError, "hangs on order_id"),
+    (Page, {"id": 1, "path": "/", "hits": Page.hits + 1}, {}, ValueError, "'hits' of a row to upsert is SQL"),
+    (Page, {"path": "/"}, {"index_elements": ["title"]}, ValueError, "one unique constraint or index"),
+    (
+        Page,
+        {"path": "/"},
+        {"index_elements": ["path", "title"]},
+        ValueError,
+        "one unique constraint or index",
+    ),
+    (Page, {"path": "/"}, {"index_elements": ["nonsense"]}, ValueError, "'nonsense' is no column"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"nonsense": 1}}, ValueError, "'nonsense' is no column"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"last_write_id": 1}}, ValueError, "the guard's"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"path": "/b"}}, ValueError, "'path' of a row .* must not change"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"id": 7}}, ValueError, "'id' of a row .* must not change"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"hits": text("1 --")}}, UnfencedWriteError, "could cut off"),
+    (str, {"id": 1}, {}, TypeError, "expected a mapped class"),
+    (Price, {"sku": "pen", "cents": 1}, {}, UnfencedWriteError, "prices"),  # of which the lease is needed
+]
+
+
 @on_sqlite_alone
-@pytest.mark.parametrize(
-    ("model", "given", "match"),
-    [
-        (Order, [{"status": "x"}], "whole key"),
-        (Order, [{"id": None, "status": "x"}], "whole key"),
-        (Order, [{"id": 1, "nonsense": 2}], "'nonsense' is no column"),
-        (Order, [{"id": 1, "last_fencing_token": 2}], "the guard's"),
-        (Order, [{"id": 1}, {"id": 1}], "given twice"),
-        (Item, [{"id": 1, "line": 1}], "hangs on order_id"),
-        (Page, [{"id": 1, "path": "/", "hits": Page.hits + 1}], "'hits' of a row to upsert is SQL"),
-    ],
-)
-def test_rows_that_do_not_say_enough(
-    session: Session, model: type[Any], given: list[dict[str, Any]], match: str
+@pytest.mark.parametrize(("model", "row", "options", "error", "match"), MISTAKES)
+def test_what_cannot_be_is_refused_before_anything_is_sent(
+    session: Session, *, model: Any, row: Any, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    bind(session, Lease("order:1", 6))
-    with pytest.raises(ValueError, match=match):
-        upsert(session, model, given)
+    bind(session, Lease("order:1", 6), Lease("page:/", 6))
+    with pytest.raises(error, match=match):
+        upsert(session, model, [row], **options)
 
 
 @on_sqlite_alone
-def test_lease_is_needed(session: Session) -> None:
+def test_a_lease_is_needed_and_each_row_is_given_once(session: Session) -> None:
     with pytest.raises(UnfencedWriteError, match="no lease"):
         upsert(session, Price, [{"sku": "pen", "cents": 1}])
     session.rollback()
-    bind(session, Lease("order:2", 6))
-    with pytest.raises(UnfencedWriteError, match="order:1"):
-        upsert(session, Order, [{"id": 1}])
+    bind(session, Lease("order:1", 6))
+    with pytest.raises(ValueError, match="given twice"):
+        upsert(session, Order, [{"id": 1}, {"id": 1}])
 
 
 def count(session: Session, *given: dict[str, Any], **options: Any) -> None:
@@ -353,36 +345,3 @@ def test_with_nothing_to_set_a_row_is_made_or_kept(session: Session, engine: Eng
     session.commit()
     assert rows(engine, Order)[0][:3] == (1, "A", "old")
     assert session.get_one(Order, 1).last_fencing_token == 6
-
-
-@on_sqlite_alone
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"index_elements": ["title"]}, "one unique constraint or index"),
-        ({"index_elements": ["path", "title"]}, "one unique constraint or index"),
-        ({"index_elements": ["nonsense"]}, "'nonsense' is no column"),
-        ({"index_elements": ["path"], "set_": {"nonsense": 1}}, "'nonsense' is no column"),
-        ({"index_elements": ["path"], "set_": {"last_write_id": 1}}, "the guard's"),
-        ({"index_elements": ["path"], "set_": {"path": "/b"}}, "'path' of a row .* must not change"),
-        ({"index_elements": ["path"], "set_": {"id": 7}}, "'id' of a row .* must not change"),
-    ],
-)
-def test_keys_and_changes_that_cannot_be(session: Session, options: dict[str, Any], match: str) -> None:
-    bind(session, Lease("page:/", 6))
-    with pytest.raises(ValueError, match=match):
-        upsert(session, Page, [{"path": "/"}], **options)
-
-
-@on_sqlite_alone
-def test_text_does_not_cut_off_the_condition(session: Session) -> None:
-    """It would be that of `WHERE`, which comes behind it."""
-    bind(session, Lease("page:/", 6))
-    with pytest.raises(UnfencedWriteError, match="could cut off"):
-        upsert(session, Page, [{"path": "/"}], index_elements=["path"], set_={"hits": text("1 --")})
-
-
-@on_sqlite_alone
-def test_what_has_no_fence_is_no_model_to_upsert(session: Session) -> None:
-    with pytest.raises(TypeError, match="expected a mapped class"):
-        upsert(session, str, [{"id": 1}])

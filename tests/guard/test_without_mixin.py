@@ -9,32 +9,19 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import sqlalchemy as sa
 import sqlmodel
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    create_engine,
-    insert,
-    text,
-    update,
-)
+from sqlalchemy import BigInteger, Column, Engine, ForeignKey, MetaData, String, Table, insert, text, update
 from sqlalchemy.ext.automap import automap_base
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim, fence_column, write_id_column
-from fencelock.lease import Lease
-from tests.guard.rows import InMemory
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, claim
+from fencelock.guard import fence_column, write_id_column
+from tests.guard.rows import InMemory, holding
 
 
 def columns(fence: Column[int]) -> list[Column[Any]]:
-    key = Column("id", Integer, primary_key=True, autoincrement=False)
+    key = Column("id", sa.Integer, primary_key=True, autoincrement=False)
     return [key, Column("status", String(10)), fence, write_id_column()]
 
 
@@ -114,8 +101,7 @@ def test_a_reflected_table(in_memory: InMemory) -> None:
 
 def check(engine: Engine, order: Any) -> None:
     """Write with the right lease, and be refused with another."""
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 5))
+    with holding(engine, Lease("order:1", 5)) as session:
         session.add(order(id=1, status="new"))
         session.commit()
         session.get_one(order, 1).status = "paid"
@@ -147,8 +133,7 @@ def test_links_are_guarded(in_memory: InMemory) -> None:
         tags: Mapped[list[Tag]] = relationship(secondary=link)
 
     engine = in_memory(Base.metadata)
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 5))
+    with holding(engine, Lease("order:1", 5)) as session:
         session.add(Order(id=1))
         session.commit()
         order = session.get_one(Order, 1)
@@ -245,7 +230,7 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
         id: int | None = sqlmodel.Field(default=None, primary_key=True)
         name: str = ""
 
-    engine = create_engine(f"sqlite:///{tmp_path / 'heroes.sqlite'}")
+    engine = sa.create_engine(f"sqlite:///{tmp_path / 'heroes.sqlite'}")
     Hero.metadata.create_all(engine)
     with sqlmodel.Session(engine) as session:
         bind(session, Lease("hero:1", 5))

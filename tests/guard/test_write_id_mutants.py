@@ -11,9 +11,7 @@ from sqlalchemy import Engine, create_engine, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import StaticPool
 
-from fencelock.errors import StaleReadError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleReadError, bind
 
 ROOMS = ("leases", "objects", "statements")
 """Those that make ids."""

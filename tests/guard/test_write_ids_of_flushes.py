@@ -12,37 +12,19 @@ from sqlalchemy import Connection, Engine, bindparam, delete, insert, inspect, s
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, make_transient_to_detached
 
-from fencelock.errors import StaleReadError, StaleTokenError
-from fencelock.guard import bind, claim, execute_fenced, fenced_delete, fenced_text, fenced_update, upsert
-from fencelock.lease import Lease
+import fencelock
+from fencelock import Lease, StaleTokenError, bind, claim, execute_fenced, fenced_text, fenced_update, upsert
+from tests.guard import write_ids
 from tests.guard.listening import listening
-from tests.guard.rows import on_sqlite_alone
-from tests.guard.write_ids import (
-    FENCE,
-    MINE,
-    OTHER,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    Numbered,
-    Row,
-    Twin,
-    change,
-    fill,
-    holder,
-    refused,
-    statements,
-    stored,
-)
+from tests.guard.rows import bypassed, holding, on_sqlite_alone
+from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, refused, statements, stored
 
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with the rows."""
-    return fill(lasting_engine)
+ROWS = write_ids.fill
 
 
 def fill_many(engine: Engine, number: int) -> None:
     """Add rows from 10, of several fences."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         fences = [{"id": 10 + n, "last_fencing_token": n % 6} for n in range(number)]
         connection.execute(insert(Row), fences)
 
@@ -228,7 +210,7 @@ def test_two_objects_of_one_row_are_not_both_written(engine: Engine) -> None:
         bind(session, Lease("rows", MINE))
         older.balance -= 30
         newer.status = "newer"
-        with pytest.raises(StaleReadError):
+        with pytest.raises(fencelock.StaleReadError):
             session.commit()
     assert stored(engine) == 80
 
@@ -239,9 +221,8 @@ def test_a_session_in_a_listener_flushes_between(engine: Engine, name: str) -> N
     """The objects of the flush around it are compared afterwards."""
 
     def note(_mapper: Any, connection: Connection, _row: Row) -> None:
-        with Session(connection, join_transaction_mode="rollback_only") as inner:
-            bind(inner, Lease("rows", MINE))
-            inner.add(Numbered())
+        with holding(connection, Lease("rows", MINE), join_transaction_mode="rollback_only") as inner:
+            inner.add(write_ids.Numbered())
             inner.commit()
 
     with holder(engine) as session, listening(Row, name, note):
@@ -264,7 +245,7 @@ def test_a_listener_of_the_class_undoes_or_makes_a_change(engine: Engine) -> Non
         row: Any = session.get_one(Twin, 1)
         row.status = "NEW"
         session.commit()
-        assert row.last_fencing_token == FENCE
+        assert row.last_fencing_token == write_ids.FENCE
         row.status = "new+"
         session.commit()
         assert (row.status, row.balance, row.last_fencing_token) == ("new", 101, MINE)
@@ -279,8 +260,7 @@ class TestTheSameHolder:
     def test_in_several_transactions_and_leases(self, engine: Engine) -> None:
         """Each write leaves the id that the next one finds: of an object, and of one that it has inserted."""
         hold = Lease("rows", 6)
-        with Session(engine, expire_on_commit=False) as session:
-            bind(session, hold)
+        with holding(engine, hold, expire_on_commit=False) as session:
             row, new = session.get_one(Row, 1), Row(id=9)
             session.add(new)
             session.commit()
@@ -298,8 +278,7 @@ class TestTheSameHolder:
 
     def test_with_other_statements_in_between(self, engine: Engine) -> None:
         """Of Core, text, bulk and upsert the session knows nothing: the object is loaded again."""
-        with Session(engine) as session:
-            bind(session, Lease("rows", MINE))
+        with holding(engine, Lease("rows", MINE)) as session:
             row = session.get_one(Row, 1)
             table: Any = Row.__table__
             session.connection().execute(update(table).where(Row.id == 1).values(status="core"))
@@ -386,9 +365,9 @@ class TestStatementsThatSayIt:
         def statement(loaded: int) -> Any:
             if make == "update":
                 return fenced_update(Row, loaded=loaded).where(which).values(balance=1)
-            return fenced_delete(Row, loaded=loaded).where(which)
+            return fencelock.fenced_delete(Row, loaded=loaded).where(which)
 
-        with engine.execution_options(fencelock="bypass").begin() as connection:
+        with bypassed(engine) as connection:
             connection.execute(delete(Row).where(Row.id == 2))
         with engine.connect() as connection:
             read = connection.scalars(select(Row.last_write_id)).one()

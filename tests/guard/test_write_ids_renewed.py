@@ -8,67 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, PickleType, inspect, select, text, update
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    aliased,
-    joinedload,
-    lazyload,
-    load_only,
-    mapped_column,
-    selectinload,
-)
+from sqlalchemy import Engine, PickleType, inspect, orm, select, text, update
+from sqlalchemy.orm import Mapped, Session, aliased, joinedload, lazyload, load_only, mapped_column
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard import bind, claim
-from fencelock.lease import Lease
+from fencelock import Lease, UnfencedWriteError, bind, claim
+from tests.guard import write_ids
 from tests.guard.rows import InMemory, on_sqlite_alone
-from tests.guard.write_ids import (
-    DELETED,
-    FENCE,
-    MINE,
-    MIXED,
-    Account,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    DeferredId,
-    Entry,
-    Fenced,
-    Joined,
-    Load,
-    Note,
-    Pair,
-    Refreshed,
-    Row,
-    Single,
-    Step,
-    Story,
-    Tag,
-    after,
-    change,
-    fill,
-    get,
-    holder,
-    pay,
-    play,
-    query,
-    refused,
-    stored,
-    take,
-    whole,
-)
+from tests.guard.write_ids import MIXED, Account, Joined, Pair, Row, Step, Story, get, holder, whole
+
+ROWS = write_ids.fill
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with the rows."""
-    return fill(lasting_engine)
-
-
-def detached(load: Load) -> Load:
+def detached(load: write_ids.Load) -> write_ids.Load:
     """Load an object as a cache keeps it."""
-    return after(load, lambda session, row: session.expunge(row))
+    return write_ids.after(load, lambda session, row: session.expunge(row))
 
 
 def add(session: Session, row: Any) -> Any:
@@ -130,12 +83,12 @@ def delete_row(row: Any) -> None:
 
 
 def take_and_say(row: Any) -> None:
-    take(row)
+    write_ids.take(row)
     row.status = "other"
 
 
 without_id = select(Row).from_statement(select(Row.id, Row.status).where(Row.id == 1))
-part_of_refreshed = select(Refreshed).options(load_only(Refreshed.status))  # type: ignore[attr-defined]
+part_of_refreshed = select(write_ids.Refreshed).options(load_only(write_ids.Refreshed.status))  # type: ignore[attr-defined]
 THEN = {
     "added": Story(load=detached(get()), then=add),
     "pickled and added": Story(
@@ -164,9 +117,7 @@ THEN = {
         other=take_and_say, then=again(lambda session, row: session.expire(row, ["id"])), said=MIXED
     ),
     "a part is populated": Story(
-        other=take_and_say,
-        then=again(populate(select(Row).options(load_only(Row.status)))),
-        said=MIXED,
+        other=take_and_say, then=again(populate(select(Row).options(load_only(Row.status)))), said=MIXED
     ),
     "a part is populated without the id": Story(
         other=take_and_say,
@@ -175,13 +126,13 @@ THEN = {
         always=True,
     ),
     "a part is always refreshed": Story(
-        load=get(Refreshed),
+        load=get(write_ids.Refreshed),
         other=take_and_say,
         then=again(lambda session, _row: session.scalars(part_of_refreshed).all()),
         said=MIXED,
     ),
     "deleted and inserted again": Story(other=insert_again),
-    "deleted": Story(other=delete_row, said=DELETED),
+    "deleted": Story(other=delete_row, said=write_ids.DELETED),
     "refreshed": Story(then=lambda session, row: session.refresh(row), said=None),
     "expired": Story(then=lambda session, row: session.expire(row), said=None),
     "populated": Story(then=populate(select(Row)), said=None),
@@ -207,7 +158,7 @@ def merging(
 
 def pay_and_merge(session: Session, row: Any) -> None:
     """Change the object before the merge, which flushes nothing."""
-    pay(session, row)
+    write_ids.pay(session, row)
     with session.no_autoflush:
         merging(Row, only=(Row.status,))(session, row)
 
@@ -215,8 +166,8 @@ def pay_and_merge(session: Session, row: Any) -> None:
 def merging_from_an_entry(session: Session, _row: Any) -> None:
     """Merge an account over one of its entries: SQLAlchemy leaves out the relationship that it comes by."""
     with Session(session.get_bind()) as reading:
-        loading = joinedload(Entry.account).selectinload(Account.entries)
-        newer = reading.get_one(Entry, 1, options=[loading])
+        loading = joinedload(write_ids.Entry.account).selectinload(Account.entries)
+        newer = reading.get_one(write_ids.Entry, 1, options=[loading])
     session.merge(newer)
 
 
@@ -237,7 +188,7 @@ def from_pair(_session: Session, row: Any) -> None:
 
 
 def add_entry(row: Any) -> None:
-    row.entries.append(Entry(id=9))
+    row.entries.append(write_ids.Entry(id=9))
 
 
 def counting(name: str) -> Step:
@@ -246,8 +197,11 @@ def counting(name: str) -> Step:
 
 
 EXTRA: dict[str, Any] = {"other": lambda row: setattr(row, "extra", 50), "write": from_extra}
-NOTES: dict[str, Any] = {"other": lambda row: row.notes.append(Note(id=2)), "write": counting("notes")}
-TAGS: dict[str, Any] = {"other": lambda row: row.tags.append(Tag(id=7)), "write": counting("tags")}
+NOTES: dict[str, Any] = {
+    "other": lambda row: row.notes.append(write_ids.Note(id=2)),
+    "write": counting("notes"),
+}
+TAGS: dict[str, Any] = {"other": lambda row: row.tags.append(write_ids.Tag(id=7)), "write": counting("tags")}
 PAIR: dict[str, Any] = {"other": lambda row: setattr(row, "pair", Pair(50, 50)), "write": from_pair}
 AS_JOINED: dict[str, Any] = {"load": whole(2), "model": Joined, "key": 2}
 MERGES = {
@@ -256,13 +210,17 @@ MERGES = {
     "a part, into what is changed": Story(load=get(), then=pay_and_merge, write=nothing),
     "joined": Story(**AS_JOINED, **EXTRA, then=merging(Joined, 2, only=(Joined.balance,))),
     "single": Story(
-        load=whole(3), model=Single, key=3, **EXTRA, then=merging(Single, 3, only=(Single.balance,))
+        load=whole(3),
+        model=write_ids.Single,
+        key=3,
+        **EXTRA,
+        then=merging(write_ids.Single, 3, only=(write_ids.Single.balance,)),
     ),
     "by the base": Story(**AS_JOINED, **EXTRA, then=merging(Account, 2)),
     "collection of a subclass": Story(**AS_JOINED, **NOTES, then=merging(Joined, 2)),
     "no cascade": Story(load=whole(), model=Account, **TAGS, then=merging(touched="tags")),
     "after a write": Story(
-        load=after(whole(), with_own_write), model=Account, **TAGS, then=merging(touched="tags")
+        load=write_ids.after(whole(), with_own_write), model=Account, **TAGS, then=merging(touched="tags")
     ),
     "composite": Story(load=whole(), model=Account, **PAIR, then=merging()),
     "where it comes from": Story(
@@ -276,7 +234,7 @@ MERGES = {
 @pytest.mark.parametrize("way", THEN)
 def test_what_comes_between_makes_an_object_no_younger(engine: Engine, way: str, *, written: bool) -> None:
     """Save where all of it is loaded again."""
-    play(engine, THEN[way], written=written)
+    write_ids.play(engine, THEN[way], written=written)
 
 
 @on_sqlite_alone
@@ -286,25 +244,31 @@ def test_a_newer_object_merged_into_an_older_one_is_of_two_versions(
     engine: Engine, way: str, *, written: bool
 ) -> None:
     """What the merge does not bring stays as it was."""
-    play(engine, replace(MERGES[way], said=MIXED), written=written)
+    write_ids.play(engine, replace(MERGES[way], said=MIXED), written=written)
 
 
-def without(*columns: Any) -> Load:
+def without(*columns: Any) -> write_ids.Load:
     """Load a row from a statement that leaves its id out."""
-    return query(select(Row).from_statement(select(*columns).where(Row.id == 1)))
+    return write_ids.query(select(Row).from_statement(select(*columns).where(Row.id == 1)))
 
 
 WITHOUT_ID = {
     "columns": without(Row.id, Row.balance),
-    "text": query(select(Row).from_statement(text("SELECT id, balance FROM wi_rows WHERE id = 1"))),
-    "subquery": query(select(aliased(Row, select(Row.id, Row.balance).where(Row.id == 1).subquery()))),
+    "text": write_ids.query(select(Row).from_statement(text("SELECT id, balance FROM wi_rows WHERE id = 1"))),
+    "subquery": write_ids.query(
+        select(aliased(Row, select(Row.id, Row.balance).where(Row.id == 1).subquery()))
+    ),
 }
 
 
 @on_sqlite_alone
-@pytest.mark.parametrize("write", [pay, lambda session, row: session.delete(row)], ids=["UPDATE", "DELETE"])
-@pytest.mark.parametrize("load", [*WITHOUT_ID.values(), get(DeferredId)], ids=[*WITHOUT_ID, "deferred id"])
-def test_an_object_without_its_id_is_not_written(engine: Engine, load: Load, write: Step) -> None:
+@pytest.mark.parametrize(
+    "write", [write_ids.pay, lambda session, row: session.delete(row)], ids=["UPDATE", "DELETE"]
+)
+@pytest.mark.parametrize(
+    "load", [*WITHOUT_ID.values(), get(write_ids.DeferredId)], ids=[*WITHOUT_ID, "deferred id"]
+)
+def test_an_object_without_its_id_is_not_written(engine: Engine, load: write_ids.Load, write: Step) -> None:
     """Its age is not known."""
     with holder(engine) as session:
         write(session, load(session))
@@ -314,27 +278,27 @@ def test_an_object_without_its_id_is_not_written(engine: Engine, load: Load, wri
 
 @on_sqlite_alone
 @pytest.mark.parametrize("load", WITHOUT_ID.values(), ids=WITHOUT_ID)
-def test_an_object_that_gets_its_id_later_is_of_two_versions(engine: Engine, load: Load) -> None:
+def test_an_object_that_gets_its_id_later_is_of_two_versions(engine: Engine, load: write_ids.Load) -> None:
     """So is the object into which it is merged. After a rollback all is loaded again."""
     with holder(engine) as session:
         row = load(session)
         assert row.note == ""
         row.balance += 1
-        with refused(engine, MIXED, FENCE):
+        with write_ids.refused(engine, MIXED, write_ids.FENCE):
             session.commit()
         session.rollback()
         session.expunge_all()
         kept = load(session)
-    change(engine)
+    write_ids.change(engine)
     with holder(engine) as session:
         row = session.merge(kept)
         row.balance -= 30
-        with refused(engine, MIXED):
+        with write_ids.refused(engine, MIXED):
             session.commit()
         session.rollback()
         row.balance -= 30
         session.commit()
-    assert stored(engine) == 50
+    assert write_ids.stored(engine) == 50
 
 
 RENEWING: dict[str, Step] = {
@@ -345,7 +309,7 @@ RENEWING: dict[str, Step] = {
         name: populate(select(Account).options(option))
         for name, option in {
             "lazyload": lazyload(Account.entries),
-            "selectinload": selectinload(Account.entries),
+            "selectinload": orm.selectinload(Account.entries),
             "joinedload": joinedload(Account.entries),
         }.items()
     },
@@ -362,8 +326,8 @@ RENEWING: dict[str, Step] = {
 def widen(row: Any) -> None:
     """Change a composite, a collection and links."""
     row.z = 50
-    row.entries.append(Entry(id=9))
-    row.tags.append(Tag(id=9))
+    row.entries.append(write_ids.Entry(id=9))
+    row.tags.append(write_ids.Tag(id=9))
 
 
 @on_sqlite_alone
@@ -374,12 +338,12 @@ def test_composites_and_collections_are_as_new_as_the_id(engine: Engine, way: st
         row = whole(key)(session)
         assert (row.z, row.deep.y) == (1, 1)
         session.commit()
-        change(engine, Account, key, widen)
-        bind(session, Lease("rows", MINE))
+        write_ids.change(engine, Account, key, widen)
+        bind(session, Lease("rows", write_ids.MINE))
         RENEWING[way](session, row)
         row.balance = row.deep.y + len(row.entries) + len(row.tags)
         session.commit()
-    assert stored(engine, Account, key) == 50 + (3 + 2 if key == 1 else 1 + 1)
+    assert write_ids.stored(engine, Account, key) == 50 + (3 + 2 if key == 1 else 1 + 1)
 
 
 @on_sqlite_alone
@@ -417,10 +381,10 @@ class Vector:
 def test_merged_values_are_compared_by_their_type(in_memory: InMemory, *, present: bool) -> None:
     """Their own comparison may raise."""
 
-    class Model(DeclarativeBase):
+    class Model(orm.DeclarativeBase):
         pass
 
-    class Measured(Fenced, Model):
+    class Measured(write_ids.Fenced, Model):
         __tablename__ = "wi_measured"
         id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
         vector: Mapped[Any] = mapped_column(PickleType(comparator=lambda x, y: x.number == y.number))
@@ -436,4 +400,4 @@ def test_merged_values_are_compared_by_their_type(in_memory: InMemory, *, presen
         merged = session.merge(row)
         assert not present or merged is kept
         session.commit()
-        assert (merged.vector.number, merged.last_fencing_token) == (2, MINE)
+        assert (merged.vector.number, merged.last_fencing_token) == (2, write_ids.MINE)

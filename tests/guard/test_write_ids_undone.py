@@ -9,28 +9,12 @@ import pytest
 from sqlalchemy import Engine, create_engine, inspect, select
 from sqlalchemy.orm import Session
 
-from fencelock.guard import bind, claim, claim_all
-from fencelock.lease import Lease
-from tests.guard.rows import on_sqlite_alone
-from tests.guard.write_ids import (
-    MINE,
-    OTHER,
-    Account,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    Row,
-    Step,
-    change,
-    fill,
-    holder,
-    refused,
-    stored,
-)
+from fencelock import Lease, bind, claim, claim_all
+from tests.guard import write_ids
+from tests.guard.rows import holding, on_sqlite_alone
+from tests.guard.write_ids import MINE, OTHER, Account, Row, Step, change, holder, refused, stored
 
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with the rows."""
-    return fill(lasting_engine)
+ROWS = write_ids.fill
 
 
 def assert_refused(engine: Engine, row: Any, current: int = OTHER) -> None:
@@ -122,8 +106,7 @@ def test_a_copy_of_an_undone_write_is_not_what_was_loaded(
 @on_sqlite_alone
 def test_an_undone_write_is_loaded_again_before_the_next(engine: Engine) -> None:
     """Also where nothing came in between, and after several flushes."""
-    with Session(engine) as session:
-        bind(session, Lease("rows", OTHER))
+    with holding(engine, Lease("rows", OTHER)) as session:
         row = written(session)
         written(session)
     with holder(engine) as session:

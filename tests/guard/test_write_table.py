@@ -15,8 +15,8 @@ from sqlalchemy import URL, Engine, Table, create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
-from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, upsert
-from fencelock.guard import conditions, fenced_text, triggers
+from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, fenced_text, upsert
+from fencelock.guard import conditions, triggers
 from fencelock.guard.tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
 from tests.guard import unguardable
 from tests.guard import write_paths as guarded

@@ -12,30 +12,19 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import Column, Engine, ForeignKey, String, Table, delete, event, insert, update
+from sqlalchemy import Column, Engine, ForeignKey, String, Table, delete, event, insert, orm, update
 from sqlalchemy.ext.orderinglist import ordering_list
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    column_property,
-    composite,
-    deferred,
-    mapped_column,
-    registry,
-    relationship,
-)
+from sqlalchemy.orm import Mapped, Session, composite, deferred, mapped_column, registry, relationship
 
-from fencelock.errors import StaleReadError
-from fencelock.guard import FencedModel, bind, fence_column, write_id_column
-from fencelock.lease import Lease
-from tests.guard.rows import contents
+from fencelock import FencedModel, Lease, StaleReadError, bind
+from fencelock.guard import fence_column, write_id_column
+from tests.guard.rows import bypassed, contents
 
 FENCE, OTHER, MINE = 5, 7, 9
 WRITTEN, MIXED, DELETED = "was written since", "is of two versions", "was deleted since"
 
 
-class Base(DeclarativeBase):
+class Base(orm.DeclarativeBase):
     type_annotation_map = {str: String(20)}  # noqa: RUF012  SQLAlchemy's declaration
 
 
@@ -97,7 +86,7 @@ class WithProperty:
 registry(metadata=Base.metadata).map_imperatively(
     WithProperty,
     Deferred.__table__,
-    properties={"last_fencing_token": column_property(Deferred.__table__.c.last_fencing_token)},
+    properties={"last_fencing_token": orm.column_property(Deferred.__table__.c.last_fencing_token)},
 )
 
 
@@ -262,7 +251,7 @@ def fence_of(table: Table, write_id: int) -> dict[str, int]:
 def fill(engine: Engine) -> Engine:
     """Have a database contain ROWS and nothing else."""
     ids = count(11)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(update(Account).values(favourite_id=None))
         for table in reversed(Base.metadata.sorted_tables):
             connection.execute(delete(table))
