@@ -17,8 +17,7 @@ OLD, NEW = 1, 2
 """The tokens of the older and the newer holder."""
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Account(FencedModel, Base):

@@ -54,11 +54,8 @@ def _mariadb(server_url: str) -> Iterator[str]:
 @pytest.fixture(scope="module")
 def metadata(request: pytest.FixtureRequest) -> MetaData:
     """The tables of the test module's models, of which the first is `Base` where the module has one."""
-    return next(
-        each.metadata
-        for each in vars(request.module).values()
-        if isinstance(each, type) and isinstance(getattr(each, "metadata", None), MetaData)
-    )
+    candidates = (getattr(each, "metadata", None) for each in vars(request.module).values())
+    return next(each for each in candidates if isinstance(each, MetaData))
 
 
 @pytest.fixture(scope="module")

@@ -53,6 +53,13 @@ def holding(target: Engine | Connection, *leases: Lease, **options: Any) -> Sess
     return session
 
 
+def rows_of(engine: Engine, statement: Any) -> list[Any]:
+    """Return what a new connection finds: the values of one column, or tuples of several."""
+    with engine.connect() as connection:
+        rows = [tuple(row) for row in connection.execute(statement)]
+    return [row[0] if len(row) == 1 else row for row in rows]
+
+
 def awaiting(
     engine: AsyncEngine, work: Callable[[AsyncSession], Awaitable[None]], *leases: Lease, **options: Any
 ) -> None:

@@ -15,14 +15,13 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scop
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind, claim
-from tests.guard.rows import holding
+from tests.guard.rows import holding, rows_of
 
 BYPASS = {"fencelock": "bypass"}
 REPAIR = "UPDATE by_orders SET status = 'repaired' WHERE id = 1"
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
@@ -54,38 +53,33 @@ HELD = [Lease("order:1", 5)]
 
 def test_update_past_the_guard_leaves_loaded_objects_as_old_as_they_are(engine: Engine) -> None:
     """It changes no write id, so what was loaded before it can be written."""
-    with holding(engine, Lease("order:1", 10)) as session:
+    with holding(engine, Lease("order:1", 10)) as session, session.begin():
         order = session.get_one(Order, 1)
         session.execute(
             update(Order).where(Order.id == 1).values(status="repaired"), execution_options=BYPASS
         )
         assert order.status == "repaired"
         order.status = "paid"
-        session.commit()
     assert standing(engine) == ("paid", 10)
 
 
 @pytest.mark.parametrize("after", ["nothing", "an UPDATE that moves the id"])
 def test_update_of_a_sub_table_past_the_guard_moves_no_id(engine: Engine, after: str) -> None:
     """The id is in the other table, so the object that follows the statement keeps its own."""
-    with holding(engine, Lease("document:1", 10)) as session:
+    with holding(engine, Lease("document:1", 10)) as session, session.begin():
         session.add(Report(id=1))
-        session.commit()
-    with holding(engine, Lease("document:1", 10)) as session:
+    with holding(engine, Lease("document:1", 10)) as session, session.begin():
         report = session.get_one(Report, 1)
         if after != "nothing":
             session.execute(update(Document).where(Document.id == 1).values(title="drawn up"))
         session.execute(update(Report).where(Report.id == 1).values(pages=7), execution_options=BYPASS)
         assert report.pages == 7
         report.title = "written"
-        session.commit()
-    with engine.connect() as connection:
-        assert connection.scalar(select(Document.__table__.c.title)) == "written"
+    assert rows_of(engine, select(Document.__table__.c.title)) == ["written"]
 
 
 def standing(engine: Engine) -> tuple[str, int]:
-    with engine.connect() as connection:
-        found = connection.execute(select(Order.status, Order.last_fencing_token)).one()
+    (found,) = rows_of(engine, select(Order.status, Order.last_fencing_token))
     return found[0], found[1]
 
 
@@ -248,8 +242,7 @@ def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(
     engine: Engine, session: Session, token: int | None, attribute: str
 ) -> None:
     """By a form that was opened before, or a dump. Under a lease another id is that of another version."""
-    with engine.connect() as connection:
-        before = connection.scalar(select(Order.last_write_id))
+    (before,) = rows_of(engine, select(Order.last_write_id))
     if token is not None:
         bind(session, Lease("order:1", token))
     with fencelock.bypass(session) if token is None else nullcontext():
@@ -261,8 +254,7 @@ def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(
                 session.commit()
             return
         session.commit()
-    with engine.connect() as connection:
-        fence, write_id = connection.execute(select(Order.last_fencing_token, Order.last_write_id)).one()
+    ((fence, write_id),) = rows_of(engine, select(Order.last_fencing_token, Order.last_write_id))
     assert fence == (token or 9)
     assert write_id not in {before, 3}
 
@@ -282,9 +274,8 @@ def test_a_new_object_brings_no_fence(engine: Engine, session: Session) -> None:
         session.add(Order(id=2, last_fencing_token=(1 << 63) - 1, last_write_id=3))
         session.merge(Order(id=3, last_fencing_token=(1 << 63) - 1))
         session.commit()
-    with engine.connect() as connection:
-        found = connection.execute(
-            select(Order.id, Order.last_fencing_token, Order.last_write_id).where(Order.id > 1)
-        ).all()
+    found = rows_of(
+        engine, select(Order.id, Order.last_fencing_token, Order.last_write_id).where(Order.id > 1)
+    )
     assert [(key, fence) for key, fence, _ in found] == [(2, 0), (3, 0)]
     assert all(write_id != 3 for _, _, write_id in found)

@@ -68,9 +68,8 @@ def test_claim_reads_past_the_snapshot_of_its_transaction(engine: Engine, new: S
     claim(new, Account, 1)
     new.commit()
     assert new.get_one(Account, 1).balance == 100
-    with holder(engine, NEW) as same_lease:
+    with holder(engine, NEW) as same_lease, same_lease.begin():
         claim(same_lease, Account, 1).balance = 70
-        same_lease.commit()
     assert claim(new, Account, 1).balance == 70
     new.rollback()
 
@@ -191,7 +190,7 @@ def test_a_missing_row_is_no_result(new: Session) -> None:
     assert claim(new, Task, 1).balance == 100
 
 
-WRONG: dict[str, tuple[Callable[[Session], object], type[Exception], str]] = {
+WRONG: dict[str, tuple[Callable[[Session], object], type[Exception], str | None]] = {
     **{
         f"identity {identity}": (
             lambda s, identity=identity: claim(s, Account, identity),  # type: ignore[misc]
@@ -200,11 +199,11 @@ WRONG: dict[str, tuple[Callable[[Session], object], type[Exception], str]] = {
         )
         for identity in (None, (1, 2), {"other": 1}, ())
     },
-    "no fence": (lambda s: claim(s, Note, 1), TypeError, ""),
-    "no model": (lambda s: claim(s, str, 1), TypeError, ""),
-    "no table": (lambda s: claim(s, claims.Base, 1), TypeError, ""),
-    "all of a column": (lambda s: claim_all(s, select(Account.id)), TypeError, ""),
-    "all of two": (lambda s: claim_all(s, select(Account, Task)), TypeError, ""),  # type: ignore[arg-type]
+    "no fence": (lambda s: claim(s, Note, 1), TypeError, None),
+    "no model": (lambda s: claim(s, str, 1), TypeError, None),
+    "no table": (lambda s: claim(s, claims.Base, 1), TypeError, None),
+    "all of a column": (lambda s: claim_all(s, select(Account.id)), TypeError, None),
+    "all of two": (lambda s: claim_all(s, select(Account, Task)), TypeError, None),  # type: ignore[arg-type]
     "for coroutines": (lambda _: claim(AsyncSession(), Account, 1), TypeError, "await claim_async"),  # type: ignore[call-overload]
     "a class": (lambda _: claim(Session, Account, 1), TypeError, "a Session"),  # type: ignore[call-overload]
     "an engine": (lambda s: claim(s.get_bind(), Account, 1), TypeError, "a Session"),  # type: ignore[call-overload]
@@ -214,7 +213,7 @@ WRONG: dict[str, tuple[Callable[[Session], object], type[Exception], str]] = {
 @on_sqlite_alone
 @pytest.mark.parametrize(("take", "error", "match"), WRONG.values(), ids=WRONG)
 def test_what_cannot_be_claimed_is_told_before_anything_is_sent(
-    new: Session, take: Callable[[Session], object], error: type[Exception], match: str
+    new: Session, take: Callable[[Session], object], error: type[Exception], match: str | None
 ) -> None:
     with pytest.raises(error, match=match):
         take(new)
@@ -228,17 +227,17 @@ def test_what_can_be_claimed(engine: Engine, new: Session) -> None:
         assert claim(session, Seat, (1, "a")) is claim(session, Seat, {"letter": "a", "row": 1})
 
 
-DISCARDING: dict[str, tuple[Callable[[Session], object], str]] = {
+DISCARDING: dict[str, tuple[Callable[[Session], object], str | None]] = {
     "it": (lambda s: claim(s, Account, 1), "claim it before changing it"),
-    "all": (lambda s: claim_all(s, select(Account)), ""),
-    "by a key that is text": (lambda s: claim(s, Account, "1"), ""),
+    "all": (lambda s: claim_all(s, select(Account)), None),
+    "by a key that is text": (lambda s: claim(s, Account, "1"), None),
     "another row": (lambda s: claim(s, Account, 2), "flush first"),
 }
 
 
 @pytest.mark.parametrize(("take", "match"), DISCARDING.values(), ids=DISCARDING)
 def test_what_is_not_flushed_is_never_discarded(
-    engine: Engine, new: Session, take: Callable[[Session], object], match: str
+    engine: Engine, new: Session, take: Callable[[Session], object], match: str | None
 ) -> None:
     """Where autoflush is off, the claim refuses: which row a key leads to, only the database knows."""
     bind(new, *leases(NEW), Lease("account:2", NEW))
@@ -370,9 +369,8 @@ def test_claims_by_the_held_lease(engine: Engine) -> None:
     lease = Lease("account:1", 4)
     note_held(lease)
     try:
-        with Session(engine) as session:
+        with Session(engine) as session, session.begin():
             claim(session, Account, 1).balance = 1
-            session.commit()
     finally:
         note_ended(lease)
     assert fence(engine) == 4
@@ -426,7 +424,6 @@ def test_a_row_that_appears_after_the_claim_is_claimed(engine: Engine, new: Sess
 def test_coroutines_claim_without_waiting(
     engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
-
     async def main() -> None:
         aengine = for_asyncio(engine)
         async with AsyncSession(aengine) as first, AsyncSession(aengine) as second:

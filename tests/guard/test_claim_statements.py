@@ -168,7 +168,6 @@ def test_row_that_appears_between_two_statements_is_not_claimed(engine: Engine, 
 
 
 def test_for_coroutines(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-
     async def play() -> None:
         aengine = for_asyncio(engine)
         async with AsyncSession(aengine) as session:

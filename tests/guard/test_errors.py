@@ -15,8 +15,7 @@ from fencelock import Lease, UnfencedWriteError, bind, claim, claim_all, execute
 from tests.guard.rows import InMemory, holding
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Row(fencelock.FencedModel, Base):

@@ -17,8 +17,7 @@ from fencelock.guard import forget
 from tests.guard.rows import InMemory, holding, refill
 
 
-class Base(DeclarativeBase):
-    """Tables of these tests."""
+class Base(DeclarativeBase): ...
 
 
 class Order(fencelock.FencedModel, Base):

@@ -7,11 +7,10 @@ from sqlalchemy import Engine, ForeignKey, String, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, Lease, StaleReadError, UnfencedWriteError, bind
-from tests.guard.rows import holding
+from tests.guard.rows import holding, rows_of
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Employee(Base):
@@ -37,8 +36,7 @@ ROWS = {
 
 
 def names(engine: Engine) -> list[str]:
-    with engine.connect() as connection:
-        return list(connection.scalars(select(Employee.name).order_by(Employee.id)))
+    return rows_of(engine, select(Employee.name).order_by(Employee.id))
 
 
 @pytest.mark.parametrize("held", [(), (Lease("engineers", 7),)], ids=["no lease", "lease"])
@@ -68,9 +66,8 @@ def test_rows_of_the_fenced_subclass_stay_guarded(engine: Engine) -> None:
     with holding(engine, Lease("engineers", 7), expire_on_commit=False) as session:
         engineer = session.get_one(Engineer, 2)
         session.commit()
-        with holding(engine, Lease("engineers", 6)) as newer:
+        with holding(engine, Lease("engineers", 6)) as newer, newer.begin():
             newer.get_one(Engineer, 2).tool = "pen"
-            newer.commit()
         engineer.name = "Bob"
         with pytest.raises(StaleReadError):
             session.commit()

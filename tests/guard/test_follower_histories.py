@@ -33,8 +33,7 @@ class Routing(Session):
 def new_model() -> Any:
     """Return a model whose rows have two texts, with a mark of each write that they have seen."""
 
-    class Base(DeclarativeBase):
-        """Of this history."""
+    class Base(DeclarativeBase): ...
 
     class Log(FencedModel, Base):
         __tablename__ = "fh_logs"

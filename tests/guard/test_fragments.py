@@ -22,8 +22,7 @@ from tests.guard.rows import holding, on_sqlite_alone
 STALE, FENCE = 5, 9
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):

@@ -27,8 +27,7 @@ pytestmark = pytest.mark.timed
 OLD, NEW = Lease("account:1", 5), Lease("account:1", 7)
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Account(FencedModel, Base):
@@ -100,21 +99,18 @@ def raise_it(session: Session) -> None:
 def decide_again(nodes: list[Engine], prepare: Callable[[Session], object]) -> None:
     """Prepare a decision for the second time under one token, after a newer holder at another node."""
     first, second = nodes[:2]
-    with holding(first, OLD) as session:
+    with holding(first, OLD) as session, session.begin():
         prepare(session)
-        session.commit()
     with second.begin() as connection:
         connection.execute(text("UPDATE galera_ballast SET number = number + 1"))
-    with holding(second, NEW) as session:
+    with holding(second, NEW) as session, session.begin():
         gate(session)
         claim(session, Account, 1).balance = 0
-        session.commit()
-    with holding(first, OLD) as session:
+    with holding(first, OLD) as session, session.begin():
         prepare(session)
         seen = session.scalar(select(Account.balance).where(Account.id == 1))
         assert seen == 100, "this node is not behind"
         session.add(Order(seen=seen))
-        session.commit()
 
 
 @pytest.mark.parametrize("prepare", [claim_it, gate])

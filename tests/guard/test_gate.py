@@ -16,7 +16,7 @@ from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, f
 from fencelock.guard.gate import _at_gate_here, note_gate
 from tests.guard import claims
 from tests.guard.claims import NEW, OLD, Account, balance, fence, fences, statements
-from tests.guard.rows import bypassed, holding, on_sqlite_alone
+from tests.guard.rows import bypassed, holding, on_sqlite_alone, rows_of
 
 
 @pytest.fixture
@@ -38,16 +38,13 @@ def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: 
             table.to_metadata(MetaData(), schema=schema).create(connection)
 
     def found(schema: str) -> list[str]:
-        with engine.connect() as connection:
-            return list(connection.scalars(select(table.to_metadata(MetaData(), schema=schema).c.resource)))
+        return rows_of(engine, select(table.to_metadata(MetaData(), schema=schema).c.resource))
 
-    with holding(engine, Lease("account:1", NEW)) as session:
+    with holding(engine, Lease("account:1", NEW)) as session, session.begin():
         gate(session)
-        session.commit()
     assert (found("cl_app"), found("cl_other")) == (["account:1"], [])
-    with holding(elsewhere, Lease("account:1", NEW)) as session:
+    with holding(elsewhere, Lease("account:1", NEW)) as session, session.begin():
         gate(session)
-        session.commit()
     assert found("cl_other") == ["account:1"]
 
 
@@ -78,8 +75,7 @@ def test_with_a_gate_a_deleted_row_stays_deleted(engine: Engine, old: Session, n
     with pytest.raises(StaleTokenError) as caught:
         gate(old, "account:1")
     assert (caught.value.token, caught.value.current) == (1, 2)
-    with engine.connect() as connection:
-        assert connection.scalar(select(func.count()).select_from(Account)) == 0
+    assert rows_of(engine, select(func.count()).select_from(Account)) == [0]
 
 
 @on_sqlite_alone

@@ -13,8 +13,7 @@ from fencelock import FencedModel, Lease, StaleTokenError, bind
 from tests.guard.rows import holding
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Branch(FencedModel, Base):

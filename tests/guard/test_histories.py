@@ -29,7 +29,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, SessionTransaction,
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleTokenError, bind, claim, fenced_text, fenced_update, upsert
-from tests.guard.rows import bypassed
+from tests.guard.rows import bypassed, rows_of
 
 SHARED = [HealthCheck.function_scoped_fixture]  # each example empties the database itself
 LEDGERS = {1: "main", 2: "main", 3: "side"}
@@ -38,8 +38,7 @@ TOKENS = ({"main": 1, "side": 3}, {"main": 2, "side": 1}, {"main": 3, "side": 2}
 """The leases of each worker: who is the oldest holder of one ledger is the newest of the other."""
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Entry(FencedModel, Base):
@@ -387,8 +386,7 @@ class Outcome:
         Raises:
             AssertionError: if a fence went down, or a write was lost or accepted though it was stale.
         """
-        with self._engine.connect() as connection:
-            found = connection.execute(select(Entry.id, Entry.log, Entry.last_fencing_token)).all()
+        found = rows_of(self._engine, select(Entry.id, Entry.log, Entry.last_fencing_token))
         token_of = {mark: token for _, mark, token in self.acknowledged}
         for row, log, fence in found:
             marks = [f"{mark};" for mark in log.split(";")[:-1]]

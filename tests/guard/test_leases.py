@@ -29,8 +29,7 @@ from tests.guard.rows import bypassed, refill
 from tests.polling import eventually
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Customer(Base):
@@ -461,9 +460,8 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
         child = os.fork()
     if child == 0:
         try:
-            with Session(engine) as session:
+            with Session(engine) as session, session.begin():
                 session.get_one(Ticket, 1).seat = "a"
-                session.commit()
         except LockLostError:
             os._exit(7)
         finally:
@@ -570,7 +568,6 @@ def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Leas
 
 
 def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
-
     async def work(number: int) -> int:
         note_held(Lease(f"ticket:{number}", number * 10))
         with Session(engine) as session:

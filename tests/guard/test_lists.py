@@ -13,8 +13,7 @@ from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError
 from tests.guard.rows import bypassed, holding
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
@@ -81,9 +80,8 @@ def needs(engine: Engine, name: str) -> None:
 def test_each_row_is_written_with_its_own_token(engine: Engine, name: str, kind: str) -> None:
     needs(engine, name)
     model, criterion = LISTS[name]
-    with holding(engine, *leases_of(model)) as session:
+    with holding(engine, *leases_of(model)) as session, session.begin():
         assert session.execute(write(model, criterion, kind)).rowcount == 2  # type: ignore[attr-defined]
-        session.commit()
     others = [(0, 5), (0, 5)]
     written = [] if kind == "DELETE" else [(1, 7), (1, 9)]
     assert sorted(fences(engine, model)) == others + written
@@ -113,12 +111,11 @@ def test_one_missing_lease_refuses_all(engine: Engine, name: str) -> None:
 
 
 def test_objects_follow(engine: Engine) -> None:
-    with holding(engine, *ORDERS) as session:
+    with holding(engine, *ORDERS) as session, session.begin():
         orders = session.scalars(select(Order).where(Order.id < 3).order_by(Order.id)).all()
         session.execute(update(Order).where(Order.id.in_([1, 2])).values(total=Order.total + 1))
         for order in orders:
             order.total += 1
-        session.commit()
     assert fences(engine, Order)[:2] == [(2, 7), (2, 9)]
 
 

@@ -9,8 +9,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from fencelock import FencedModel, UnfencedWriteError
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Event(FencedModel, Base):

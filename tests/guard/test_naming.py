@@ -21,8 +21,7 @@ from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, execu
 from tests.guard.rows import bypassed, on_sqlite_alone
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Lowered(sa.TypeDecorator[str]):

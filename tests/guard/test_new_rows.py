@@ -17,7 +17,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
-from tests.guard.rows import bypassed, on_sqlite_alone
+from tests.guard.rows import bypassed, on_sqlite_alone, rows_of
 
 CHECKOUT = Lease("checkout", 5)
 
@@ -57,16 +57,15 @@ HELD = [CHECKOUT]
 
 
 def rows(engine: Engine, *columns: Any) -> list[tuple[Any, ...]]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(select(*columns).order_by(*columns))]
+    return rows_of(engine, select(*columns).order_by(*columns))
 
 
 def test_an_aggregate_in_one_flush(engine: Engine, session: Session) -> None:
     """The children are guarded by a resource that is named after the parent's new key."""
     session.add_all([Order(items=[Item(), Item()]), Order(items=[Item()])])
     session.commit()
-    assert rows(engine, Order.last_fencing_token) == [(0,), (0,)]
-    assert rows(engine, Item.last_fencing_token) == [(0,), (0,), (0,)]
+    assert rows(engine, Order.last_fencing_token) == [0, 0]
+    assert rows(engine, Item.last_fencing_token) == [0, 0, 0]
 
 
 def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine, session: Session) -> None:
@@ -82,8 +81,8 @@ def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine,
     session.flush()
     session.execute(update(Order).where(Order.id == first.id).values(number="B"))
     session.commit()
-    assert rows(engine, Order.number) == [("B",)]
-    assert rows(engine, Item.name) == [("y",)]
+    assert rows(engine, Order.number) == ["B"]
+    assert rows(engine, Item.name) == ["y"]
 
 
 def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: Session) -> None:
@@ -131,7 +130,7 @@ def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -
         savepoint.rollback()
     before.number = "x"
     session.commit()
-    assert rows(engine, Order.number) == [("x",)]
+    assert rows(engine, Order.number) == ["x"]
 
 
 @on_sqlite_alone
@@ -153,7 +152,7 @@ def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session)
     order.items = [Item()]
     order.number = "x"
     session.commit()
-    assert rows(engine, Order.last_fencing_token) == [(3,)]
+    assert rows(engine, Order.last_fencing_token) == [3]
 
 
 @on_sqlite_alone
@@ -177,7 +176,6 @@ def test_keys_that_the_program_reads_itself_are_not_known(session: Session) -> N
 
 
 def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-
     async def play() -> None:
         made = for_asyncio(engine)
         async with AsyncSession(made, expire_on_commit=False) as session:

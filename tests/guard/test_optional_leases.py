@@ -18,13 +18,12 @@ from fencelock import Database, FencedModel, Lease, UnfencedWriteError, bind, by
 from fencelock.guard import events, fence_column, write_id_column
 from fencelock.observe import WrittenWithoutLease, forget, on_event
 from fencelock.observe.prometheus import instrument
-from tests.guard.rows import awaiting, holding
+from tests.guard.rows import awaiting, holding, rows_of
 
 FENCE, TOKEN = 5, 9
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
@@ -124,21 +123,19 @@ WRITES: dict[str, Callable[[Session], object]] = {
 
 @pytest.mark.parametrize("way", [*WRITES, "a sub-table"])
 def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engine, way: str) -> None:
-    with Session(engine) as session:
+    with Session(engine) as session, session.begin():
         if way == "a sub-table":
             session.get_one(Express, EXPRESS).hours = 2
         else:
             WRITES[way](session)
-        session.commit()
     total, fence, write_id = stored(engine, EXPRESS if way == "a sub-table" else ORDER)
     assert (total, fence) == (0 if way == "a sub-table" else 1, FENCE)
     assert write_id != 11
 
 
 def test_upsert_leaves_the_fence_as_well(engine: Engine) -> None:
-    with Session(engine) as session:
+    with Session(engine) as session, session.begin():
         upsert(session, Order, [{"id": ORDER, "total": 1}, {"id": 7, "total": 2}])
-        session.commit()
     assert stored(engine)[:2] == (1, FENCE)
     assert stored(engine, 7)[:2] == (2, 0)
 
@@ -156,8 +153,7 @@ def test_new_rows_begin_without_a_fence(engine: Engine) -> None:
         session.delete(session.get_one(Order, 9))
         session.execute(delete(Order).where(Order.id == EXPRESS + 5))
         session.commit()
-    with engine.connect() as connection:
-        assert connection.scalars(select(Order.__table__.c.id).order_by(Order.__table__.c.id)).all() == [1, 2]
+    assert rows_of(engine, select(Order.__table__.c.id).order_by(Order.__table__.c.id)) == [1, 2]
 
 
 def test_core_tables_have_the_choice_too(engine: Engine) -> None:
@@ -172,7 +168,7 @@ def test_core_tables_have_the_choice_too(engine: Engine) -> None:
 def write_elsewhere(engine: Engine) -> None:
     with Session(engine) as session:
         add_by_object(session)
-        session.commit()
+        session.commit()  # this line
 
 
 @pytest.mark.parametrize("leases", [(), (Lease(f"order:{ORDER}", TOKEN),)], ids=["no lease", "a lease"])
@@ -288,14 +284,13 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
         with bypass(session):
             getattr(parent, name).append(child(id=3))
             session.commit()
-    with engine.connect() as connection:
-        assert connection.scalars(select(child.__table__.c.id)).all() == [1, 2, 3]
+    assert rows_of(engine, select(child.__table__.c.id)) == [1, 2, 3]
 
 
 def test_events_and_a_counter_tell_of_it(engine: Engine) -> None:
     """So that a team sees when it may change to "required"."""
     registry, seen = CollectorRegistry(), list[object]()
-    listeners = [instrument(registry=registry), on_event(seen.append)]
+    listeners: list[Any] = [instrument(registry=registry), on_event(seen.append)]
     try:
         write_elsewhere(engine)
     finally:
@@ -328,7 +323,7 @@ def test_the_log_names_a_line_of_the_program_once(
     for place in places:
         file, _, number = place.rpartition(":")
         assert file == __file__
-        assert "session.commit()" in linecache.getline(file, int(number))
+        assert "session.commit()  # this line" in linecache.getline(file, int(number))
 
 
 def test_a_choice_that_is_none_is_refused() -> None:

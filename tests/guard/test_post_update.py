@@ -9,10 +9,10 @@ from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind
+from tests.guard.rows import rows_of
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Team(Base):
@@ -54,8 +54,7 @@ ROWS: dict[Any, Any] = {
 
 def stored(engine: Engine) -> list[tuple[int | None, ...]]:
     rows = select(Player.id, Player.team_id, Player.rival_id, Player.last_fencing_token).order_by(Player.id)
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(rows)]
+    return rows_of(engine, rows)
 
 
 @pytest.mark.parametrize("lease", [None, Lease("people", 5), Lease("people", 10)])

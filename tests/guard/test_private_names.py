@@ -8,21 +8,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import ForeignKey, String, create_engine, delete, event, insert, orm, select, text, update
+import sqlalchemy as sa
+from sqlalchemy import ForeignKey, Integer, String, create_engine, event, insert, orm, select, text, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Connection, Engine, NestedTransaction, RootTransaction, Transaction
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, Session, defer, load_only, loading, mapped_column
 
 import fencelock
-from fencelock import guard
+from fencelock.guard import _sqlalchemy as private
 from tests.guard.rows import InMemory
 
 GUARD = Path(fencelock.__file__).parent / "guard"
 
 
-class Base(DeclarativeBase):
-    """Tables that nothing fences."""
+class Base(DeclarativeBase): ...
 
 
 class Animal(Base):
@@ -66,7 +66,7 @@ def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
 
     @event.listens_for(engine, "before_cursor_execute")
     def note(*_: Any) -> None:
-        seen.append(guard._sqlalchemy.executes_flush(session))
+        seen.append(private.executes_flush(session))
 
     with Session(engine) as session:
         session.add(Animal(id=1))
@@ -79,7 +79,7 @@ def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
 def test_an_inactive_transaction_is_refused(engine: Engine) -> None:
     with engine.connect() as connection, connection.begin() as transaction:
         transaction.is_active = False
-        for refused in (guard._sqlalchemy.refuse_inactive, lambda connection: connection.execute(select(1))):
+        for refused in (private.refuse_inactive, lambda connection: connection.execute(select(1))):
             with pytest.raises(PendingRollbackError, match="invalid transaction is rolled back"):
                 refused(connection)
         transaction.is_active = True
@@ -100,7 +100,7 @@ def test_each_statement_executes_itself_by_one_method() -> None:
 
         return wrapped
 
-    guard._sqlalchemy.execute_by(Counted, around)
+    private.execute_by(Counted, around)
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
         connection.execute(Counted())  # type: ignore[call-overload]
@@ -110,57 +110,54 @@ def test_each_statement_executes_itself_by_one_method() -> None:
 
 def test_statements_are_executed_without_the_guard(engine: Engine) -> None:
     with engine.connect() as connection:
-        options = guard._sqlalchemy.options_to_execute(connection).union({"mine": 1})
-        result = guard._sqlalchemy.execute_unguarded(connection, select(1), [], options)
+        options = private.options_to_execute(connection).union({"mine": 1})
+        result = private.execute_unguarded(connection, select(1), [], options)
         assert result.scalar_one() == 1
         assert result.context.execution_options["mine"] == 1
-        assert guard._sqlalchemy.options_to_execute(select(1).execution_options(a=2)) == {"a": 2}
+        assert private.options_to_execute(select(1).execution_options(a=2)) == {"a": 2}
 
 
 def test_parts_of_statements_are_seen() -> None:
     part = animals.c.id == dogs.c.id
     one = update(animals).where(part).values(name="a")
-    assert guard._sqlalchemy.where_of(one) == (part,)
-    assert guard._sqlalchemy.where_of(insert(animals)) == ()
-    other = guard._sqlalchemy.with_where(one, [animals.c.id == 1])
+    assert private.where_of(one) == (part,)
+    assert private.where_of(insert(animals)) == ()
+    other = private.with_where(one, [animals.c.id == 1])
     assert "dogs" not in str(other)
     assert "dogs" in str(one)
-    assert [getattr(column, "key", column) for column, _ in guard._sqlalchemy.values_in(one)] == ["name"]
+    assert [getattr(column, "key", column) for column, _ in private.values_in(one)] == ["name"]
     ordered = update(animals).ordered_values((animals.c.name, "a"), (animals.c.kind, "b"))
-    assert [getattr(column, "key", column) for column, _ in guard._sqlalchemy.values_in(ordered)] == [
-        "name",
-        "kind",
-    ]
-    assert guard._sqlalchemy.keeps_order(ordered)
-    assert not guard._sqlalchemy.keeps_order(one)
-    assert guard._sqlalchemy.prefixes_of(delete(animals).prefix_with("IGNORE"))
-    assert not guard._sqlalchemy.prefixes_of(one)
-    assert len(guard._sqlalchemy.options_of(update(Dog).options(orm.joinedload("*")))) == 1
+    assert [getattr(column, "key", column) for column, _ in private.values_in(ordered)] == ["name", "kind"]
+    assert private.keeps_order(ordered)
+    assert not private.keeps_order(one)
+    assert private.prefixes_of(sa.delete(animals).prefix_with("IGNORE"))
+    assert not private.prefixes_of(one)
+    assert len(private.options_of(update(Dog).options(orm.joinedload("*")))) == 1
 
 
 def test_kinds_of_inserts_and_queries_are_told_apart() -> None:
-    assert not guard._sqlalchemy.inserts_plainly(insert(animals).values([{"id": 1}, {"id": 2}]))
-    assert not guard._sqlalchemy.inserts_plainly(sqlite.insert(animals).on_conflict_do_nothing())
-    assert not guard._sqlalchemy.inserts_plainly(insert(animals).prefix_with("IGNORE"))
-    assert guard._sqlalchemy.inserts_plainly(insert(animals).values(id=1))
-    assert guard._sqlalchemy.locks_rows(select(animals).with_for_update())
-    assert not guard._sqlalchemy.locks_rows(select(animals))
+    assert not private.inserts_plainly(insert(animals).values([{"id": 1}, {"id": 2}]))
+    assert not private.inserts_plainly(sqlite.insert(animals).on_conflict_do_nothing())
+    assert not private.inserts_plainly(insert(animals).prefix_with("IGNORE"))
+    assert private.inserts_plainly(insert(animals).values(id=1))
+    assert private.locks_rows(select(animals).with_for_update())
+    assert not private.locks_rows(select(animals))
 
 
 def test_a_text_tells_its_parameters(engine: Engine) -> None:
     """With their values. A preparer tells if percent signs are doubled."""
     statement = text("SELECT :a").bindparams(a=1)
-    assert guard._sqlalchemy.parameters_of(statement)["a"].effective_value == 1
-    assert guard._sqlalchemy.doubles_percents(engine.dialect.identifier_preparer) is False
+    assert private.parameters_of(statement)["a"].effective_value == 1
+    assert private.doubles_percents(engine.dialect.identifier_preparer) is False
     psycopg = create_engine("postgresql+psycopg://").dialect
-    assert guard._sqlalchemy.doubles_percents(psycopg.identifier_preparer) is True
+    assert private.doubles_percents(psycopg.identifier_preparer) is True
 
 
 def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
     """Its cache marks its statements."""
     mapper = Dog.__mapper__
-    assert list(guard._sqlalchemy.equal_to_parents(mapper)) == [(animals.c.id, dogs.c.id)]
-    assert list(guard._sqlalchemy.equal_to_parents(Animal.__mapper__)) == []
+    assert list(private.equal_to_parents(mapper)) == [(animals.c.id, dogs.c.id)]
+    assert list(private.equal_to_parents(Animal.__mapper__)) == []
     seen = []
 
     @event.listens_for(engine, "before_execute")
@@ -173,7 +170,7 @@ def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
         session.flush()
         dog.tricks = 2
         session.flush()
-    assert {id(cache) for _, cache, _ in seen} == {id(guard._sqlalchemy.cache_of(mapper.base_mapper))}
+    assert {id(cache) for _, cache, _ in seen} == {id(private.cache_of(mapper.base_mapper))}
     assert seen[-1][0] == "UPDATE"
 
 
@@ -183,7 +180,7 @@ def test_ends_are_heard(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, rais
     for name in ("commit", "rollback", "close"):
         monkeypatch.setattr(Transaction, name, getattr(Transaction, name))  # puts it back afterwards
     heard: list[tuple[type[Any], bool, bool]] = []
-    guard._sqlalchemy.hear_ends(
+    private.hear_ends(
         lambda ended, error, *, commits: heard.append(
             (type(ended), ended.is_active, commits and error is None)
         )
@@ -210,40 +207,41 @@ def _raise(*_: object) -> None:
 
 def test_the_isolation_level_of_an_engine_is_known() -> None:
     engine = create_engine("sqlite://", isolation_level="AUTOCOMMIT")
-    assert guard._sqlalchemy.isolation_on_connect(engine.dialect) == "AUTOCOMMIT"
-    assert guard._sqlalchemy.isolation_on_connect(create_engine("sqlite://").dialect) is None
+    assert private.isolation_on_connect(engine.dialect) == "AUTOCOMMIT"
+    assert private.isolation_on_connect(create_engine("sqlite://").dialect) is None
+
+
+def make_thing(engine: Engine, *columns: str, base: Any = None, **attributes: Any) -> Any:
+    """Map a class, with a base of its own where it has none because what is done to it is for ever."""
+    name = "things" if base is None else "special_things"
+    given = {column: mapped_column(Integer, default=0) for column in columns}
+    named = {"__tablename__": name, "id": mapped_column(Integer, primary_key=True)}
+    thing: Any = type(name, (base or orm.declarative_base(),), named | given | attributes)
+    thing.metadata.create_all(engine)
+    return thing
 
 
 def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:
     """`load_only` and `defer` do not leave it out; what a query leaves out is told."""
-
-    class Own(DeclarativeBase):
-        """Apart, because this is for ever."""
-
-    class Thing(Own):
-        __tablename__ = "kept_things"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        kept: Mapped[int] = mapped_column(default=0)
-        left: Mapped[int] = mapped_column(default=0)
-
-    Own.metadata.create_all(engine)
-    mapper = Thing.__mapper__
-    guard._sqlalchemy.always_load(mapper, Thing.__table__.c.kept)
+    thing_class = make_thing(engine, "kept", "left")
+    mapper = thing_class.__mapper__
+    private.always_load(mapper, thing_class.__table__.c.kept)
     left_out = []
 
-    @event.listens_for(Thing, "refresh", raw=True)
+    @event.listens_for(thing_class, "refresh", raw=True)
     def note(_state: Any, context: Any, _attributes: Any) -> None:
-        left_out.append(guard._sqlalchemy.left_out_of(context, mapper))
+        left_out.append(private.left_out_of(context, mapper))
 
     with Session(engine) as session:
-        session.add(Thing(id=1))
+        session.add(thing_class(id=1))
         session.commit()
-        for option in (load_only(Thing.id), defer("*")):
+        for option in (load_only(thing_class.id), defer("*")):
             session.expunge_all()
-            thing = session.scalars(select(Thing).options(option)).one()
+            query = select(thing_class).options(option)
+            thing = session.scalars(query).one()
             assert "kept" in vars(thing)
             assert "left" not in vars(thing)
-            session.scalars(select(Thing).options(option).execution_options(populate_existing=True)).one()
+            session.scalars(query.execution_options(populate_existing=True)).one()
     assert left_out == [{"left"}, {"left"}]
 
 
@@ -251,33 +249,28 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a deferred column, with a refresh of some names, and with the columns of a sub-table."""
-
-    class Own(DeclarativeBase):
-        """Apart."""
-
-    class Thing(Own):
-        __tablename__ = "whole_things"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        along: Mapped[int] = mapped_column(default=0)
-        other: Mapped[int] = mapped_column(default=0)
-        kind: Mapped[str] = mapped_column(String(20), default="thing")
-        late: Mapped[int] = mapped_column(default=0, deferred=True)
-        __mapper_args__: Mapping[str, Any] = {"polymorphic_on": "kind", "polymorphic_identity": "thing"}
-
-    class Special(Thing):
-        __tablename__ = "special_things"
-        id: Mapped[int] = mapped_column(ForeignKey("whole_things.id"), primary_key=True)
-        more: Mapped[int] = mapped_column(default=0)
-        __mapper_args__: Mapping[str, Any] = {"polymorphic_identity": "special"}
-
+    thing_class = make_thing(
+        engine,
+        "along",
+        "other",
+        kind=mapped_column(String(20), default="thing"),
+        late=mapped_column(Integer, default=0, deferred=True),
+        __mapper_args__={"polymorphic_on": "kind", "polymorphic_identity": "thing"},
+    )
+    special = make_thing(
+        engine,
+        "more",
+        base=thing_class,
+        id=mapped_column(ForeignKey("things.id"), primary_key=True),
+        __mapper_args__={"polymorphic_identity": "special"},
+    )
     for name in vars(loading):
         if name.endswith(("load_scalar_attributes", "load_on_ident")):
             monkeypatch.setattr(loading, name, getattr(loading, name))  # puts it back afterwards
     monkeypatch.setattr(Mapper, "_subclass_load_via_in", Mapper._subclass_load_via_in)
-    guard._sqlalchemy.load_with("along")
-    Own.metadata.create_all(engine)
+    private.load_with("along")
     with Session(engine) as session:
-        thing = Thing(id=1)
+        thing = thing_class(id=1)
         session.add(thing)
         session.commit()
         assert thing.late == 0
@@ -287,28 +280,18 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
         session.refresh(thing, ["other"])
         assert {"other", "along"} <= vars(thing).keys()
         assert "late" not in vars(thing)
-        session.add(Special(id=2))
+        session.add(special(id=2))
         session.commit()
         sent: list[str] = []
         event.listen(engine, "before_cursor_execute", lambda *given: sent.append(given[2]))
-        both = orm.selectin_polymorphic(Thing, [Special])
-        session.scalars(select(Thing).where(Thing.id == 2).options(both)).all()
+        both = orm.selectin_polymorphic(thing_class, [special])
+        session.scalars(select(thing_class).where(thing_class.id == 2).options(both)).all()
     assert ["along" in each for each in sent] == [True, True]
     assert "other" not in sent[1]
 
 
 def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of objects that are there: whether they are loaded anew, filled in, or only found again."""
-
-    class Own(DeclarativeBase):
-        """Apart."""
-
-    class Thing(Own):
-        __tablename__ = "watched_things"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        watched: Mapped[int] = mapped_column(default=0)
-        other: Mapped[int] = mapped_column(default=0)
-
     for name in ("setup", "create_row_processor"):
         monkeypatch.setattr(orm.ColumnProperty, name, getattr(orm.ColumnProperty, name))
     told: list[tuple[int | None, int | None]] = []
@@ -317,9 +300,8 @@ def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest
         told.append((before, found))
         return found
 
-    guard._sqlalchemy.hear_rows("watched", hear)
-    Own.metadata.create_all(engine)
-    things = Own.metadata.tables["watched_things"]
+    private.hear_rows("watched", hear)
+    thing_class = make_thing(engine, "watched", "other")
 
     def seen(session: Session, statement: Any, **options: Any) -> list[tuple[int | None, int | None]]:
         told.clear()
@@ -327,18 +309,18 @@ def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest
         return told
 
     with Session(engine) as session:
-        session.add(Thing(id=1))
+        session.add(thing_class(id=1))
         session.flush()
-        thing = session.get_one(Thing, 1)
-        assert seen(session, select(Thing)) == []
-        session.connection().execute(update(things).values(watched=1))
-        assert seen(session, select(Thing)) == [(0, 1)]
+        thing = session.get_one(thing_class, 1)
+        assert seen(session, select(thing_class)) == []
+        session.connection().execute(update(thing_class.__table__).values(watched=1))
+        assert seen(session, select(thing_class)) == [(0, 1)]
         assert thing.watched == 0
-        assert seen(session, select(Thing).options(load_only(Thing.other))) == [(0, None)]
-        assert seen(session, select(Thing), populate_existing=True) == [(0, 1)]
+        assert seen(session, select(thing_class).options(load_only(thing_class.other))) == [(0, None)]
+        assert seen(session, select(thing_class), populate_existing=True) == [(0, 1)]
         assert thing.watched == 1
         session.expire(thing, ["watched"])
         session.refresh(thing, ["watched"])
         assert told[-1] == (None, 1)
         session.expunge_all()
-        assert seen(session, select(Thing)) == []
+        assert seen(session, select(thing_class)) == []

@@ -6,19 +6,18 @@ import multiprocessing as mp
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, insert, select
+from sqlalchemy import create_engine, event, insert, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, Lease, StaleTokenError, begin_immediate, bind, claim
-from tests.guard.rows import bypassed, holding
+from tests.guard.rows import bypassed, holding, rows_of
 
 PROCESSES = 4
 INCREMENTS = 15
 
 
-class Base(DeclarativeBase):
-    """The model of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Counter(FencedModel, Base):
@@ -52,8 +51,9 @@ def work(url: str, tokens: Any, acknowledged: Any, reading_first: bool) -> None:
 
 
 @pytest.mark.parametrize("reading_first", [False, True])
-def test_no_acknowledged_increment_is_lost(engine: Engine, database_url: str, reading_first: bool) -> None:
+def test_no_acknowledged_increment_is_lost(database_url: str, reading_first: bool) -> None:
     """The value equals the number of acknowledged commits, and the fence is the highest token written."""
+    engine = create_engine(database_url)
     Base.metadata.create_all(engine)
     with bypassed(engine) as connection:
         connection.execute(insert(Counter), {"id": 1})
@@ -69,10 +69,10 @@ def test_no_acknowledged_increment_is_lost(engine: Engine, database_url: str, re
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
-    with engine.connect() as connection:
-        value, fence = connection.execute(select(Counter.value, Counter.last_fencing_token)).one()
+    ((value, fence),) = rows_of(engine, select(Counter.value, Counter.last_fencing_token))
     assert value == acknowledged.value == PROCESSES * INCREMENTS
     assert PROCESSES * INCREMENTS <= fence <= tokens.value
+    engine.dispose()
 
 
 def test_a_deferred_transaction_that_has_read_cannot_claim(tmp_path: Any) -> None:

@@ -24,7 +24,7 @@ from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from tests.guard import unguardable
 from tests.guard.listening import listening
-from tests.guard.rows import bypassed, holding, on_sqlite_alone
+from tests.guard.rows import bypassed, holding, on_sqlite_alone, rows_of
 from tests.guard.unguardable import Free, Gift, Order, free, gifts, orders
 
 Base = unguardable.Base  # whose tables are made
@@ -209,8 +209,7 @@ def test_a_table_of_the_same_name_is_refused_in_any_schema(engine: Engine, schem
 
 @pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
 def test_text_for_update_is_no_write(engine: Engine) -> None:
-    with engine.connect() as connection:
-        assert connection.execute(text("SELECT id FROM re_orders\n FOR  UPDATE")).all() == [(1,), (2,)]
+    assert rows_of(engine, text("SELECT id FROM re_orders\n FOR  UPDATE")) == [1, 2]
 
 
 @on_sqlite_alone
@@ -516,7 +515,8 @@ def test_the_largest_token_is_exact(session: Session) -> None:
 )
 def test_a_missing_column_says_to_migrate(session: Session, engine: Engine, missing: str, there: str) -> None:
     """A database whose table lacks one of the columns gives one error that names the migration."""
-    with engine.begin() as connection:
+    alone = sa.create_engine(engine.url, poolclass=sa.NullPool)  # a connection knows the schema as it was
+    with alone.begin() as connection:
         connection.execute(text("DROP TABLE IF EXISTS re_late"), execution_options={"fencelock": "bypass"})
         connection.execute(text(f"CREATE TABLE re_late (id INTEGER PRIMARY KEY, {there} BIGINT DEFAULT 0)"))
     for work in (
@@ -531,12 +531,12 @@ def test_a_missing_column_says_to_migrate(session: Session, engine: Engine, miss
     advice = str(caught.value).split("migration: ")[1].replace("<table>", "re_late")
     pytest.importorskip("fencelock.alembic.operations")  # which the plugin imports where it is installed
     for choice in advice.split(", which fencelock[alembic] brings, or "):
-        with engine.begin() as connection:
+        with alone.begin() as connection:
             op = Operations(MigrationContext.configure(connection))
             exec(choice, {"op": op, "sa": sqlalchemy})  # noqa: S102 - it is to work when it is followed
         assert session.get(Late, 1) is None
         session.rollback()
-        with engine.begin() as connection:
+        with alone.begin() as connection:
             connection.execute(
                 text(f"ALTER TABLE re_late DROP COLUMN {missing}"), execution_options={"fencelock": "bypass"}
             )

@@ -24,14 +24,13 @@ import fencelock
 from fencelock import FencelockError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, execute_fenced
 from fencelock.guard.triggers import create, drop
 from tests.door import Door
-from tests.guard.rows import holding
+from tests.guard.rows import holding, rows_of
 
 FENCE = 5
 WHY = r"rollback\(\)"
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Row(fencelock.FencedModel, Base):
@@ -60,8 +59,7 @@ def note(target: Any, number: int) -> None:
 
 
 def notes(engine: Engine) -> list[int]:
-    with engine.connect() as connection:
-        return list(connection.scalars(select(Note.id).order_by(Note.id)))
+    return rows_of(engine, select(Note.id).order_by(Note.id))
 
 
 def flush(session: Session) -> None:
@@ -386,9 +384,8 @@ def test_a_row_that_has_changed_since_it_was_read(engine: Engine, *, gone: bool)
     with holding(engine, Lease("rows", 9), expire_on_commit=False) as session:
         row = session.get_one(Row, 1)
         session.commit()
-        with holding(engine, Lease("rows", 7)) as other:
+        with holding(engine, Lease("rows", 7)) as other, other.begin():
             other.execute(delete(Row) if gone else update(Row).values(value=4))
-            other.commit()
         note(session, 1)
         row.value = 5
         with pytest.raises(fencelock.StaleReadError):
@@ -419,7 +416,7 @@ def test_a_lease_in_doubt(engine: Engine, door: Door, way: str) -> None:
         with pytest.raises(DBAPIError):
             lost.commit()
     door.let_through()
-    with holding(create_engine(engine.url, lease, poolclass=NullPool)) as session:
+    with holding(create_engine(engine.url, poolclass=NullPool), lease) as session:
         note(session, 1)
         with pytest.raises(fencelock.CommitInDoubtError) as caught:
             WAYS[way](session)
@@ -482,7 +479,6 @@ def test_a_trigger_refuses_no_less(engine: Engine) -> None:
 
 
 def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-
     async def main(target: AsyncEngine, holder: Holder) -> None:
         async with AsyncSession(target) as session:
             await session.run_sync(note, 1)

@@ -18,11 +18,10 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, rela
 import fencelock
 from fencelock import FencedModel, FenceError, Lease, bind, claim, claim_all, gate, gate_async, upsert
 from proof.servers import Postgres
-from tests.guard.rows import bypassed, holding
+from tests.guard.rows import bypassed, holding, rows_of
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Account(FencedModel, Base):
@@ -146,7 +145,6 @@ def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
 
 
 def test_for_coroutines(leader: Engine, follower: Engine) -> None:
-
     async def play() -> None:
         both = [
             create_async_engine(each.url.set(drivername="sqlite+aiosqlite")) for each in (leader, follower)
@@ -164,8 +162,7 @@ def test_for_coroutines(leader: Engine, follower: Engine) -> None:
             await each.dispose()
 
     asyncio.run(play())
-    with leader.connect() as connection:
-        assert connection.scalar(select(fences.c.last_fencing_token)) == 9
+    assert rows_of(leader, select(fences.c.last_fencing_token)) == [9]
 
 
 class TestShards:
@@ -184,7 +181,6 @@ class TestShards:
 
     @pytest.fixture
     def session(self, shards: dict[str, Engine]) -> Iterator[Session]:
-
         def shard_of(number: int) -> str:
             return "odd" if number % 2 else "even"
 

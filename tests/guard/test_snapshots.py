@@ -18,8 +18,7 @@ import fencelock
 from fencelock import Database, FencedModel, Lease, StaleReadError, bind, claim, claim_all, fenced_lock, gate
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Room(FencedModel, Base):

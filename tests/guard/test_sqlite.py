@@ -14,8 +14,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 from fencelock import FencedModel, Lease, UnfencedWriteError, begin_immediate, bind, claim_async
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):

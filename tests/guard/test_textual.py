@@ -12,8 +12,7 @@ from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, f
 from tests.guard.rows import holding, on_sqlite_alone
 
 
-class Base(DeclarativeBase):
-    """Tables of these tests."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
@@ -46,9 +45,8 @@ NEW = {1: ("new", 5), 2: ("new", 5)}
 
 def execute(engine: Engine, statement: Any, *rows: dict[str, Any], leases: tuple[Lease, ...] = ()) -> int:
     """Execute a statement for each of the parameters, commit, and return how many rows it has written."""
-    with holding(engine, *leases) as session:
+    with holding(engine, *leases) as session, session.begin():
         written: int = session.execute(statement, [*rows] if len(rows) > 1 else dict(*rows)).rowcount  # type: ignore[attr-defined]
-        session.commit()
     return written
 
 

@@ -18,7 +18,7 @@ from fencelock import conditional_delete, conditional_update
 from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FenceTrigger
 from tests.conftest import MYSQL_URL
-from tests.guard.rows import bypassed, empty
+from tests.guard.rows import bypassed, empty, rows_of
 from tests.guard.write_docs import check_section, grouped
 
 FENCE = 5
@@ -38,7 +38,6 @@ class Way(NamedTuple):
 
 
 def sql(name: str, *statements: str) -> Way:
-
     def act(_: Connection, cursor: Any) -> None:
         for statement in statements:
             cursor.execute(statement)
@@ -245,8 +244,7 @@ def outcome(engine: Engine, metadata: MetaData, way: Way) -> str:
 
 
 def contents(engine: Engine, orders: Table) -> list[tuple[Any, ...]]:
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(select(orders).order_by(orders.c.id))]
+    return rows_of(engine, select(orders).order_by(orders.c.id))
 
 
 def kind_of(message: str, *, knows: bool) -> str:

@@ -17,13 +17,12 @@ import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, execute_fenced, fenced_update
 from fencelock.guard import fence_column, forget, triggers, write_id_column
 from fencelock.guard.tables import LIMIT
-from tests.guard.rows import holding
+from tests.guard.rows import holding, rows_of
 
 FENCE = 5
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Plain(FencedModel, Base):
@@ -81,13 +80,6 @@ def refusal(engine: Engine, *statements: str) -> str:
     return str(caught.value)
 
 
-def row(engine: Engine, model: type[Any]) -> tuple[str, int] | None:
-    with engine.connect() as connection:
-        found = connection.execute(select(model.status, model.last_fencing_token).where(model.id == 1))
-        one = found.first()
-    return None if one is None else (one[0], one[1])
-
-
 @pytest.mark.parametrize("model", [Plain, Strict])
 def test_one_lower_fence_spoils_the_whole_statement(engine: Engine, model: type[Any]) -> None:
     """A set-based write is refused as a whole where one of its rows is fenced higher."""
@@ -98,13 +90,15 @@ def test_one_lower_fence_spoils_the_whole_statement(engine: Engine, model: type[
 
 
 @pytest.mark.parametrize("shared_url", ["sqlite", "mariadb"], indirect=True)
-def test_fence_cannot_be_lost_as_null(engine: Engine) -> None:
+def test_fence_cannot_be_lost_as_null(engine: Engine, shared_engine: Engine) -> None:
     """NULL is no way down, where the database would turn it into the default or 0."""
     if engine.dialect.name == "sqlite":
         refusal(engine, "UPDATE OR REPLACE tr_plain SET last_fencing_token = NULL")
     else:
-        refusal(engine, "SET sql_mode = ''", "UPDATE tr_plain SET last_fencing_token = NULL")
-    assert row(engine, Plain) == ("new", FENCE)
+        refusal(shared_engine, "SET sql_mode = ''", "UPDATE tr_plain SET last_fencing_token = NULL")
+    with engine.connect() as connection:
+        found = connection.execute(select(Plain.status, Plain.last_fencing_token).where(Plain.id == 1))
+        assert found.one() == ("new", FENCE)
 
 
 def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
@@ -171,8 +165,7 @@ def test_a_foreign_key_deletes_the_rows_of_strict_tables(shared_engine: Engine) 
     raw(shared_engine, "INSERT INTO tr_parents VALUES (1)", "INSERT INTO tr_children VALUES (1, 1, 5, 0)")
     switch_on = ["PRAGMA foreign_keys = ON"] if shared_engine.dialect.name == "sqlite" else []
     raw(shared_engine, *switch_on, "DELETE FROM tr_parents")
-    with shared_engine.connect() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM tr_children")) == 0
+    assert rows_of(shared_engine, text("SELECT count(*) FROM tr_children")) == [0]
     metadata.drop_all(shared_engine)
 
 

@@ -20,13 +20,12 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from tests.guard.rows import bypassed
+from tests.guard.rows import bypassed, rows_of
 
 TOKENS = (1, 2, 3)
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Log(FencedModel, Base):
@@ -151,8 +150,7 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
             holder.kept = None
             continue
         text, fence = holder.seen, holder.token
-        with engine.connect() as connection:
-            found = connection.execute(select(model.text, model.last_fencing_token)).one()
+        (found,) = rows_of(engine, select(model.text, model.last_fencing_token))
         assert tuple(found) == (text, fence)
     return happened
 

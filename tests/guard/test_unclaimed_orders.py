@@ -22,8 +22,7 @@ from fencelock.guard.objects import new_stamp
 from tests.guard.rows import bypassed
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Page(FencedModel, Base):

@@ -12,11 +12,10 @@ from sqlalchemy.exc import IntegrityError, PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from fencelock import FencedModel, FenceError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, upsert
-from tests.guard.rows import holding, on_sqlite_alone
+from tests.guard.rows import holding, on_sqlite_alone, rows_of
 
 
-class Base(DeclarativeBase):
-    """Tables of these tests."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
@@ -75,11 +74,7 @@ ROWS: dict[Any, Any] = {
 
 
 def rows(engine: Engine, model: type[Any]) -> list[tuple[Any, ...]]:
-    with engine.connect() as connection:
-        return [
-            tuple(row)
-            for row in connection.execute(select(model.__table__).order_by(*model.__table__.primary_key))
-        ]
+    return rows_of(engine, select(model.__table__).order_by(*model.__table__.primary_key))
 
 
 def test_rows_are_inserted_or_updated_with_the_token(session: Session, engine: Engine) -> None:
@@ -87,10 +82,9 @@ def test_rows_are_inserted_or_updated_with_the_token(session: Session, engine: E
     bind(session, Lease("order:1", 6), Lease("order:2", 9))
     upsert(session, Order, [{"id": 2}, {"id": 1, "status": "paid"}])
     session.commit()
-    with engine.connect() as connection:
-        found = connection.execute(
-            select(Order.id, Order.code, Order.status, Order.last_fencing_token).order_by(Order.id)
-        ).all()
+    found = rows_of(
+        engine, select(Order.id, Order.code, Order.status, Order.last_fencing_token).order_by(Order.id)
+    )
     assert [tuple(row) for row in found] == [(1, "A", "paid", 6), (2, None, "new", 9)]
 
 
@@ -132,18 +126,16 @@ def test_stale_upsert_that_waits_for_a_newer_holder_is_turned_away(engine: Engin
             except StaleTokenError as error:
                 refused.append(error)
 
-    with holding(engine, Lease("prices", 7)) as newer:
+    with holding(engine, Lease("prices", 7)) as newer, newer.begin():
         claim(newer, Price, "pen").cents = 777
         newer.flush()
         thread = threading.Thread(target=late)
         thread.start()
         thread.join(0.3)
         assert thread.is_alive()
-        newer.commit()
     thread.join(10)
     assert len(refused) == 1
-    with engine.connect() as connection:
-        assert connection.scalar(select(Price.cents)) == 777
+    assert rows_of(engine, select(Price.cents)) == [777]
 
 
 @pytest.mark.parametrize("token", [4, 5, 900])

@@ -30,9 +30,7 @@ def own_column() -> Column[int]:
 
 
 def with_table(fence: Column[int]) -> tuple[MetaData, Any]:
-
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     class Order(Base):
         __table__ = Table("orders", Base.metadata, *columns(fence))
@@ -58,8 +56,7 @@ def imperative(fence: Column[int]) -> tuple[MetaData, Any]:
 def on_a_base_class(fence: Column[int]) -> tuple[MetaData, Any]:
     """Return a model that gets the column from a class of the project."""
 
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     class Fenced:
         __fence_resource__ = "order:{id}"
@@ -113,8 +110,7 @@ def check(engine: Engine, order: Any) -> None:
 def test_links_are_guarded(in_memory: InMemory) -> None:
     """A change of a link alone is refused to a holder whose lease is over, and free for who holds none."""
 
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     link = Table(
         "links",
@@ -151,8 +147,7 @@ def test_links_are_guarded(in_memory: InMemory) -> None:
 def test_a_template_that_cannot_be_rendered() -> None:
     """It is an error when the class is mapped, and names the class."""
 
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     table = Table("orders", Base.metadata, *columns(fence_column()))
     with pytest.raises(ValueError, match=r"Order\.__fence_resource__"):
@@ -162,8 +157,7 @@ def test_a_template_that_cannot_be_rendered() -> None:
 def test_a_resource_without_the_column() -> None:
     """Whoever names a resource wants the table fenced."""
 
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     with pytest.raises(ValueError, match=r"fence_column\(\)"):
 
@@ -263,8 +257,7 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
 def test_a_copy_under_another_name_is_a_plain_table(in_memory: InMemory, way: str) -> None:
     """A history, an archive: its rows are written by whoever likes, the original's are not."""
 
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     class Order(FencedModel, Base):
         __tablename__ = "orders"

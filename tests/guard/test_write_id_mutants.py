@@ -17,8 +17,7 @@ ROOMS = ("leases", "objects", "statements")
 """Those that make ids."""
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Page(FencedModel, Base):
@@ -36,9 +35,8 @@ def database() -> Iterator[Engine]:
     """Return a database with one page."""
     engine = create_engine("sqlite://", poolclass=StaticPool)
     Base.metadata.create_all(engine)
-    with holder(engine) as session:
+    with holder(engine) as session, session.begin():
         session.add(Page(id=1))
-        session.commit()
     yield engine
     engine.dispose()
 
@@ -57,9 +55,8 @@ def balance(engine: Engine) -> int:
 
 def add(engine: Engine) -> None:
     """Add 100 in a session of its own."""
-    with holder(engine) as session:
+    with holder(engine) as session, session.begin():
         session.get_one(Page, 1).balance += 100
-        session.commit()
 
 
 def statement_follows(engine: Engine) -> None:

@@ -302,14 +302,13 @@ class TestTheSameHolder:
     def test_with_statements_that_the_session_follows(self, engine: Engine, synchronize: str) -> None:
         """SQLAlchemy applies them to the objects, whose ids move as the rows' do."""
         options = {"synchronize_session": synchronize}
-        with holder(engine) as session:
+        with holder(engine) as session, session.begin():
             row = session.get_one(Row, 1)
             for status in ("one", "two"):
                 statement = update(Row).where(Row.id == 1).values(status=status)
                 session.execute(statement, execution_options=options)
                 row.balance -= 10
                 session.flush()
-            session.commit()
         assert stored(engine) == 80
 
 

@@ -381,8 +381,7 @@ class Vector:
 def test_merged_values_are_compared_by_their_type(in_memory: InMemory, *, present: bool) -> None:
     """Their own comparison may raise."""
 
-    class Model(orm.DeclarativeBase):
-        pass
+    class Model(orm.DeclarativeBase): ...
 
     class Measured(write_ids.Fenced, Model):
         __tablename__ = "wi_measured"
@@ -390,10 +389,9 @@ def test_merged_values_are_compared_by_their_type(in_memory: InMemory, *, presen
         vector: Mapped[Any] = mapped_column(PickleType(comparator=lambda x, y: x.number == y.number))
 
     engine = in_memory(Model.metadata)
-    with holder(engine) as session:
+    with holder(engine) as session, session.begin():
         row = Measured(id=1, vector=Vector(1))
         session.add(row)
-        session.commit()
     row.vector = Vector(2)
     with holder(engine) as session:
         kept = session.get(Measured, 1) if present else None

@@ -141,9 +141,8 @@ def test_an_insert_that_was_undone(engine: Engine) -> None:
         row = Row(id=9)
         session.add(row)
         session.flush()
-    with holder(engine, OTHER) as session:
+    with holder(engine, OTHER) as session, session.begin():
         session.add(Row(id=9))
-        session.commit()
     assert_refused(engine, row)
 
 

@@ -14,8 +14,7 @@ from fencelock import FencedModel
 from tests.guard.rows import refill
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):

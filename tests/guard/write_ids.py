@@ -286,9 +286,8 @@ def change(
     token: int = OTHER,
 ) -> None:
     """Write a row as another holder does."""
-    with holder(engine, token) as session:
+    with holder(engine, token) as session, session.begin():
         do(session.get_one(model, key))
-        session.commit()
 
 
 def stored(engine: Engine, model: type[Any] = Row, key: int = 1) -> int:

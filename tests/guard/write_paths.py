@@ -19,8 +19,7 @@ STALE = 4
 FRESH = 6
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class DataclassBase(orm.MappedAsDataclass, DeclarativeBase):
