@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Engine, ForeignKey, String, event, select
+from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, begin_immediate, bind, fence_table
@@ -177,19 +176,6 @@ def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
         return outcome[0]
 
     return wait
-
-
-@contextmanager
-def statements(engine: Engine) -> Iterator[list[str]]:
-    """Give the first word of each statement that is sent in the block."""
-    sent: list[str] = []
-
-    def note(_connection: object, _cursor: object, sql: str, *_: object) -> None:
-        sent.append(sql.split(maxsplit=1)[0])
-
-    event.listen(engine, "before_cursor_execute", note)
-    yield sent
-    event.remove(engine, "before_cursor_execute", note)
 
 
 def let_wait(engine: Engine) -> None:

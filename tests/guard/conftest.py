@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
-from sqlalchemy import Engine, MetaData, NullPool, create_engine, make_url, text
+from sqlalchemy import Engine, MetaData, NullPool, create_engine, event, make_url, text
 from sqlalchemy.orm import Session
 
 from proof.servers import Postgres
@@ -66,20 +66,28 @@ def _tables(shared_url: str, metadata: MetaData) -> None:
     engine.dispose()
 
 
+@contextmanager
+def engine_on(url: str) -> Iterator[Engine]:
+    """Make an engine whose SQLite does not wait for the disk, because no test outlives a loss of power."""
+    made = create_engine(url)
+    if made.dialect.name == "sqlite":
+        event.listen(made, "connect", lambda driver, _: driver.execute("PRAGMA synchronous = OFF"))
+    yield made
+    made.dispose()
+
+
 @pytest.fixture
 def shared_engine(shared_url: str) -> Iterator[Engine]:
     """An engine of its own for each test, on the shared database."""
-    made = create_engine(shared_url)
-    yield made
-    made.dispose()
+    with engine_on(shared_url) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def lasting_engine(shared_url: str, _tables: None) -> Iterator[Engine]:
     """One engine for all tests of a file that leave it as it is: what it has compiled is kept."""
-    made = create_engine(shared_url)
-    yield made
-    made.dispose()
+    with engine_on(shared_url) as made:
+        yield made
 
 
 @pytest.fixture

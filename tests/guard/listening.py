@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from sqlalchemy import event
+from sqlalchemy import Engine, event
 from sqlalchemy.orm import DeclarativeBase
 
 
@@ -17,3 +17,21 @@ def listening(model: type[DeclarativeBase], name: str, listener: Callable[..., N
         yield
     finally:
         event.remove(model, name, listener)
+
+
+@contextmanager
+def statements(engine: Engine) -> Iterator[list[str]]:
+    """Collect the statements that are sent in the block."""
+    sent: list[str] = []
+
+    def note(_connection: object, _cursor: object, statement: str, *_: object) -> None:
+        sent.append(statement)
+
+    event.listen(engine, "before_cursor_execute", note)
+    yield sent
+    event.remove(engine, "before_cursor_execute", note)
+
+
+def words(sent: list[str]) -> list[str]:
+    """Return the first word of each statement."""
+    return [statement.split(maxsplit=1)[0] for statement in sent]

@@ -15,7 +15,8 @@ from sqlalchemy.orm import Session, with_loader_criteria
 import fencelock
 from fencelock import Lease, StaleTokenError, bind, claim, claim_all, claim_all_async, claim_async, gate_async
 from tests.guard import claims
-from tests.guard.claims import MODELS, NEW, OLD, Account, Cat, Eager, Note, Seat, Task, statements
+from tests.guard.claims import MODELS, NEW, OLD, Account, Cat, Eager, Note, Seat, Task
+from tests.guard.listening import statements, words
 from tests.guard.rows import bypassed, holding
 
 ONE, TWO = ["UPDATE"], ["UPDATE", "SELECT"]
@@ -37,7 +38,7 @@ def test_claim_sends_one_statement_where_it_is_sound(
     for _ in range(2):
         with statements(engine) as sent:
             claimed = claim(session, model, 1)
-        assert sent == (["SELECT"] if model is Task else []) + at_once(engine, model)
+        assert words(sent) == (["SELECT"] if model is Task else []) + at_once(engine, model)
         assert (claimed.id, claimed.last_fencing_token) == (1, NEW)
         assert not session.dirty
         claimed.balance += 1
@@ -50,7 +51,7 @@ def test_claim_without_waiting_sends_one_statement_more(engine: Engine, session:
     for how in ways:
         with statements(engine) as sent:
             claim(session, Account, 1, **how)
-        assert sent == ["SELECT", *at_once(engine)]
+        assert words(sent) == ["SELECT", *at_once(engine)]
         session.commit()
 
 
@@ -59,7 +60,7 @@ def test_claim_all_sends_its_updates_together(engine: Engine, session: Session) 
     with statements(engine) as sent:
         seats = claim_all(session, select(Seat).order_by(Seat.letter.desc()))
     assert [seat.letter for seat in seats] == ["b", "a"]
-    assert sent == ["SELECT", "UPDATE", "SELECT"]
+    assert words(sent) == ["SELECT", "UPDATE", "SELECT"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -96,7 +97,7 @@ def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_co
         with statements(engine) as sent:
             assert claim(session, Account, 1) is known
             assert known.status == "paid"
-        assert sent == at_once(engine)
+        assert words(sent) == at_once(engine)
         assert (known.remark, len(known.notes)) == ("much", 2)
         session.commit()
         with engine.begin() as connection:
@@ -112,7 +113,7 @@ def test_claim_flushes_and_leaves_onupdate_alone(engine: Engine, session: Sessio
     known.status = "paid"
     with statements(engine) as sent:
         claim(session, Account, 1)
-    assert sent == ["UPDATE", *at_once(engine)]
+    assert words(sent) == ["UPDATE", *at_once(engine)]
     assert (known.status, known.changed) == ("paid", 1)
 
 
@@ -145,7 +146,7 @@ def test_criteria_of_a_listener_count(engine: Engine, session: Session) -> None:
 
     with statements(engine) as sent:
         claim(session, Account, 1).status = "gone"
-    assert sent == TWO
+    assert words(sent) == TWO
     session.commit()
     with pytest.raises(NoResultFound):
         claim(session, Account, 1)
@@ -177,7 +178,7 @@ def test_for_coroutines(engine: Engine, for_asyncio: Callable[[Engine], AsyncEng
                 with statements(aengine.sync_engine) as sent:
                     order = await claim_async(session, Account, 1)
                     await gate_async(session, "account:1")
-                assert sent == [*at_once(engine), "INSERT"]
+                assert words(sent) == [*at_once(engine), "INSERT"]
                 assert known in (None, order)
                 assert (order.status, order.last_fencing_token) == ("new", NEW)
                 order.status = "new"

@@ -15,7 +15,8 @@ from sqlalchemy.schema import CreateSchema, DropSchema
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, fence_table, gate
 from fencelock.guard.gate import _at_gate_here, note_gate
 from tests.guard import claims
-from tests.guard.claims import NEW, OLD, Account, balance, fence, fences, statements
+from tests.guard.claims import NEW, OLD, Account, balance, fence, fences
+from tests.guard.listening import statements, words
 from tests.guard.rows import bypassed, holding, on_sqlite_alone, rows_of
 
 
@@ -176,7 +177,7 @@ def test_gate_sends_one_statement(engine: Engine, new: Session) -> None:
                 else:
                     gate(gates)
                     gates.commit()
-            assert sent == ["INSERT"]
+            assert words(sent) == ["INSERT"]
 
 
 def test_gate_of_a_database_without_returning_sends_two_statements(engine: Engine, new: Session) -> None:
@@ -185,7 +186,7 @@ def test_gate_of_a_database_without_returning_sends_two_statements(engine: Engin
     engine.dialect.insert_returning = False
     with statements(engine) as sent:
         gate(new, "account:1")
-    assert sent == ["INSERT", "SELECT"]
+    assert words(sent) == ["INSERT", "SELECT"]
     new.commit()
     bind(new, Lease("account:1", OLD))
     with pytest.raises(StaleTokenError):

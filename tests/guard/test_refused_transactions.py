@@ -503,7 +503,11 @@ def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Eng
 
 
 @pytest.mark.parametrize("within", [Session.begin, Session.begin_nested], ids=["transaction", "savepoint"])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("shared_url", "way"),
+    [*(("sqlite", way) for way in WAYS), *((url, "claim") for url in ("postgresql", "mariadb"))],
+    indirect=["shared_url"],
+)
 def test_a_session_that_is_thrown_away_keeps_no_connection(
     engine: Engine, way: str, within: Callable[[Session], object]
 ) -> None:

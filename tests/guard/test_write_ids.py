@@ -63,29 +63,15 @@ def by_the_listener_of_another(session: Session, row: Any) -> None:
         session.flush()
 
 
-def refer(_session: Session, row: Any) -> None:
-    """Set what a second UPDATE of the flush writes."""
-    row.favourite = row.entries[1]
-
-
-def refer_and_pay(session: Session, row: Any) -> None:
-    """Set it in a flush that writes the row anyway."""
-    refer(session, row)
-    write_ids.pay(session, row)
-
-
-def delete_it(session: Session, row: Any) -> None:
-    session.delete(row)
-
-
 def load_beside(session: Session, _row: Any) -> None:
     """Have the session keep an object of the base class, which has the same key in another table."""
     session.info["beside"] = session.get_one(write_ids.Animal, 1)
 
 
+refer = write_ids.computing("favourite", lambda row: row.entries[1])
 WRITES = {
     "a column": Story(),
-    "DELETE": Story(write=delete_it),
+    "DELETE": Story(write=Session.delete),
     "a column of the sub-table": Story(
         load=get(Joined, 2), model=Joined, key=2, write=write_ids.setting("extra", 1)
     ),
@@ -98,11 +84,13 @@ WRITES = {
     ),
     "links": Story(load=whole(), model=Account, write=write_ids.adding("tags", lambda: Tag(id=7))),
     "post_update": Story(load=whole(), model=Account, write=refer),
-    "post_update and a column": Story(load=whole(), model=Account, write=refer_and_pay),
+    "post_update and a column": Story(
+        load=whole(), model=Account, write=write_ids.in_turn(refer, write_ids.pay)
+    ),
     "post_update, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=refer),
-    "DELETE with post_update": Story(load=whole(), model=Account, write=delete_it),
-    "DELETE, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=delete_it),
-    "DELETE, concrete": Story(load=write_ids.after(get(Dog), load_beside), model=Dog, write=delete_it),
+    "DELETE with post_update": Story(load=whole(), model=Account, write=Session.delete),
+    "DELETE, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=Session.delete),
+    "DELETE, concrete": Story(load=write_ids.after(get(Dog), load_beside), model=Dog, write=Session.delete),
     "row switch": Story(load=get(Versioned), model=Versioned, write=switch(Versioned)),
     "row switch, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=switch(Account)),
     "row switch, concrete": Story(load=write_ids.after(get(Dog), load_beside), model=Dog, write=switch(Dog)),
@@ -157,31 +145,13 @@ def refreshed(*names: str) -> write_ids.Load:
     return write_ids.after(get(Account), again)
 
 
-def append_note(_session: Session, row: Any) -> None:
-    row.note += "A"
-
-
-def append_note_and_more(session: Session, row: Any) -> None:
-    """Load, and write, the rest of the object as well."""
-    append_note(session, row)
-    row.status += "A"
-
-
-def count_entries(_session: Session, row: Any) -> None:
-    """Write what was read of a collection."""
-    row.balance = len(row.entries)
-
-
-def add_entry(row: Any) -> None:
-    row.entries.append(write_ids.Entry(id=9))
-
-
 def subclass(model: type[Any], entity: Any) -> write_ids.Load:
     """Load a fenced subclass with other objects of a base that is not fenced."""
     return lambda session: next(each for each in session.scalars(select(entity)) if type(each) is model)
 
 
 both = [write_ids.Engineer, write_ids.Manager]
+append_note = write_ids.computing("note", lambda row: row.note + "A")
 LOADS = {
     "load_only": Story(load=get(Row, 1, load_only(Row.balance))),
     'defer("*")': Story(load=get(Row, 1, defer("*")), said=None),  # what is written is loaded later
@@ -213,17 +183,23 @@ LOADS = {
         }.items()
     },
     "deferred column": Story(load=expired(get(), "note"), write=append_note),
-    "deferred column, then the rest": Story(load=expired(get(), "note"), write=append_note_and_more),
+    "deferred column, then the rest": Story(
+        load=expired(get(), "note"),
+        write=write_ids.in_turn(append_note, write_ids.computing("status", lambda row: row.status + "A")),
+    ),
     "deferred column of a sub-table": Story(
         load=expired(get(Account, 2), "deep_extra"),
         model=Joined,
         key=2,
-        write=lambda _session, row: setattr(row, "deep_extra", row.deep_extra - 1),
+        write=write_ids.computing("deep_extra", lambda row: row.deep_extra - 1),
     ),
     "refresh": Story(load=refreshed("balance"), model=Account),
     "refresh with the key": Story(load=refreshed("id", "balance"), model=Account),
     "refresh of a collection": Story(
-        load=refreshed("entries"), model=Account, other=add_entry, write=count_entries
+        load=refreshed("entries"),
+        model=Account,
+        other=lambda row: row.entries.append(write_ids.Entry(id=9)),
+        write=write_ids.computing("balance", lambda row: len(row.entries)),
     ),
 }
 

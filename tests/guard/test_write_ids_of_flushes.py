@@ -15,9 +15,9 @@ from sqlalchemy.orm import Session, make_transient_to_detached
 import fencelock
 from fencelock import Lease, StaleTokenError, bind, claim, execute_fenced, fenced_text, fenced_update, upsert
 from tests.guard import write_ids
-from tests.guard.listening import listening
+from tests.guard.listening import listening, statements
 from tests.guard.rows import bypassed, holding, on_sqlite_alone
-from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, refused, statements, stored
+from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, refused, stored
 
 ROWS = write_ids.fill
 

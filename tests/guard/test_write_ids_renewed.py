@@ -24,25 +24,10 @@ def detached(load: write_ids.Load) -> write_ids.Load:
     return write_ids.after(load, lambda session, row: session.expunge(row))
 
 
-def add(session: Session, row: Any) -> Any:
-    """Give the object to the session again."""
-    session.add(row)
-    return row
-
-
 def changed_and_merged(session: Session, row: Any) -> Any:
     """Compute from the detached object, then merge it."""
     row.balance -= 20
     return session.merge(row)
-
-
-def take_too(_session: Session, row: Any) -> None:
-    """Take as much as the other holder, so that the row would look right."""
-    row.balance -= 20
-
-
-def nothing(_session: Session, _row: Any) -> None:
-    """The object is changed already."""
 
 
 def again(do: Callable[[Session, Any], object]) -> Step:
@@ -65,11 +50,6 @@ def populate(statement: Any) -> Step:
     return then
 
 
-def roll_back(session: Session, row: Any) -> None:
-    row.balance -= 1
-    session.rollback()
-
-
 def insert_again(row: Any) -> None:
     """Delete the row, and insert another with its key."""
     session = inspect(row).session
@@ -78,17 +58,30 @@ def insert_again(row: Any) -> None:
     session.add(Row(id=1))
 
 
-def delete_row(row: Any) -> None:
-    inspect(row).session.delete(row)
+without_id = select(Row).from_statement(select(Row.id, Row.status).where(Row.id == 1))
+part_of_refreshed = select(write_ids.Refreshed).options(load_only(write_ids.Refreshed.status))  # type: ignore[attr-defined]
+
+
+def nothing(_session: Session, _row: Any) -> None:
+    """The object is changed already."""
+
+
+def add(session: Session, row: Any) -> Any:
+    session.add(row)
+    return row
 
 
 def take_and_say(row: Any) -> None:
-    write_ids.take(row)
-    row.status = "other"
+    row.balance, row.status = row.balance - 20, "other"
 
 
-without_id = select(Row).from_statement(select(Row.id, Row.status).where(Row.id == 1))
-part_of_refreshed = select(write_ids.Refreshed).options(load_only(write_ids.Refreshed.status))  # type: ignore[attr-defined]
+def roll_back(session: Session, row: Any) -> None:
+    row.balance -= 1
+    session.rollback()
+
+
+#: As much as the other holder, so that the row would look right.
+take_too = write_ids.computing("balance", lambda row: row.balance - 20)
 THEN = {
     "added": Story(load=detached(get()), then=add),
     "pickled and added": Story(
@@ -132,7 +125,7 @@ THEN = {
         said=MIXED,
     ),
     "deleted and inserted again": Story(other=insert_again),
-    "deleted": Story(other=delete_row, said=write_ids.DELETED),
+    "deleted": Story(other=lambda row: inspect(row).session.delete(row), said=write_ids.DELETED),
     "refreshed": Story(then=lambda session, row: session.refresh(row), said=None),
     "expired": Story(then=lambda session, row: session.expire(row), said=None),
     "populated": Story(then=populate(select(Row)), said=None),
@@ -171,6 +164,10 @@ def merging_from_an_entry(session: Session, _row: Any) -> None:
     session.merge(newer)
 
 
+def counting(name: str) -> write_ids.Step:
+    return write_ids.computing("balance", lambda row: 10 + len(getattr(row, name)))
+
+
 def with_own_write(session: Session, row: Any) -> None:
     """Write the object under an earlier lease."""
     bind(session, Lease("rows", 6))
@@ -178,31 +175,19 @@ def with_own_write(session: Session, row: Any) -> None:
     session.commit()
 
 
-def from_extra(_session: Session, row: Any) -> None:
-    row.extra -= 30
-
-
-def from_pair(_session: Session, row: Any) -> None:
-    """Compute from a value of two columns."""
-    row.pair = Pair(row.pair.x - 30, row.pair.y - 30)
-
-
-def add_entry(row: Any) -> None:
-    row.entries.append(write_ids.Entry(id=9))
-
-
-def counting(name: str) -> Step:
-    """Write what was read of a collection."""
-    return lambda _session, row: setattr(row, "balance", 10 + len(getattr(row, name)))
-
-
-EXTRA: dict[str, Any] = {"other": lambda row: setattr(row, "extra", 50), "write": from_extra}
+EXTRA: dict[str, Any] = {
+    "other": lambda row: setattr(row, "extra", 50),
+    "write": write_ids.computing("extra", lambda row: row.extra - 30),
+}
 NOTES: dict[str, Any] = {
     "other": lambda row: row.notes.append(write_ids.Note(id=2)),
     "write": counting("notes"),
 }
 TAGS: dict[str, Any] = {"other": lambda row: row.tags.append(write_ids.Tag(id=7)), "write": counting("tags")}
-PAIR: dict[str, Any] = {"other": lambda row: setattr(row, "pair", Pair(50, 50)), "write": from_pair}
+PAIR: dict[str, Any] = {
+    "other": lambda row: setattr(row, "pair", Pair(50, 50)),
+    "write": write_ids.computing("pair", lambda row: Pair(row.pair.x - 30, row.pair.y - 30)),
+}
 AS_JOINED: dict[str, Any] = {"load": whole(2), "model": Joined, "key": 2}
 MERGES = {
     "all of it": Story(load=get(), then=merging(Row)),
@@ -224,7 +209,11 @@ MERGES = {
     ),
     "composite": Story(load=whole(), model=Account, **PAIR, then=merging()),
     "where it comes from": Story(
-        load=whole(), model=Account, other=add_entry, then=merging_from_an_entry, write=counting("entries")
+        load=whole(),
+        model=Account,
+        other=lambda row: row.entries.append(write_ids.Entry(id=9)),
+        then=merging_from_an_entry,
+        write=counting("entries"),
     ),
 }
 

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Mapped, Session, composite, deferred, mapped_column, 
 
 from fencelock import FencedModel, Lease, StaleReadError, bind
 from fencelock.guard import fence_column, write_id_column
-from tests.guard.rows import bypassed, contents
+from tests.guard.rows import bypassed, contents, holding
 
 FENCE, OTHER, MINE = 5, 7, 9
 WRITTEN, MIXED, DELETED = "was written since", "is of two versions", "was deleted since"
@@ -243,13 +243,8 @@ ROWS: dict[str, list[dict[str, int]]] = {
 }
 
 
-def fence_of(table: Table, write_id: int) -> dict[str, int]:
-    """Return what the guard's columns of a row have, if the table has these columns."""
-    return {"last_fencing_token": FENCE, "last_write_id": write_id} if "last_write_id" in table.c else {}
-
-
 def fill(engine: Engine) -> Engine:
-    """Have a database contain ROWS and nothing else."""
+    """Have a database contain ROWS and nothing else, each fenced row with an id of its own."""
     ids = count(11)
     with bypassed(engine) as connection:
         connection.execute(update(Account).values(favourite_id=None))
@@ -257,20 +252,16 @@ def fill(engine: Engine) -> Engine:
             connection.execute(delete(table))
         for name, rows in ROWS.items():
             table = Base.metadata.tables[name]
-            is_fenced = "last_write_id" in table.c
-            fences = [
-                {"last_fencing_token": FENCE, "last_write_id": next(ids)} if is_fenced else {} for _ in rows
-            ]
-            connection.execute(insert(table), [row | fence for row, fence in zip(rows, fences, strict=True)])
+            for row in rows:
+                its = {"last_fencing_token": FENCE, "last_write_id": next(ids)}
+                connection.execute(insert(table), row | (its if "last_write_id" in table.c else {}))
         connection.execute(update(Account).where(Account.id == 1).values(favourite_id=1))
     return engine
 
 
 def holder(engine: Engine, token: int = MINE) -> Session:
     """Return a session that writes under a token, and keeps its objects after a COMMIT."""
-    session = Session(engine, expire_on_commit=False)
-    bind(session, Lease("rows", token))
-    return session
+    return holding(engine, Lease("rows", token), expire_on_commit=False)
 
 
 def take(row: Any) -> None:
@@ -304,18 +295,6 @@ def refused(
         yield caught
     assert (caught.value.current, caught.value.token) == (current, MINE)
     assert contents(engine, Base.metadata) == before
-
-
-@contextmanager
-def statements(engine: Engine) -> Iterator[list[str]]:
-    sent: list[str] = []
-
-    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        sent.append(statement)
-
-    event.listen(engine, "before_cursor_execute", note)
-    yield sent
-    event.remove(engine, "before_cursor_execute", note)
 
 
 Load: TypeAlias = Callable[[Session], Any]
@@ -357,8 +336,20 @@ def query(statement: Any) -> Load:
     return lambda session: session.scalars(statement).one()
 
 
-def pay(_session: Session, row: Any) -> None:
-    row.balance -= 30
+def computing(name: str, value: Callable[[Any], object]) -> Step:
+    """Assign what is computed from the object."""
+    return lambda _session, row: setattr(row, name, value(row))
+
+
+def in_turn(*steps: Step) -> Step:
+    def both(session: Session, row: Any) -> None:
+        for step in steps:
+            step(session, row)
+
+    return both
+
+
+pay = computing("balance", lambda row: row.balance - 30)
 
 
 def setting(name: str, value: object) -> Step:
