@@ -331,18 +331,6 @@ class TestWriteIds:
         session.commit()
         assert order.status == "back"
 
-    def test_a_claim_reads_back_the_id_that_it_was_given(self, engine: Engine, session: Session) -> None:
-        """The object is written after it; that of another session is not."""
-        with holding(engine, Lease("order:1", FENCE)) as other:
-            old = other.get_one(Plain, 1)
-            order = fencelock.claim(session, Plain, 1)
-            assert session.scalar(select(Plain.last_write_id).where(Plain.id == 1)) == order.last_write_id
-            order.status = "paid"
-            session.commit()
-            old.status = "old"
-            with pytest.raises(StaleReadError):
-                other.commit()
-
     def test_many_rows_get_ids_of_their_own(self, engine: Engine) -> None:
         raw(engine, "UPDATE tr_plain SET status = 'all'")
         first = ids(engine)

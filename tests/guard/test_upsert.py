@@ -138,30 +138,25 @@ def test_stale_upsert_that_waits_for_a_newer_holder_is_turned_away(engine: Engin
     assert rows_of(engine, select(Price.cents)) == [777]
 
 
-@pytest.mark.parametrize("token", [4, 5, 900])
-def test_row_that_another_resource_guards_is_left_alone(session: Session, engine: Engine, token: int) -> None:
+MINE = {"id": 1, "line": 1, "order_id": 2, "amount": 0}
+
+
+@pytest.mark.parametrize(
+    ("leases", "given"),
+    [
+        *(((Lease("order:2", token),), [MINE]) for token in (4, 5, 900)),
+        ((Lease("order:1", 5), Lease("order:2", 5)), [MINE, {"id": 2, "line": 1, "order_id": 1}]),
+    ],
+    ids=["lower", "equal", "higher", "both"],
+)
+def test_row_that_another_resource_guards_is_left_alone(
+    session: Session, engine: Engine, leases: tuple[Lease, ...], given: list[dict[str, int]]
+) -> None:
     """Its key is there, but it belongs to another order, whose tokens are not comparable, even if equal."""
     before = rows(engine, Item)
-    bind(session, Lease("order:2", token))
+    bind(session, *leases)
     with pytest.raises(UnfencedWriteError, match="order:1"):
-        upsert(session, Item, [{"id": 1, "line": 1, "order_id": 2, "amount": 0}])
-    with pytest.raises(PendingRollbackError):
-        session.commit()
-    assert rows(engine, Item) == before
-
-
-def test_a_row_is_left_alone_that_another_resource_of_the_same_call_guards(
-    session: Session, engine: Engine
-) -> None:
-    """Both leases are held, and their tokens and the row's fence happen to be equal."""
-    before = rows(engine, Item)
-    bind(session, Lease("order:1", 5), Lease("order:2", 5))
-    with pytest.raises(UnfencedWriteError, match="order:1"):
-        upsert(
-            session,
-            Item,
-            [{"id": 1, "line": 1, "order_id": 2, "amount": 0}, {"id": 2, "line": 1, "order_id": 1}],
-        )
+        upsert(session, Item, given)
     with pytest.raises(PendingRollbackError):
         session.commit()
     assert rows(engine, Item) == before

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Session, make_transient_to_detached
 
 import fencelock
-from fencelock import Lease, StaleTokenError, bind, claim, execute_fenced, fenced_text, fenced_update, upsert
+from fencelock import Lease, bind, claim, execute_fenced, fenced_text, fenced_update, upsert
 from tests.guard import write_ids
 from tests.guard.listening import listening, statements
 from tests.guard.rows import bypassed, holding, on_sqlite_alone
@@ -64,35 +64,6 @@ def test_a_claim_of_another_holder_makes_objects_stale(engine: Engine) -> None:
         row.balance -= 30
         with refused(engine):
             session.commit()
-
-
-@on_sqlite_alone
-def test_a_row_above_the_token_is_a_stale_token(engine: Engine) -> None:
-    """The lease is too old, whatever was read."""
-    change(engine, token=MINE + 1)
-    with holder(engine) as session:
-        session.get_one(Row, 1).balance -= 30
-        with pytest.raises(StaleTokenError) as caught:
-            session.commit()
-    assert type(caught.value) is StaleTokenError
-    assert (caught.value.token, caught.value.current, caught.value.identity) == (MINE, MINE + 1, (1,))
-
-
-@on_sqlite_alone
-def test_a_loop_that_begins_again_on_a_stale_token_is_right(engine: Engine) -> None:
-    """A stale read is one, and a rollback has the session load the row again."""
-    with holder(engine) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
-        change(engine)
-        for attempt in range(2):
-            try:
-                row.balance -= 30
-                session.commit()
-            except StaleTokenError:
-                assert attempt == 0
-                session.rollback()
-    assert stored(engine) == 50
 
 
 def by_hand(session: Session, _row: object = None) -> Row:
