@@ -10,7 +10,7 @@ from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, begin_immediate, bind, fence_table
-from tests.guard.rows import refill
+from tests.guard.rows import Keyed, refill
 
 OLD, NEW = 1, 2
 """The tokens of the older and the newer holder."""
@@ -19,10 +19,9 @@ OLD, NEW = 1, 2
 class Base(DeclarativeBase): ...
 
 
-class Account(FencedModel, Base):
+class Account(FencedModel, Keyed, Base):
     __tablename__ = "cl_accounts"
     __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     status: Mapped[str] = mapped_column(String(20), default="new")
     remark: Mapped[str] = mapped_column(String(20), default="none", deferred=True)
@@ -37,19 +36,17 @@ class Note(Base):
     text: Mapped[str] = mapped_column(String(20), default="more")
 
 
-class Triggered(FencedModel, Base):
+class Triggered(FencedModel, Keyed, Base):
     __tablename__ = "cl_triggered"
     __fence_resource__ = "account:1"
     __fence_trigger__ = True
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
 
 
-class Strict(FencedModel, Base):
+class Strict(FencedModel, Keyed, Base):
     __tablename__ = "cl_strict"
     __fence_resource__ = "account:1"
     __fence_trigger__ = "strict"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
 
 
@@ -75,10 +72,9 @@ class Named(FencedModel, Base):
     name: Mapped[str] = mapped_column(String(20), primary_key=True)
 
 
-class Eager(FencedModel, Base):
+class Eager(FencedModel, Keyed, Base):
     __tablename__ = "cl_eager"
     __fence_resource__ = "account:1"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     parts: Mapped[list[Part]] = relationship(lazy="joined")
 
@@ -89,18 +85,16 @@ class Part(Base):
     eager_id: Mapped[int] = mapped_column(ForeignKey("cl_eager.id"))
 
 
-class Computed(FencedModel, Base):
+class Computed(FencedModel, Keyed, Base):
     __tablename__ = "cl_computed"
     __fence_resource__ = "account:1"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     known: Mapped[int | None] = column_property(select(Note.id).where(Note.id == 1).scalar_subquery())
 
 
-class Animal(FencedModel, Base):
+class Animal(FencedModel, Keyed, Base):
     __tablename__ = "cl_animals"
     __fence_resource__ = "account:1"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(20))
     balance: Mapped[int] = mapped_column(default=100)
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "animal"}  # noqa: RUF012
@@ -144,13 +138,11 @@ def holder(engine: Engine, token: int = NEW, **options: Any) -> Session:
 
 
 def balance(engine: Engine) -> int:
-    """Read the account's balance on another connection."""
     with engine.connect() as connection:
         return connection.scalars(select(Account.balance)).one()
 
 
 def fence(engine: Engine) -> int:
-    """Read the account's fence on another connection."""
     with engine.connect() as connection:
         return connection.scalars(select(Account.last_fencing_token)).one()
 

@@ -19,7 +19,6 @@ from tests.guard.rows import InMemory, holding, refill
 
 @pytest.fixture(scope="session")
 def galera() -> Iterator[Galera]:
-    """A cluster that the guard's tests share."""
     with galera_with_leases() as cluster:
         yield cluster
 
@@ -103,7 +102,6 @@ def engine(request: pytest.FixtureRequest, lasting_engine: Engine, metadata: Met
 
 @pytest.fixture
 def session(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Session]:
-    """A session that holds the leases of the test module's HELD, if there are any."""
     with holding(engine, *getattr(request.module, "HELD", ())) as made:
         yield made
 
@@ -124,13 +122,11 @@ def in_memory() -> Iterator[InMemory]:
 
 @pytest.fixture
 def old(engine: Engine) -> Iterator[Session]:
-    """The session of the older holder of the account of `claims`."""
     with claims.holder(engine, claims.OLD) as made:
         yield made
 
 
 @pytest.fixture
 def new(engine: Engine) -> Iterator[Session]:
-    """The session of the newer holder."""
     with claims.holder(engine, claims.NEW) as made:
         yield made

@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 import pytest
 from sqlalchemy import Connection, Engine, MetaData, Table, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import Session
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from fencelock import Lease, bind, execute_fenced, fenced_delete
 from fencelock.guard.tables import FENCE_COLUMN
@@ -20,6 +20,12 @@ from fencelock.tokens import MAX_TOKEN
 InMemory: TypeAlias = Callable[[MetaData], Engine]
 #: For what Python decides before a database hears of it.
 on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)
+
+
+class Keyed:
+    """A model whose key no database makes."""
+
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 def empty(connection: Connection, metadata: MetaData) -> None:

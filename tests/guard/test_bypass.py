@@ -15,7 +15,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scop
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind, claim
-from tests.guard.rows import holding, rows_of
+from tests.guard.rows import Keyed, holding, rows_of
 
 BYPASS = {"fencelock": "bypass"}
 REPAIR = "UPDATE by_orders SET status = 'repaired' WHERE id = 1"
@@ -24,18 +24,16 @@ REPAIR = "UPDATE by_orders SET status = 'repaired' WHERE id = 1"
 class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "by_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(20), default="new")
 
 
-class Document(FencedModel, Base):
+class Document(FencedModel, Keyed, Base):
     __tablename__ = "by_documents"
     __fence_resource__ = "document:{id}"
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "document"}  # noqa: RUF012
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(20))
     title: Mapped[str] = mapped_column(String(20), default="new")
 

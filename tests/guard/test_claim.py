@@ -178,7 +178,6 @@ def test_a_rollback_to_a_savepoint_gives_the_claim_back(engine: Engine, old: Ses
 
 
 def test_a_missing_row_is_no_result(new: Session) -> None:
-    """Claiming what is not there raises SQLAlchemy's NoResultFound, and the transaction goes on."""
     bind(new, Lease("account:9", 1))
     with pytest.raises(NoResultFound, match="no Account with the primary key"):
         claim(new, Account, 9)
@@ -221,7 +220,6 @@ def test_what_cannot_be_claimed_is_told_before_anything_is_sent(
 
 @on_sqlite_alone
 def test_what_can_be_claimed(engine: Engine, new: Session) -> None:
-    """A tuple or a dict name a composite key, as `Session.get` takes them; a query may find nothing."""
     assert claim_all(new, select(Account).where(Account.id == 9)) == []
     with holding(engine, Lease("room", 1)) as session:
         assert claim(session, Seat, (1, "a")) is claim(session, Seat, {"letter": "a", "row": 1})
@@ -300,7 +298,6 @@ def test_claim_all_claims_in_key_order_and_returns_in_query_order(engine: Engine
     ids=["claim", "claim_all", "gate"],
 )
 def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Callable[[Session], object]) -> None:
-    """An engine that bypasses the guard would raise no fence; the error says so."""
     with holding(engine.execution_options(fencelock="bypass"), *leases(NEW)) as session:
         with pytest.raises(UnfencedWriteError, match="bypass"):
             take(session)
@@ -324,7 +321,6 @@ LETTERS = "abcdefghijklmnopqrst"
 
 @pytest.mark.usefixtures("hall")
 def test_claim_all_of_many_rows(new: Session) -> None:
-    """They come in the query's order; the name's columns are compared too."""
     bind(new, Lease("room", 5))
     seats = claim_all(new, select(Seat).order_by(Seat.letter.desc(), Seat.row))
     assert [(seat.letter, seat.row) for seat in seats] == [

@@ -20,8 +20,6 @@ from tests.guard.listening import statements, words
 from tests.guard.rows import bypassed, holding
 
 ONE, TWO = ["UPDATE"], ["UPDATE", "SELECT"]
-
-
 ROWS, HELD = claims.ROWS, claims.leases(NEW)
 
 
@@ -56,7 +54,6 @@ def test_claim_without_waiting_sends_one_statement_more(engine: Engine, session:
 
 
 def test_claim_all_sends_its_updates_together(engine: Engine, session: Session) -> None:
-    """One execution for each row, between the query and the query of what still matches."""
     with statements(engine) as sent:
         seats = claim_all(session, select(Seat).order_by(Seat.letter.desc()))
     assert [seat.letter for seat in seats] == ["b", "a"]

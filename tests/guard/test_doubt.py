@@ -11,28 +11,25 @@ import pytest
 from sqlalchemy import Engine, select, text, update
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session
 
 import fencelock
 from fencelock import CommitInDoubtError, FencedModel, Lease, bind, claim, claim_async, fence_table, gate
 from fencelock._databases import leaves_doubt
 from tests.door import Door
-from tests.guard.rows import awaiting, holding
+from tests.guard.rows import Keyed, awaiting, holding
 
 
 class Base(DeclarativeBase): ...
 
 
-class Account(FencedModel, Base):
+class Account(FencedModel, Keyed, Base):
     __tablename__ = "doubt_accounts"
     __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int]
 
 
 fence_table(Base.metadata)
-
-
 ROWS = {Account: [{"id": number, "balance": 100} for number in (1, 2)]}
 
 
@@ -69,7 +66,6 @@ def lose_the_answer(door: Door, lease: Lease, *, twophase: bool = False) -> Sess
 
 
 def kill(engine: Engine, session: Session) -> None:
-    """Have the server end the session's connection."""
     if engine.dialect.name == "postgresql":
         number = session.scalar(text("SELECT pg_backend_pid()"))
         order = text("SELECT pg_terminate_backend(:number, 5000)").bindparams(number=number)

@@ -70,7 +70,6 @@ def test_a_gate_for_coroutines_is_told_as_well() -> None:
 
 
 def change(session: Session) -> None:
-    """Change it by the unit of work."""
     session.get_one(Row, 1).value = 1
     session.flush()
 

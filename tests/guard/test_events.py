@@ -39,7 +39,6 @@ def engine(in_memory: InMemory) -> Engine:
 
 @pytest.fixture
 def told() -> Iterator[dict[str, list[GuardEvent]]]:
-    """What the guard tells, by kind."""
     found: dict[str, list[GuardEvent]] = {"stale": [], "unfenced": [], "claim": []}
     callbacks = [on_stale(found["stale"].append), fencelock.on_unfenced(found["unfenced"].append)]
     callbacks.append(on_claim(found["claim"].append))
@@ -53,7 +52,6 @@ def facts(event: GuardEvent) -> tuple[object, ...]:
 
 
 def write(session: Session) -> None:
-    """Write order 1 by the unit of work."""
     session.get_one(Order, 1).amount += 1
     session.flush()
 
@@ -61,7 +59,6 @@ def write(session: Session) -> None:
 def test_stale_write_is_told_once_with_all_facts(
     engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the flush, by Core, by upsert and by a claim; and the log has the same."""
     stale: tuple[Callable[[Session], object], ...] = (
         write,
         lambda s: s.execute(update(Order).where(Order.id == 1).values(amount=2)),
@@ -84,7 +81,6 @@ def test_stale_write_is_told_once_with_all_facts(
 
 
 def test_write_without_its_lease_is_told_once(engine: Engine, told: dict[str, list[GuardEvent]]) -> None:
-    """Whichever way it was tried, and also where several leases could be meant."""
     unfenced: tuple[Callable[[Session], object], ...] = (
         write,
         lambda s: s.execute(update(Order).where(Order.id == 1).values(amount=2)),
@@ -108,7 +104,6 @@ def test_write_without_its_lease_is_told_once(engine: Engine, told: dict[str, li
 def test_claims_and_gates_are_told(
     engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """With the resource and the token, once they have succeeded; the log has them on the level DEBUG."""
     caplog.set_level(logging.DEBUG, "fencelock.guard")
     with holding(engine, Lease("order:1", 6), Lease("order:2", 7)) as session:
         claim(session, Order, 1)
@@ -128,8 +123,6 @@ def test_claims_and_gates_are_told(
 def test_callback_that_fails_changes_nothing(
     engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged; the others are called, and the caller gets the guard's error."""
-
     def fail(event: GuardEvent) -> None:
         raise ZeroDivisionError(event.table)
 

@@ -7,15 +7,14 @@ from sqlalchemy import Engine, ForeignKey, String, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, Lease, StaleReadError, UnfencedWriteError, bind
-from tests.guard.rows import holding, rows_of
+from tests.guard.rows import Keyed, holding, rows_of
 
 
 class Base(DeclarativeBase): ...
 
 
-class Employee(Base):
+class Employee(Keyed, Base):
     __tablename__ = "fs_employees"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(10))
     name: Mapped[str] = mapped_column(String(10), default="")
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "employee"}  # noqa: RUF012

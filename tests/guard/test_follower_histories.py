@@ -16,6 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, deferred, load_only
 
 from fencelock import FencedModel, Lease, StaleTokenError, bind, bypass
 from fencelock.guard import objects
+from tests.guard.rows import Keyed
 
 HISTORIES, STEPS, TOKENS = 60, 40, (1, 2, 2)
 
@@ -31,14 +32,11 @@ class Routing(Session):
 
 
 def new_model() -> Any:
-    """Return a model whose rows have two texts, with a mark of each write that they have seen."""
-
     class Base(DeclarativeBase): ...
 
-    class Log(FencedModel, Base):
+    class Log(FencedModel, Keyed, Base):
         __tablename__ = "fh_logs"
         __fence_resource__ = "log"
-        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
         text: Mapped[str] = mapped_column(Text, default="")
         note: Mapped[str] = deferred(mapped_column(Text, default=""))
 
@@ -49,7 +47,6 @@ Way = Callable[[Session, Any], object]
 
 
 def ways(model: Any) -> list[Way]:
-    """Return the ways to load an object, or a part of it."""
     whole = select(model)
 
     def expire(name: str) -> Way:
@@ -95,21 +92,18 @@ class World:
         return session, [session.get_one(self.model, 1)]
 
     def copy(self) -> None:
-        """Have one follower hear of all that was written."""
         follower = self.dice.choice(self.followers)
         with self.leader.connect() as source, follower.begin() as target, bypass(target):
             (row,) = source.execute(select(self.model.__table__)).mappings()
             target.execute(update(self.model.__table__), dict(row))
 
     def write(self, session: Routing, log: Any, mark: str) -> None:
-        """Put a mark behind one text, and note that where it was acknowledged."""
         name = self.dice.choice(["text", "note"]) if "note" in log.__dict__ else "text"
         setattr(log, name, f"{getattr(log, name)}{mark} ")
         session.commit()
         self.acknowledged.append(mark)
 
     def play(self) -> tuple[int, list[str]]:
-        """Return how many writes were acknowledged, and which of them are lost."""
         for number in range(STEPS):
             session, known = self.dice.choice(self.workers)
             session.reads = self.dice.choice([self.leader, *self.followers])
@@ -140,7 +134,6 @@ class World:
 
 
 def play(model: Any) -> Iterator[tuple[int, int]]:
-    """Yield of each history how many writes were acknowledged, and how many are lost."""
     for seed in range(HISTORIES):
         world = World(model, seed)
         acknowledged, lost = world.play()
@@ -149,7 +142,6 @@ def play(model: Any) -> Iterator[tuple[int, int]]:
 
 
 def test_no_acknowledged_write_is_lost() -> None:
-    """And many are acknowledged."""
     played = list(play(new_model()))
     assert sum(lost for _, lost in played) == 0
     assert sum(acknowledged for acknowledged, _ in played) > 3 * HISTORIES

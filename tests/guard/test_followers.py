@@ -64,7 +64,6 @@ def ask(name: str) -> Step:
 
 
 def find(statement: Any) -> Step:
-    """Have a query come across the object, and fill in what it has not loaded."""
     return lambda session, _row: session.scalars(statement).unique().all()
 
 
@@ -107,7 +106,6 @@ PARTS: dict[str, tuple[type[Any], Load, Step, str]] = {
 
 
 def play(first: Engine, later: Engine, leader: Engine, part: str) -> None:
-    """Load an object, then a part of it from elsewhere, and write that."""
     _, load, step, name = PARTS[part]
     with Routing(expire_on_commit=False) as session:
         session.leader, session.reads = leader, [first]

@@ -48,8 +48,6 @@ class Note(Base):
 
 orders: Any = Order.__table__
 notes: Any = Note.__table__
-
-
 #: Somebody newer has written the second order.
 ROWS = {
     Order: [{"id": 1, "last_fencing_token": STALE}, {"id": 2, "last_fencing_token": FENCE}],
@@ -113,7 +111,6 @@ STATEMENTS: dict[str, Callable[[Session], object]] = {
 def test_condition_holds_for_all_that_text_names(
     session: Session, engine: Engine, work: Callable[[Session], object]
 ) -> None:
-    """The OR is within; the newer row is not written, and that is told."""
     with pytest.raises(fencelock.StaleTokenError):
         work(session)
     session.rollback()
@@ -222,7 +219,6 @@ WITHIN: dict[str, Callable[[Session], object]] = {
 def test_text_that_writes_within_a_statement_is_refused(
     session: Session, engine: Engine, work: Callable[[Session], object]
 ) -> None:
-    """Before the database sees it, whichever it is."""
     with pytest.raises(UnfencedWriteError):
         work(session)
     session.rollback()

@@ -19,21 +19,19 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 import fencelock
 from fencelock import Database, FencedModel, FencelockError, Lease, claim, fence_table, gate
 from proof.servers.galera import Galera
-from tests.guard.rows import holding
+from tests.guard.rows import Keyed, holding
 from tests.polling import eventually
 
 pytestmark = pytest.mark.timed
-
 OLD, NEW = Lease("account:1", 5), Lease("account:1", 7)
 
 
 class Base(DeclarativeBase): ...
 
 
-class Account(FencedModel, Base):
+class Account(FencedModel, Keyed, Base):
     __tablename__ = "galera_accounts"
     __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int]
 
 
@@ -43,11 +41,10 @@ class Order(Base):
     seen: Mapped[int]
 
 
-class Ballast(Base):
+class Ballast(Keyed, Base):
     """So many rows that the other nodes take a while to apply a change of all."""
 
     __tablename__ = "galera_ballast"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     number: Mapped[int]
 
 

@@ -99,7 +99,6 @@ def test_a_gate_wants_one_lease(new: Session) -> None:
 
 
 def test_gates_compare_resources_exactly(new: Session) -> None:
-    """Case, accents and emoji tell resources apart on every database."""
     names = ["room", "Room", "röom", "room🚪", "roöm"]
     for token, name in enumerate(names, 1):
         bind(new, Lease(name, token))

@@ -29,7 +29,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, SessionTransaction,
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleTokenError, bind, claim, fenced_text, fenced_update, upsert
-from tests.guard.rows import bypassed, rows_of
+from tests.guard.rows import Keyed, bypassed, rows_of
 
 SHARED = [HealthCheck.function_scoped_fixture]  # each example empties the database itself
 LEDGERS = {1: "main", 2: "main", 3: "side"}
@@ -41,12 +41,11 @@ TOKENS = ({"main": 1, "side": 3}, {"main": 2, "side": 1}, {"main": 3, "side": 2}
 class Base(DeclarativeBase): ...
 
 
-class Entry(FencedModel, Base):
+class Entry(FencedModel, Keyed, Base):
     """A row of a ledger: its log has a mark of each write that it has seen."""
 
     __tablename__ = "hi_entries"
     __fence_resource__ = "ledger:{ledger}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     ledger: Mapped[str] = mapped_column(String(10))
     log: Mapped[str] = mapped_column(String(200), default="")
 
@@ -99,13 +98,11 @@ class Worker:
         self.session.expire(entry)
 
     def key_list(self, row: int, mark: str) -> None:
-        """Append by a list of keys and values."""
         longer = {"id": row, "log": self.entry(row).log + mark}
         self.session.execute(update(Entry), [longer])
         self.session.expire_all()
 
     def replacement(self, row: int, mark: str) -> None:
-        """Delete the row, and insert it with the longer log."""
         entry = self.entry(row)
         longer = entry.log + mark
         self.session.delete(entry)
@@ -119,7 +116,6 @@ class Worker:
         self.session.expire_all()
 
     def query(self, row: int, mark: str) -> None:
-        """Append in the database, the legacy way."""
         self.session.query(Entry).filter(*which(row)).update({"log": Entry.log.concat(mark)})
         self.session.expire_all()
 
@@ -175,7 +171,6 @@ class Worker:
         return self.session.expire(entry)
 
     def upserted(self, row: int, mark: str) -> None:
-        """Append by an INSERT that finds the row there."""
         if not self._guarded:
             return self.mappings(row, mark)
         longer = {"id": row, "ledger": LEDGERS[row], "log": self.entry(row).log + mark}
@@ -193,7 +188,6 @@ class Worker:
         self._savepoints.append((self.session.begin_nested(), len(self.written)))
 
     def take_back(self) -> None:
-        """Roll back to the last savepoint, and trust nothing any more."""
         if self._savepoints:
             savepoint, kept = self._savepoints.pop()
             savepoint.rollback()
@@ -201,13 +195,11 @@ class Worker:
             self._claimed.clear()
 
     def commit(self) -> None:
-        """Commit, and go on trusting what has been read."""
         self.session.commit()
         self._savepoints.clear()
         self.written.clear()
 
     def give_up(self) -> None:
-        """Take back what has not been committed, and trust nothing any more."""
         self.session.rollback()
         self.session.expunge_all()
         self._claimed.clear()
@@ -216,7 +208,6 @@ class Worker:
 
 
 def which(row: int) -> tuple[sa.ColumnElement[bool], ...]:
-    """Return the criteria for a row, which tell its resource too."""
     return Entry.id == row, Entry.ledger == LEDGERS[row]
 
 
@@ -248,8 +239,6 @@ HISTORIES = st.lists(
     min_size=1,
     max_size=10,
 )
-
-
 ROWS: dict[Any, Any] = {}  # each history begins anew
 
 
@@ -286,14 +275,12 @@ def run(engine: Engine, history: list[Step], *, guarded: bool) -> None:
 
 
 def begin_anew(engine: Engine) -> None:
-    """Have all rows as they are at the beginning."""
     with bypassed(engine) as connection:
         connection.execute(delete(Entry))
         connection.execute(insert(Entry), [{"id": row, "ledger": of} for row, of in LEDGERS.items()])
 
 
 def attempt(worker: Worker, path: str, row: int, mark: str) -> StaleTokenError | None:
-    """Let a worker write, and return the refusal if there is one."""
     try:
         getattr(worker, path)(row, mark)
     except StaleTokenError as refusal:
@@ -351,7 +338,6 @@ UNSHRUNK: Final = settings(
     suppress_health_check=SHARED,
 )
 """As many histories with the guard as without; what fails is shown as it is: shrinking takes minutes."""
-
 IMPATIENT: Final[Mapping[str, dict[str, Any]]] = {
     "sqlite": {"timeout": 0},
     "postgresql": {"options": "-c lock_timeout=20ms"},
@@ -422,7 +408,6 @@ def interleave(engine: Engine, history: list[Act], *, guarded: bool) -> Counter[
 
 
 def act(worker: Worker, what: str, row: int, mark: str) -> str:
-    """Let a worker read or write, and say what became of it; who is turned away gives up his transaction."""
     try:
         if what == "entry":
             worker.entry(row)
@@ -439,7 +424,6 @@ def act(worker: Worker, what: str, row: int, mark: str) -> str:
 
 
 def end(worker: Worker, then: str, outcome: Outcome) -> None:
-    """Do something with a worker's transaction, or leave it open."""
     if then == "commit":
         acknowledged = [(row, mark, worker.tokens[LEDGERS[row]]) for row, mark in worker.written]
         try:

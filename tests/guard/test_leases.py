@@ -106,7 +106,6 @@ def held() -> Iterator[list[Lease]]:
 
 @pytest.mark.usefixtures("held")
 def test_the_held_lease_of_each_row_is_found(session: Session) -> None:
-    """With several leases held, __fence_resource__ says which token goes where, in one flush."""
     session.get_one(Ticket, 1).seat = "a"
     session.get_one(Order, 1).status = "paid"
     session.commit()
@@ -115,7 +114,6 @@ def test_the_held_lease_of_each_row_is_found(session: Session) -> None:
 
 
 def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
-    """One executemany carries a token per row, and refuses if any of them is stale."""
     bind(session, Lease("ticket:1", 3), Lease("ticket:2", 30))
     for number in (1, 2):
         session.get_one(Ticket, number).seat = "a"
@@ -277,7 +275,6 @@ def test_a_transaction_keeps_the_older_lease_of_a_resource(session: Session) -> 
 
 @pytest.mark.usefixtures("held")
 def test_bind_wins_over_the_context(session: Session) -> None:
-    """A bound session does not look at the context, until it is unbound."""
     bind(session, Lease("ticket:1", 50))
     ticket = session.get_one(Ticket, 1)
     ticket.seat = "a"

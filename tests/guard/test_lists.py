@@ -10,16 +10,15 @@ from sqlalchemy import ARRAY, Delete, Engine, and_, any_, bindparam, delete, or_
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError
-from tests.guard.rows import bypassed, holding
+from tests.guard.rows import Keyed, bypassed, holding
 
 
 class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "li_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     total: Mapped[int] = mapped_column(default=0)
 
 
@@ -36,8 +35,6 @@ ROWS: dict[Any, Any] = {
     Order: [{"id": number, **ITS} for number in (1, 2, 3, 4)],
     Seat: [{"row": row, "letter": letter, **ITS} for row in (1, 2) for letter in "ab"],
 }
-
-
 ORDERS = [Lease("order:1", 7), Lease("order:2", 9)]
 SEATS = [Lease("seat:1:a", 7), Lease("seat:2:b", 9)]
 NUMBERS = bindparam("numbers", [1, 2], type_=ARRAY(sa.Integer))

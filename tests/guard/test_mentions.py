@@ -7,15 +7,15 @@ from sqlalchemy import Engine, String, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fencelock import FencedModel, UnfencedWriteError
+from tests.guard.rows import Keyed
 
 
 class Base(DeclarativeBase): ...
 
 
-class Event(FencedModel, Base):
+class Event(FencedModel, Keyed, Base):
     __tablename__ = "events"
     __fence_resource__ = "event:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 class Order(FencedModel, Base):
@@ -24,9 +24,8 @@ class Order(FencedModel, Base):
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
-class Audit(Base):
+class Audit(Keyed, Base):
     __tablename__ = "me_audit"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     msg: Mapped[str] = mapped_column(String(80), default="none")
 
 

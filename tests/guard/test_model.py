@@ -33,7 +33,6 @@ def new_key() -> Any:
 def make(
     resource: Any = "orders", *, name: str = "Order", bases: tuple[Any, ...] = (), **attributes: Any
 ) -> Any:
-    """Map a fenced class, with a key and these attributes."""
     given = {"__tablename__": f"mo_{name.lower()}", "id": new_key(), "__fence_resource__": resource}
     return type(name, bases or (FencedModel, new_base()), given | attributes)
 
@@ -373,7 +372,6 @@ def executions(engine: sa.Engine) -> list[tuple[str, bool]]:
 
 
 def test_facades_do_not_guard_twice(in_memory: InMemory) -> None:
-    """An engine made by execution_options() adds the condition once."""
     engine = in_memory(Base.metadata).execution_options(a=1).execution_options(b=2)
     seen = executions(engine)
     with holding(engine, Lease("rows", 1)) as session:
@@ -384,7 +382,6 @@ def test_facades_do_not_guard_twice(in_memory: InMemory) -> None:
 
 
 def test_executemany_is_kept(in_memory: InMemory) -> None:
-    """A thousand dirty objects are one executemany, and new ones are inserted many at a time."""
     engine = in_memory(Base.metadata)
     seen = executions(engine)
     with holding(engine, Lease("rows", 1)) as session:
@@ -400,7 +397,6 @@ def test_executemany_is_kept(in_memory: InMemory) -> None:
 
 
 def test_the_compiled_cache_is_kept(in_memory: InMemory) -> None:
-    """Other tokens and other values compile nothing again, and each is sent."""
     engine = in_memory(Base.metadata)
     with holding(engine, Lease("rows", 1)) as session:
         session.add(Row(id=1))
@@ -452,7 +448,6 @@ except fencelock.errors.UnfencedWriteError:
 
 
 def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> None:
-    """Transactions, sessions and statements that are gone leave nothing behind."""
     engine = in_memory(Base.metadata)
     stores: list[Callable[[], int]] = [
         lambda: len(_forms),

@@ -18,7 +18,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 import fencelock
 from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, execute_fenced, fenced_update
-from tests.guard.rows import bypassed, on_sqlite_alone, rows_of
+from tests.guard.rows import Keyed, bypassed, on_sqlite_alone, rows_of
 
 
 class Base(DeclarativeBase): ...
@@ -48,18 +48,16 @@ class Stock(FencedModel, Base):
     count: Mapped[int] = mapped_column(default=0)
 
 
-class Part(FencedModel, Base):
+class Part(FencedModel, Keyed, Base):
     __tablename__ = "na_parts"
     __fence_resource__ = "stock:{sku}!"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     sku: Mapped[str] = mapped_column(_LOOSE)
     count: Mapped[int] = mapped_column(default=0)
 
 
-class Order(FencedModel, Base):
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "na_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     number: Mapped[int] = mapped_column(default=1)
 
 
@@ -76,12 +74,11 @@ class Account(FencedModel, Base):
     mail: Mapped[str] = mapped_column(Lowered, primary_key=True)
 
 
-class Crossed(FencedModel, Base):
+class Crossed(FencedModel, Keyed, Base):
     """Its resource's attribute is called like another attribute's column."""
 
     __tablename__ = "na_crossed"
     __fence_resource__ = "group:{code}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     code: Mapped[str] = mapped_column("group_name", String(20))
     value: Mapped[int] = mapped_column("code", default=0)
 
@@ -165,8 +162,6 @@ BY_NAME: dict[str, Callable[[Session, str], object]] = {
     "Query.update": lambda s, sku: s.query(Stock).filter(Stock.sku == sku).update({"count": 9}),
     "bulk_update_mappings": lambda s, sku: s.bulk_update_mappings(Stock, [{"sku": sku, "count": 9}]),
 }
-
-
 #: Python adds the exact comparison in the same way for all: some show it where other databases compare.
 SOME = ("update", "update, outside the key", "delete", "executemany")
 by_some_or_all = pytest.mark.parametrize(

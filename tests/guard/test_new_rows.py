@@ -157,7 +157,6 @@ def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session)
 
 @on_sqlite_alone
 def test_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
-    """Also one with the fence 0, and children that are moved to a new parent."""
     with bypassed(engine) as connection:
         connection.execute(insert(Order).values(id=1000))
     order = Order()

@@ -18,7 +18,7 @@ from fencelock import Database, FencedModel, Lease, UnfencedWriteError, bind, by
 from fencelock.guard import events, fence_column, write_id_column
 from fencelock.observe import WrittenWithoutLease, forget, on_event
 from fencelock.observe.prometheus import instrument
-from tests.guard.rows import awaiting, holding, rows_of
+from tests.guard.rows import Keyed, awaiting, holding, rows_of
 
 FENCE, TOKEN = 5, 9
 
@@ -26,12 +26,11 @@ FENCE, TOKEN = 5, 9
 class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "ol_orders"
     __fence_resource__ = "order:{id}"
     __fence_lease__ = "optional"
     __fence_trigger__ = "strict"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     total: Mapped[int] = mapped_column(default=0)
     kind: Mapped[int] = mapped_column(default=0)
     lines: Mapped[list[Line]] = relationship(cascade="all, delete-orphan")
@@ -45,23 +44,20 @@ class Express(Order):
     __mapper_args__ = {"polymorphic_identity": 1}  # noqa: RUF012
 
 
-class Line(Base):
+class Line(Keyed, Base):
     __tablename__ = "ol_lines"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     order_id: Mapped[int] = mapped_column(ForeignKey(Order.id))
 
 
-class Strict(FencedModel, Base):
+class Strict(FencedModel, Keyed, Base):
     __tablename__ = "ol_strict"
     __fence_resource__ = "strict:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     total: Mapped[int] = mapped_column(default=0)
     parts: Mapped[list[Part]] = relationship()
 
 
-class Part(Base):
+class Part(Keyed, Base):
     __tablename__ = "ol_parts"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     strict_id: Mapped[int] = mapped_column(ForeignKey(Strict.id))
 
 
@@ -75,8 +71,6 @@ core = Table(
 )
 fencelock.fence_table(Base.metadata)
 ORDER, EXPRESS = 1, 2
-
-
 ITS = {"last_fencing_token": FENCE, "last_write_id": 11}
 ROWS: dict[Any, Any] = {
     Order: [{"id": key, "kind": key - 1, **ITS} for key in (ORDER, EXPRESS)],

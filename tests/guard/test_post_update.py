@@ -9,24 +9,22 @@ from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind
-from tests.guard.rows import rows_of
+from tests.guard.rows import Keyed, rows_of
 
 
 class Base(DeclarativeBase): ...
 
 
-class Team(Base):
+class Team(Keyed, Base):
     __tablename__ = "pu_teams"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     members: Mapped[list[Player]] = relationship(
         foreign_keys="Player.team_id", post_update=True, back_populates=None
     )
 
 
-class Person(FencedModel, Base):
+class Person(FencedModel, Keyed, Base):
     __tablename__ = "pu_people"
     __fence_resource__ = "people"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(10))
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "person"}  # noqa: RUF012
 
@@ -97,7 +95,6 @@ def test_objects_that_are_written_anyway_are_guarded(session: Session, engine: E
 
 
 def test_new_and_deleted_objects_are_guarded(session: Session, engine: Engine) -> None:
-    """Their foreign keys are set after the INSERT and taken away before the DELETE; both carry the token."""
     bind(session, Lease("people", 10))
     one, other = Player(id=7), Player(id=8)
     one.rival, other.rival = other, one

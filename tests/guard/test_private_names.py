@@ -145,7 +145,6 @@ def test_kinds_of_inserts_and_queries_are_told_apart() -> None:
 
 
 def test_a_text_tells_its_parameters(engine: Engine) -> None:
-    """With their values. A preparer tells if percent signs are doubled."""
     statement = text("SELECT :a").bindparams(a=1)
     assert private.parameters_of(statement)["a"].effective_value == 1
     assert private.doubles_percents(engine.dialect.identifier_preparer) is False
@@ -176,7 +175,6 @@ def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_ends_are_heard(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
-    """After the COMMIT or ROLLBACK, of savepoints and of sessions too; an error is heard, and stays."""
     for name in ("commit", "rollback", "close"):
         monkeypatch.setattr(Transaction, name, getattr(Transaction, name))  # puts it back afterwards
     heard: list[tuple[type[Any], bool, bool]] = []
@@ -222,7 +220,6 @@ def make_thing(engine: Engine, *columns: str, base: Any = None, **attributes: An
 
 
 def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:
-    """`load_only` and `defer` do not leave it out; what a query leaves out is told."""
     thing_class = make_thing(engine, "kept", "left")
     mapper = thing_class.__mapper__
     private.always_load(mapper, thing_class.__table__.c.kept)

@@ -24,7 +24,7 @@ from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from tests.guard import unguardable
 from tests.guard.listening import listening
-from tests.guard.rows import bypassed, holding, on_sqlite_alone, rows_of
+from tests.guard.rows import Keyed, bypassed, holding, on_sqlite_alone, rows_of
 from tests.guard.unguardable import Free, Gift, Order, free, gifts, orders
 
 Base = unguardable.Base  # whose tables are made
@@ -105,7 +105,6 @@ def test_what_writes_no_fenced_row_passes(engine: Engine, work: Callable[[Sessio
 @on_sqlite_alone
 @pytest.mark.parametrize("spoilt", [False, True])
 def test_lambdas_that_read_or_write_plain_tables_stay_as_they_are(session: Session, *, spoilt: bool) -> None:
-    """Only what writes a fenced table is refused inside a lambda or `from_statement`."""
     by_lambda: Any = sa.lambda_stmt(lambda: select(Order).from_statement(select(Order).where(Order.id == 1)))
     writing: Any = sa.lambda_stmt(lambda: update(Free).where(Free.id == 1).values(note="x"))
     if spoilt:
@@ -174,7 +173,6 @@ def test_a_core_table_is_fenced_from_the_moment_it_has_its_column(
 
 @pytest.mark.parametrize("name", ["İşler", "re  two", 're"quo`ted', "re%x", "re_Upper"])
 def test_names_that_sql_spells_in_another_way_are_known(shared_engine: Engine, name: str) -> None:
-    """Letters whose case is lost, white space, quotes and percent signs."""
     columns = (Column("id", sa.Integer, primary_key=True), Column("status", sa.String(20)))
     table = Table(name, MetaData(), *columns, fence_column(resource="orders"), write_id_column())
     table.drop(shared_engine, checkfirst=True)
@@ -242,7 +240,6 @@ def test_only_bypass_is_an_option(session: Session) -> None:
 
 @on_sqlite_alone
 def test_a_listener_sees_what_will_be_executed(session: Session, engine: Engine) -> None:
-    """A listener for `before_execute` gets the statement with the condition, and its token as a parameter."""
     seen: list[tuple[str, Any]] = []
 
     def note(_c: object, statement: Any, _many: Any, params: Any, _o: object) -> None:
@@ -331,7 +328,6 @@ def test_a_driver_that_commits_by_itself_is_refused(shared_url: str, engine: Eng
 
 @on_sqlite_alone
 def test_errors_are_plain_and_unwrapped(engine: Engine) -> None:
-    """The error is no StatementError, holds plain data, and survives pickling after the session is gone."""
     with holding(engine, Lease("orders", 4)) as session:
         session.get_one(Order, 1).status = "x"
         with pytest.raises(StaleTokenError) as caught:
@@ -485,7 +481,6 @@ def test_untouched_objects_need_no_lease(engine: Engine) -> None:
 
 
 def test_the_largest_token_is_exact(session: Session) -> None:
-    """The 63-bit limit is stored and compared exactly on every database."""
     bind(session, Lease("orders", MAX_TOKEN))
     claim(session, Order, 1).status = "x"
     session.commit()
@@ -575,17 +570,15 @@ def test_table_that_was_plain_is_known_as_soon_as_a_fenced_one_has_its_name(engi
         late.drop_all(engine)
 
 
-class Ticket(FencedModel, LateBase):
+class Ticket(FencedModel, Keyed, LateBase):
     __tablename__ = "re_tickets"
     __fence_resource__ = "agent:{agent_id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     agent_id: Mapped[int | None]
     title: Mapped[str] = mapped_column(sa.String(20), default="")
 
 
 @on_sqlite_alone
 def test_a_row_whose_resource_has_no_name_says_so(engine: Engine) -> None:
-    """New or not; the error says what to do about the model."""
     Ticket.metadata.create_all(engine)
     with bypassed(engine) as connection:
         connection.execute(sa.delete(Ticket))

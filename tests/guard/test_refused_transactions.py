@@ -24,7 +24,7 @@ import fencelock
 from fencelock import FencelockError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, execute_fenced
 from fencelock.guard.triggers import create, drop
 from tests.door import Door
-from tests.guard.rows import holding, rows_of
+from tests.guard.rows import Keyed, holding, rows_of
 
 FENCE = 5
 WHY = r"rollback\(\)"
@@ -40,14 +40,11 @@ class Row(fencelock.FencedModel, Base):
     value: Mapped[int] = mapped_column(default=0)
 
 
-class Note(Base):
+class Note(Keyed, Base):
     __tablename__ = "rt_notes"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 FENCES = fencelock.fence_table(Base.metadata)
-
-
 ROWS: dict[Any, Any] = {
     Row: {"id": 1, "value": 0, "last_fencing_token": FENCE},
     FENCES: {"resource": "rows", "last_fencing_token": FENCE},
@@ -348,7 +345,6 @@ ENDS = GOING_ON | BESIDE_FLUSHES | OF_CONNECTIONS
 
 
 def are_possible(way: str, end: str) -> bool:
-    """Tell whether a refusal by this way can meet this end."""
     return not ((way in ORM and end in OF_CONNECTIONS) or (way == "flush" and end in BESIDE_FLUSHES))
 
 
@@ -511,7 +507,6 @@ def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Eng
 def test_a_session_that_is_thrown_away_keeps_no_connection(
     engine: Engine, way: str, within: Callable[[Session], object]
 ) -> None:
-    """What was refused in it is forgotten with it, as any other error is."""
     own = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=1)
     for _ in range(2):
         session = Session(own)

@@ -16,15 +16,15 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import Database, FencedModel, Lease, StaleReadError, bind, claim, claim_all, fenced_lock, gate
+from tests.guard.rows import Keyed
 
 
 class Base(DeclarativeBase): ...
 
 
-class Room(FencedModel, Base):
+class Room(FencedModel, Keyed, Base):
     __tablename__ = "snap_rooms"
     __fence_resource__ = "room:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 class Booking(Base):
@@ -34,14 +34,11 @@ class Booking(Base):
 
 
 fencelock.fence_table(Base.metadata)
-
-
 ROWS = {Room: {"id": 1}}
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Iterator[Database]:
-    """What grants the lock of the room."""
     with Database(f"sqlite:///{tmp_path}/leases.sqlite") as made:
         yield made
 
@@ -64,7 +61,6 @@ def book(session: Session) -> None:
 
 
 def session_on(engine: Engine, level: str) -> Session:
-    """Return a session with an isolation level, or with the database's own."""
     return Session(engine.execution_options(isolation_level=level) if level else engine)
 
 

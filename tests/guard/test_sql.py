@@ -47,8 +47,6 @@ plain = Table(
     Column("note", String(20)),
     Column("last_fencing_token", Integer, nullable=False, server_default="0"),
 )
-
-
 ROWS: dict[Any, Any] = {
     Order: [{"id": n, "status": "new", "last_fencing_token": 5} for n in (1, 2)],
     odd: {"select": 1, "Mixed Case %": 0},
@@ -66,7 +64,6 @@ PAID = fenced_update(Order).where(Order.id == 1).values(status="paid")
 
 
 def test_the_condition_is_in_the_sql() -> None:
-    """Printing the construct shows what makes it fenced."""
     assert "last_fencing_token <= :fencelock_token" in str(PAID)
     assert "last_fencing_token <= :fencelock_token" in str(fenced_delete(aliased(Order)))
 
@@ -152,7 +149,6 @@ def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
 
 
 def test_parameters_execute_for_each(engine: Engine) -> None:
-    """A list of parameters is an executemany; one stale row refuses them all."""
     statement = fenced_update(Order.__table__).where(Order.__table__.c.id == sa.bindparam("which"))
     several = [{"which": n, "status": "paid"} for n in (1, 2, 3)]
     with engine.begin() as connection:
@@ -267,7 +263,6 @@ PARAMSTYLES = {
 
 @pytest.mark.parametrize("style", PARAMSTYLES)
 def test_every_paramstyle(style: Any) -> None:
-    """Each style of PEP 249, and asyncpg's, has its own placeholders and form of parameters."""
     sql, parameters = conditional_update("s.t", {"a": None}, {"k": 1}, 6, style)
     assert sql.removeprefix("UPDATE s.t SET ") == PARAMSTYLES[style]
     names = [f"p{number}" for number in range(1, 6)]
@@ -280,7 +275,6 @@ def test_every_paramstyle(style: Any) -> None:
 
 @pytest.fixture
 def cursor(engine: Engine) -> Iterator[tuple[Any, list[str]]]:
-    """A bare cursor, and the styles that its driver understands."""
     raw = engine.raw_connection()
     styles = ["qmark", "named"] if engine.dialect.name == "sqlite" else ["pyformat", "format"]
     yield raw.cursor(), styles
@@ -308,7 +302,6 @@ def test_a_bare_cursor_writes_or_matches_nothing(engine: Engine, cursor: tuple[A
 
 
 def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
-    """Reserved words, mixed case, blanks, quotes and percent signs reach the database as they are."""
     bare, styles = cursor
     for number, style in enumerate(styles, 1):
         statement = conditional_update(

@@ -12,15 +12,15 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engin
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fencelock import FencedModel, Lease, UnfencedWriteError, begin_immediate, bind, claim_async
+from tests.guard.rows import Keyed
 
 
 class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "sq_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     paid: Mapped[int] = mapped_column(default=0)
 
 
@@ -91,7 +91,6 @@ def test_connection_of_aiosqlite_that_commits_by_itself_is_refused(aengine: Asyn
 
 @pytest.mark.parametrize("url", ["postgresql+asyncpg://h/x", "postgresql+psycopg://h/x"])
 def test_other_databases_are_refused(url: str) -> None:
-    """They know no BEGIN IMMEDIATE."""
     engine = create_async_engine(url) if "asyncpg" in url else create_engine(url)
     with pytest.raises(ValueError, match="this engine speaks to postgresql"):
         begin_immediate(engine)

@@ -29,8 +29,6 @@ UPDATED = (
 )
 DELETED = "DELETE FROM tx_orders WHERE id = :id AND last_fencing_token <= :fencing_token"
 PAID = {"id": 1, "status": "paid"}
-
-
 ROWS = {Order: [{"id": n, "status": "new", "last_fencing_token": 5} for n in (1, 2)]}
 
 
@@ -51,7 +49,6 @@ def execute(engine: Engine, statement: Any, *rows: dict[str, Any], leases: tuple
 
 
 def test_text_writes_with_its_token(engine: Engine) -> None:
-    """A token above the fence, and the same again; each write gives the row another write id."""
     seen = set()
     for status in ("paid", "sent"):
         assert execute(engine, fenced_text(UPDATED, Order, token=6), {"id": 1, "status": status}) == 1

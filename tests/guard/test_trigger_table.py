@@ -25,7 +25,6 @@ FENCE = 5
 TRIGGERS: tuple[FenceTrigger, ...] = (False, True, "strict")
 SAME = "status = 'x'"
 LOWER = "status = 'x', last_fencing_token = 4"
-
 Act = Callable[[Connection, Any], object]
 """Writes with a connection's bare cursor."""
 
@@ -46,7 +45,6 @@ def sql(name: str, *statements: str) -> Way:
 
 
 def updates(name: str, form: str) -> list[Way]:
-    """Return the ways of one who knows no fence, and of a stale holder who writes his token unchecked."""
     return [
         sql(f"{name}, leaves the fence", form.format(SAME)),
         sql(f"{name}, lowers the fence", form.format(LOWER)),
@@ -74,7 +72,6 @@ def copy_rows(_: Connection, cursor: Any) -> None:
 
 
 def copy_and_update(_: Connection, cursor: Any) -> None:
-    """Copy an old row to somewhere else, and write the row back from there."""
     cursor.execute("CREATE TEMP TABLE staged ON COMMIT DROP AS SELECT * FROM tt_orders WHERE false")
     with cursor.copy("COPY staged (id, status, last_fencing_token) FROM STDIN") as copy:
         copy.write_row((1, "x", 4))
@@ -133,7 +130,6 @@ SQLITE = [
     sql("OR REPLACE, `PRAGMA recursive_triggers`", "PRAGMA recursive_triggers = ON", f"REPLACE {SAME_ROW}"),
     sql("foreign key, ON DELETE SET NULL", "PRAGMA foreign_keys = ON", CASCADE),
 ]
-
 VIEW = "CREATE VIEW tt_view AS SELECT id, status, last_fencing_token FROM tt_orders"
 STORED: dict[str, list[str]] = {
     "postgresql": [
@@ -159,7 +155,6 @@ STORED_GOES = {
     "mysql": ["DROP PROCEDURE tt_same", "DROP PROCEDURE tt_lower", "DROP VIEW tt_view"],
     "sqlite": ["DROP VIEW tt_view"],
 }
-
 SECTION = """\
 ## What only a trigger sees: {database}
 
@@ -190,14 +185,12 @@ def make_tables(trigger: FenceTrigger) -> MetaData:
 
 @pytest.fixture
 def lone_engine(shared_url: str) -> Iterator[Engine]:
-    """An engine that keeps no connection, so that what a way sets on one is gone with it."""
     engine = sa.create_engine(shared_url, poolclass=NullPool)
     yield engine
     engine.dispose()
 
 
 def outcomes(engine: Engine, ways: list[Way], trigger: FenceTrigger) -> list[str]:
-    """Take every way to write to a table with that trigger."""
     metadata = make_tables(trigger)
     metadata.create_all(engine)
     dialect = engine.dialect.name
@@ -210,14 +203,12 @@ def outcomes(engine: Engine, ways: list[Way], trigger: FenceTrigger) -> list[str
 
 
 def run(engine: Engine, statements: list[str]) -> None:
-    """Execute what no guard has to see."""
     with bypassed(engine) as connection:
         for statement in statements:
             connection.exec_driver_sql(statement)
 
 
 def outcome(engine: Engine, metadata: MetaData, way: Way) -> str:
-    """Return what becomes of a write by a bare cursor."""
     orders, customers = (metadata.tables[name] for name in ("tt_orders", "tt_customers"))
     with engine.begin() as connection:
         empty(connection, metadata)

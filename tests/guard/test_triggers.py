@@ -17,7 +17,7 @@ import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, execute_fenced, fenced_update
 from fencelock.guard import fence_column, forget, triggers, write_id_column
 from fencelock.guard.tables import LIMIT
-from tests.guard.rows import holding, rows_of
+from tests.guard.rows import Keyed, holding, rows_of
 
 FENCE = 5
 
@@ -25,26 +25,23 @@ FENCE = 5
 class Base(DeclarativeBase): ...
 
 
-class Plain(FencedModel, Base):
+class Plain(FencedModel, Keyed, Base):
     __tablename__ = "tr_plain"
     __fence_resource__ = "order:{id}"
     __fence_trigger__ = True
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(20))
 
 
-class Strict(FencedModel, Base):
+class Strict(FencedModel, Keyed, Base):
     __tablename__ = "tr_strict"
     __fence_resource__ = "order:{id}"
     __fence_trigger__ = "strict"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(20))
 
 
-class Untouched(FencedModel, Base):
+class Untouched(FencedModel, Keyed, Base):
     __tablename__ = "tr_none"
     __fence_resource__ = "order:1"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 boxes = Table(
@@ -57,8 +54,6 @@ boxes = Table(
 )
 strict: Table = Strict.__table__  # type: ignore[assignment]
 ON_POSTGRESQL = pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
-
-
 _TWO = [{"id": number, "status": "new", "last_fencing_token": FENCE} for number in (1, 2)]
 ROWS = {Plain: _TWO, Strict: _TWO}
 
@@ -102,7 +97,6 @@ def test_fence_cannot_be_lost_as_null(engine: Engine, shared_engine: Engine) -> 
 
 
 def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
-    """The token is carried for each row, also where the database collects them before it writes."""
     with engine.begin() as connection:
         rows = [{"id": number, "size": 0} for number in range(1, 40)]
         execute_fenced(connection, insert(boxes), rows, token=3)
@@ -117,7 +111,6 @@ def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
 
 
 def bypass(connection: sa.Connection, statement: str) -> None:
-    """Execute SQL through SQLAlchemy, around the guard."""
     connection.execute(text(statement), execution_options={"fencelock": "bypass"})
 
 
@@ -183,7 +176,6 @@ def test_create_all_makes_what_the_models_say(engine: Engine) -> None:
 
 
 def test_triggers_are_changed_by_hand(engine: Engine) -> None:
-    """`create` replaces either form by the other, `drop` takes it away, and both can be repeated."""
     dialect = engine.dialect.name
     seen = []
     for wanted in ("strict", "strict", True, "strict", True, False, False):
@@ -288,7 +280,6 @@ def test_mistakes_are_refused_where_they_are_made() -> None:
 
 @pytest.fixture
 def session(engine: Engine) -> Iterator[Session]:
-    """A session of the holder of both rows."""
     with holding(engine, Lease("order:1", FENCE), Lease("order:2", FENCE), expire_on_commit=False) as session:
         yield session
 

@@ -20,7 +20,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from tests.guard.rows import bypassed, rows_of
+from tests.guard.rows import Keyed, bypassed, rows_of
 
 TOKENS = (1, 2, 3)
 
@@ -28,19 +28,17 @@ TOKENS = (1, 2, 3)
 class Base(DeclarativeBase): ...
 
 
-class Log(FencedModel, Base):
+class Log(FencedModel, Keyed, Base):
     """A row whose text has a mark of each write that it has seen."""
 
     __tablename__ = "uh_logs"
     __fence_resource__ = "log"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     text: Mapped[str] = mapped_column(String(200), default="")
 
 
-class Counted(FencedModel, Base):
+class Counted(FencedModel, Keyed, Base):
     __tablename__ = "uh_counted"
     __fence_resource__ = "log"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     text: Mapped[str] = mapped_column(String(200), default="")
     version: Mapped[int] = mapped_column()
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012  SQLAlchemy's declaration
@@ -77,7 +75,6 @@ class Holder:
         self._model = model
 
     def session(self, *, early: bool = False) -> Session:
-        """Return a session, under the lease or as before it."""
         made = Session(self._engine, expire_on_commit=False)
         bind(made, *([] if early else [Lease("log", self.token)]))
         return made
@@ -90,7 +87,6 @@ class Holder:
         self.kept, self.seen = kept, kept.text
 
     def write(self, mark: str, how: str) -> None:
-        """Write back the text that was read, with a mark more."""
         with self.session() as session:
             self.kept.text = self.seen + mark
             if how == "merge":
@@ -103,7 +99,6 @@ class Holder:
 
 
 def refusal_of(holder: Holder, mark: str, how: str) -> Exception | None:
-    """Let a holder write, and return the refusal if there is one."""
     try:
         holder.write(mark, how)
     except (StaleTokenError, StaleDataError) as refusal:
@@ -159,7 +154,6 @@ ROWS: dict[Any, Any] = {}  # each history begins anew
 
 
 def played(engine: Engine, model: Any) -> Counter[str]:
-    """Play many histories, and return what happened how often."""
     happened: Counter[str] = Counter()
 
     @QUIET

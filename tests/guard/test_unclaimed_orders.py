@@ -19,25 +19,23 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock import FencedModel, Lease, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from tests.guard.rows import bypassed
+from tests.guard.rows import Keyed, bypassed
 
 
 class Base(DeclarativeBase): ...
 
 
-class Page(FencedModel, Base):
+class Page(FencedModel, Keyed, Base):
     """Its log has a mark of each write that it has seen."""
 
     __tablename__ = "eo_pages"
     __fence_resource__ = "page:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     log: Mapped[str] = mapped_column(String(100), default="")
 
 
-class Counted(FencedModel, Base):
+class Counted(FencedModel, Keyed, Base):
     __tablename__ = "eo_counted"
     __fence_resource__ = "page:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     log: Mapped[str] = mapped_column(String(100), default="")
     version: Mapped[int] = mapped_column()
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
@@ -90,7 +88,6 @@ class Holder:
             self.session.rollback()
 
     def write(self, mark: str) -> Written | None:
-        """Write what is computed from the object; return None if it was refused, or there is no object."""
         if self._page is None:
             return None
         self._bind()

@@ -186,7 +186,6 @@ def test_key_that_the_database_takes_for_the_same_is_an_error(session: Session, 
 
 @on_sqlite_alone
 def test_objects_of_the_session_are_read_anew(session: Session) -> None:
-    """And its pending changes are flushed first."""
     bind(session, Lease("prices", 6))
     pen = session.get_one(Price, "pen")
     session.add(Price(sku="ink", cents=5))
@@ -196,7 +195,6 @@ def test_objects_of_the_session_are_read_anew(session: Session) -> None:
 
 @on_sqlite_alone
 def test_scoped_sessions_are_taken_too(engine: Engine) -> None:
-    """What is bound to one counts, and of a refusal nothing can be committed."""
     scoped = scoped_session(sessionmaker(engine))
     bind(scoped, Lease("prices", 7))
     upsert(scoped, Price, [{"sku": "pen", "cents": 1}])
@@ -221,7 +219,6 @@ def test_keys_may_be_given_as_the_type_takes_them(session: Session) -> None:
 
 
 def test_many_rows(session: Session, engine: Engine) -> None:
-    """More than one query can ask for; in the order of their keys, whatever theirs was."""
     bind(session, Lease("prices", 6))
     upsert(session, Price, [{"sku": f"sku{number:04}", "cents": number} for number in reversed(range(1200))])
     session.commit()
@@ -281,7 +278,6 @@ def test_a_lease_is_needed_and_each_row_is_given_once(session: Session) -> None:
 
 
 def count(session: Session, *given: dict[str, Any], **options: Any) -> None:
-    """Count a hit of each of these pages."""
     upsert(session, Page, given, index_elements=["path"], set_={"hits": Page.hits + 1}, **options)
 
 
@@ -301,7 +297,6 @@ def test_another_unique_column_may_be_the_key(session: Session) -> None:
 
 
 def test_stale_holder_of_such_a_row_is_turned_away(session: Session, engine: Engine) -> None:
-    """The error names the row by its primary key."""
     bind(session, Lease("page:/", 6))
     count(session, {"path": "/", "hits": 1})
     session.commit()

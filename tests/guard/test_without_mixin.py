@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import pytest
 import sqlalchemy as sa
 import sqlmodel
-from sqlalchemy import BigInteger, Column, Engine, ForeignKey, MetaData, String, Table, insert, text, update
+from sqlalchemy import BigInteger, Column, Engine, ForeignKey, MetaData, String, Table, orm, text, update
 from sqlalchemy.ext.automap import automap_base
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
 
@@ -79,8 +79,7 @@ def test_the_resource_counts(
 ) -> None:
     """Of a Core table, a class mapped imperatively, and one whose column comes from a base class."""
     metadata, order = make(fence())
-    engine = in_memory(metadata)
-    check(engine, order)
+    check(in_memory(metadata), order)
 
 
 def test_a_reflected_table(in_memory: InMemory) -> None:
@@ -97,7 +96,6 @@ def test_a_reflected_table(in_memory: InMemory) -> None:
 
 
 def check(engine: Engine, order: Any) -> None:
-    """Write with the right lease, and be refused with another."""
     with holding(engine, Lease("order:1", 5)) as session:
         session.add(order(id=1, status="new"))
         session.commit()
@@ -144,27 +142,15 @@ def test_links_are_guarded(in_memory: InMemory) -> None:
         assert session.scalar(text("SELECT last_fencing_token FROM orders")) == 5
 
 
-def test_a_template_that_cannot_be_rendered() -> None:
-    """It is an error when the class is mapped, and names the class."""
-
-    class Base(DeclarativeBase): ...
-
-    table = Table("orders", Base.metadata, *columns(fence_column()))
+def test_mistakes_are_told_when_the_class_is_mapped() -> None:
+    """A template that cannot be rendered, and a resource without the column: who names one wants a fence."""
+    base, resource = orm.declarative_base(), {"__fence_resource__": "order:{no_such}"}
+    table = Table("orders", base.metadata, *columns(fence_column()))
     with pytest.raises(ValueError, match=r"Order\.__fence_resource__"):
-        type("Order", (Base,), {"__table__": table, "__fence_resource__": "order:{no_such}"})
-
-
-def test_a_resource_without_the_column() -> None:
-    """Whoever names a resource wants the table fenced."""
-
-    class Base(DeclarativeBase): ...
-
+        type("Order", (base,), {"__table__": table, **resource})
+    plain = {"__tablename__": "plain", "id": mapped_column(sa.Integer, primary_key=True)}
     with pytest.raises(ValueError, match=r"fence_column\(\)"):
-
-        class Order(Base):
-            __tablename__ = "orders"
-            __fence_resource__ = "order:{id}"
-            id: Mapped[int] = mapped_column(primary_key=True)
+        type("Order", (base,), {**plain, "__fence_resource__": "order:{id}"})
 
 
 PROGRAM = """
@@ -287,7 +273,7 @@ def test_a_copy_under_another_name_is_a_plain_table(in_memory: InMemory, way: st
         engine = in_memory(Base.metadata)
         given = {column.name: 1 for column in copied.c}
         with Session(engine) as session:
-            session.execute(insert(copied), given)
+            session.execute(sa.insert(copied), given)
             session.execute(update(copied).values(id=2))
             session.execute(text(f"UPDATE {name} SET id = 3"))  # noqa: S608
             session.get_one(history, 3).id = 4

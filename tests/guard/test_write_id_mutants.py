@@ -12,6 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import StaticPool
 
 from fencelock import FencedModel, Lease, StaleReadError, bind
+from tests.guard.rows import Keyed
 
 ROOMS = ("leases", "objects", "statements")
 """Those that make ids."""
@@ -20,19 +21,17 @@ ROOMS = ("leases", "objects", "statements")
 class Base(DeclarativeBase): ...
 
 
-class Page(FencedModel, Base):
+class Page(FencedModel, Keyed, Base):
     """Two holders add to its balance."""
 
     __tablename__ = "wm_pages"
     __fence_resource__ = "pages"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=0)
     status: Mapped[int] = mapped_column(default=0)
 
 
 @pytest.fixture
 def database() -> Iterator[Engine]:
-    """Return a database with one page."""
     engine = create_engine("sqlite://", poolclass=StaticPool)
     Base.metadata.create_all(engine)
     with holder(engine) as session, session.begin():
@@ -42,7 +41,6 @@ def database() -> Iterator[Engine]:
 
 
 def holder(engine: Engine) -> Session:
-    """Return a session of one of those that hold the same token."""
     session = Session(engine, expire_on_commit=False)
     bind(session, Lease("pages", 7))
     return session
@@ -54,7 +52,6 @@ def balance(engine: Engine) -> int:
 
 
 def add(engine: Engine) -> None:
-    """Add 100 in a session of its own."""
     with holder(engine) as session, session.begin():
         session.get_one(Page, 1).balance += 100
 
@@ -86,7 +83,6 @@ _seeded = Random(1)
 
 
 def restart() -> None:
-    """Begin a process that seeds as the one before."""
     _seeded.seed(1)
 
 

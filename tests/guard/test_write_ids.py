@@ -21,8 +21,6 @@ ROWS = write_ids.fill
 
 
 def switch(model: type[Any]) -> write_ids.Step:
-    """Replace an object by a new one of the same key."""
-
     def write(session: Session, row: Any) -> None:
         session.delete(row)
         other = model(id=1, balance=3)

@@ -271,7 +271,6 @@ class TestTheSameHolder:
 
     @pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
     def test_with_statements_that_the_session_follows(self, engine: Engine, synchronize: str) -> None:
-        """SQLAlchemy applies them to the objects, whose ids move as the rows' do."""
         options = {"synchronize_session": synchronize}
         with holder(engine) as session, session.begin():
             row = session.get_one(Row, 1)

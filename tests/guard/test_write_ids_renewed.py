@@ -20,7 +20,6 @@ ROWS = write_ids.fill
 
 
 def detached(load: write_ids.Load) -> write_ids.Load:
-    """Load an object as a cache keeps it."""
     return write_ids.after(load, lambda session, row: session.expunge(row))
 
 
@@ -42,8 +41,6 @@ def again(do: Callable[[Session, Any], object]) -> Step:
 
 
 def populate(statement: Any) -> Step:
-    """Have a query load what it selects into the objects that the session has."""
-
     def then(session: Session, _row: Any) -> None:
         session.scalars(statement, execution_options={"populate_existing": True}).unique().all()
 
@@ -258,7 +255,6 @@ WITHOUT_ID = {
     "load", [*WITHOUT_ID.values(), get(write_ids.DeferredId)], ids=[*WITHOUT_ID, "deferred id"]
 )
 def test_an_object_without_its_id_is_not_written(engine: Engine, load: write_ids.Load, write: Step) -> None:
-    """Its age is not known."""
     with holder(engine) as session:
         write(session, load(session))
         with pytest.raises(UnfencedWriteError, match="loaded without last_write_id"):
@@ -337,7 +333,6 @@ def test_composites_and_collections_are_as_new_as_the_id(engine: Engine, way: st
 
 @on_sqlite_alone
 def test_composites_are_there(engine: Engine) -> None:
-    """Before a flush, after an expiry, and beside a deferred column."""
     assert Account(id=9, x=5, y=6).pair == Pair(5, 6)
     with holder(engine) as session:
         row = session.get_one(Account, 1)

@@ -30,7 +30,6 @@ DRIVERS = {
 }
 ALL_DRIVERS = sorted(driver for drivers in DRIVERS.values() for driver in drivers)
 ASYNC = frozenset({"aiosqlite", "psycopg_async", "asyncpg", "aiomysql", "asyncmy"})
-
 Write = Callable[[Session], object]
 
 
@@ -70,8 +69,6 @@ update_by_text = by_text(
 delete_by_text = by_text(
     "DELETE FROM wp_boxes WHERE id = :id AND last_fencing_token <= :fencing_token", guarded.Box
 )
-
-
 WAYS = (
     *(Way("UPDATE", name, write, guarded) for name, write in guarded.UPDATES.items()),
     Way("UPDATE", "upsert", upsert_again, guarded),
@@ -82,12 +79,10 @@ WAYS = (
     Way("INSERT", "upsert", upsert_anew, guarded),
     *(Way("other", name, write, unguardable) for name, write in unguardable.UNGUARDABLE.items()),
 )
-
 #: Changes of a collection alone.
 CHILDREN = frozenset(
     {"link", "unlink", "link, write-only", "link, dynamic", "collection", "collection, by backref"}
 )
-
 HEAD = """\
 # Every way to write, and what becomes of it
 
@@ -111,7 +106,6 @@ and the triggers, in the sections below.
 
 
 def outcome(session: Session, resource: str, token: int | None, write: Write) -> str:
-    """Return what becomes of a write under a lease, or under none."""
     if token is not None:
         bind(session, Lease(resource, token))
     try:
@@ -211,8 +205,6 @@ FENCED: list[Table] = [
     for table in tables.Base.metadata.sorted_tables
     if FENCE_COLUMN in table.c
 ]
-
-
 #: Where the fence stands in a row.
 FENCES = {table.name: [*table.c.keys()].index(FENCE_COLUMN) for table in FENCED}
 
@@ -253,7 +245,6 @@ def set_triggers(engine: Engine, *, trigger: FenceTrigger) -> None:
     indirect=["shared_url"],
 )
 def test_every_way_to_write_ends_as_the_docs_say(seeding: Engine, driver: str) -> None:
-    """The same on every database, through every driver, whatever trigger the tables have."""
     url = seeding.url
     take_all = awaiting if driver in ASYNC else blocking
     table = asyncio.run(take_all(seeding, url.set(drivername=f"{url.get_backend_name()}+{driver}")))

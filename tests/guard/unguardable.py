@@ -42,8 +42,6 @@ class Free(Base):
 orders: Any = Order.__table__
 gifts: Any = Gift.__table__
 free: Any = Free.__table__
-
-
 #: An order, a gift and something unfenced; the fences are 5.
 ROWS: dict[Any, Any] = {
     Order: [

@@ -18,7 +18,7 @@ from sqlalchemy.orm import Mapped, Session, composite, deferred, mapped_column, 
 
 from fencelock import FencedModel, Lease, StaleReadError, bind
 from fencelock.guard import fence_column, write_id_column
-from tests.guard.rows import bypassed, contents, holding
+from tests.guard.rows import Keyed, bypassed, contents, holding
 
 FENCE, OTHER, MINE = 5, 7, 9
 WRITTEN, MIXED, DELETED = "was written since", "is of two versions", "was deleted since"
@@ -32,9 +32,8 @@ class Fenced(FencedModel):
     __fence_resource__ = "rows"
 
 
-class Row(Fenced, Base):
+class Row(Fenced, Keyed, Base):
     __tablename__ = "wi_rows"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     status: Mapped[str] = mapped_column(default="new")
     note: Mapped[str] = mapped_column(default="", deferred=True)
@@ -57,9 +56,8 @@ class Refreshed(Fenced, Base):
     __mapper_args__ = {"always_refresh": True}  # noqa: RUF012
 
 
-class Deferred(Fenced, Base):
+class Deferred(Fenced, Keyed, Base):
     __tablename__ = "wi_deferred"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     last_fencing_token: Mapped[int] = deferred(fence_column())
 
@@ -90,9 +88,8 @@ registry(metadata=Base.metadata).map_imperatively(
 )
 
 
-class Versioned(Fenced, Base):
+class Versioned(Fenced, Keyed, Base):
     __tablename__ = "wi_versioned"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     version: Mapped[int] = mapped_column()
     __mapper_args__ = {"version_id_col": version, "eager_defaults": True}  # noqa: RUF012
@@ -110,9 +107,8 @@ class Numbered(Fenced, Base):
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
-class Animal(Fenced, Base):
+class Animal(Fenced, Keyed, Base):
     __tablename__ = "wi_animals"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
 
 
@@ -125,11 +121,10 @@ class Dog(Animal):
     __mapper_args__ = {"concrete": True}  # noqa: RUF012
 
 
-class Staff(Base):
+class Staff(Keyed, Base):
     """Not fenced, though its subclasses are, in tables of their own."""
 
     __tablename__ = "wi_staff"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[int]
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
 
@@ -156,9 +151,8 @@ links = Table(
 )
 
 
-class Tag(Base):
+class Tag(Keyed, Base):
     __tablename__ = "wi_tags"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 @dataclass
@@ -167,9 +161,8 @@ class Pair:
     y: int
 
 
-class Account(Fenced, Base):
+class Account(Fenced, Keyed, Base):
     __tablename__ = "wi_accounts"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[int] = mapped_column(default=0)
     balance: Mapped[int] = mapped_column(default=100)
     x: Mapped[int] = mapped_column(default=1)
@@ -192,11 +185,10 @@ class Account(Fenced, Base):
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
 
 
-class Entry(Base):
+class Entry(Keyed, Base):
     """Has its place in the list of its account."""
 
     __tablename__ = "wi_entries"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     place: Mapped[int] = mapped_column(default=0)
     account_id: Mapped[int | None] = mapped_column(ForeignKey(Account.id))
     account: Mapped[Account | None] = relationship(foreign_keys=account_id, back_populates="entries")
@@ -218,9 +210,8 @@ class Single(Account):
     __mapper_args__ = {"polymorphic_identity": 2}  # noqa: RUF012
 
 
-class Note(Base):
+class Note(Keyed, Base):
     __tablename__ = "wi_notes"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     joined_id: Mapped[int | None] = mapped_column(ForeignKey(Joined.id))
 
 
@@ -260,12 +251,10 @@ def fill(engine: Engine) -> Engine:
 
 
 def holder(engine: Engine, token: int = MINE) -> Session:
-    """Return a session that writes under a token, and keeps its objects after a COMMIT."""
     return holding(engine, Lease("rows", token), expire_on_commit=False)
 
 
 def take(row: Any) -> None:
-    """Take 20 from the balance, as another holder does."""
     row.balance -= 20
 
 
@@ -276,7 +265,6 @@ def change(
     do: Callable[[Any], object] = take,
     token: int = OTHER,
 ) -> None:
-    """Write a row as another holder does."""
     with holder(engine, token) as session, session.begin():
         do(session.get_one(model, key))
 
@@ -332,7 +320,6 @@ def after(load: Load, do: Step) -> Load:
 
 
 def query(statement: Any) -> Load:
-    """Load the one object that a query finds."""
     return lambda session: session.scalars(statement).one()
 
 
@@ -380,7 +367,6 @@ class Story:
 
 
 def play(engine: Engine, story: Story, *, written: bool) -> None:
-    """Play a story, with or without the other holder's write."""
     with Session(engine, expire_on_commit=False) as session:
         loaded = story.load(session)
         session.commit()

@@ -12,7 +12,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 from fencelock import FencedDataclassModel, FencedModel, execute_fenced, fenced_delete, fenced_update
 from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
-from tests.guard.rows import bypassed, empty
+from tests.guard.rows import Keyed, bypassed, empty
 
 FENCE = 5
 STALE = 4
@@ -46,10 +46,9 @@ class Item(Base):
     order: Mapped[Order | None] = relationship(back_populates="items", foreign_keys=order_id)
 
 
-class Order(FencedModel, Base):
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "wp_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(20))
     first_item_id: Mapped[int | None] = mapped_column(
         ForeignKey("wp_items.id", use_alter=True, name="wp_first_item")
@@ -114,7 +113,6 @@ boxes = Table(
     write_id_column(),
 )
 registry().map_imperatively(Box, boxes)
-
 orders: Table = Order.__table__  # type: ignore[assignment]
 employees: Table = Employee.__table__  # type: ignore[assignment]
 engineers: Table = Engineer.__table__  # type: ignore[assignment]
@@ -141,7 +139,6 @@ def seed(engine: sa.Engine) -> None:
 
 
 def get(session: Session, model: type[Any], identity: Any = 1) -> Any:
-    """Return an object that the session keeps."""
     found = session.get_one(model, identity)
     session.info.setdefault("kept", []).append(found)
     return found
@@ -152,22 +149,18 @@ Write: TypeAlias = Callable[[Session], object]
 
 
 def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Write:
-    """Return the unit of work's plain update."""
     return lambda session: setattr(get(session, model, identity), attribute, value)
 
 
 def deleting(model: type[Any], identity: Any = 1) -> Write:
-    """Return the unit of work's plain delete."""
     return lambda session: session.delete(get(session, model, identity))
 
 
 def executing(statement: Any, **options: Any) -> Write:
-    """Return how to execute a statement in a session."""
     return lambda session: session.execute(statement, execution_options=options)
 
 
 def on_connection(statement: Any, *rows: dict[str, Any]) -> Write:
-    """Return how to execute a statement on the session's connection."""
     return lambda session: session.connection().execute(statement, [*rows] or None)
 
 
