@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from sqlalchemy import Engine, event
-from sqlalchemy.orm import DeclarativeBase
 
 
 @contextmanager
-def listening(model: type[DeclarativeBase], name: str, listener: Callable[..., None]) -> Iterator[None]:
-    """Have a listener called for an event of a model's flushes, inside the block."""
-    event.listen(model, name, listener)
+def listening(target: Any, name: str, listener: Callable[..., None]) -> Iterator[None]:
+    """Have a listener called for an event inside the block."""
+    event.listen(target, name, listener)
     try:
         yield
     finally:
-        event.remove(model, name, listener)
+        event.remove(target, name, listener)
 
 
 @contextmanager

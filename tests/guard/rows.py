@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Awaitable, Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import Connection, Engine, MetaData, Table, delete, insert, select
+from sqlalchemy import Column, Connection, Engine, Integer, MetaData, Table, delete, insert, select
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from fencelock import Lease, bind, execute_fenced, fenced_delete
+from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.tokens import MAX_TOKEN
 
@@ -26,6 +27,19 @@ class Keyed:
     """A model whose key no database makes."""
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
+def core_table(
+    name: str,
+    *columns: Column[Any],
+    metadata: MetaData | None = None,
+    schema: str | None = None,
+    **fence: Any,
+) -> Table:
+    """Return a fenced table of Core with a key; `fence` is what `fence_column` is told."""
+    key = Column("id", Integer, primary_key=True, autoincrement=False)
+    fenced = (fence_column(**fence), write_id_column())
+    return Table(name, metadata or MetaData(), key, *columns, *fenced, schema=schema)
 
 
 def empty(connection: Connection, metadata: MetaData) -> None:
@@ -57,6 +71,18 @@ def holding(target: Engine | Connection, *leases: Lease, **options: Any) -> Sess
     session = Session(target, **options)
     bind(session, *leases)
     return session
+
+
+@contextmanager
+def turned_away(
+    target: Session | Connection,
+    error: type[Exception] | tuple[type[Exception], ...],
+    match: str | None = None,
+) -> Iterator[pytest.ExceptionInfo[Any]]:
+    """Expect an error, and roll back."""
+    with pytest.raises(error, match=match) as caught:
+        yield caught
+    target.rollback()
 
 
 def rows_of(engine: Engine, statement: Any) -> list[Any]:

@@ -22,10 +22,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, rela
 
 import fencelock
 from fencelock import FencedModel, Lease, LockLostError, StaleTokenError, UnfencedWriteError, bind, claim
-from fencelock.guard import fence_column, write_id_column
 from fencelock.lease import note_ended, note_held
-from tests.guard.listening import listening
-from tests.guard.rows import bypassed, refill
+from tests.guard.listening import listening, statements, words
+from tests.guard.rows import bypassed, core_table, holding, refill, turned_away
 from tests.polling import eventually
 
 
@@ -104,12 +103,24 @@ def held() -> Iterator[list[Lease]]:
     note_ended(*leases)
 
 
+def flush_after(act: Callable[[Session], object], session: Session) -> None:
+    act(session)
+    session.flush()
+
+
+def write(session: Session, seat: str, number: int = 1) -> Ticket:
+    """Write a ticket by the unit of work."""
+    ticket = session.get_one(Ticket, number)
+    ticket.seat = seat
+    session.flush()
+    return ticket
+
+
 @pytest.mark.usefixtures("held")
 def test_the_held_lease_of_each_row_is_found(session: Session) -> None:
-    session.get_one(Ticket, 1).seat = "a"
     session.get_one(Order, 1).status = "paid"
+    assert write(session, "a").last_fencing_token == 3
     session.commit()
-    assert session.get_one(Ticket, 1).last_fencing_token == 3
     assert session.get_one(Order, 1).last_fencing_token == 4
 
 
@@ -225,74 +236,53 @@ def test_a_row_that_no_lease_names_is_refused_by_name(
 ) -> None:
     """The error says which resource is needed and which are held, or why no lease guards it."""
     bind(session, Lease("customer:1", 4), Lease("ticket:1", 3))
-    with pytest.raises(UnfencedWriteError, match=match):
+    with turned_away(session, UnfencedWriteError, match=match):
         flush_after(write, session)
-    session.rollback()
     session.get_one(Ticket, 1).seat = "a"
     session.commit()
-
-
-def flush_after(write: Callable[[Session], object], session: Session) -> None:
-    write(session)
-    session.flush()
 
 
 def test_a_transaction_remembers_its_lease(session: Session) -> None:
     """Work flushed after the lock's block was left is still guarded by the lease it was done under."""
     lease = Lease("ticket:1", 3)
     note_held(lease)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.flush()
+    write(session, "a")
     lease.release()
     note_ended(lease)
-    ticket.seat = "b"
+    ticket = write(session, "b")
     session.commit()
     assert (ticket.seat, ticket.last_fencing_token) == ("b", 3)
-    ticket.seat = "c"
     with pytest.raises(UnfencedWriteError):
-        session.commit()
+        write(session, "c")
 
 
 def test_a_transaction_keeps_the_older_lease_of_a_resource(session: Session) -> None:
     """What was read under the first lease may be out of date under the second, so the first one counts."""
     first, second = Lease("ticket:1", 3), Lease("ticket:1", 5)
     note_held(first)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.flush()
+    write(session, "a")
     note_ended(first)
     note_held(second)
-    ticket.seat = "b"
-    session.flush()
-    assert ticket.last_fencing_token == 3
+    assert write(session, "b").last_fencing_token == 3
     session.commit()
-    ticket.seat = "c"
-    session.commit()
-    assert ticket.last_fencing_token == 5
+    assert write(session, "c").last_fencing_token == 5
     note_ended(second)
 
 
 @pytest.mark.usefixtures("held")
 def test_bind_wins_over_the_context(session: Session) -> None:
     bind(session, Lease("ticket:1", 50))
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
+    assert write(session, "a").last_fencing_token == 50
     session.commit()
-    assert ticket.last_fencing_token == 50
     bind(session)
-    ticket.seat = "b"
     with pytest.raises(StaleTokenError):
-        session.commit()
+        write(session, "b")
 
 
 def test_bind_again_replaces_what_the_transaction_remembers(session: Session) -> None:
-    ticket = session.get_one(Ticket, 1)
     for token in (3, 5):
         bind(session, Lease("ticket:1", token))
-        ticket.seat = f"seat {token}"
-        session.flush()
-        assert ticket.last_fencing_token == token
+        assert write(session, f"seat {token}").last_fencing_token == token
 
 
 def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_lives(engine: Engine) -> None:
@@ -333,25 +323,20 @@ def test_a_lease_that_is_gone_guards_nothing_more(
 ) -> None:
     lease = Lease("ticket:1", 3)
     bind(session, lease)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
+    ticket = write(session, "a")
     session.commit()
     end(lease)
-    ticket.seat = "b"
-    with pytest.raises(error, match=match):
-        session.commit()
-    session.rollback()
+    with turned_away(session, error, match=match):
+        write(session, "b")
     assert (ticket.seat, ticket.last_fencing_token) == ("a", 3)
 
 
+SEAT = update(Ticket).where(Ticket.id == 1).values(seat="b")
 LEASELESS: dict[str, tuple[Callable[[Session], object], str]] = {
     "insert": (lambda s: s.add(Ticket(id=7)), "fenced_lock('ticket:7')"),
     "update": (assigning(Ticket, "seat", "a"), "fenced_lock('ticket:1')"),
     "delete": (lambda s: s.delete(s.get_one(Ticket, 1)), "fenced_lock('ticket:1')"),
-    "statement": (
-        lambda s: s.execute(update(Ticket).where(Ticket.id == 1).values(seat="a")),
-        "fenced_lock('ticket:1')",
-    ),
+    "statement": (lambda s: s.execute(SEAT), "fenced_lock('ticket:1')"),
     "claim": (lambda s: claim(s, Ticket, 1), "fenced_lock('ticket:1')"),
     "key of the database": (lambda s: s.add(Ticket()), "any fenced_lock (the database makes the key"),
     "of a table": (assigning(Stock, "count", 1), "fenced_lock('stock')"),
@@ -369,20 +354,14 @@ def test_write_without_a_lease_is_told_which_and_that_threads_inherit_none(
         contextvars.Context().run(flush_after, write, session)  # one in which no block was left before
 
 
-def test_nothing_is_sent_where_no_lease_is_held(session: Session) -> None:
+def test_nothing_is_sent_where_no_lease_is_held(engine: Engine, session: Session) -> None:
     """Neither for a row whose key the database makes, nor before a DELETE that comes later in the flush."""
-    sent: list[str] = []
-    engine = session.get_bind()
     ticket = session.get_one(Ticket, 1)
-    event.listen(engine, "before_cursor_execute", lambda *arguments: sent.append(arguments[2]))
-    session.delete(ticket)
-    with pytest.raises(UnfencedWriteError):
-        session.flush()
-    session.rollback()
-    session.add(Ticket())
-    with pytest.raises(UnfencedWriteError):
-        session.flush()
-    assert [statement for statement in sent if not statement.startswith("SELECT")] == []
+    with statements(engine) as sent:
+        for act in (lambda each: each.delete(ticket), lambda each: each.add(Ticket())):
+            with turned_away(session, UnfencedWriteError):
+                flush_after(act, session)
+    assert {*words(sent)} <= {"SELECT"}
 
 
 def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Engine) -> None:
@@ -396,18 +375,17 @@ def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Eng
         if not args[2].startswith("SELECT"):
             lease.extend_to(time.monotonic() - 1)
 
-    event.listen(engine, "before_cursor_execute", run_out)
-    with pytest.raises(LockLostError, match="nothing was sent"):
+    lost = pytest.raises(LockLostError, match="nothing was sent")
+    with listening(engine, "before_cursor_execute", run_out), lost:
         session.commit()
-    event.remove(engine, "before_cursor_execute", run_out)
     session.rollback()
     assert session.get_one(Ticket, 1).seat == "none"
     assert session.get(Ticket, 77) is None
 
 
 ENDED_WRITES: dict[str, Callable[[Session], object]] = {
-    "flush": lambda session: flush_after(assigning(Ticket, "seat", "b"), session),
-    "statement": lambda session: session.execute(update(Ticket).where(Ticket.id == 1).values(seat="b")),
+    "flush": lambda session: write(session, "b"),
+    "statement": lambda session: session.execute(SEAT),
     "insert": lambda session: session.execute(insert(Ticket).values(id=1, seat="b")),
     "claim": lambda session: claim(session, Ticket, 1),
     "claim_all": lambda session: fencelock.claim_all(session, select(Ticket).where(Ticket.id == 1)),
@@ -419,31 +397,24 @@ ENDED_WRITES: dict[str, Callable[[Session], object]] = {
 }
 
 
-@pytest.mark.parametrize("write", ENDED_WRITES.values(), ids=ENDED_WRITES)
+@pytest.mark.parametrize("write_it", ENDED_WRITES.values(), ids=ENDED_WRITES)
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 def test_a_lease_that_has_ended_writes_nothing_more(
-    session: Session, write: Callable[[Session], object], *, begun: bool
+    engine: Engine, session: Session, write_it: Callable[[Session], object], *, begun: bool
 ) -> None:
     """By the clock, whoever renews it; also where the transaction has written under it before."""
     lease = Lease("ticket:1", 3, expires_at=time.monotonic() + 60)
     bind(session, lease)
     if begun:
-        session.get_one(Ticket, 1).seat = "a"
-        session.flush()
+        write(session, "a")
     lease.extend_to(time.monotonic())
-    sent: list[str] = []
-
-    @event.listens_for(session.get_bind(), "before_cursor_execute")
-    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if not statement.startswith(("SELECT", "SAVEPOINT", "BEGIN")):
-            sent.append(statement)
-
-    with pytest.raises(LockLostError, match="ended before this statement: nothing was sent"):
-        write(session)
-    assert sent == []
+    lost = pytest.raises(LockLostError, match="ended before this statement: nothing was sent")
+    with statements(engine) as sent, lost:
+        write_it(session)
+    assert {*words(sent)} <= {"SELECT", "SAVEPOINT", "BEGIN"}
     session.rollback()
     lease.extend_to(time.monotonic() + 60)  # it was renewed in time, by its authority
-    session.get_one(Ticket, 1).seat = "c"
+    write(session, "c")
     session.commit()
 
 
@@ -457,8 +428,7 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
         child = os.fork()
     if child == 0:
         try:
-            with Session(engine) as session, session.begin():
-                session.get_one(Ticket, 1).seat = "a"
+            write(Session(engine), "a")
         except LockLostError:
             os._exit(7)
         finally:
@@ -472,11 +442,11 @@ def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(se
     older, newer = Lease("stock", 5), Lease("stock", 6)
     bind(session, older)
 
-    def write(_mapper: object, connection: Connection, item: Stock) -> None:
+    def write_more(_mapper: object, connection: Connection, item: Stock) -> None:
         bind(session, newer)
         connection.execute(update(Stock).where(Stock.id == 3 - item.id).values(count=9))
 
-    with listening(Stock, "after_update", write):
+    with listening(Stock, "after_update", write_more):
         session.get_one(Stock, 1).count += 1
         session.commit()
     assert session.scalars(select(Stock.last_fencing_token).order_by(Stock.id)).all() == [5, 6]
@@ -505,14 +475,8 @@ def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_g
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
     metadata = sa.MetaData()
-    parents = Table(
-        "parents",
-        metadata,
-        Column("id", Integer, primary_key=True),
-        fence_column(resource="parents"),
-        write_id_column(),
-    )
     deferred = ForeignKey("parents.id", deferrable=True, initially="DEFERRED")
+    parents = core_table("parents", metadata=metadata, resource="parents")
     children = Table("children", metadata, Column("id", Integer, primary_key=True), Column("of", deferred))
     metadata.create_all(engine)
     lease = Lease("parents", 5)
@@ -546,19 +510,16 @@ def test_two_sessions_of_one_connection_ask_anew(engine: Engine) -> None:
 def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Lease]) -> None:
     seen: list[object] = []
 
-    def write(lease: Lease | None) -> None:
-        with Session(engine) as session:
-            if lease:
-                bind(session, lease)
-            session.get_one(Ticket, 1).seat = "a"
+    def work(*leases: Lease) -> None:
+        with holding(engine, *leases) as session:
             try:
-                session.commit()
+                write(session, "a")
                 seen.append("written")
             except fencelock.FenceError as error:
                 seen.append(type(error))
 
-    for lease in (None, held[0]):
-        thread = threading.Thread(target=contextvars.Context().run, args=(write, lease))
+    for leases in ((), (held[0],)):
+        thread = threading.Thread(target=contextvars.Context().run, args=(work, *leases))
         thread.start()
         thread.join()
     assert seen == [UnfencedWriteError, "written"]
@@ -569,21 +530,19 @@ def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
         note_held(Lease(f"ticket:{number}", number * 10))
         with Session(engine) as session:
             await asyncio.sleep(0)
-            ticket = session.get_one(Ticket, number)
-            ticket.seat = "a"
+            session.get_one(Ticket, number).seat = "a"
             await asyncio.sleep(0)
             session.commit()
-            return ticket.last_fencing_token
+            return session.get_one(Ticket, number).last_fencing_token
 
-    async def both() -> tuple[int, int]:
+    async def both() -> list[int]:
         return await asyncio.gather(work(1), work(2))
 
-    assert tuple(asyncio.run(both())) == (10, 20)
+    assert asyncio.run(both()) == [10, 20]
 
 
 def test_statements_on_a_shared_connection_are_of_the_session_that_began_last(engine: Engine) -> None:
     """Or that has flushed last; of one that has left, no more."""
-    statement = update(Ticket).where(Ticket.id == 1).values(seat="a")
     with bypassed(engine) as connection:
         connection.execute(update(Ticket).values(last_fencing_token=5))
     with engine.connect() as connection, Session(connection) as first, Session(connection) as second:
@@ -591,20 +550,19 @@ def test_statements_on_a_shared_connection_are_of_the_session_that_began_last(en
         bind(second, Lease("ticket:1", 4))
         for session in (first, second):
             session.connection()
-        with pytest.raises(StaleTokenError):
-            connection.execute(statement)
-        connection.rollback()
+        with turned_away(connection, StaleTokenError):
+            connection.execute(SEAT)
         for session in (second, first):
             session.close()
         for session in (first, second):
             session.connection()
         first.get_one(Order, 1).status = "paid"
         first.flush()
-        assert connection.execute(statement).rowcount == 1
+        assert connection.execute(SEAT).rowcount == 1
         second.connection()
         first.close()
         with pytest.raises(StaleTokenError):
-            second.execute(statement)
+            second.execute(SEAT)
 
 
 def test_a_session_is_asked_for_its_own_objects(engine: Engine) -> None:
@@ -622,9 +580,10 @@ def test_a_session_is_asked_for_its_own_objects(engine: Engine) -> None:
 def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
     """Who holds the lease that a write needs, and has bound another one, hears that the bind is why."""
     bind(session, Lease("ticket:2", 3))
-    with pytest.raises(UnfencedWriteError, match=r"needs the lease of 'ticket:1'.*bind\(session\) undoes it"):
-        session.execute(update(Ticket).where(Ticket.id == 1).values(seat="x"))
-    session.rollback()
+    with turned_away(
+        session, UnfencedWriteError, match=r"needs the lease of 'ticket:1'.*bind\(session\) undoes it"
+    ):
+        session.execute(SEAT)
     bind(session)
     with pytest.raises(UnfencedWriteError) as caught:
         session.execute(update(Ticket).where(Ticket.id == 2).values(seat="x"))
@@ -634,7 +593,7 @@ def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
 def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
     """What one statement has found out serves the next of its transaction only where nothing has happened."""
 
-    def write() -> None:
+    def write_both() -> None:
         session.get_one(Stock, 1).count += 1
         session.flush()
         session.execute(update(Stock).values(count=5))
@@ -645,26 +604,24 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
     lease, other = Lease("stock", 5), Lease("other", 9)
     note_held(lease)
     try:
-        write()
+        write_both()
         assert fences() == {5}
         lease.remint(6, math.inf)
-        write()
+        write_both()
         assert fences() == {6}
         note_held(other)
-        write()
+        write_both()
         note_ended(other)
         bind(session, Lease("stock", 4))
-        with pytest.raises(StaleTokenError):
+        with turned_away(session, StaleTokenError):
             session.execute(update(Stock).values(count=6))
-        session.rollback()
         bind(session)
-        write()
+        write_both()
         lease.doubt()
-        with pytest.raises(fencelock.CommitInDoubtError):
+        with turned_away(session, fencelock.CommitInDoubtError):
             session.execute(update(Stock).values(count=7))
-        session.rollback()
         lease.remint(7, math.inf)
-        write()
+        write_both()
         assert fences() == {7}
         lease.lose("its time ran out")
         with pytest.raises(LockLostError):

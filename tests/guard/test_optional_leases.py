@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Column, Engine, ForeignKey, Integer, Table, delete, insert, orm, select, update
+from sqlalchemy import Column, Engine, ForeignKey, Integer, delete, insert, orm, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 import fencelock
 from fencelock import Database, FencedModel, Lease, UnfencedWriteError, bind, bypass, claim, gate, upsert
-from fencelock.guard import events, fence_column, write_id_column
+from fencelock.guard import events, fence_column
 from fencelock.observe import WrittenWithoutLease, forget, on_event
 from fencelock.observe.prometheus import instrument
-from tests.guard.rows import Keyed, awaiting, holding, rows_of
+from tests.guard.rows import Keyed, awaiting, core_table, holding, rows_of, turned_away
 
 FENCE, TOKEN = 5, 9
 
@@ -61,14 +61,8 @@ class Part(Keyed, Base):
     strict_id: Mapped[int] = mapped_column(ForeignKey(Strict.id))
 
 
-core = Table(
-    "ol_core",
-    Base.metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("total", Integer, server_default="0"),
-    fence_column(resource="core:{id}", lease="optional"),
-    write_id_column(),
-)
+total = Column("total", Integer, server_default="0")
+core = core_table("ol_core", total, metadata=Base.metadata, resource="core:{id}", lease="optional")
 fencelock.fence_table(Base.metadata)
 ORDER, EXPRESS = 1, 2
 ITS = {"last_fencing_token": FENCE, "last_write_id": 11}
@@ -211,9 +205,8 @@ def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
     """Of the name, most likely. That of another model says nothing."""
     with holding(engine, Lease("order:77", TOKEN)) as session:
         for write in (add_by_object, WRITES["by criteria"], WRITES["by key"]):
-            with pytest.raises(UnfencedWriteError):
+            with turned_away(session, UnfencedWriteError):
                 write_and_flush(session, write)
-            session.rollback()
         bind(session, Lease("customer:1", TOKEN))
         add_by_object(session)
         session.commit()
@@ -225,9 +218,8 @@ def test_what_was_begun_under_a_lease_is_not_ended_without(engine: Engine, tmp_p
     with Database(f"sqlite:///{tmp_path}/leases.sqlite") as authority, Session(engine) as session:
         with fencelock.fenced_lock(f"order:{ORDER}", authority=authority):
             add_by_object(session)
-        with pytest.raises(UnfencedWriteError, match="commit inside the block"):
+        with turned_away(session, UnfencedWriteError, match="commit inside the block"):
             session.commit()
-        session.rollback()
         add_by_object(session)
         session.commit()
 

@@ -24,14 +24,22 @@ from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from tests.guard import unguardable
 from tests.guard.listening import listening
-from tests.guard.rows import Keyed, bypassed, holding, on_sqlite_alone, rows_of
+from tests.guard.rows import (
+    Keyed,
+    bypassed,
+    core_table,
+    holding,
+    on_sqlite_alone,
+    refill,
+    rows_of,
+    turned_away,
+)
 from tests.guard.unguardable import Free, Gift, Order, free, gifts, orders
 
 Base = unguardable.Base  # whose tables are made
 
 
-class LateBase(DeclarativeBase):
-    """Of the model whose table is not made by this file's metadata."""
+class LateBase(DeclarativeBase): ...
 
 
 class Late(FencedModel, LateBase):
@@ -46,9 +54,7 @@ ROWS, HELD = unguardable.ROWS, [Lease("orders", 6)]
 
 
 def rows(engine: Engine) -> list[tuple[Any, ...]]:
-    with engine.connect() as connection:
-        found = [*connection.execute(select(orders)), *connection.execute(select(gifts))]
-        return sorted((tuple(row) for row in found), key=repr)
+    return sorted(rows_of(engine, select(orders)) + rows_of(engine, select(gifts)), key=repr)
 
 
 def flushed(session: Session, instance: object) -> None:
@@ -74,9 +80,8 @@ def test_what_cannot_be_guarded_is_refused(
 ) -> None:
     """Even with a fresh lease: UnfencedWriteError says what to do instead, and no row has changed."""
     before = rows(engine)
-    with pytest.raises(UnfencedWriteError):
+    with turned_away(session, UnfencedWriteError):
         write(session)
-    session.rollback()
     assert rows(engine) == before
 
 
@@ -151,58 +156,44 @@ def test_a_core_table_is_fenced_from_the_moment_it_has_its_column(
 ) -> None:
     """No statement of its own must have made it known: the process's first write may be any."""
     name = f"re_core{write.__name__}_{made.replace(' ', '_')}"
-    columns = (Column("id", sa.Integer, primary_key=True), Column("status", sa.String(20)))
-    if made == "with the table":
-        table = Table(name, MetaData(), *columns, fence_column(resource="orders"), write_id_column())
-    elif made == "later":
-        table = Table(name, MetaData(), *columns)
+    status = Column("status", sa.String(20))
+    if made == "later":
+        table = Table(name, MetaData(), Column("id", sa.Integer, primary_key=True), status)
         table.append_column(write_id_column())
         table.append_column(fence_column(resource="orders"))
     else:
-        original = Table(name, MetaData(), *columns, fence_column(resource="orders"), write_id_column())
-        table = original.to_metadata(MetaData())
+        table = core_table(name, status, resource="orders")
+    table = table.to_metadata(MetaData()) if made == "as a copy" else table
     with shared_engine.begin() as connection:
         table.create(connection)
         fresh = f"INSERT INTO {name} VALUES (1, 'new', 9, 0)"  # noqa: S608  the same
         connection.exec_driver_sql(fresh, execution_options={"fencelock": "bypass"})
     with pytest.raises(UnfencedWriteError), shared_engine.begin() as connection:
         write(table, connection)
-    with shared_engine.connect() as connection:
-        assert [row[:2] for row in connection.execute(select(table))] == [(1, "new")]
+    assert rows_of(shared_engine, select(table.c.id, table.c.status)) == [(1, "new")]
 
 
 @pytest.mark.parametrize("name", ["İşler", "re  two", 're"quo`ted', "re%x", "re_Upper"])
 def test_names_that_sql_spells_in_another_way_are_known(shared_engine: Engine, name: str) -> None:
-    columns = (Column("id", sa.Integer, primary_key=True), Column("status", sa.String(20)))
-    table = Table(name, MetaData(), *columns, fence_column(resource="orders"), write_id_column())
-    table.drop(shared_engine, checkfirst=True)
+    table = core_table(name, Column("status", sa.String(20)), resource="orders")
     table.create(shared_engine)
-    with bypassed(shared_engine) as connection:
-        connection.execute(insert(table), {"id": 1, "status": "new", "last_fencing_token": 9})
+    refill(shared_engine, table.metadata, {table: {"id": 1, "status": "new", "last_fencing_token": 9}})
     for write in (_given_as_text, _given_to_the_driver, _given_by_name):
         with pytest.raises(UnfencedWriteError), shared_engine.begin() as connection:
             write(table, connection)
-    with shared_engine.connect() as connection:
-        assert [row[:2] for row in connection.execute(select(table))] == [(1, "new")]
+    assert rows_of(shared_engine, select(table.c.id, table.c.status)) == [(1, "new")]
 
 
 @on_sqlite_alone
 @pytest.mark.parametrize("schema", ["shop", "tenant"])
 def test_a_table_of_the_same_name_is_refused_in_any_schema(engine: Engine, schema: str) -> None:
     """The unknown one is spelt in another way, or is translated into the schema of the fenced one."""
-    metadata = MetaData()
-    Table(
-        "re_shop",
-        metadata,
-        Column("id", sa.Integer, primary_key=True),
-        fence_column(resource="orders"),
-        write_id_column(),
-        schema="Shop",
-    )
+    fenced = core_table("re_shop", schema="Shop", resource="orders")
     other = Table("re_shop", MetaData(), Column("id", sa.Integer), schema=schema)
     known = engine.execution_options(schema_translate_map={"tenant": "Shop"})
     with known.connect() as connection, pytest.raises(UnfencedWriteError):
         connection.execute(update(other).values(id=2))
+    assert fenced.schema == "Shop"
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
@@ -262,9 +253,8 @@ def test_a_statement_exchanged_at_the_cursor_is_noticed(session: Session, engine
 
     event.listen(engine, "before_cursor_execute", exchange, retval=True)
     before = rows(engine)
-    with pytest.raises(UnfencedWriteError, match="not guarded"):
+    with turned_away(session, UnfencedWriteError, match="not guarded"):
         session.execute(text("SELECT 42"))
-    session.rollback()
     assert rows(engine) == before
 
 
@@ -288,14 +278,10 @@ def test_only_the_fence_compared_with_the_token_is_the_condition(session: Sessio
     """A user's own clause with a parameter of that name does not stand in for it."""
     bind(session, Lease("orders", 4))
     own: Any = sa.bindparam("fencelock_token")
-    for clause in (
-        orders.c.id <= own,
-        orders.c.last_fencing_token >= own,
-        orders.c.last_fencing_token != own,
-    ):
-        with pytest.raises(StaleTokenError):
+    fence = orders.c.last_fencing_token
+    for clause in (orders.c.id <= own, fence >= own, fence != own):
+        with turned_away(session, StaleTokenError):
             session.connection().execute(update(orders).where(clause).values(status="x"))
-        session.rollback()
     assert {row[1] for row in rows(engine)} <= {"new", "none"}
 
 
@@ -306,24 +292,20 @@ def test_what_a_listener_writes_during_a_flush_is_not_the_flush(session: Session
     def meddle(_mapper: object, connection: Any, _target: object) -> None:
         connection.execute(update(gifts).values(ribbon="stolen"))
 
-    with listening(Free, "before_insert", meddle), pytest.raises(UnfencedWriteError, match="re_gifts"):
+    with listening(Free, "before_insert", meddle), turned_away(session, UnfencedWriteError, match="re_gifts"):
         flushed(session, Free(id=8))
-    session.rollback()
     session.get_one(Gift, 2).ribbon = "red"
     session.commit()
 
 
 def test_a_driver_that_commits_by_itself_is_refused(shared_url: str, engine: Engine) -> None:
     """AUTOCOMMIT that only the driver knows of leaves half a flush written just the same."""
-    given: dict[str, Any] = (
-        {"isolation_level": None} if engine.dialect.name == "sqlite" else {"autocommit": True}
-    )
-    by_itself = sa.create_engine(shared_url, connect_args=given)
+    given = {"isolation_level": None} if engine.dialect.name == "sqlite" else {"autocommit": True}
+    by_itself = sa.create_engine(shared_url, connect_args=given, poolclass=sa.NullPool)
     with holding(by_itself, Lease("orders", 6)) as session:
         session.get_one(Order, 1).status = "x"
         with pytest.raises(UnfencedWriteError, match="AUTOCOMMIT"):
             session.commit()
-    by_itself.dispose()
 
 
 @on_sqlite_alone
@@ -438,9 +420,8 @@ def test_returning_gives_rows_or_refuses(session: Session) -> None:
     assert session.execute(statement).all() == [("x",)]
     session.commit()
     bind(session, Lease("orders", 4))
-    with pytest.raises(StaleTokenError):
+    with turned_away(session, StaleTokenError):
         session.execute(statement)
-    session.rollback()
 
 
 @on_sqlite_alone
@@ -505,9 +486,8 @@ def test_a_missing_column_says_to_migrate(session: Session, engine: Engine, miss
         lambda: claim(session, Late, 1),
         lambda: session.execute(sa.delete(Late)),
     ):
-        with pytest.raises(fencelock.FenceError, match="migration") as caught:
+        with turned_away(session, fencelock.FenceError, match="migration") as caught:
             work()
-        session.rollback()
     advice = str(caught.value).split("migration: ")[1].replace("<table>", "re_late")
     pytest.importorskip("fencelock.alembic.operations")  # which the plugin imports where it is installed
     for choice in advice.split(", which fencelock[alembic] brings, or "):
@@ -585,12 +565,12 @@ def test_a_row_whose_resource_has_no_name_says_so(engine: Engine) -> None:
         connection.execute(insert(Ticket), {"id": 1, "agent_id": None})
     with holding(engine, Lease("agent:7", 3)) as session:
         session.add(Ticket(id=2))
-        with pytest.raises(UnfencedWriteError, match="agent_id of this row of 're_tickets' is NULL"):
+        with turned_away(session, UnfencedWriteError, match="agent_id of this row of 're_tickets' is NULL"):
             session.flush()
-        session.rollback()
         session.get_one(Ticket, 1).title = "x"
-        with pytest.raises(UnfencedWriteError, match="name the resource by columns that are never NULL"):
+        with turned_away(
+            session, UnfencedWriteError, match="name the resource by columns that are never NULL"
+        ):
             session.flush()
-        session.rollback()
         session.add(Ticket(id=3, agent_id=7))
         session.commit()

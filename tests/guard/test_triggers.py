@@ -15,9 +15,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, execute_fenced, fenced_update
-from fencelock.guard import fence_column, forget, triggers, write_id_column
+from fencelock.guard import fence_column, forget, triggers
 from fencelock.guard.tables import LIMIT
-from tests.guard.rows import Keyed, holding, rows_of
+from tests.guard.rows import Keyed, core_table, holding, rows_of, turned_away
 
 FENCE = 5
 
@@ -44,13 +44,8 @@ class Untouched(FencedModel, Keyed, Base):
     __fence_resource__ = "order:1"
 
 
-boxes = Table(
-    "tr_boxes",
-    Base.metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("size", Integer),
-    fence_column(resource="boxes", trigger="strict"),
-    write_id_column(),
+boxes = core_table(
+    "tr_boxes", Column("size", Integer), metadata=Base.metadata, resource="boxes", trigger="strict"
 )
 strict: Table = Strict.__table__  # type: ignore[assignment]
 ON_POSTGRESQL = pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
@@ -80,8 +75,7 @@ def test_one_lower_fence_spoils_the_whole_statement(engine: Engine, model: type[
     """A set-based write is refused as a whole where one of its rows is fenced higher."""
     raw(engine, f"UPDATE {model.__tablename__} SET last_fencing_token = 6 WHERE id = 2")
     refusal(engine, f"UPDATE {model.__tablename__} SET status = 'stale', last_fencing_token = 5")
-    with engine.connect() as connection:
-        assert set(connection.scalars(select(model.status))) == {"new"}
+    assert {*rows_of(engine, select(model.status))} == {"new"}
 
 
 @pytest.mark.parametrize("shared_url", ["sqlite", "mariadb"], indirect=True)
@@ -91,9 +85,7 @@ def test_fence_cannot_be_lost_as_null(engine: Engine, shared_engine: Engine) -> 
         refusal(engine, "UPDATE OR REPLACE tr_plain SET last_fencing_token = NULL")
     else:
         refusal(shared_engine, "SET sql_mode = ''", "UPDATE tr_plain SET last_fencing_token = NULL")
-    with engine.connect() as connection:
-        found = connection.execute(select(Plain.status, Plain.last_fencing_token).where(Plain.id == 1))
-        assert found.one() == ("new", FENCE)
+    assert {*rows_of(engine, select(Plain.status, Plain.last_fencing_token))} == {("new", FENCE)}
 
 
 def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
@@ -120,9 +112,8 @@ def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> 
     fencelock.on_stale(heard.append)
     fencelock.on_unfenced(heard.append)
     with engine.connect() as connection:
-        with pytest.raises(StaleTokenError, match="trigger") as stale:
+        with turned_away(connection, StaleTokenError, match="trigger") as stale:
             bypass(connection, "UPDATE tr_plain SET last_fencing_token = 4")
-        connection.rollback()
         with pytest.raises(fencelock.UnfencedWriteError, match="'tr_strict'"):
             bypass(connection, "UPDATE tr_strict SET status = 'old way'")
     forget(heard.append)
@@ -146,14 +137,8 @@ def test_a_foreign_key_deletes_the_rows_of_strict_tables(shared_engine: Engine) 
     """The parent's writer has not chosen to write them: the documentation says so."""
     metadata = MetaData()
     Table("tr_parents", metadata, Column("id", Integer, primary_key=True))
-    Table(
-        "tr_children",
-        metadata,
-        Column("id", Integer, primary_key=True),
-        Column("parent_id", sa.ForeignKey("tr_parents.id", ondelete="CASCADE")),
-        fence_column(trigger="strict"),
-        write_id_column(),
-    )
+    parent = Column("parent_id", sa.ForeignKey("tr_parents.id", ondelete="CASCADE"))
+    core_table("tr_children", parent, metadata=metadata, trigger="strict")
     metadata.create_all(shared_engine)
     raw(shared_engine, "INSERT INTO tr_parents VALUES (1)", "INSERT INTO tr_children VALUES (1, 1, 5, 0)")
     switch_on = ["PRAGMA foreign_keys = ON"] if shared_engine.dialect.name == "sqlite" else []
@@ -198,10 +183,8 @@ ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "bac
 def test_odd_names(shared_engine: Engine, name: str) -> None:
     if shared_engine.dialect.name == "mariadb" and "\\" in name:
         pytest.skip("MariaDB's own files have no such names on every system")
-    metadata = MetaData()
-    fence = fence_column(resource="rows", trigger="strict")
-    table = Table(name, metadata, Column("id", Integer, primary_key=True), fence, write_id_column())
-    metadata.create_all(shared_engine)
+    table = core_table(name, resource="rows", trigger="strict")
+    table.metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
         execute_fenced(connection, insert(table), {"id": 1}, token=5)
     with shared_engine.connect() as connection:
@@ -211,7 +194,7 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
         with pytest.raises(StaleTokenError) as caught:
             connection.execute(lower)
     assert caught.value.table == name
-    metadata.drop_all(shared_engine)
+    table.metadata.drop_all(shared_engine)
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
@@ -221,8 +204,7 @@ def test_tables_of_another_schema(shared_engine: Engine) -> None:
         connection.execute(text(f"DROP SCHEMA IF EXISTS {schema}{cascade(shared_engine)}"))
         connection.execute(text(f"CREATE SCHEMA {schema}"))
     metadata = MetaData(schema=schema)
-    fence = fence_column(resource="rows", trigger="strict")
-    table = Table("orders", metadata, Column("id", Integer, primary_key=True), fence, write_id_column())
+    table = core_table("orders", metadata=metadata, resource="rows", trigger="strict")
     metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
         assert triggers.installed(connection, "orders", schema=schema) == "strict"
@@ -285,8 +267,7 @@ def session(engine: Engine) -> Iterator[Session]:
 
 
 def ids(engine: Engine) -> list[int]:
-    with Session(engine) as session:
-        return list(session.scalars(select(Plain.last_write_id).order_by(Plain.id)))
+    return rows_of(engine, select(Plain.last_write_id).order_by(Plain.id))
 
 
 class TestWriteIds:

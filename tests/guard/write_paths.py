@@ -10,9 +10,8 @@ from sqlalchemy import Column, ForeignKey, Integer, String, Table, bindparam, de
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, registry, relationship
 
 from fencelock import FencedDataclassModel, FencedModel, execute_fenced, fenced_delete, fenced_update
-from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
-from tests.guard.rows import Keyed, bypassed, empty
+from tests.guard.rows import Keyed, bypassed, core_table, empty
 
 FENCE = 5
 STALE = 4
@@ -104,14 +103,7 @@ class Box(FencedModel):
         self.size = size
 
 
-boxes = Table(
-    "wp_boxes",
-    Base.metadata,
-    Column("id", Integer, primary_key=True),
-    Column("size", Integer),
-    fence_column(),
-    write_id_column(),
-)
+boxes = core_table("wp_boxes", Column("size", Integer), metadata=Base.metadata)
 registry().map_imperatively(Box, boxes)
 orders: Table = Order.__table__  # type: ignore[assignment]
 employees: Table = Employee.__table__  # type: ignore[assignment]
