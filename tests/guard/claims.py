@@ -66,12 +66,6 @@ class Seat(FencedModel, Base):
     guest: Mapped[str | None] = mapped_column(String(20))
 
 
-class Named(FencedModel, Base):
-    __tablename__ = "cl_named"
-    __fence_resource__ = "named:{name}"
-    name: Mapped[str] = mapped_column(String(20), primary_key=True)
-
-
 class Eager(FencedModel, Keyed, Base):
     __tablename__ = "cl_eager"
     __fence_resource__ = "account:1"

@@ -16,7 +16,7 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, claim_all, claim_async, gate
 from fencelock.lease import note_ended, note_held
 from tests.guard import claims
-from tests.guard.claims import NEW, OLD, Account, Named, Note, Seat, Task, balance, fence, holder, leases
+from tests.guard.claims import NEW, OLD, Account, Note, Seat, Task, balance, fence, holder, leases
 from tests.guard.rows import bypassed, holding, on_sqlite_alone, turned_away
 
 
@@ -382,17 +382,6 @@ def test_repeatable_read_conflicts_stay_the_databases_own(engine: Engine, old: S
         claim(strict, Account, 1)
     assert claim(strict, Account, 1).balance == 90
     strict.close()
-
-
-def test_a_collation_that_ignores_case_does_not_merge_resources(engine: Engine) -> None:
-    """MariaDB's default collation finds "main" for "MAIN"; the lease of the one does not claim the other."""
-    with bypassed(engine) as connection:
-        connection.execute(insert(Named), {"name": "main"})
-    with holding(engine, Lease("named:MAIN", 3)) as session:
-        with turned_away(session, (UnfencedWriteError, NoResultFound)):
-            claim(session, Named, "MAIN")
-        bind(session, Lease("named:main", 3))
-        assert claim(session, Named, "main").last_fencing_token == 3
 
 
 @on_postgresql_alone

@@ -7,7 +7,7 @@ from sqlalchemy import Engine, ForeignKey, String, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, Lease, StaleReadError, UnfencedWriteError, bind
-from tests.guard.rows import Keyed, holding, rows_of
+from tests.guard.rows import Keyed, holding, on_sqlite_alone, rows_of
 
 
 class Base(DeclarativeBase): ...
@@ -73,6 +73,7 @@ def test_rows_of_the_fenced_subclass_stay_guarded(engine: Engine) -> None:
     assert names(engine) == ["", ""]
 
 
+@on_sqlite_alone
 def test_statements_on_the_base_table_are_refused(engine: Engine) -> None:
     """They do not tell whose rows they write."""
     with Session(engine) as session, pytest.raises(UnfencedWriteError, match="through their objects"):

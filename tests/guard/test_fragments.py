@@ -245,13 +245,3 @@ def test_update_of_several_tables_is_refused(
     with turned_away(session, UnfencedWriteError, match=r"of its own|is not guarded"):
         work(session)
     assert standing(engine) == UNTOUCHED
-
-
-@on_sqlite_alone
-def test_set_statement_is_no_locking_read(session: Session, engine: Engine) -> None:
-    """MariaDB: `SET STATEMENT … FOR UPDATE …` runs the UPDATE."""
-    with pytest.raises(UnfencedWriteError):
-        session.execute(
-            text("SET STATEMENT max_statement_time=100 FOR UPDATE fr_orders SET status = 'stale'")
-        )
-    assert standing(engine) == UNTOUCHED

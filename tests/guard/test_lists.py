@@ -10,7 +10,7 @@ from sqlalchemy import ARRAY, Delete, Engine, and_, any_, bindparam, delete, or_
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError
-from tests.guard.rows import Keyed, bypassed, holding
+from tests.guard.rows import Keyed, bypassed, holding, on_sqlite_alone
 
 
 class Base(DeclarativeBase): ...
@@ -127,6 +127,7 @@ def test_parameters_may_hold_the_list(engine: Engine) -> None:
             session.connection().execute(statement, {"ids": []})
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize(
     "criterion",
     [

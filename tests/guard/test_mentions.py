@@ -59,6 +59,7 @@ WRITING = [
     "PREPARE gone FROM 'DELETE FROM events'",
     "EXPLAIN ANALYZE UPDATE events SET id = 2",
     "ALTER TABLE events TRUNCATE PARTITION p0",
+    "SET STATEMENT max_statement_time=100 FOR UPDATE events SET id = 2",
 ]
 EXECUTED_COMMENT = "UPDATE me_audit SET msg = 'x' /*! ; UPDATE events SET id = 2 */"
 """By MariaDB alone."""

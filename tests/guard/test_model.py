@@ -7,7 +7,6 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -249,8 +248,7 @@ def test_a_fenced_model_below_others_that_are_not(in_memory: InMemory) -> None:
         dogs: Mapped[list[Any]] = relationship("Dog", foreign_keys=Dog.cat_id)
         __mapper_args__ = {"concrete": True}  # noqa: RUF012
 
-    engine = in_memory(Animal.metadata)
-    with holding(engine, Lease("dogs", 2)) as session:
+    with holding(in_memory(Animal.metadata), Lease("dogs", 2)) as session:
         session.add_all([Animal(id=1), Dog(id=1), Cat(id=1)])
         session.commit()
         for token, keeper in enumerate((Animal, Cat), 3):
@@ -287,8 +285,7 @@ def test_models_below_an_abstract_concrete_base(in_memory: InMemory, *, strict: 
         __mapper_args__ = {"polymorphic_identity": "engineer", "concrete": True}  # noqa: RUF012
 
     orm.configure_mappers()
-    engine = in_memory(Employee.metadata)
-    with holding(engine, Lease("staff", 3)) as session:
+    with holding(in_memory(Employee.metadata), Lease("staff", 3)) as session:
         session.add_all([Manager(id=1, name="a"), Engineer(id=2, name="b")])
         session.commit()
         for employee in session.scalars(sa.select(Employee)):
@@ -415,21 +412,17 @@ def test_the_compiled_cache_is_kept(in_memory: InMemory) -> None:
     assert len(set(sizes[1:])) == 1
 
 
-def test_no_fenced_table_no_guard() -> None:
-    """Importing the package leaves SQLAlchemy as it is; the first fenced model puts the guard in place.
-
-    It has no events of `Engine`: with one, all engines of the process would be slower.
-    """
-    script = """
+PROGRAM = """
 import fencelock.guard, sqlalchemy as sa
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 engine = sa.create_engine("sqlite://")
 untouched = sa.Update._execute_on_connection
 class Base(DeclarativeBase): pass
-class Row(fencelock.guard.FencedModel, Base):
+class Row({mixin}Base):
     __tablename__ = "rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True)
+    {columns}
 assert sa.Update._execute_on_connection is not untouched
 assert not engine._has_events
 try:
@@ -439,8 +432,22 @@ try:
 except fencelock.errors.UnfencedWriteError:
     print("refused")
 """
+COLUMN = "Mapped[int] = mapped_column(sa.BigInteger, server_default='0')"
+
+
+@pytest.mark.parametrize(
+    ("mixin", "columns"),
+    [("fencelock.guard.FencedModel, ", ""), ("", f"last_fencing_token: {COLUMN}; last_write_id: {COLUMN}")],
+    ids=["mixin", "resource alone"],
+)
+def test_no_fenced_table_no_guard(mixin: str, columns: str) -> None:
+    """Importing the package leaves SQLAlchemy as it is; the first fenced model puts the guard in place.
+
+    It has no events of `Engine`: with one, all engines of the process would be slower.
+    """
+    program = PROGRAM.format(mixin=mixin, columns=columns)
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.stdout, done.stderr) == ("refused\n", "")
 
@@ -488,37 +495,25 @@ def test_a_plain_table_leaves_nothing_behind(in_memory: InMemory) -> None:
         assert not hasattr(session.connection(), "_fencelock_writing")
 
 
-def test_a_class_without_the_mixin_is_guarded_by_its_table(tmp_path: Path) -> None:
-    """Whoever maps a Table with a fence_column() has links and joined sub-tables guarded too."""
-
-    class Base(DeclarativeBase): ...
-
-    kind = Column("kind", String(9))
-    boxes = core_table("mo_plain_boxes", kind, metadata=Base.metadata, resource="boxes")
-
-    class Box(Base):
-        __table__ = boxes
-        __mapper_args__ = {"polymorphic_on": boxes.c.kind, "polymorphic_identity": "box"}  # noqa: RUF012
-
-    class Crate(Box):
-        __tablename__ = "mo_plain_crates"
-        id: Mapped[int] = mapped_column(ForeignKey("mo_plain_boxes.id"), primary_key=True)
-        width: Mapped[int] = mapped_column(default=0)
-        __mapper_args__ = {"polymorphic_identity": "crate"}  # noqa: RUF012
-
-    engine = sa.create_engine(f"sqlite:///{tmp_path / 'plain.sqlite'}")
-    Base.metadata.create_all(engine)
-    with holding(engine, Lease("boxes", 5)) as session:
-        session.add(Crate(id=1))
+def test_a_class_without_the_mixin_is_guarded_by_its_table(in_memory: InMemory) -> None:
+    """Whoever maps a Table with a fence_column() has joined sub-tables guarded too."""
+    base = new_base()
+    boxes = core_table("mo_boxes", Column("kind", String(9)), metadata=base.metadata, resource="boxes")
+    kinds = {"polymorphic_on": boxes.c.kind, "polymorphic_identity": "box"}
+    box = type("Box", (base,), {"__table__": boxes, "__mapper_args__": kinds})
+    id_, width = mapped_column(ForeignKey("mo_boxes.id"), primary_key=True), mapped_column(Integer, default=0)
+    named = {"__tablename__": "mo_crates", "__mapper_args__": {"polymorphic_identity": "crate"}}
+    crate_class: Any = type("Crate", (box,), {**named, "id": id_, "width": width})
+    with holding(in_memory(base.metadata), Lease("boxes", 5)) as session:
+        session.add(crate_class(id=1))
         session.commit()
-        crate = session.get_one(Crate, 1)
+        crate = session.get_one(crate_class, 1)
         bind(session, Lease("boxes", 4))
         crate.width = 7
         with turned_away(session, StaleTokenError):
             session.commit()
         with pytest.raises(UnfencedWriteError):
-            session.connection().execute(update(Crate.__table__).values(width=3))
-    engine.dispose()
+            session.connection().execute(update(crate_class.__table__).values(width=3))
 
 
 def test_metadata_with_a_fenced_table_cannot_be_pickled() -> None:

@@ -18,7 +18,7 @@ from fencelock import Database, FencedModel, Lease, UnfencedWriteError, bind, by
 from fencelock.guard import events, fence_column
 from fencelock.observe import WrittenWithoutLease, forget, on_event
 from fencelock.observe.prometheus import instrument
-from tests.guard.rows import Keyed, awaiting, core_table, holding, rows_of, turned_away
+from tests.guard.rows import Keyed, awaiting, core_table, holding, on_sqlite_alone, rows_of, turned_away
 
 FENCE, TOKEN = 5, 9
 
@@ -201,6 +201,7 @@ def write_and_flush(session: Session, write: Callable[[Session], object]) -> Non
     session.flush()
 
 
+@on_sqlite_alone
 def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
     """Of the name, most likely. That of another model says nothing."""
     with holding(engine, Lease("order:77", TOKEN)) as session:
@@ -246,6 +247,7 @@ NEEDY: dict[str, Callable[[Session], object]] = {
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("way", NEEDY)
 def test_what_names_a_token_needs_a_lease_all_the_same(engine: Engine, way: str) -> None:
     with Session(engine) as session, pytest.raises(UnfencedWriteError, match="no lease is held"):

@@ -9,7 +9,7 @@ from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind
-from tests.guard.rows import Keyed, rows_of, turned_away
+from tests.guard.rows import Keyed, on_sqlite_alone, rows_of, turned_away
 
 
 class Base(DeclarativeBase): ...
@@ -55,6 +55,7 @@ def stored(engine: Engine) -> list[tuple[int | None, ...]]:
     return rows_of(engine, rows)
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("lease", [None, Lease("people", 5), Lease("people", 10)])
 @pytest.mark.parametrize("change", ["append", "delete"])
 def test_what_leaves_the_fence_alone_is_refused(

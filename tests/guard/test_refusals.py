@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import pickle
 from collections.abc import Callable
-from contextlib import ExitStack
 from typing import Any
 
 import pytest
@@ -199,28 +198,6 @@ def test_a_table_of_the_same_name_is_refused_in_any_schema(engine: Engine, schem
 @pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
 def test_text_for_update_is_no_write(engine: Engine) -> None:
     assert rows_of(engine, text("SELECT id FROM re_orders\n FOR  UPDATE")) == [1, 2]
-
-
-@on_sqlite_alone
-@pytest.mark.parametrize("level", ["engine", "connection", "block", "statement"])
-def test_bypass_is_explicit_and_complete(engine: Engine, level: str) -> None:
-    """A bypass lets everything pass, wherever it is said."""
-    chosen: Any = engine.execution_options(fencelock="bypass") if level == "engine" else engine
-    with ExitStack() as stack:
-        if level == "connection":
-            chosen = stack.enter_context(engine.connect()).execution_options(fencelock="bypass")
-        session = stack.enter_context(Session(chosen))
-        if level == "block":
-            stack.enter_context(fencelock.bypass(session))
-        options = {"fencelock": "bypass"} if level == "statement" else {}
-        session.execute(text("UPDATE re_gifts SET ribbon = 'red'"), execution_options=options)
-        session.execute(update(Order).where(Order.id == 1).values(status="a"), execution_options=options)
-        if level != "statement":
-            session.add(Order(id=3))
-            session.get_one(Gift, 2).ribbon = "blue"
-            session.delete(session.get_one(Order, 1))
-        session.commit()
-        assert set(session.scalars(select(Order.last_fencing_token))) <= {0, 5}
 
 
 @on_sqlite_alone
