@@ -17,6 +17,10 @@ from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.tokens import MAX_TOKEN
 
+#: What a session is to do.
+Act: TypeAlias = Callable[[Session], object]
+#: A maker of engines for coroutines: the fixture `for_asyncio`.
+ForAsyncio: TypeAlias = Callable[[Engine], AsyncEngine]
 #: A maker of engines, each on a new SQLite database: the fixture `in_memory`.
 InMemory: TypeAlias = Callable[[MetaData], Engine]
 #: For what Python decides before a database hears of it.

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, ForeignKey, String, select, text, update
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind, claim
 from tests.guard.claims import in_thread
-from tests.guard.rows import Keyed, holding, on_sqlite_alone, rows_of, turned_away
+from tests.guard.rows import Act, ForAsyncio, Keyed, holding, on_sqlite_alone, rows_of, turned_away
 
 BYPASS = {"fencelock": "bypass"}
 REPAIR = "UPDATE by_orders SET status = 'repaired' WHERE id = 1"
@@ -80,7 +79,7 @@ def standing(engine: Engine) -> Any:
     return found
 
 
-SAYINGS: dict[str, Callable[[Session], object]] = {
+SAYINGS: dict[str, Act] = {
     "connection": lambda s: s.connection().execution_options(fencelock="bypass"),
     "begun with options": lambda s: s.connection(execution_options=BYPASS),
     "in a savepoint": lambda s: s.begin_nested().session.connection().execution_options(fencelock="bypass"),
@@ -89,7 +88,7 @@ SAYINGS: dict[str, Callable[[Session], object]] = {
 
 @pytest.mark.parametrize("say", [pytest.param(say, id=name) for name, say in SAYINGS.items()])
 def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
-    session: Session, engine: Engine, say: Callable[[Session], object]
+    session: Session, engine: Engine, say: Act
 ) -> None:
     """The next transaction has a connection of its own, which is guarded."""
     say(session)
@@ -195,7 +194,7 @@ def test_block_is_of_its_thread(engine: Engine) -> None:
     scoped.remove()
 
 
-def test_block_for_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+def test_block_for_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
     """A session or connection of asyncio goes around the guard for its task, and for nobody else."""
 
     async def refused(target: AsyncSession | AsyncConnection) -> None:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, delete, event, func, insert, select, update
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, claim_all, claim_async, gate
 from fencelock.lease import note_ended, note_held
 from tests.guard import claims
 from tests.guard.claims import NEW, OLD, Account, Note, Seat, Task, balance, fence, holder, leases
-from tests.guard.rows import bypassed, holding, on_sqlite_alone, turned_away
+from tests.guard.rows import Act, ForAsyncio, bypassed, holding, on_sqlite_alone, turned_away
 
 
 @pytest.fixture
@@ -90,7 +89,7 @@ def test_claim_holds_off_the_old_holder_until_the_commit(engine: Engine, old: Se
     assert balance(engine) == 70
 
 
-TAKEN: dict[str, Callable[[Session], object]] = {
+TAKEN: dict[str, Act] = {
     "key tells the resource": lambda s: claim(s, Account, 1),
     "row tells the resource": lambda s: claim(s, Task, 1),
     "row tells the resource, nowait": lambda s: _claimed_in_the_end(s, nowait=True),
@@ -111,9 +110,7 @@ def _claimed_in_the_end(session: Session, **how: Any) -> object:
 
 @waits
 @pytest.mark.parametrize("take", [pytest.param(take, id=name) for name, take in TAKEN.items()])
-def test_what_is_read_after_a_claim_is_not_older_than_it(
-    old: Session, new: Session, take: Callable[[Session], object]
-) -> None:
+def test_what_is_read_after_a_claim_is_not_older_than_it(old: Session, new: Session, take: Act) -> None:
     """A claim that has waited sees what the older holder did to *other* rows, whatever the isolation level.
 
     It is the transaction's first act, so nothing of it may take a snapshot before the lock is there.
@@ -189,7 +186,7 @@ def test_a_missing_row_is_no_result(new: Session) -> None:
     assert claim(new, Task, 1).balance == 100
 
 
-WRONG: dict[str, tuple[Callable[[Session], object], type[Exception], str | None]] = {
+WRONG: dict[str, tuple[Act, type[Exception], str | None]] = {
     **{
         f"identity {identity}": (
             lambda s, identity=identity: claim(s, Account, identity),  # type: ignore[misc]
@@ -212,7 +209,7 @@ WRONG: dict[str, tuple[Callable[[Session], object], type[Exception], str | None]
 @on_sqlite_alone
 @pytest.mark.parametrize(("take", "error", "match"), WRONG.values(), ids=WRONG)
 def test_what_cannot_be_claimed_is_told_before_anything_is_sent(
-    new: Session, take: Callable[[Session], object], error: type[Exception], match: str | None
+    new: Session, take: Act, error: type[Exception], match: str | None
 ) -> None:
     with pytest.raises(error, match=match):
         take(new)
@@ -225,7 +222,7 @@ def test_what_can_be_claimed(engine: Engine, new: Session) -> None:
         assert claim(session, Seat, (1, "a")) is claim(session, Seat, {"letter": "a", "row": 1})
 
 
-DISCARDING: dict[str, tuple[Callable[[Session], object], str | None]] = {
+DISCARDING: dict[str, tuple[Act, str | None]] = {
     "it": (lambda s: claim(s, Account, 1), "claim it before changing it"),
     "all": (lambda s: claim_all(s, select(Account)), None),
     "by a key that is text": (lambda s: claim(s, Account, "1"), None),
@@ -235,7 +232,7 @@ DISCARDING: dict[str, tuple[Callable[[Session], object], str | None]] = {
 
 @pytest.mark.parametrize(("take", "match"), DISCARDING.values(), ids=DISCARDING)
 def test_what_is_not_flushed_is_never_discarded(
-    engine: Engine, new: Session, take: Callable[[Session], object], match: str | None
+    engine: Engine, new: Session, take: Act, match: str | None
 ) -> None:
     """Where autoflush is off, the claim refuses: which row a key leads to, only the database knows."""
     bind(new, *leases(NEW), Lease("account:2", NEW))
@@ -296,7 +293,7 @@ def test_claim_all_claims_in_key_order_and_returns_in_query_order(engine: Engine
     [lambda s: claim(s, Account, 1), lambda s: claim_all(s, select(Account)), lambda s: gate(s, "account:1")],
     ids=["claim", "claim_all", "gate"],
 )
-def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Callable[[Session], object]) -> None:
+def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Act) -> None:
     past = holding(engine.execution_options(fencelock="bypass"), *leases(NEW))
     with past as session, turned_away(session, UnfencedWriteError, match="bypass"):
         take(session)
@@ -402,9 +399,7 @@ def test_a_row_that_appears_after_the_claim_is_claimed(engine: Engine, new: Sess
 
 
 @with_row_locks
-def test_coroutines_claim_without_waiting(
-    engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
-) -> None:
+def test_coroutines_claim_without_waiting(engine: Engine, for_asyncio: ForAsyncio) -> None:
     async def main() -> None:
         aengine = for_asyncio(engine)
         async with AsyncSession(aengine) as first, AsyncSession(aengine) as second:
@@ -421,7 +416,7 @@ def test_coroutines_claim_without_waiting(
 
 @on_sqlite_alone
 @pytest.mark.parametrize("for_asyncio", [0], indirect=True)
-def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+def test_scoped_sessions_claim(engine: Engine, for_asyncio: ForAsyncio) -> None:
     """The session behind the facade claims, and is the one that a refusal leaves to be rolled back."""
     scoped = scoped_session(sessionmaker(engine))
     bind(scoped, *leases(NEW))

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event, insert, select
 from sqlalchemy.exc import NoResultFound
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, with_loader_criteria
 
 import fencelock
-from fencelock import Lease, StaleTokenError, bind, claim, claim_all, claim_all_async, claim_async, gate_async
+from fencelock import Lease, StaleTokenError, bind, claim, claim_all
 from tests.guard import claims
 from tests.guard.claims import MODELS, NEW, OLD, Account, Cat, Eager, Note, Seat, Task
 from tests.guard.listening import statements, words
-from tests.guard.rows import bypassed, holding, turned_away
+from tests.guard.rows import ForAsyncio, awaiting, bypassed, holding, turned_away
 
 ONE, TWO = ["UPDATE"], ["UPDATE", "SELECT"]
 ROWS, HELD = claims.ROWS, claims.leases(NEW)
@@ -164,34 +162,31 @@ def test_row_that_appears_between_two_statements_is_not_claimed(engine: Engine, 
     assert claim(session, Eager, 2).last_fencing_token == NEW
 
 
-def test_for_coroutines(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    async def play() -> None:
-        aengine = for_asyncio(engine)
-        async with AsyncSession(aengine) as session:
-            bind(session, *claims.leases(NEW))
-            for known in (None, await session.get(Account, 1)):
-                await session.commit()
-                with statements(aengine.sync_engine) as sent:
-                    order = await claim_async(session, Account, 1)
-                    await gate_async(session, "account:1")
-                assert words(sent) == [*at_once(engine), "INSERT"]
-                assert known in (None, order)
-                assert (order.status, order.last_fencing_token) == ("new", NEW)
-                order.status = "new"
-                await session.commit()
-            assert await claim_all_async(session, select(Account)) == [order]
-            with pytest.raises(NoResultFound):
-                await claim_async(session, Seat, {"row": 1, "letter": "z"})
+def test_for_coroutines(engine: Engine, for_asyncio: ForAsyncio) -> None:
+    async def play(session: AsyncSession) -> None:
+        for known in (None, await session.get(Account, 1)):
             await session.commit()
-            bind(session, Lease("account:1", OLD))
-            for late in (
-                claim_async(session, Account, 1),
-                claim_all_async(session, select(Account)),
-                gate_async(session),
-            ):
-                with pytest.raises(StaleTokenError):
-                    await late
-                await session.rollback()
-        await aengine.dispose()
+            with statements(aengine.sync_engine) as sent:
+                order = await fencelock.claim_async(session, Account, 1)
+                await fencelock.gate_async(session, "account:1")
+            assert words(sent) == [*at_once(engine), "INSERT"]
+            assert known in (None, order)
+            assert (order.status, order.last_fencing_token) == ("new", NEW)
+            order.status = "new"
+            await session.commit()
+        assert await fencelock.claim_all_async(session, select(Account)) == [order]
+        with pytest.raises(NoResultFound):
+            await fencelock.claim_async(session, Seat, {"row": 1, "letter": "z"})
+        await session.commit()
+        bind(session, Lease("account:1", OLD))
+        for late in (
+            fencelock.claim_async(session, Account, 1),
+            fencelock.claim_all_async(session, select(Account)),
+            fencelock.gate_async(session),
+        ):
+            with pytest.raises(StaleTokenError):
+                await late
+            await session.rollback()
 
-    asyncio.run(play())
+    aengine = for_asyncio(engine)
+    awaiting(aengine, play, *claims.leases(NEW))

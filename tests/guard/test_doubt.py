@@ -10,14 +10,14 @@ from collections.abc import Callable, Iterator
 import pytest
 from sqlalchemy import Engine, select, text, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session
 
 import fencelock
 from fencelock import CommitInDoubtError, FencedModel, Lease, bind, claim, claim_async, fence_table, gate
 from fencelock._databases import leaves_doubt
 from tests.door import Door
-from tests.guard.rows import Keyed, awaiting, holding, turned_away
+from tests.guard.rows import Act, ForAsyncio, Keyed, awaiting, holding, turned_away
 
 
 class Base(DeclarativeBase): ...
@@ -171,9 +171,7 @@ def test_a_gate_waits_as_well(engine: Engine, door: Door, lease: Lease) -> None:
 
 
 @pytest.mark.parametrize("attempt", [Session.commit, write, lambda session: session.get(Account, 2)])
-def test_only_a_commit_leaves_a_doubt(
-    engine: Engine, lease: Lease, attempt: Callable[[Session], object]
-) -> None:
+def test_only_a_commit_leaves_a_doubt(engine: Engine, lease: Lease, attempt: Act) -> None:
     """A connection that is lost before has asked for no COMMIT, so that the server rolls back."""
     with holding(engine, lease) as session:
         session.get_one(Account, 1).balance = 5
@@ -205,11 +203,7 @@ def overtake_each_other(session: Session) -> None:
 @pytest.mark.parametrize("break_it", [give_the_same_name, overtake_each_other])
 @pytest.mark.parametrize("world", ["blocking", "asyncio"])
 def test_what_the_database_refuses_at_the_commit_is_not_written(
-    engine: Engine,
-    lease: Lease,
-    for_asyncio: Callable[[Engine], AsyncEngine],
-    break_it: Callable[[Session], None],
-    world: str,
+    engine: Engine, lease: Lease, for_asyncio: ForAsyncio, break_it: Callable[[Session], None], world: str
 ) -> None:
     """It says so itself: 23505, 40001."""
     with engine.begin() as connection:
@@ -258,9 +252,7 @@ def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> Non
     assert balance(engine) == 100
 
 
-def test_coroutines_are_in_doubt(
-    engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
-) -> None:
+def test_coroutines_are_in_doubt(engine: Engine, lease: Lease, for_asyncio: ForAsyncio) -> None:
     async def play(session: AsyncSession) -> None:
         (await claim_async(session, Account, 1)).balance = 5
         await session.flush()
@@ -280,9 +272,7 @@ def test_coroutines_are_in_doubt(
     assert balance(engine) == 90
 
 
-def test_a_cancelled_query_leaves_no_doubt(
-    engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
-) -> None:
+def test_a_cancelled_query_leaves_no_doubt(engine: Engine, lease: Lease, for_asyncio: ForAsyncio) -> None:
     """Whoever gives up waiting for it has asked for no COMMIT; the connection is closed, which rolls back."""
     slow = "SELECT pg_sleep(1)" if engine.dialect.name == "postgresql" else "SELECT sleep(1)"
 
@@ -301,7 +291,7 @@ def test_a_cancelled_query_leaves_no_doubt(
 
 
 def test_a_cancelled_commit_is_in_doubt(
-    engine: Engine, door: Door, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
+    engine: Engine, door: Door, lease: Lease, for_asyncio: ForAsyncio
 ) -> None:
     """Who gives up waiting for the answer does not know it either; the claim waits for what is under way."""
     door.hangs = True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 
 import pytest
 from sqlalchemy import Engine, delete, select, text, update
@@ -12,7 +11,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import Lease, UnfencedWriteError, bind, claim, claim_all, execute_fenced, gate, upsert
-from tests.guard.rows import InMemory, holding, turned_away
+from tests.guard.rows import Act, InMemory, holding, turned_away
 
 
 class Base(DeclarativeBase): ...
@@ -74,7 +73,7 @@ def change(session: Session) -> None:
     session.flush()
 
 
-NULL_WRITES: dict[str, Callable[[Session], object]] = {
+NULL_WRITES: dict[str, Act] = {
     "unit of work": change,
     "by key": lambda session: session.execute(update(Row).where(Row.id == 1).values(value=1)),
     "by criteria": lambda session: session.execute(update(Row).where(Row.value == 0).values(value=1)),

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import pytest
 from sqlalchemy import Engine, event, select, text, update
@@ -14,7 +15,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 import fencelock
 from fencelock import GuardEvent, Lease, UnfencedWriteError, claim, gate, on_claim, on_stale, upsert
 from fencelock.guard import forget
-from tests.guard.rows import InMemory, holding, refill
+from tests.guard.rows import Act, InMemory, holding, refill
 
 
 class Base(DeclarativeBase): ...
@@ -37,9 +38,12 @@ def engine(in_memory: InMemory) -> Engine:
     return refill(in_memory(Base.metadata), Base.metadata, {Order: orders})
 
 
+Told: TypeAlias = dict[str, list[GuardEvent]]
+
+
 @pytest.fixture
-def told() -> Iterator[dict[str, list[GuardEvent]]]:
-    found: dict[str, list[GuardEvent]] = {"stale": [], "unfenced": [], "claim": []}
+def told() -> Iterator[Told]:
+    found: Told = {"stale": [], "unfenced": [], "claim": []}
     callbacks = [on_stale(found["stale"].append), fencelock.on_unfenced(found["unfenced"].append)]
     callbacks.append(on_claim(found["claim"].append))
     yield found
@@ -57,9 +61,9 @@ def write(session: Session) -> None:
 
 
 def test_stale_write_is_told_once_with_all_facts(
-    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
+    engine: Engine, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    stale: tuple[Callable[[Session], object], ...] = (
+    stale: tuple[Act, ...] = (
         write,
         lambda s: s.execute(update(Order).where(Order.id == 1).values(amount=2)),
         lambda s: claim(s, Order, 1),
@@ -80,8 +84,8 @@ def test_stale_write_is_told_once_with_all_facts(
     assert not told["claim"]
 
 
-def test_write_without_its_lease_is_told_once(engine: Engine, told: dict[str, list[GuardEvent]]) -> None:
-    unfenced: tuple[Callable[[Session], object], ...] = (
+def test_write_without_its_lease_is_told_once(engine: Engine, told: Told) -> None:
+    unfenced: tuple[Act, ...] = (
         write,
         lambda s: s.execute(update(Order).where(Order.id == 1).values(amount=2)),
         lambda s: s.execute(text("UPDATE ev_orders SET amount = 2")),
@@ -101,9 +105,7 @@ def test_write_without_its_lease_is_told_once(engine: Engine, told: dict[str, li
     assert len(told["unfenced"]) == len(unfenced) + 1
 
 
-def test_claims_and_gates_are_told(
-    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_claims_and_gates_are_told(engine: Engine, told: Told, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "fencelock.guard")
     with holding(engine, Lease("order:1", 6), Lease("order:2", 7)) as session:
         claim(session, Order, 1)
@@ -121,7 +123,7 @@ def test_claims_and_gates_are_told(
 
 
 def test_callback_that_fails_changes_nothing(
-    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
+    engine: Engine, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
     def fail(event: GuardEvent) -> None:
         raise ZeroDivisionError(event.table)

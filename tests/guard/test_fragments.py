@@ -6,7 +6,6 @@ the target of a statement, is found here.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,7 +16,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 
 import fencelock
 from fencelock import FencedModel, Lease, UnfencedWriteError, execute_fenced, fenced_delete
-from tests.guard.rows import holding, on_sqlite_alone, turned_away
+from tests.guard.rows import Act, holding, on_sqlite_alone, turned_away
 
 STALE, FENCE = 5, 9
 
@@ -79,7 +78,7 @@ def _compile_either(_element: Either, _compiler: object, **_options: object) -> 
     return OR_TEXT
 
 
-STATEMENTS: dict[str, Callable[[Session], object]] = {
+STATEMENTS: dict[str, Act] = {
     "update, text": lambda s: s.execute(update(Order).where(text(OR_TEXT)).values(status="stale")),
     "delete, text": lambda s: s.execute(delete(Order).where(text(OR_TEXT))),
     "update, literal column": lambda s: s.execute(
@@ -108,9 +107,7 @@ STATEMENTS: dict[str, Callable[[Session], object]] = {
 
 @on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in STATEMENTS.items()])
-def test_condition_holds_for_all_that_text_names(
-    session: Session, engine: Engine, work: Callable[[Session], object]
-) -> None:
+def test_condition_holds_for_all_that_text_names(session: Session, engine: Engine, work: Act) -> None:
     with turned_away(session, fencelock.StaleTokenError):
         work(session)
     assert standing(engine) == UNTOUCHED
@@ -191,7 +188,7 @@ hidden = (
 second = text("SELECT 5, 1, 'x'; UPDATE fr_orders SET status = 'stale'").columns(
     column("a", Integer), column("b", Integer), column("c", String)
 )
-WITHIN: dict[str, Callable[[Session], object]] = {
+WITHIN: dict[str, Act] = {
     "INSERT from a CTE": lambda s: s.execute(
         insert(notes).from_select(
             ["id", "order_id", "note"], select(hidden.c.id + 10, hidden.c.id, literal("x"))
@@ -211,9 +208,7 @@ WITHIN: dict[str, Callable[[Session], object]] = {
 
 @on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in WITHIN.items()])
-def test_text_that_writes_within_a_statement_is_refused(
-    session: Session, engine: Engine, work: Callable[[Session], object]
-) -> None:
+def test_text_that_writes_within_a_statement_is_refused(session: Session, engine: Engine, work: Act) -> None:
     with turned_away(session, UnfencedWriteError):
         work(session)
     assert standing(engine) == UNTOUCHED
@@ -222,7 +217,7 @@ def test_text_that_writes_within_a_statement_is_refused(
 twin = orders.alias("twin")
 other = aliased(Order)
 joined = orders.join(notes, notes.c.order_id == orders.c.id)
-SEVERAL: dict[str, Callable[[Session], object]] = {
+SEVERAL: dict[str, Act] = {
     "join": lambda s: s.execute(update(joined).values(status="stale")),
     "join, parameters": lambda s: s.connection().execute(update(joined), {"status": "stale"}),
     "join, columns": lambda s: s.connection().execute(update(joined).values({orders.c.status: "stale"})),
@@ -238,9 +233,7 @@ SEVERAL: dict[str, Callable[[Session], object]] = {
 
 @on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in SEVERAL.items()])
-def test_update_of_several_tables_is_refused(
-    session: Session, engine: Engine, work: Callable[[Session], object]
-) -> None:
+def test_update_of_several_tables_is_refused(session: Session, engine: Engine, work: Act) -> None:
     """MySQL and MariaDB write them all; one is checked."""
     with turned_away(session, UnfencedWriteError, match=r"of its own|is not guarded"):
         work(session)

@@ -7,7 +7,7 @@ changed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -19,7 +19,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 import fencelock
 from fencelock import Database, FencedModel, FencelockError, Lease, claim, fence_table, gate
 from proof.servers.galera import Galera
-from tests.guard.rows import Keyed, holding
+from tests.guard.rows import Act, Keyed, holding
 from tests.polling import eventually
 
 pytestmark = pytest.mark.timed
@@ -93,7 +93,7 @@ def raise_it(session: Session) -> None:
     session.connection().execution_options(fencelock="bypass").execute(statement)
 
 
-def decide_again(nodes: list[Engine], prepare: Callable[[Session], object]) -> None:
+def decide_again(nodes: list[Engine], prepare: Act) -> None:
     """Prepare a decision for the second time under one token, after a newer holder at another node."""
     first, second = nodes[:2]
     with holding(first, OLD) as session, session.begin():
@@ -111,9 +111,7 @@ def decide_again(nodes: list[Engine], prepare: Callable[[Session], object]) -> N
 
 
 @pytest.mark.parametrize("prepare", [claim_it, gate])
-def test_a_second_claim_or_gate_is_refused_at_a_node_that_lags(
-    nodes: list[Engine], prepare: Callable[[Session], object]
-) -> None:
+def test_a_second_claim_or_gate_is_refused_at_a_node_that_lags(nodes: list[Engine], prepare: Act) -> None:
     """It changes the row, so that the cluster finds the conflict when it commits."""
     with pytest.raises(DBAPIError) as caught:
         decide_again(nodes, prepare)

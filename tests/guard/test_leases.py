@@ -24,7 +24,7 @@ import fencelock
 from fencelock import FencedModel, Lease, LockLostError, StaleTokenError, UnfencedWriteError, bind, claim
 from fencelock.lease import note_ended, note_held
 from tests.guard.listening import listening, statements, words
-from tests.guard.rows import bypassed, core_table, holding, refill, turned_away
+from tests.guard.rows import Act, bypassed, core_table, holding, refill, turned_away
 from tests.polling import eventually
 
 
@@ -103,7 +103,7 @@ def held() -> Iterator[list[Lease]]:
     note_ended(*leases)
 
 
-def flush_after(act: Callable[[Session], object], session: Session) -> None:
+def flush_after(act: Act, session: Session) -> None:
     act(session)
     session.flush()
 
@@ -141,7 +141,7 @@ def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
     assert [ticket.seat for ticket in tickets] == ["a", "a"]
 
 
-def assigning(model: type[Any], name: str, value: object, key: int = 1) -> Callable[[Session], object]:
+def assigning(model: type[Any], name: str, value: object, key: int = 1) -> Act:
     return lambda session: setattr(session.get_one(model, key), name, value)
 
 
@@ -165,7 +165,7 @@ def by_parameters(session: Session) -> None:
 
 
 TOKENS = {"ticket:1": 3, "ticket:2": 30, "customer:1": 4, "ledger": 5, "tenant:main": 6, "other": 7}
-Guarded = tuple[tuple[str, ...], Callable[[Session], object], type[Any], list[int]]
+Guarded = tuple[tuple[str, ...], Act, type[Any], list[int]]
 GUARDED: dict[str, Guarded] = {
     "a row by its key": (("ticket:1",), assigning(Ticket, "seat", "a"), Ticket, [3, 0]),
     "parameters": (("ticket:1", "ticket:2"), by_parameters, Ticket, [3, 30]),
@@ -188,11 +188,7 @@ GUARDED: dict[str, Guarded] = {
 
 @pytest.mark.parametrize(("held", "write", "model", "fences"), GUARDED.values(), ids=GUARDED)
 def test_a_row_is_written_under_the_lease_that_it_names(
-    session: Session,
-    held: tuple[str, ...],
-    write: Callable[[Session], object],
-    model: type[Any],
-    fences: list[int],
+    session: Session, held: tuple[str, ...], write: Act, model: type[Any], fences: list[int]
 ) -> None:
     """The unit of work knows the row's columns, loaded or expired; a statement has to name them."""
     bind(session, *(Lease(resource, TOKENS[resource]) for resource in held))
@@ -201,11 +197,11 @@ def test_a_row_is_written_under_the_lease_that_it_names(
     assert session.scalars(select(model.last_fencing_token).order_by(model.id)).all() == fences
 
 
-def updating(*criteria: Any, **values: Any) -> Callable[[Session], object]:
+def updating(*criteria: Any, **values: Any) -> Act:
     return lambda session: session.execute(update(Order).where(*criteria).values(values or {"status": "x"}))
 
 
-UNGUARDED: dict[str, tuple[Callable[[Session], object], str]] = {
+UNGUARDED: dict[str, tuple[Act, str]] = {
     "another row": (assigning(Ticket, "seat", "a", 2), "'ticket:2'.*'customer:1', 'ticket:1'"),
     "another row, by other columns": (assigning(Order, "status", "x", 2), "'customer:2'"),
     "a whole table": (lambda s: s.execute(update(Ledger).values(value=2)), "'ledger'"),
@@ -231,9 +227,7 @@ UNGUARDED: dict[str, tuple[Callable[[Session], object], str]] = {
 
 
 @pytest.mark.parametrize(("write", "match"), UNGUARDED.values(), ids=UNGUARDED)
-def test_a_row_that_no_lease_names_is_refused_by_name(
-    session: Session, write: Callable[[Session], object], match: str
-) -> None:
+def test_a_row_that_no_lease_names_is_refused_by_name(session: Session, write: Act, match: str) -> None:
     """The error says which resource is needed and which are held, or why no lease guards it."""
     bind(session, Lease("customer:1", 4), Lease("ticket:1", 3))
     with turned_away(session, UnfencedWriteError, match=match):
@@ -332,7 +326,7 @@ def test_a_lease_that_is_gone_guards_nothing_more(
 
 
 SEAT = update(Ticket).where(Ticket.id == 1).values(seat="b")
-LEASELESS: dict[str, tuple[Callable[[Session], object], str]] = {
+LEASELESS: dict[str, tuple[Act, str]] = {
     "insert": (lambda s: s.add(Ticket(id=7)), "fenced_lock('ticket:7')"),
     "update": (assigning(Ticket, "seat", "a"), "fenced_lock('ticket:1')"),
     "delete": (lambda s: s.delete(s.get_one(Ticket, 1)), "fenced_lock('ticket:1')"),
@@ -346,7 +340,7 @@ LEASELESS: dict[str, tuple[Callable[[Session], object], str]] = {
 
 @pytest.mark.parametrize(("write", "lock"), LEASELESS.values(), ids=LEASELESS)
 def test_write_without_a_lease_is_told_which_and_that_threads_inherit_none(
-    session: Session, write: Callable[[Session], object], lock: str
+    session: Session, write: Act, lock: str
 ) -> None:
     """The row's own resource, where its values are known; and how leases get into other threads."""
     hint = r"follow.*not into other threads or executors.*bind\(session, lock\.lease\)"
@@ -383,7 +377,7 @@ def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Eng
     assert session.get(Ticket, 77) is None
 
 
-ENDED_WRITES: dict[str, Callable[[Session], object]] = {
+ENDED_WRITES: dict[str, Act] = {
     "flush": lambda session: write(session, "b"),
     "statement": lambda session: session.execute(SEAT),
     "insert": lambda session: session.execute(insert(Ticket).values(id=1, seat="b")),
@@ -400,7 +394,7 @@ ENDED_WRITES: dict[str, Callable[[Session], object]] = {
 @pytest.mark.parametrize("write_it", ENDED_WRITES.values(), ids=ENDED_WRITES)
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 def test_a_lease_that_has_ended_writes_nothing_more(
-    engine: Engine, session: Session, write_it: Callable[[Session], object], *, begun: bool
+    engine: Engine, session: Session, write_it: Act, *, begun: bool
 ) -> None:
     """By the clock, whoever renews it; also where the transaction has written under it before."""
     lease = Lease("ticket:1", 3, expires_at=time.monotonic() + 60)

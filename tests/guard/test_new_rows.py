@@ -6,7 +6,6 @@ it. Everywhere a lease of something else is held, as every write needs one.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from typing import Any
 from uuid import UUID, uuid4
@@ -17,7 +16,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
-from tests.guard.rows import bypassed, on_sqlite_alone, rows_of, turned_away
+from tests.guard.rows import awaiting, bypassed, on_sqlite_alone, rows_of, turned_away
 
 CHECKOUT = Lease("checkout", 5)
 
@@ -173,16 +172,12 @@ def test_keys_that_the_program_reads_itself_are_not_known(session: Session) -> N
 
 
 def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    async def play() -> None:
-        made = for_asyncio(engine)
-        async with AsyncSession(made, expire_on_commit=False) as session:
-            bind(session, CHECKOUT)
-            order = Order(items=[Item(), Item()])
-            session.add(order)
-            await session.flush()
-            order.number = "x"
-            await session.commit()
-        await made.dispose()
+    async def play(session: AsyncSession) -> None:
+        order = Order(items=[Item(), Item()])
+        session.add(order)
+        await session.flush()
+        order.number = "x"
+        await session.commit()
 
-    asyncio.run(play())
+    awaiting(for_asyncio(engine), play, CHECKOUT, expire_on_commit=False)
     assert rows(engine, Order.number, Order.last_fencing_token) == [("x", 0)]

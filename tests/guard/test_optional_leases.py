@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import linecache
 import logging
-from collections.abc import Callable
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
 from sqlalchemy import Column, Engine, ForeignKey, Integer, delete, insert, orm, select, update
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 import fencelock
@@ -18,7 +17,17 @@ from fencelock import Database, FencedModel, Lease, UnfencedWriteError, bind, by
 from fencelock.guard import events, fence_column
 from fencelock.observe import WrittenWithoutLease, forget, on_event
 from fencelock.observe.prometheus import instrument
-from tests.guard.rows import Keyed, awaiting, core_table, holding, on_sqlite_alone, rows_of, turned_away
+from tests.guard.rows import (
+    Act,
+    ForAsyncio,
+    Keyed,
+    awaiting,
+    core_table,
+    holding,
+    on_sqlite_alone,
+    rows_of,
+    turned_away,
+)
 
 FENCE, TOKEN = 5, 9
 
@@ -91,7 +100,7 @@ def expired(session: Session) -> Order:
     return order
 
 
-WRITES: dict[str, Callable[[Session], object]] = {
+WRITES: dict[str, Act] = {
     "an object": add_by_object,
     "an expired object": lambda session: setattr(expired(session), "total", 1),
     "by key": lambda session: session.execute(
@@ -196,7 +205,7 @@ def test_a_holder_is_refused_as_ever(engine: Engine, lease: Lease, error: type[E
             session.commit()
 
 
-def write_and_flush(session: Session, write: Callable[[Session], object]) -> None:
+def write_and_flush(session: Session, write: Act) -> None:
     write(session)
     session.flush()
 
@@ -231,7 +240,7 @@ TEXT = fencelock.fenced_text(
     Order,
     resource="order:1",
 )
-NEEDY: dict[str, Callable[[Session], object]] = {
+NEEDY: dict[str, Act] = {
     "claim": lambda session: claim(session, Order, ORDER),
     "gate": lambda session: gate(session, "order:1"),
     "fenced_text": lambda session: session.execute(TEXT),
@@ -290,10 +299,7 @@ def test_events_and_a_counter_tell_of_it(engine: Engine) -> None:
 
 
 def test_the_log_names_a_line_of_the_program_once(
-    engine: Engine,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    for_asyncio: Callable[[Engine], AsyncEngine],
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, for_asyncio: ForAsyncio
 ) -> None:
     """Also for coroutines, whose flush is in a greenlet."""
     monkeypatch.setattr(events, "_places", set())

@@ -24,6 +24,7 @@ from fencelock.tokens import MAX_TOKEN
 from tests.guard import unguardable
 from tests.guard.listening import listening
 from tests.guard.rows import (
+    Act,
     Keyed,
     bypassed,
     core_table,
@@ -61,7 +62,7 @@ def flushed(session: Session, instance: object) -> None:
     session.flush()
 
 
-SPELT_OTHERWISE: dict[str, Callable[[Session], object]] = {
+SPELT_OTHERWISE: dict[str, Act] = {
     "sqlalchemy.table(), schema and name in one": lambda s: s.execute(
         update(sa.table(quoted_name("main.re_orders", quote=False), sa.column("status"))).values(status="x")
     ),
@@ -74,9 +75,7 @@ SPELT_OTHERWISE: dict[str, Callable[[Session], object]] = {
 
 @on_sqlite_alone
 @pytest.mark.parametrize("write", [pytest.param(write, id=name) for name, write in SPELT_OTHERWISE.items()])
-def test_what_cannot_be_guarded_is_refused(
-    session: Session, engine: Engine, write: Callable[[Session], object]
-) -> None:
+def test_what_cannot_be_guarded_is_refused(session: Session, engine: Engine, write: Act) -> None:
     """Even with a fresh lease: UnfencedWriteError says what to do instead, and no row has changed."""
     before = rows(engine)
     with turned_away(session, UnfencedWriteError):
@@ -84,7 +83,7 @@ def test_what_cannot_be_guarded_is_refused(
     assert rows(engine) == before
 
 
-HARMLESS: dict[str, Callable[[Session], object]] = {
+HARMLESS: dict[str, Act] = {
     "text SELECT": lambda s: s.execute(text("SELECT * FROM re_orders")),
     "text, another table": lambda s: s.execute(text("UPDATE re_free SET note = 'x'")),
     "text, longer name": lambda s: s.execute(text("SELECT 'delete', 'not_re_orders', 're_orders2'")),
@@ -101,7 +100,7 @@ HARMLESS: dict[str, Callable[[Session], object]] = {
 
 @on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in HARMLESS.items()])
-def test_what_writes_no_fenced_row_passes(engine: Engine, work: Callable[[Session], object]) -> None:
+def test_what_writes_no_fenced_row_passes(engine: Engine, work: Act) -> None:
     with Session(engine) as session:
         work(session)
 

@@ -24,7 +24,7 @@ import fencelock
 from fencelock import FencelockError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, execute_fenced
 from fencelock.guard.triggers import create, drop
 from tests.door import Door
-from tests.guard.rows import Keyed, holding, rows_of, turned_away
+from tests.guard.rows import Act, ForAsyncio, Keyed, holding, rows_of, turned_away
 
 FENCE = 5
 WHY = r"rollback\(\)"
@@ -473,7 +473,7 @@ def test_a_trigger_refuses_no_less(engine: Engine) -> None:
     assert notes(engine) == []
 
 
-def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: ForAsyncio) -> None:
     async def main(target: AsyncEngine, holder: Holder) -> None:
         async with AsyncSession(target) as session:
             await session.run_sync(note, 1)
@@ -503,9 +503,7 @@ def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Eng
     [*(("sqlite", way) for way in WAYS), *((url, "claim") for url in ("postgresql", "mariadb"))],
     indirect=["shared_url"],
 )
-def test_a_session_that_is_thrown_away_keeps_no_connection(
-    engine: Engine, way: str, within: Callable[[Session], object]
-) -> None:
+def test_a_session_that_is_thrown_away_keeps_no_connection(engine: Engine, way: str, within: Act) -> None:
     own = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=1)
     for _ in range(2):
         session = Session(own)

@@ -11,7 +11,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, insert, orm, select, update
 from sqlalchemy.exc import PendingRollbackError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Mapped, Session, aliased, mapped_column, scoped_session, sessionmaker
 
 import fencelock
@@ -19,7 +19,7 @@ from fencelock import conditional_delete, conditional_update, execute_fenced, fe
 from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import Postgres
-from tests.guard.rows import on_sqlite_alone, turned_away
+from tests.guard.rows import ForAsyncio, on_sqlite_alone, turned_away
 
 
 class Base(orm.DeclarativeBase): ...
@@ -89,9 +89,7 @@ def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
 
 @on_sqlite_alone
 @pytest.mark.parametrize("for_asyncio", [0], indirect=True)
-def test_coroutines_are_told_to_use_run_sync(
-    engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
-) -> None:
+def test_coroutines_are_told_to_use_run_sync(engine: Engine, for_asyncio: ForAsyncio) -> None:
     """The error says what to write, that is what works, and nothing has been written before."""
 
     async def main() -> None:

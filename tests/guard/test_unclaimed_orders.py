@@ -8,9 +8,8 @@ of transactions; all orders are tried, on real databases.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import combinations
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 from sqlalchemy import Engine, String, delete, insert, select
@@ -49,15 +48,8 @@ PROGRAMS = (("LWW", "LWW"), ("LWLW", "LWW"), ("LWW", "LWLW"))
 """What the older and the newer holder do: load, write."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """A write that was acknowledged.
-
-    Attributes:
-        mark: which it has added.
-        token: which it was made with.
-        seen: the log that it was computed from.
-    """
+class Written(NamedTuple):
+    """A write that was acknowledged: which mark it has added to which log, with which token."""
 
     mark: str
     token: int

@@ -9,15 +9,15 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, bindparam, delete, insert, inspect, select, update
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, make_transient_to_detached
 
 import fencelock
-from fencelock import Lease, bind, claim, execute_fenced, fenced_text, fenced_update, upsert
+from fencelock import Lease, bind, execute_fenced, fenced_text, fenced_update, upsert
 from tests.guard import write_ids
 from tests.guard.listening import listening, statements
-from tests.guard.rows import bypassed, holding, on_sqlite_alone
-from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, refused, stored
+from tests.guard.rows import ForAsyncio, bypassed, holding, on_sqlite_alone
+from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, loaded, refused, stored
 
 ROWS = write_ids.fill
 
@@ -53,40 +53,23 @@ def test_whoever_has_written_and_whenever_the_lock_was_taken(
     assert (str(again), again.loaded) == (str(error), error.loaded)
 
 
-@on_sqlite_alone
-def test_a_claim_of_another_holder_makes_objects_stale(engine: Engine) -> None:
-    """It has decided on the row, although it has written nothing else of it."""
-    with Session(engine, expire_on_commit=False) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
-        change(engine, do=lambda row: claim(inspect(row).session, Row, 1))
-        bind(session, Lease("rows", MINE))
-        row.balance -= 30
-        with refused(engine):
-            session.commit()
-
-
 def by_hand(session: Session, _row: object = None) -> Row:
     row = Row(id=1)
     make_transient_to_detached(row)
+    return added(session, row)
+
+
+def added(session: Session, row: Row) -> Row:
     session.add(row)
     return row
 
 
-def expired(session: Session, row: Row) -> Row:
-    """Return an object that was loaded, and expired before another holder came."""
-    session.add(row)
-    return row
-
-
-@pytest.mark.parametrize("make", [by_hand, expired, lambda session, _row: session.merge(Row(id=1))])
+@pytest.mark.parametrize("make", [by_hand, added, lambda session, _row: session.merge(Row(id=1))])
 def test_values_that_are_computed_from_nothing_are_written(
     engine: Engine, make: Callable[[Session, Row], Row]
 ) -> None:
     """An unknown write id is never taken for 0, and at most one SELECT is sent beside the UPDATE."""
-    with holder(engine) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
+    with loaded(engine) as (session, row):
         session.expire(row)
         session.expunge(row)
         change(engine)
@@ -141,7 +124,7 @@ def test_many_objects_are_one_statement(engine: Engine, do: str, *, written: boo
             assert len([each for each in sent if "wi_rows" in each]) == 1
 
 
-def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+def test_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
     fill_many(engine, 99)
 
     async def play() -> None:
@@ -286,9 +269,7 @@ class TestTheSameHolder:
 @pytest.mark.parametrize("token", [OTHER, MINE])
 def test_an_object_of_another_version_does_not_become_new_by_a_statement(engine: Engine, token: int) -> None:
     """The statement writes the row as it is, and the object was computed from another one."""
-    with holder(engine) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
+    with loaded(engine) as (session, row):
         change(engine, token=token)
         session.execute(update(Row).where(Row.id == 1).values(status="x"))
         row.balance -= 10
@@ -312,9 +293,7 @@ def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(engine: Engi
 
 def test_bulk_and_core_have_no_object(engine: Engine) -> None:
     """They are compared with the token alone, whatever objects the session has of their rows."""
-    with holder(engine) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
+    with loaded(engine) as (session, row):
         change(engine)
         session.execute(update(Row), [{"id": 1, "balance": 1}])
         session.bulk_update_mappings(inspect(Row), [{"id": 1, "balance": 2}])

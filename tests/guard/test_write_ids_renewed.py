@@ -121,6 +121,7 @@ THEN = {
         then=again(lambda session, _row: session.scalars(part_of_refreshed).all()),
         said=MIXED,
     ),
+    "claimed by the other": Story(other=lambda row: claim(inspect(row).session, Row, 1)),
     "deleted and inserted again": Story(other=insert_again),
     "deleted": Story(other=lambda row: inspect(row).session.delete(row), said=write_ids.DELETED),
     "refreshed": Story(then=lambda session, row: session.refresh(row), said=None),

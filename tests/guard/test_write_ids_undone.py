@@ -11,7 +11,7 @@ from sqlalchemy.orm import Session
 
 from fencelock import Lease, bind, claim, claim_all
 from tests.guard import write_ids
-from tests.guard.rows import holding, on_sqlite_alone
+from tests.guard.rows import Act, holding, on_sqlite_alone
 from tests.guard.write_ids import MINE, OTHER, Account, Row, Step, change, holder, refused, stored
 
 ROWS = write_ids.fill
@@ -165,7 +165,7 @@ def test_an_insert_that_was_undone_is_made_again(engine: Engine, *, nested: bool
     assert stored(engine, Row, 9) == 90
 
 
-SAVED: dict[str, Callable[[Session], object]] = {
+SAVED: dict[str, Act] = {
     "written": written,
     "claimed": lambda session: claim(session, Row, 1),
     "all claimed": lambda session: claim_all(session, select(Row)),
@@ -173,9 +173,7 @@ SAVED: dict[str, Callable[[Session], object]] = {
 
 
 @pytest.mark.parametrize("do", SAVED.values(), ids=SAVED)
-def test_after_a_savepoint_is_undone_the_row_is_as_it_was_loaded(
-    engine: Engine, do: Callable[[Session], object]
-) -> None:
+def test_after_a_savepoint_is_undone_the_row_is_as_it_was_loaded(engine: Engine, do: Act) -> None:
     """Whatever has raised its fence in the savepoint."""
     with holder(engine) as session:
         row = session.get_one(Row, 1)

@@ -20,7 +20,7 @@ from fencelock.guard import conditions, triggers
 from fencelock.guard.tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
 from tests.guard import unguardable
 from tests.guard import write_paths as guarded
-from tests.guard.rows import contents
+from tests.guard.rows import Act, contents
 from tests.guard.write_docs import Outcomes, check_section, grouped
 
 DRIVERS = {
@@ -30,7 +30,7 @@ DRIVERS = {
 }
 ALL_DRIVERS = sorted(driver for drivers in DRIVERS.values() for driver in drivers)
 ASYNC = frozenset({"aiosqlite", "psycopg_async", "asyncpg", "aiomysql", "asyncmy"})
-Write = Callable[[Session], object]
+Write = Act
 
 
 class Way(NamedTuple):

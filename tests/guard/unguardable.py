@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import DDL, Column, MetaData, String, Table, delete, insert, lambda_stmt, select, text, update
 from sqlalchemy.dialects import mysql, sqlite
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fencelock import FencedModel
-from tests.guard.rows import refill
+from tests.guard.rows import Act, refill
 
 
 class Base(DeclarativeBase): ...
@@ -57,7 +56,7 @@ def seed(engine: sa.Engine) -> None:
     refill(engine, Base.metadata, ROWS)
 
 
-UNGUARDABLE: dict[str, Callable[[Session], object]] = {
+UNGUARDABLE: dict[str, Act] = {
     "text UPDATE": lambda s: s.execute(text("UPDATE re_orders SET status = 'x'")),
     "text DELETE": lambda s: s.execute(text("delete\nfrom re_orders where id = :id"), {"id": 1}),
     "text INSERT": lambda s: s.execute(text("INSERT INTO re_orders (id, status, kind) VALUES (9, 'x', 'y')")),

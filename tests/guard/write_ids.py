@@ -254,6 +254,15 @@ def holder(engine: Engine, token: int = MINE) -> Session:
     return holding(engine, Lease("rows", token), expire_on_commit=False)
 
 
+@contextmanager
+def loaded(engine: Engine) -> Iterator[tuple[Session, Row]]:
+    """Load the row in a transaction of its own, in a session of the test's holder."""
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        session.commit()
+        yield session, row
+
+
 def take(row: Any) -> None:
     row.balance -= 20
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import Column, ForeignKey, Integer, String, Table, bindparam, delete, insert, orm, update
@@ -11,7 +10,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 
 from fencelock import FencedDataclassModel, FencedModel, execute_fenced, fenced_delete, fenced_update
 from fencelock.tokens import MAX_TOKEN
-from tests.guard.rows import Keyed, bypassed, core_table, empty
+from tests.guard.rows import Act, Keyed, bypassed, core_table, empty
 
 FENCE = 5
 STALE = 4
@@ -136,23 +135,19 @@ def get(session: Session, model: type[Any], identity: Any = 1) -> Any:
     return found
 
 
-Write: TypeAlias = Callable[[Session], object]
-"""What is still pending behind it is flushed by the COMMIT."""
-
-
-def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Write:
+def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Act:
     return lambda session: setattr(get(session, model, identity), attribute, value)
 
 
-def deleting(model: type[Any], identity: Any = 1) -> Write:
+def deleting(model: type[Any], identity: Any = 1) -> Act:
     return lambda session: session.delete(get(session, model, identity))
 
 
-def executing(statement: Any, **options: Any) -> Write:
+def executing(statement: Any, **options: Any) -> Act:
     return lambda session: session.execute(statement, execution_options=options)
 
 
-def on_connection(statement: Any, *rows: dict[str, Any]) -> Write:
+def on_connection(statement: Any, *rows: dict[str, Any]) -> Act:
     return lambda session: session.connection().execute(statement, [*rows] or None)
 
 
@@ -180,7 +175,8 @@ places: Table = Place.__table__  # type: ignore[assignment]
 pay = update(Order).where(Order.id == 1).values(status="paid")
 has_items = sa.select(Item.id).where(Item.order_id == Order.id).exists()
 of_a_place = update(places).where(places.c.row == bindparam("r"), places.c.seat == bindparam("s"))
-UPDATES: dict[str, Write] = {
+#: What is still pending behind them is flushed by the COMMIT.
+UPDATES: dict[str, Act] = {
     "unit of work": setting(Order, "status", "paid"),
     "expression": setting(Employee, "name", Employee.name + "!"),
     "composite key": setting(Place, "taken", 1, (1, "a")),
@@ -231,7 +227,7 @@ UPDATES: dict[str, Write] = {
     ),
 }
 
-DELETES: dict[str, Write] = {
+DELETES: dict[str, Act] = {
     "unit of work": deleting(Point),
     "joined": deleting(Engineer, 2),
     "single-table": deleting(Manager, 3),
@@ -244,7 +240,7 @@ DELETES: dict[str, Write] = {
     ),
 }
 
-INSERTS: dict[str, Write] = {
+INSERTS: dict[str, Act] = {
     "unit of work": lambda session: add(session, Place(row=1, seat="b", taken=0)),
     "unit of work, many": lambda session: add(session, *[Box(id=n, size=0) for n in range(2, 9)]),
     "generated key": lambda session: add(session, Employee(name="new"), Employee(name="new")),
