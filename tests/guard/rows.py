@@ -79,11 +79,9 @@ def holding(target: Engine | Connection, *leases: Lease, **options: Any) -> Sess
 
 @contextmanager
 def turned_away(
-    target: Session | Connection,
-    error: type[Exception] | tuple[type[Exception], ...],
-    match: str | None = None,
+    target: Any, error: type[Exception] | tuple[type[Exception], ...], match: str | None = None
 ) -> Iterator[pytest.ExceptionInfo[Any]]:
-    """Expect an error, and roll back."""
+    """Expect an error, and roll back a session, connection or savepoint."""
     with pytest.raises(error, match=match) as caught:
         yield caught
     target.rollback()

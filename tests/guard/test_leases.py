@@ -530,7 +530,7 @@ def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
             return session.get_one(Ticket, number).last_fencing_token
 
     async def both() -> list[int]:
-        return await asyncio.gather(work(1), work(2))
+        return [*await asyncio.gather(work(1), work(2))]
 
     assert asyncio.run(both()) == [10, 20]
 

@@ -55,7 +55,7 @@ ROWS: dict[Any, Any] = {}
 HELD = [CHECKOUT]
 
 
-def rows(engine: Engine, *columns: Any) -> list[tuple[Any, ...]]:
+def rows(engine: Engine, *columns: Any) -> list[Any]:
     return rows_of(engine, select(*columns).order_by(*columns))
 
 

@@ -205,29 +205,30 @@ def test_any_statement_is_fenced(engine: Engine) -> None:
 
 ODD = ["select", "Robert'); DROP TABLE x;--", 'a"b', "", "a b", "é", "1a", "a;b", "a."]
 ROW: Any = {"id": 1}
+#: Without a dialect nobody knows the quotes.
+UNQUOTED: list[Any] = [
+    given
+    for name in ODD
+    for given in ((name, {"a": 1}, ROW, 1), ("t", {name: 1}, ROW, 1), ("t", {"a": 1}, {name: 1}, 1))
+]
 BAD: list[tuple[Callable[[], object], type[Exception], str | None]] = [
     (lambda: conditional_update("t", {"a": 1}, {}, 1), ValueError, "every row"),
     (lambda: conditional_update("t", {"a": 1}, {"id": None}, 1), ValueError, "NULL"),
     (lambda: conditional_update("t", {"last_fencing_token": 9}, ROW, 1), ValueError, "by hand"),
     (lambda: conditional_update("t", {"a": 1}, {"last_fencing_token": 9}, 1), ValueError, "by hand"),
     (lambda: conditional_update("t", {"last_write_id": 9}, ROW, 1), ValueError, "by hand"),
-    (lambda: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),  # type: ignore[arg-type]
+    (lambda: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),
     (lambda: conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),
     (lambda: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "needs quotes"),
     *(
-        (lambda token=token: conditional_update("t", {}, ROW, token), error, match)  # type: ignore[misc]
+        (lambda token=token: conditional_update("t", {}, ROW, token), error, match)
         for tokens, error, match in (
             ((0, -1, MAX_TOKEN + 1), ValueError, "fencing token"),
             ((True, "7", 7.0, None), TypeError, None),  # a token is an int, and True is none
         )
         for token in tokens
     ),
-    # Without a dialect nobody knows the quotes.
-    *(
-        (lambda given=given: conditional_update(*given, 1), ValueError, "needs quotes")  # type: ignore[misc]
-        for name in ODD
-        for given in ((name, {"a": 1}, ROW), ("t", {name: 1}, ROW), ("t", {"a": 1}, {name: 1}))
-    ),
+    *((lambda given=given: conditional_update(*given), ValueError, "needs quotes") for given in UNQUOTED),
 ]
 
 

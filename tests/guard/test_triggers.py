@@ -137,7 +137,7 @@ def test_a_foreign_key_deletes_the_rows_of_strict_tables(shared_engine: Engine) 
     """The parent's writer has not chosen to write them: the documentation says so."""
     metadata = MetaData()
     Table("tr_parents", metadata, Column("id", Integer, primary_key=True))
-    parent = Column("parent_id", sa.ForeignKey("tr_parents.id", ondelete="CASCADE"))
+    parent: Column[int] = Column("parent_id", sa.ForeignKey("tr_parents.id", ondelete="CASCADE"))
     core_table("tr_children", parent, metadata=metadata, trigger="strict")
     metadata.create_all(shared_engine)
     raw(shared_engine, "INSERT INTO tr_parents VALUES (1)", "INSERT INTO tr_children VALUES (1, 1, 5, 0)")

@@ -70,13 +70,9 @@ refer = write_ids.computing("favourite", lambda row: row.entries[1])
 WRITES = {
     "a column": Story(),
     "DELETE": Story(write=Session.delete),
-    "a column of the sub-table": Story(
-        load=get(Joined, 2), model=Joined, key=2, write=write_ids.setting("extra", 1)
-    ),
-    "a column of the base": Story(load=get(Joined, 2), model=Joined, key=2),
-    "a column of the subclass": Story(
-        load=get(write_ids.Single, 3), model=write_ids.Single, key=3, write=write_ids.setting("extra", 1)
-    ),
+    "a column of the sub-table": Story(model=Joined, key=2, write=write_ids.setting("extra", 1)),
+    "a column of the base": Story(model=Joined, key=2),
+    "a column of the subclass": Story(model=write_ids.Single, key=3, write=write_ids.setting("extra", 1)),
     "a collection": Story(
         load=whole(), model=Account, write=write_ids.adding("entries", lambda: write_ids.Entry(id=3))
     ),
@@ -89,15 +85,13 @@ WRITES = {
     "DELETE with post_update": Story(load=whole(), model=Account, write=Session.delete),
     "DELETE, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=Session.delete),
     "DELETE, concrete": Story(load=write_ids.after(get(Dog), load_beside), model=Dog, write=Session.delete),
-    "row switch": Story(load=get(Versioned), model=Versioned, write=switch(Versioned)),
+    "row switch": Story(model=Versioned, write=switch(Versioned)),
     "row switch, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=switch(Account)),
     "row switch, concrete": Story(load=write_ids.after(get(Dog), load_beside), model=Dog, write=switch(Dog)),
     "row switch, second class": Story(load=get(write_ids.Twin), write=switch(write_ids.Twin)),
-    "version counter": Story(load=get(Versioned), model=Versioned),
-    "key": Story(load=get(Versioned), model=Versioned, write=write_ids.setting("id", 2)),
-    "keys that move up": Story(
-        load=get(write_ids.Line, (1, 1)), model=write_ids.Line, key=(1, 1), write=move_up
-    ),
+    "version counter": Story(model=Versioned),
+    "key": Story(model=Versioned, write=write_ids.setting("id", 2)),
+    "keys that move up": Story(model=write_ids.Line, key=(1, 1), write=move_up),
     "by a listener": Story(write=by_a_listener),
     "by the listener of another": Story(write=by_the_listener_of_another),
 }
@@ -153,7 +147,7 @@ append_note = write_ids.computing("note", lambda row: row.note + "A")
 LOADS = {
     "load_only": Story(load=get(Row, 1, load_only(Row.balance))),
     'defer("*")': Story(load=get(Row, 1, defer("*")), said=None),  # what is written is loaded later
-    "deferred fence": Story(load=get(Deferred), model=Deferred),
+    "deferred fence": Story(model=Deferred),
     "deferred fence, and load_only": Story(
         load=get(Deferred, 1, load_only(Deferred.balance)), model=Deferred
     ),

@@ -96,19 +96,16 @@ THEN = {
     "changed and merged, joined": Story(
         load=detached(get(Joined, 2)), model=Joined, key=2, then=changed_and_merged, write=nothing, said=MIXED
     ),
-    "the rest is loaded": Story(other=take_and_say, then=again(lambda _session, _row: None), said=MIXED),
-    "a part is refreshed": Story(
-        other=take_and_say, then=again(lambda session, row: session.refresh(row, ["status"])), said=MIXED
-    ),
-    "a part is expired": Story(
-        other=take_and_say, then=again(lambda session, row: session.expire(row, ["status"])), said=MIXED
-    ),
-    "the key is expired": Story(
-        other=take_and_say, then=again(lambda session, row: session.expire(row, ["id"])), said=MIXED
-    ),
-    "a part is populated": Story(
-        other=take_and_say, then=again(populate(select(Row).options(load_only(Row.status)))), said=MIXED
-    ),
+    **{
+        name: Story(other=take_and_say, then=again(do), said=MIXED)
+        for name, do in {
+            "the rest is loaded": nothing,
+            "a part is refreshed": lambda session, row: session.refresh(row, ["status"]),
+            "a part is expired": lambda session, row: session.expire(row, ["status"]),
+            "the key is expired": lambda session, row: session.expire(row, ["id"]),
+            "a part is populated": populate(select(Row).options(load_only(Row.status))),
+        }.items()
+    },
     "a part is populated without the id": Story(
         other=take_and_say,
         then=again(populate(without_id.options(load_only(Row.status)))),
@@ -188,9 +185,9 @@ PAIR: dict[str, Any] = {
 }
 AS_JOINED: dict[str, Any] = {"load": whole(2), "model": Joined, "key": 2}
 MERGES = {
-    "all of it": Story(load=get(), then=merging(Row)),
-    "a part": Story(load=get(), then=merging(Row, only=(Row.status,))),
-    "a part, into what is changed": Story(load=get(), then=pay_and_merge, write=nothing),
+    "all of it": Story(then=merging(Row)),
+    "a part": Story(then=merging(Row, only=(Row.status,))),
+    "a part, into what is changed": Story(then=pay_and_merge, write=nothing),
     "joined": Story(**AS_JOINED, **EXTRA, then=merging(Joined, 2, only=(Joined.balance,))),
     "single": Story(
         load=whole(3),

@@ -302,9 +302,6 @@ def get(model: type[Any] = Row, key: Any = 1, *options: Any, **given: Any) -> Lo
     return lambda session: session.get_one(model, key, options=options, **given)
 
 
-get_row = get()
-
-
 def whole(key: int = 1, **given: Any) -> Load:
     """Load an account with all that it has, and its favourite."""
 
@@ -361,11 +358,12 @@ class Story:
     """How an object is loaded, what the other holder does to its row, what comes then, and how it is written.
 
     Attributes:
+        load: where it is not plainly by its key.
         said: by the refusal, where the other holder has written; None where the write is accepted.
         always: the write is refused without the other holder's, too.
     """
 
-    load: Load = get_row
+    load: Load | None = None
     model: type[Any] = Row
     key: Any = 1
     other: Callable[[Any], object] = take
@@ -377,12 +375,12 @@ class Story:
 
 def play(engine: Engine, story: Story, *, written: bool) -> None:
     with Session(engine, expire_on_commit=False) as session:
-        loaded = story.load(session)
+        found = (story.load or get(story.model, story.key))(session)
         session.commit()
         if written:
             change(engine, story.model, story.key, story.other)
         bind(session, Lease("rows", MINE))
-        row = story.then(session, loaded) or loaded
+        row = story.then(session, found) or found
 
         def act() -> None:
             story.write(session, row)
