@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from proof.servers import Postgres
 from proof.servers.galera import Galera
 from tests.conftest import galera_with_leases
+from tests.door import Door
 from tests.guard import claims
 from tests.guard.rows import InMemory, holding, refill
 
@@ -130,3 +131,11 @@ def old(engine: Engine) -> Iterator[Session]:
 def new(engine: Engine) -> Iterator[Session]:
     with claims.holder(engine, claims.NEW) as made:
         yield made
+
+
+@pytest.fixture
+def door(engine: Engine) -> Iterator[Door]:
+    """A door before the database, which loses the answer to the first COMMIT."""
+    made = Door(engine)
+    yield made
+    made.close()

@@ -46,13 +46,6 @@ def lease() -> Lease:
     return Lease("account:1", 5)
 
 
-@pytest.fixture
-def door(engine: Engine) -> Iterator[Door]:
-    made = Door(engine)
-    yield made
-    made.close()
-
-
 def lose_the_answer(door: Door, lease: Lease, *, twophase: bool = False) -> Session:
     """Withdraw 10 under the lease, and lose the connection with the COMMIT under way."""
     session = Session(door.engine, twophase=twophase)

@@ -389,14 +389,6 @@ def test_a_row_that_has_changed_since_it_was_read(engine: Engine, *, gone: bool)
         goes_on(engine, session, [])
 
 
-@pytest.fixture
-def door(engine: Engine) -> Iterator[Door]:
-    """A door before the database, which loses the answer to the first COMMIT."""
-    made = Door(engine)
-    yield made
-    made.close()
-
-
 @pytest.mark.parametrize(
     ("shared_url", "way"),
     [*(("postgresql", way) for way in CORE | ORM), ("mariadb", "by key")],
