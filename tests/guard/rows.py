@@ -8,7 +8,8 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import Column, Connection, Engine, Integer, MetaData, Table, delete, insert, select
+import sqlalchemy as sa
+from sqlalchemy import Column, Connection, Delete, Engine, Insert, MetaData, Table, Update, delete, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -41,7 +42,7 @@ def core_table(
     **fence: Any,
 ) -> Table:
     """Return a fenced table of Core with a key; `fence` is what `fence_column` is told."""
-    key = Column("id", Integer, primary_key=True, autoincrement=False)
+    key = Column("id", sa.Integer, primary_key=True, autoincrement=False)
     fenced = (fence_column(**fence), write_id_column())
     return Table(name, metadata or MetaData(), key, *columns, *fenced, schema=schema)
 
@@ -114,6 +115,18 @@ def contents(engine: Engine, metadata: MetaData) -> dict[str, list[tuple[Any, ..
     """Return every row of every table."""
     with engine.connect() as connection:
         return {
-            table.name: sorted((tuple(row) for row in connection.execute(select(table))), key=repr)
+            table.name: sorted((tuple(row) for row in connection.execute(sa.select(table))), key=repr)
             for table in metadata.sorted_tables
         }
+
+
+class Routing(Session):
+    """Sends each SELECT to the next of `reads`, and all that come later to the last of them."""
+
+    leader: Engine
+    reads: list[Engine]
+
+    def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
+        if self._flushing or isinstance(clause, Insert | Update | Delete):
+            return self.leader
+        return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]

@@ -210,18 +210,13 @@ def test_what_the_database_refuses_at_the_commit_is_not_written(
         session.flush()
         break_it(session)
 
-    async def main() -> None:
-        aengine = for_asyncio(engine)
-        try:
-            async with AsyncSession(aengine) as session:
-                await session.run_sync(write_and_break)
-                await session.commit()
-        finally:
-            await aengine.dispose()
+    async def write_and_commit(session: AsyncSession) -> None:
+        await session.run_sync(write_and_break)
+        await session.commit()
 
     def play() -> None:
         if world == "asyncio":
-            asyncio.run(main())
+            awaiting(for_asyncio(engine), write_and_commit)
         else:
             with Session(engine) as session, session.begin():
                 write_and_break(session)

@@ -11,24 +11,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Delete, Engine, Insert, StaticPool, Text, Update, create_engine, insert, select, update
+from sqlalchemy import StaticPool, Text, create_engine, insert, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, deferred, load_only, mapped_column, undefer
 
 from fencelock import FencedModel, Lease, StaleTokenError, bind, bypass
 from fencelock.guard import objects
-from tests.guard.rows import Keyed
+from tests.guard.rows import Keyed, Routing
 
 HISTORIES, STEPS, TOKENS = 60, 40, (1, 2, 2)
-
-
-class Routing(Session):
-    """Writes to the leader, and reads from wherever it is told to."""
-
-    leader: Engine
-    reads: Engine
-
-    def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
-        return self.leader if self._flushing or isinstance(clause, Insert | Update | Delete) else self.reads
 
 
 def new_model() -> Any:
@@ -87,7 +77,7 @@ class World:
 
     def new_worker(self, token: int) -> tuple[Routing, list[Any]]:
         session = Routing(expire_on_commit=False)
-        session.leader = session.reads = self.leader
+        session.leader, session.reads = self.leader, [self.leader]
         bind(session, Lease("log", token))
         return session, [session.get_one(self.model, 1)]
 
@@ -106,7 +96,7 @@ class World:
     def play(self) -> tuple[int, list[str]]:
         for number in range(STEPS):
             session, known = self.dice.choice(self.workers)
-            session.reads = self.dice.choice([self.leader, *self.followers])
+            session.reads = [self.dice.choice([self.leader, *self.followers])]
             try:
                 match self.dice.randrange(5):
                     case 0:
@@ -118,7 +108,7 @@ class World:
             except StaleTokenError:
                 session.rollback()
                 session.expunge_all()
-                session.reads = self.dice.choice([self.leader, *self.followers])
+                session.reads = [self.dice.choice([self.leader, *self.followers])]
                 known[0] = session.get_one(self.model, 1)
         with Session(self.leader) as last:
             log = last.get_one(self.model, 1)

@@ -12,23 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Delete, Engine, Insert, Update, create_engine, select
+from sqlalchemy import Engine, create_engine, select
 from sqlalchemy.orm import Session, joinedload, load_only, selectin_polymorphic, undefer
 
 from fencelock import Lease, StaleReadError, bind
+from tests.guard.rows import Routing
 from tests.guard.write_ids import MINE, Account, Entry, Joined, Load, Row, Step, change, fill, get, query
-
-
-class Routing(Session):
-    """Sends each SELECT to the next of `reads`, and all that come later to the last of them."""
-
-    leader: Engine
-    reads: list[Engine]
-
-    def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
-        if self._flushing or isinstance(clause, Insert | Update | Delete):
-            return self.leader
-        return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]
 
 
 @pytest.fixture

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
@@ -30,21 +29,10 @@ def aengine(tmp_path: Path) -> AsyncEngine:
     return create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}")
 
 
-def as_it_is(engine: AsyncEngine) -> AsyncEngine:
-    return engine
-
-
-def behind_it(engine: AsyncEngine) -> Engine:
-    """Give the blocking engine that it stands on."""
-    return engine.sync_engine
-
-
-@pytest.mark.parametrize("form", [as_it_is, behind_it])
-def test_tasks_that_read_before_they_write_take_turns(
-    aengine: AsyncEngine, form: Callable[[AsyncEngine], AsyncEngine | Engine]
-) -> None:
+@pytest.mark.parametrize("form", ["engine for coroutines", "engine behind it"])
+def test_tasks_that_read_before_they_write_take_turns(aengine: AsyncEngine, form: str) -> None:
     """Each reads what the one before has written; without BEGIN IMMEDIATE, one fails with "locked"."""
-    begin_immediate(form(aengine))
+    begin_immediate(aengine if form == "engine for coroutines" else aengine.sync_engine)
 
     async def pay(token: int) -> None:
         async with AsyncSession(aengine) as session:
