@@ -81,10 +81,6 @@ def number_of(engine: Engine, model: type[Any]) -> int:
         return session.scalar(select(func.count()).select_from(model)) or 0
 
 
-def claim_it(session: Session) -> None:
-    claim(session, Account, 1)
-
-
 def raise_it(session: Session) -> None:
     """The control: raise the fence, and change nothing where it has that height already."""
     statement = text(
@@ -110,7 +106,7 @@ def decide_again(nodes: list[Engine], prepare: Act) -> None:
         session.add(Order(seen=seen))
 
 
-@pytest.mark.parametrize("prepare", [claim_it, gate])
+@pytest.mark.parametrize("prepare", [lambda session: claim(session, Account, 1), gate], ids=["claim", "gate"])
 def test_a_second_claim_or_gate_is_refused_at_a_node_that_lags(nodes: list[Engine], prepare: Act) -> None:
     """It changes the row, so that the cluster finds the conflict when it commits."""
     with pytest.raises(DBAPIError) as caught:

@@ -49,19 +49,14 @@ def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: 
     assert found("cl_other") == ["account:1"]
 
 
-def replace_account(session: Session) -> None:
-    """Make the account anew, as one who has read that there is none."""
-    session.add(Account(id=1, balance=100))
-    session.commit()
-
-
 @on_sqlite_alone
 def test_without_a_gate_a_deleted_row_is_resurrected(engine: Engine, old: Session, new: Session) -> None:
     """What it is about: where no row is, no fence is, and the older holder's INSERT is accepted."""
     new.delete(claim(new, Account, 1).notes[0])
     new.delete(claim(new, Account, 1))
     new.commit()
-    replace_account(old)
+    old.add(Account(id=1, balance=100))  # as one who has read that there is none
+    old.commit()
     assert (balance(engine), fence(engine)) == (100, 1), "what the newer holder has deleted is back"
 
 

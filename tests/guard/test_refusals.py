@@ -118,42 +118,37 @@ def test_lambdas_that_read_or_write_plain_tables_stay_as_they_are(session: Sessi
     assert written.note == "x"
 
 
-def _given_as_text(table: Table, connection: Connection) -> object:
-    name = connection.dialect.identifier_preparer.quote(table.name).replace("%%", "%")
-    return connection.execute(text(f"UPDATE {name} SET status = 'hacked'"))  # noqa: S608  a name of ours
+def quoted(table: Table, connection: Connection) -> str:
+    return connection.dialect.identifier_preparer.quote(table.name)
 
 
-def _given_to_the_driver(table: Table, connection: Connection) -> object:
-    name = connection.dialect.identifier_preparer.quote(table.name)
-    return connection.exec_driver_sql(f"DELETE FROM {name}")  # noqa: S608  the same
-
-
-def _given_by_name(table: Table, connection: Connection) -> object:
-    by_name = sa.table(table.name, sa.column("status"))
-    return connection.execute(update(by_name).values(status="hacked"))
-
-
-def _given_reflected(table: Table, connection: Connection) -> object:
-    reflected = Table(table.name, MetaData(), autoload_with=connection)
-    return connection.execute(update(reflected).values(status="hacked"))
-
-
-def _given_in_a_cte(table: Table, connection: Connection) -> object:
-    written = update(table).values(status="hacked").returning(table.c.id).cte("written")
-    return connection.execute(select(written))
-
-
-UNSEEN_BEFORE = [_given_as_text, _given_to_the_driver, _given_by_name, _given_reflected, _given_in_a_cte]
+GIVEN: dict[str, Callable[[Table, Connection], object]] = {
+    "text": lambda table, connection: connection.execute(
+        text(f"UPDATE {quoted(table, connection)} SET status = 'hacked'".replace("%%", "%"))  # noqa: S608  ours
+    ),
+    "driver": lambda table, connection: connection.exec_driver_sql(
+        f"DELETE FROM {quoted(table, connection)}"  # noqa: S608  the same
+    ),
+    "name": lambda table, connection: connection.execute(
+        update(sa.table(table.name, sa.column("status"))).values(status="hacked")
+    ),
+    "reflected": lambda table, connection: connection.execute(
+        update(Table(table.name, MetaData(), autoload_with=connection)).values(status="hacked")
+    ),
+    "cte": lambda table, connection: connection.execute(
+        select(update(table).values(status="hacked").returning(table.c.id).cte("written"))
+    ),
+}
 
 
 @on_sqlite_alone
-@pytest.mark.parametrize("write", UNSEEN_BEFORE)
+@pytest.mark.parametrize("given", GIVEN)
 @pytest.mark.parametrize("made", ["with the table", "later", "as a copy"])
 def test_a_core_table_is_fenced_from_the_moment_it_has_its_column(
-    shared_engine: Engine, write: Callable[[Table, Connection], object], made: str
+    shared_engine: Engine, given: str, made: str
 ) -> None:
     """No statement of its own must have made it known: the process's first write may be any."""
-    name = f"re_core{write.__name__}_{made.replace(' ', '_')}"
+    name = f"re_core_{given}_{made.replace(' ', '_')}"
     status = Column("status", sa.String(20))
     if made == "later":
         table = Table(name, MetaData(), Column("id", sa.Integer, primary_key=True), status)
@@ -167,7 +162,7 @@ def test_a_core_table_is_fenced_from_the_moment_it_has_its_column(
         fresh = f"INSERT INTO {name} VALUES (1, 'new', 9, 0)"  # noqa: S608  the same
         connection.exec_driver_sql(fresh, execution_options={"fencelock": "bypass"})
     with pytest.raises(UnfencedWriteError), shared_engine.begin() as connection:
-        write(table, connection)
+        GIVEN[given](table, connection)
     assert rows_of(shared_engine, select(table.c.id, table.c.status)) == [(1, "new")]
 
 
@@ -176,9 +171,9 @@ def test_names_that_sql_spells_in_another_way_are_known(shared_engine: Engine, n
     table = core_table(name, Column("status", sa.String(20)), resource="orders")
     table.create(shared_engine)
     refill(shared_engine, table.metadata, {table: {"id": 1, "status": "new", "last_fencing_token": 9}})
-    for write in (_given_as_text, _given_to_the_driver, _given_by_name):
+    for given in ("text", "driver", "name"):
         with pytest.raises(UnfencedWriteError), shared_engine.begin() as connection:
-            write(table, connection)
+            GIVEN[given](table, connection)
     assert rows_of(shared_engine, select(table.c.id, table.c.status)) == [(1, "new")]
 
 
