@@ -487,8 +487,7 @@ def test_a_plain_table_leaves_nothing_behind(in_memory: InMemory) -> None:
         id: Mapped[int] = mapped_column(primary_key=True)
         value: Mapped[int] = mapped_column(default=0)
 
-    engine = in_memory(Base.metadata)
-    with Session(engine) as session:
+    with Session(in_memory(Base.metadata)) as session:
         session.add(Plain(id=1))
         session.flush()
         session.execute(update(Plain).values(value=1))

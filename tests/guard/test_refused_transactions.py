@@ -15,7 +15,7 @@ from typing import Any, TypeAlias
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, orm, select, text, update
+from sqlalchemy import Engine, NullPool, create_engine, delete, insert, orm, select, text, update
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
@@ -77,10 +77,6 @@ TEXT = fencelock.fenced_text(
 PLAIN = "UPDATE rt_rows SET value = 1"
 
 
-def connection_of(target: Session | Connection) -> Connection:
-    return target.connection() if isinstance(target, Session) else target
-
-
 Way: TypeAlias = Callable[[Any], object]
 CORE: dict[str, Way] = {
     "by key": lambda target: target.execute(update(Row).where(Row.id == 1).values(value=1)),
@@ -99,7 +95,9 @@ ORM: dict[str, Way] = {
 }
 UNGUARDED: dict[str, Way] = {
     "plain text": lambda target: target.execute(text(PLAIN)),
-    "driver": lambda target: connection_of(target).exec_driver_sql(PLAIN),
+    "driver": lambda target: (target.connection() if isinstance(target, Session) else target).exec_driver_sql(
+        PLAIN
+    ),
 }
 WAYS = CORE | ORM | UNGUARDED
 CAUSES: dict[type[FencelockError], Callable[[], tuple[Lease, ...]]] = {
@@ -454,9 +452,8 @@ def test_a_trigger_refuses_no_less(engine: Engine) -> None:
             lower = update(Row).where(Row.id == 1).values(last_fencing_token=1)
             with pytest.raises(fencelock.FenceError):
                 connection.execute(lower, execution_options={"fencelock": "bypass"})
-            with turned_away(
-                connection, PendingRollbackError, match=r"is stale.*refused by the table's trigger"
-            ):
+            why = r"is stale.*refused by the table's trigger"
+            with turned_away(connection, PendingRollbackError, match=why):
                 connection.commit()
     finally:
         with engine.begin() as connection:
