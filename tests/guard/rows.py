@@ -31,7 +31,7 @@ on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=Tru
 class Keyed:
     """A model whose key no database makes."""
 
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False, sort_order=-1)
 
 
 def core_table(
