@@ -20,16 +20,16 @@ from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
 from fencelock.guard.leases import TokenLookup, open_writing
-from fencelock.guard.sessions import MOVED, is_bypassed, join, owner_of
+from fencelock.guard.sessions import SHIFTED, is_bypassed, join, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
-    MIXED,
     NO_LEASE,
+    NO_VERSION,
     WRITE_COLUMN,
     FencedTable,
     fenced_table,
-    moved,
     new_write_id,
+    shifted,
 )
 
 if TYPE_CHECKING:
@@ -167,7 +167,7 @@ class _Watch:
         if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:
             values = loaded_values(self._naming, state)
             if values is not None:
-                tokens.writing.born.add(self._fenced.template.render(values))
+                tokens.writing.unlockable.add(self._fenced.template.render(values))
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
@@ -295,15 +295,15 @@ def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a co
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
     """Have an assignment, or a merge, of another version leave an object that is of neither."""
     if not isinstance(value, int):
-        return MIXED
-    return value if value == old or not isinstance(old, int) else MIXED
+        return NO_VERSION
+    return value if value == old or not isinstance(old, int) else NO_VERSION
 
 
 def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: dict[str, Any]) -> None:
     """Have an object be of no version into which one was merged that had been loaded without its write id."""
     is_unknown = WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables))
     if is_unknown and any(_was_loaded(given, key) for key in _aging_of(into.mapper)):
-        current[WRITE_COLUMN] = MIXED
+        current[WRITE_COLUMN] = NO_VERSION
 
 
 def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
@@ -318,9 +318,9 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     """Have an object of which only a part is loaded again be of two versions; or follow a statement."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
-        by = None if state.session is None else state.session.info.get(MOVED)
+        by = None if state.session is None else state.session.info.get(SHIFTED)
         if by and isinstance(current.get(WRITE_COLUMN), int):
-            current[WRITE_COLUMN] = moved(current[WRITE_COLUMN], by)
+            current[WRITE_COLUMN] = shifted(current[WRITE_COLUMN], by)
         return
     for made in state.mapper.composites:
         if names is None or not {column.key for column in made.props}.isdisjoint(names):
@@ -333,4 +333,4 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     old = left_out_of(context, state.mapper) if names is None else aging - asked
     if not any(key in current for key in asked & {*aging, WRITE_COLUMN}):
         return  # found, and not loaded
-    current[WRITE_COLUMN] = MIXED if any(_was_loaded(state, key) for key in old & aging) else found
+    current[WRITE_COLUMN] = NO_VERSION if any(_was_loaded(state, key) for key in old & aging) else found

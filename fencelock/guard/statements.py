@@ -19,14 +19,14 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard import conditions
-from fencelock.guard.conditions import LOADED_BIND, Form, Kind, Options, Row, Rows
-from fencelock.guard.dialects import TOKEN_BIND
-from fencelock.guard.endings import refuse
+from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Options, Origin, Row, Rows
 from fencelock.guard.events import report
+from fencelock.guard.exact import TOKEN_BIND
 from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
 from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
-from fencelock.guard.sessions import is_bypassed, note_moved, refuse_bypass
+from fencelock.guard.refused import refuse
+from fencelock.guard.sessions import is_bypassed, note_shift, refuse_bypass
 from fencelock.guard.tables import (
     NO_LEASE,
     WRITE_COLUMN,
@@ -69,7 +69,7 @@ def guarding(execute: _Execute) -> _Execute:
             raise
         merged = merged.union({GUARDED: True})
         result = private.execute_unguarded(connection, statement, rows, merged)
-        _follow(result, statement, fenced)
+        _keep_loaded_ids(result, statement, fenced)
         refusal = verdict and verdict.of(result)
         if refusal:
             result.close()
@@ -79,7 +79,7 @@ def guarding(execute: _Execute) -> _Execute:
     return guarded
 
 
-def _follow(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
+def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
     """Have SQLAlchemy not expire the moved ids of a statement's objects: they follow it, see `objects`."""
     compiled: Any = result.context.compiled
     computed: list[Any] = compiled.postfetch if isinstance(statement, Update) else []
@@ -102,18 +102,18 @@ def _around(
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
     if not isinstance(statement, Update) or fenced is None:
-        note_moved(connection, 0)  # of a joined sub-table, whose objects have their id elsewhere
+        note_shift(connection, 0)  # of a joined sub-table, whose objects have their id elsewhere
         return statement
     brings_its_own = fenced.write.key in {
         *(conditions.key_of(column) for column, _ in private.values_in(statement)),
         *(rows[0] if rows else ()),
     }
     if brings_its_own or conditions.CLAIM_OPTION in options or private.keeps_order(statement):
-        note_moved(connection, 0)
+        note_shift(connection, 0)
         return statement
     by = new_write_id()
-    note_moved(connection, by)
-    return conditions.moving(statement, fenced, literal(by, BigInteger))
+    note_shift(connection, by)
+    return conditions.shift_ids(statement, fenced, literal(by, BigInteger))
 
 
 def _guarded(
@@ -146,7 +146,7 @@ def _guarded(
 
 def _unpack_stamps(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: TokenLookup
-) -> tuple[Sequence[dict[str, Any]], Kind]:
+) -> tuple[Sequence[dict[str, Any]], Origin]:
     """Take the stamps of a flush's rows apart. The unit of work has made the rows for this statement."""
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, kind = isinstance(statement, Update), "objects"
@@ -172,7 +172,7 @@ def _unpack_stamps(
 
 
 def _stamp_of(
-    connection: Connection, form: Form, row: dict[str, Any], tokens: TokenLookup, write_id: int
+    connection: Connection, form: GuardedStatement, row: dict[str, Any], tokens: TokenLookup, write_id: int
 ) -> Stamp:
     """Return the stamp of a row that does not bring one, or one that does not know what it replaces.
 
@@ -196,7 +196,9 @@ def _stamp_of(
     return made
 
 
-def _stamp_rows(connection: Connection, form: Form, rows: Rows, lookup: TokenLookup) -> list[dict[str, Any]]:
+def _stamp_rows(
+    connection: Connection, form: GuardedStatement, rows: Rows, lookup: TokenLookup
+) -> list[dict[str, Any]]:
     """Return the parameters of a statement of the program's own, with tokens and write ids."""
     fenced = form.fenced
     by = new_write_id()
@@ -210,13 +212,13 @@ def _stamp_rows(connection: Connection, form: Form, rows: Rows, lookup: TokenLoo
         if form.assigns:
             if not (form.is_optional or form.listed):  # else the statement has it
                 row[fenced.fence.key] = row[TOKEN_BIND]
-            row[conditions.MOVE_BIND if form.moves else fenced.write.key] = by
+            row[conditions.SHIFT_BIND if form.shifts_ids else fenced.write.key] = by
         stamped.append(row)
-    note_moved(connection, by if form.moves else 0)
+    note_shift(connection, by if form.shifts_ids else 0)
     return stamped
 
 
-def _token_of(form: Form, tokens: TokenLookup, row: dict[str, Any], state: Any) -> int:
+def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], state: Any) -> int:
     """Return the token of a row that the WHERE clause names, or that the session knows."""
     if tokens.given is not None:
         return tokens.given
@@ -254,7 +256,9 @@ def _check_sub_table(
         )
     if not isinstance(statement, Update):
         return
-    pinned = conditions.pins(conditions.criteria_of(private.where_of(statement)), table, table.primary_key)
+    pinned = conditions.equality_binds(
+        conditions.criteria_of(private.where_of(statement)), table, table.primary_key
+    )
     for row in rows:
         state = object_of(
             connection, base, conditions.values_of([pinned[each.key] for each in table.primary_key], row)

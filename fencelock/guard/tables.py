@@ -48,7 +48,7 @@ TRANSLATED: Final = "schema_translate_map"
 """The execution option that says which schema tables are in."""
 LIMIT: Final = 2**53
 """Write ids are below it, so that JSON and web forms bring them back as they were."""
-MIXED: Final = -1
+NO_VERSION: Final = -1
 """The write id of an object that is of two versions: no row has it."""
 
 
@@ -57,9 +57,9 @@ def new_write_id() -> int:
     return 1 + randbelow(LIMIT - 1)  # never 0, which rows have that were made without the guard
 
 
-def moved(write_id: int, by: int) -> int:
+def shifted(write_id: int, by: int) -> int:
     """Return the id that a statement which moves ids gives to a row with this one."""
-    return (write_id + by) % LIMIT if write_id >= 0 else MIXED
+    return (write_id + by) % LIMIT if write_id >= 0 else NO_VERSION
 
 
 class _Mark:

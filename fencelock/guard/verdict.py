@@ -15,8 +15,8 @@ from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement
 
 from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
-from fencelock.guard.conditions import LOADED_BIND, Form, Row, values_of
-from fencelock.guard.dialects import TOKEN_BIND, holds, newest
+from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Row, values_of
+from fencelock.guard.exact import TOKEN_BIND, holds, newest
 from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, TRANSLATED, FencedTable
 
 KEYS_PER_QUERY: Final = 500
@@ -29,7 +29,7 @@ class Verdict:
     It is asked before it where `of_objects` says that a flush executes it, whose rows should all be there.
     """
 
-    form: Form
+    form: GuardedStatement
     rows: Sequence[Row]
     connection: Connection
     options: Mapping[str, Any]

@@ -13,7 +13,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.schema import CreateSchema, DropSchema
 
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, fence_table, gate
-from fencelock.guard.gate import _at_gate_here, note_gate
+from fencelock.guard._gate import _at_gate_here, note_gate
 from tests.guard import claims
 from tests.guard.claims import NEW, OLD, Account, balance, fence, fences
 from tests.guard.listening import statements, words

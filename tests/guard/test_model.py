@@ -19,7 +19,7 @@ import fencelock
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, claim
 from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.conditions import _forms
-from fencelock.guard.leases import Writing
+from fencelock.guard.leases import TransactionLeases
 from tests.guard.rows import InMemory, core_table, holding, turned_away
 
 new_base: Callable[[], Any] = orm.declarative_base
@@ -456,7 +456,7 @@ def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> No
     engine = in_memory(Base.metadata)
     stores: list[Callable[[], int]] = [
         lambda: len(_forms),
-        lambda: sum(isinstance(each, Writing) for each in gc.get_objects()),
+        lambda: sum(isinstance(each, TransactionLeases) for each in gc.get_objects()),
     ]
 
     def work(tokens: range) -> list[int]:

@@ -99,8 +99,8 @@ def absolute_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     def setting(statement: Any, fenced: Any, by: Any) -> Any:
         return statement.values({fenced.write.key: by})
 
-    monkeypatch.setattr("fencelock.guard.conditions.moving", setting)
-    monkeypatch.setattr("fencelock.guard.objects.moved", lambda _found, by: by)
+    monkeypatch.setattr("fencelock.guard.conditions.shift_ids", setting)
+    monkeypatch.setattr("fencelock.guard.objects.shifted", lambda _found, by: by)
 
 
 SCHEDULES = [

@@ -14,7 +14,7 @@ from sqlalchemy.orm import Mapped, Session, aliased, joinedload, lazyload, load_
 from fencelock import Lease, UnfencedWriteError, bind, claim
 from tests.guard import write_ids
 from tests.guard.rows import InMemory, on_sqlite_alone
-from tests.guard.write_ids import MIXED, Account, Joined, Pair, Row, Step, Story, get, holder, whole
+from tests.guard.write_ids import NO_VERSION, Account, Joined, Pair, Row, Step, Story, get, holder, whole
 
 ROWS = write_ids.fill
 
@@ -85,19 +85,26 @@ THEN = {
         load=detached(get()),
         then=lambda session, row: add(session, pickle.loads(pickle.dumps(row))),  # noqa: S301  made here
     ),
-    "merged": Story(load=detached(get()), then=lambda session, row: session.merge(row), said=MIXED),
+    "merged": Story(load=detached(get()), then=lambda session, row: session.merge(row), said=NO_VERSION),
     "merged, to what the row is": Story(
-        load=detached(get()), then=lambda session, row: session.merge(row), write=take_too, said=MIXED
+        load=detached(get()), then=lambda session, row: session.merge(row), write=take_too, said=NO_VERSION
     ),
     "merged without a load": Story(
         load=detached(get()), then=lambda session, row: session.merge(row, load=False)
     ),
-    "changed and merged": Story(load=detached(get()), then=changed_and_merged, write=nothing, said=MIXED),
+    "changed and merged": Story(
+        load=detached(get()), then=changed_and_merged, write=nothing, said=NO_VERSION
+    ),
     "changed and merged, joined": Story(
-        load=detached(get(Joined, 2)), model=Joined, key=2, then=changed_and_merged, write=nothing, said=MIXED
+        load=detached(get(Joined, 2)),
+        model=Joined,
+        key=2,
+        then=changed_and_merged,
+        write=nothing,
+        said=NO_VERSION,
     ),
     **{
-        name: Story(other=take_and_say, then=again(do), said=MIXED)
+        name: Story(other=take_and_say, then=again(do), said=NO_VERSION)
         for name, do in {
             "the rest is loaded": nothing,
             "a part is refreshed": lambda session, row: session.refresh(row, ["status"]),
@@ -109,14 +116,14 @@ THEN = {
     "a part is populated without the id": Story(
         other=take_and_say,
         then=again(populate(without_id.options(load_only(Row.status)))),
-        said=MIXED,
+        said=NO_VERSION,
         always=True,
     ),
     "a part is always refreshed": Story(
         load=get(write_ids.Refreshed),
         other=take_and_say,
         then=again(lambda session, _row: session.scalars(part_of_refreshed).all()),
-        said=MIXED,
+        said=NO_VERSION,
     ),
     "claimed by the other": Story(other=lambda row: claim(inspect(row).session, Row, 1)),
     "deleted and inserted again": Story(other=insert_again),
@@ -228,7 +235,7 @@ def test_a_newer_object_merged_into_an_older_one_is_of_two_versions(
     engine: Engine, way: str, *, written: bool
 ) -> None:
     """What the merge does not bring stays as it was."""
-    write_ids.play(engine, replace(MERGES[way], said=MIXED), written=written)
+    write_ids.play(engine, replace(MERGES[way], said=NO_VERSION), written=written)
 
 
 def without(*columns: Any) -> write_ids.Load:
@@ -267,7 +274,7 @@ def test_an_object_that_gets_its_id_later_is_of_two_versions(engine: Engine, loa
         row = load(session)
         assert row.note == ""
         row.balance += 1
-        with write_ids.refused(engine, MIXED, write_ids.FENCE):
+        with write_ids.refused(engine, NO_VERSION, write_ids.FENCE):
             session.commit()
         session.rollback()
         session.expunge_all()
@@ -276,7 +283,7 @@ def test_an_object_that_gets_its_id_later_is_of_two_versions(engine: Engine, loa
     with holder(engine) as session:
         row = session.merge(kept)
         row.balance -= 30
-        with write_ids.refused(engine, MIXED):
+        with write_ids.refused(engine, NO_VERSION):
             session.commit()
         session.rollback()
         row.balance -= 30

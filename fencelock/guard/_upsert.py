@@ -17,13 +17,13 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard._connecting import target_of
+from fencelock.guard._claim import fenced_model
 from fencelock.guard._install import install
-from fencelock.guard.claim import fenced_model
 from fencelock.guard.conditions import passes, raised, refuse_cutting_off
-from fencelock.guard.dialects import LOCKING_READS, holds, is_text, newest
-from fencelock.guard.endings import refusing
+from fencelock.guard.exact import LOCKING_READS, holds, is_text, newest
 from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
+from fencelock.guard.refused import refusing
+from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import BYPASS, session_of
 from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, WRITE_COLUMN, FencedTable, new_write_id, spelling
 from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
