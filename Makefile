@@ -61,7 +61,7 @@ ifeq ($(JOBS),0)
 else
 	@$(RUN)python -m pytest -n $(JOBS) $(BY_FILE) -m 'not timed$(NOT_LONG)' $(PYTEST); untimed=$$?; \
 	$(RUN)python -m pytest -n 2 $(BY_FILE) -m 'timed$(NOT_LONG)' $(subst .xml,-timed.xml,$(PYTEST)); timed=$$?; \
-	$(if $(NOT_LONG),echo "Left out: the tests that are marked as long. make test LONG=1 takes them in, as .ci/run does.";) \
+	$(if $(NOT_LONG),echo "Left out: the tests that are marked as long. make test LONG=1 takes them in as .ci/run does.";) \
 	case $$untimed,$$timed in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
 endif
 
