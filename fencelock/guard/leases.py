@@ -261,10 +261,8 @@ class TokenLookup:
     """Finds the tokens for the rows of one statement, or of one flush.
 
     Args:
-        connection: on which they are written.
-        fenced: their table.
         claiming: whether a lease of each row has to be held.
-        optional: whether a model whose leases are optional may do without.
+        optional: whether a model with optional leases may do without.
         given: the token that the program gives for all rows.
     """
 
