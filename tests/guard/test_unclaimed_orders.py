@@ -146,6 +146,7 @@ def unclaimed(session: Session, model: Model, key: int) -> Page | Counted:
     return cast("Page | Counted", session.get_one(model, key))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("load", "before"), [(unclaimed, False), (unclaimed, True), (claim, False)])
 def test_no_order_loses_an_update(shared_engine: Engine, load: Load, *, before: bool) -> None:
     """Whether the row is loaded before the lock is taken or under it, with and without a claim."""
