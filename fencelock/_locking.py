@@ -65,7 +65,7 @@ def configure(authority: Any, **options: Any) -> Any:
         TypeError: for other arguments, and for options with a ready authority.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
-    ready = callable(getattr(authority, "acquire", None))
+    ready = hasattr(authority, "acquire_gen")
     if ready and options:
         raise TypeError(f"{authority!r} has its settings already; these belong to it: {', '.join(options)}")
     made = authority if ready else _make(authority, options)
@@ -188,6 +188,8 @@ def fenced_lock(
         TypeError: for arguments of the wrong kind; entering raises the errors of `FencedLock.acquire`.
         ValueError: for arguments out of range.
     """
+    if authority is not None and not hasattr(authority, "acquire_gen"):
+        raise TypeError(f"authority= is a Redlock(…) or a Database(…), not {type(authority).__name__}")
     lock: FencedLock[int] = FencedLock(
         resources,
         default_authority if authority is None else lambda: authority,

@@ -82,15 +82,15 @@ ARROWS = {
 
 STOREYS_OF_GUARD = (
     "_sqlalchemy",
-    "dialects events sessions tables",
-    "endings",
+    "exact events sessions tables",
+    "refused",
     "conditions leases trigger_sql",
-    "_connecting lists objects text triggers verdict",
+    "routing lists objects text triggers verdict",
     "statements",
     "_install",
     "fences model sql",
-    "_fenced_text claim gate",
-    "upsert",
+    "_fenced_text _claim _gate",
+    "_upsert",
 )
 """The rooms of the guard from the ground up: each one knows only rooms below it."""
 

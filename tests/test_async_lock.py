@@ -366,3 +366,21 @@ def test_coroutine_that_is_thrown_away_while_it_waits_ends_in_another_context(
         await asyncio.to_thread(other.release)
 
     run(main)
+
+
+def test_coroutine_that_is_thrown_away_behind_its_loop_makes_no_noise(
+    authority: Redlock, rival: Redlock, nodes: Nodes
+) -> None:
+    """It waited for another holder, and nothing is to be given back."""
+    waiting = authority.lock("r").aio.acquire()
+
+    async def main() -> None:
+        loop, woken = asyncio.get_running_loop(), asyncio.Event()
+        loop.call_later(0.2, woken.set)
+        loop.call_soon(waiting.send, None)
+        await woken.wait()
+
+    with rival.lock("r"):
+        asyncio.run(main())
+        waiting.close()
+    assert eventually(lambda: locks_on(nodes) == [])

@@ -27,6 +27,7 @@ def demo(*arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("database", ["sqlite", "postgresql"])
 def test_demo_shows_that_every_claim_holds(database: str) -> None:
     """The demo ends with status 0, and its table shows the control's loss and the refusals."""

@@ -175,13 +175,14 @@ def handle(*_):
     raise Interrupted("soft time limit")
 
 def use():
-    with fenced_lock("r", ttl=0.9, timeout=5):
+    lock = fenced_lock("r", ttl=0.9, timeout=5, if_lost="warn")
+    with lock:
         if name == "fencelock-lost":
             _tell_apart([])
         if name == "fencelock-release":
-            _give_back_apart(step for step in ())
+            _release_in_thread(lock._entered[0].holds[0])
 
-from fencelock.lock.releasing import _give_back_apart
+from fencelock.lock.releasing import _release_in_thread
 from fencelock.renewal.thread import _tell_apart
 
 signal.signal(signal.SIGUSR1, handle)

@@ -27,7 +27,7 @@ from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.cli import shared
 from fencelock.errors import FencelockError, StaleTokenError
-from fencelock.guard.gate import gate
+from fencelock.guard._gate import gate
 from fencelock.guard.leases import bind
 from fencelock.guard.sql import conditional_update
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE

@@ -5,12 +5,13 @@ for objects `AND last_write_id = :loaded` as well: check and write are one state
 so that no write can forget it. Nothing here knows what grants the leases.
 """
 
+from fencelock.guard._claim import claim, claim_all, claim_all_async, claim_async
 from fencelock.guard._fenced_text import fenced_text
-from fencelock.guard.claim import claim, claim_all, claim_all_async, claim_async
-from fencelock.guard.dialects import begin_immediate
+from fencelock.guard._gate import gate, gate_async
+from fencelock.guard._upsert import upsert
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
+from fencelock.guard.exact import begin_immediate
 from fencelock.guard.fences import fence_table
-from fencelock.guard.gate import gate, gate_async
 from fencelock.guard.leases import bind
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
 from fencelock.guard.sessions import bypass
@@ -22,7 +23,6 @@ from fencelock.guard.sql import (
     fenced_update,
 )
 from fencelock.guard.tables import FENCE_TABLE
-from fencelock.guard.upsert import upsert
 
 __all__ = [
     "FENCE_TABLE",

@@ -17,11 +17,11 @@ from sqlalchemy.engine import Connection, CursorResult
 from fencelock.errors import FenceError, LockLostError, StaleTokenError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard.conditions import Options, Row, Rows
-from fencelock.guard.dialects import holds, newest
-from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
-from fencelock.guard.leases import Tokens, begin_writing, note_token, report_refusal
-from fencelock.guard.sessions import note_moved, refuse_bypass
+from fencelock.guard.exact import holds, newest
+from fencelock.guard.leases import TokenLookup, begin_writing, note_token, report_refusal
+from fencelock.guard.refused import refuse
+from fencelock.guard.sessions import note_shift, refuse_bypass
 from fencelock.guard.sql import known
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id
 from fencelock.guard.text import GUARDED, TOKEN, WRITE_ID
@@ -103,7 +103,7 @@ def _guarding(_execute: Callable[..., CursorResult[Any]]) -> Callable[..., Curso
             report(error, table=fenced.name)
             refuse(connection, error)
             raise
-        note_moved(connection, 0)
+        note_shift(connection, 0)
         result = private.execute_unguarded(connection, statement, stamped, merged.union({GUARDED: True}))
         if result.rowcount < len(stamped) and (refusal := _why_not(statement, connection, stamped)):
             result.close()
@@ -124,7 +124,7 @@ def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[st
     if token is not None:
         note_token(connection, statement, check_token(token))
     else:
-        tokens = Tokens(connection, statement.fenced, optional=False)
+        tokens = TokenLookup(connection, statement.fenced, optional=False)
         token = tokens.of_resource(_resource_of(statement, row) or tokens.only_resource())
     binds = private.parameters_of(statement)
     return {**row, TOKEN: token, **({WRITE_ID: new_write_id()} if WRITE_ID in binds else {})}

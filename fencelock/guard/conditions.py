@@ -20,8 +20,8 @@ from sqlalchemy.sql.operators import custom_op
 
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import keeps_order, options_of, prefixes_of, values_in, where_of, with_where
-from fencelock.guard.dialects import TOKEN_BIND, holds, is_text
-from fencelock.guard.tables import FENCE_COLUMN, LIMIT, NO_LEASE, WRITE_COLUMN, FencedTable, moved
+from fencelock.guard.exact import TOKEN_BIND, holds, is_text
+from fencelock.guard.tables import FENCE_COLUMN, LIMIT, NO_LEASE, WRITE_COLUMN, FencedTable, shifted
 
 Row: TypeAlias = Mapping[str, Any]
 """The parameters of one execution of a statement."""
@@ -29,7 +29,7 @@ Rows: TypeAlias = Sequence[Row]
 Options: TypeAlias = Mapping[str, Any]
 """Execution options."""
 
-MOVE_BIND: Final = "fencelock_move"
+SHIFT_BIND: Final = "fencelock_move"
 """Carries by how much a statement moves the write ids of what it writes."""
 _LOOKED_UP: Final = "fencelock_of_"
 """How the parameters begin that carry what the session knows of a row."""
@@ -70,7 +70,7 @@ def criteria_of(clauses: Iterable[Any]) -> Iterator[Any]:
             yield clause
 
 
-def apart(part: Any) -> Any:
+def parenthesised(part: Any) -> Any:
     """Return a part of a WHERE clause in parentheses, unless it plainly compares columns and parameters.
 
     What is added with AND to the text `a = 1 OR b = 2`, or to an `op("OR", precedence=10)`, would bind to
@@ -87,7 +87,7 @@ def apart(part: Any) -> Any:
     return part if is_plain else sa.Grouping(part)
 
 
-def pins(
+def equality_binds(
     parts: Iterable[Any], source: sa.FromClause, columns: Iterable[sa.Column[Any]]
 ) -> dict[str, sa.BindParameter[Any]]:
     """Return, by the column's key, the parameter that a WHERE clause says one of these columns equals."""
@@ -222,21 +222,21 @@ def _texts_in(clause: Any) -> Iterator[str]:
             yield from (each.opstring for each in operators_in if isinstance(each, custom_op))
 
 
-Kind: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
+Origin: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
 """Whose statement it is: a flush's, or one of a flush that does not know what all objects were loaded from;
 the program's own, or that with a token that its caller vouches for; one that claims.
 """
 
-_forms: WeakKeyDictionary[sa.ClauseElement, dict[Kind, Form]] = WeakKeyDictionary()
+_forms: WeakKeyDictionary[sa.ClauseElement, dict[Origin, GuardedStatement]] = WeakKeyDictionary()
 """By statement. SQLAlchemy's own statements are the same objects at each flush."""
 
 
 @dataclass(eq=False, slots=True)
-class Form:
+class GuardedStatement:
     """A statement with the condition, and how it names rows."""
 
     statement: Any
-    kind: Kind
+    kind: Origin
     fenced: FencedTable
     source: sa.FromClause
     where: tuple[sa.ColumnElement[bool], ...]  # without the condition
@@ -244,7 +244,7 @@ class Form:
     naming: tuple[sa.BindParameter[Any], ...] | None  # of the resource; None where it does not tell them
     looked_up: Mapping[str, str]  # attributes that the session knows, by the parameters that carry them
     loaded: sa.BindParameter[Any] | None  # says which write id a row must have; None where any will do
-    moves: bool  # write ids, by a parameter; else an UPDATE sets one
+    shifts_ids: bool  # write ids, by a parameter; else an UPDATE sets one
     is_optional: bool  # may be executed under no lease, and then leaves the fence as it is
     reads_more: bool  # what it writes may change which rows its WHERE clause is about
     assigns: bool  # an UPDATE; else a DELETE
@@ -265,11 +265,11 @@ class Form:
         loaded = row.get(LOADED_BIND) if self.loaded is None else values_of([self.loaded], row)[0]
         if loaded is None:
             return None
-        by = row.get(MOVE_BIND)
-        return loaded, row.get(self.fenced.write.key, loaded) if by is None else moved(loaded, by)
+        by = row.get(SHIFT_BIND)
+        return loaded, row.get(self.fenced.write.key, loaded) if by is None else shifted(loaded, by)
 
 
-def form_of(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
+def form_of(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement:
     known = _forms.setdefault(statement, {})
     form = known.get(kind)
     if form is None:
@@ -277,7 +277,7 @@ def form_of(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
     return form
 
 
-def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
+def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement:
     """Add the condition to a statement: the fence is not above the token, the write id is the one loaded.
 
     And the row is guarded by the resource that the token is of, as far as the WHERE clause does not say so by
@@ -298,10 +298,10 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
         is_token = token is not None and token.key == TOKEN_BIND  # as `fenced_update` builds it
         has_token, given = has_token or is_token, loaded if given is None else given
         is_own = is_token or loaded is not None
-        (own if is_own else where).append(part if is_own else apart(part))
+        (own if is_own else where).append(part if is_own else parenthesised(part))
     statement = with_where(statement, (*where, *own))
     columns = fenced.template.columns
-    pinned = pins(where, source, (*fenced.table.primary_key, *columns.values()))
+    pinned = equality_binds(where, source, (*fenced.table.primary_key, *columns.values()))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     is_keyed = bool(key) and len(key) == len(fenced.table.primary_key)
     # Where the key does not tell the resource, the session knows the row, or did: it may have been deleted
@@ -322,7 +322,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
         statement = statement.where(write == (by if kind == "objects" else sa.func.coalesce(by, write)))
     moves = assigns and kind in {"core", "explicit"} and not keeps_order(statement)
     if moves:
-        statement = moving(statement, fenced, sa.bindparam(MOVE_BIND, type_=sa.BigInteger))
+        statement = shift_ids(statement, fenced, sa.bindparam(SHIFT_BIND, type_=sa.BigInteger))
     token_bind = sa.bindparam(TOKEN_BIND, type_=sa.BigInteger)
     is_optional = fenced.is_optional and kind in {"objects", "blind", "core"} and not has_token
     is_optional = is_optional and not keeps_order(statement)
@@ -342,7 +342,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
     if assigns:  # attributes may be called like other columns
         names = {name for name in assigned if isinstance(name, str)}
         refuse_moving(fenced, {key_of(column) for column in assigned}, names)
-    return Form(
+    return GuardedStatement(
         statement=statement,
         kind=kind,
         fenced=fenced,
@@ -352,7 +352,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Kind) -> Form:
         naming=naming if len(naming) == len(columns) else None,
         looked_up=looked_up,
         loaded=given,
-        moves=moves,
+        shifts_ids=moves,
         is_optional=is_optional,
         reads_more=not is_keyed and reads_more(where, source),
         assigns=assigns,
@@ -372,7 +372,7 @@ def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
     return sa.case((token == _NONE, fence), else_=token) if optional else token
 
 
-def moving(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
+def shift_ids(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
     """Have a statement move the ids of what it writes: an object follows if it was of the version found."""
     source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
     write = source.c[fenced.write.key]

@@ -22,8 +22,8 @@ from fencelock._databases import leaves_doubt
 from fencelock._events import CommitInDoubt
 from fencelock.errors import FenceError, StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
-from fencelock.guard.dialects import keeps_snapshot
 from fencelock.guard.events import report, report_without_lease
+from fencelock.guard.exact import keeps_snapshot
 from fencelock.guard.sessions import began, blocking, join, owner_of
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
@@ -63,16 +63,18 @@ def bind(target: AnySession, *leases: Lease) -> None:
         _bound.pop(bound, None)
 
 
-class Writing:
+class TransactionLeases:
     """What one database transaction writes under; SQLAlchemy's object may be gone."""
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction = ref(transaction)
         self.has_transaction = False  # whether the driver was seen to hold one open
         self.shard: object = None  # of the objects that are written in it
-        self.remembered: dict[str, Lease] = {}  # by resource
+        self.used: dict[str, Lease] = {}  # by resource
         self.gates: set[tuple[str, object]] = set()  # that it has passed, by resource and owner
-        self.born: set[str] = set()  # resources of rows that it has inserted before they could be locked
+        self.unlockable: set[str] = (
+            set()
+        )  # resources of rows that it has inserted before they could be locked
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
         # Stands for it in the leases: if they referred to it, it would never be thrown away.
@@ -88,9 +90,9 @@ class Writing:
         """Return the leases that may guard a write now, by resource."""
         bound = _bound_to(connection) if _bound else None
         if bound != self._bound:
-            self.remembered.clear()
+            self.used.clear()
             self._bound = bound
-        return {**_usable(bound), **self.remembered}
+        return {**_usable(bound), **self.used}
 
     @property
     def bound_instead(self) -> str:
@@ -111,14 +113,14 @@ class Writing:
 
     def remember(self, resource: str, lease: Lease) -> None:
         """Note that the transaction is written under the lease of a resource, unless that was given back."""
-        if self.remembered.get(resource) is not lease:
+        if self.used.get(resource) is not lease:
             self.need(lease)
             if not lease.usable:  # it was when the flush began
                 raise UnfencedWriteError(
                     f"the lease of {resource!r} has been released meanwhile, before anything was written "
                     f"under it in this transaction; release it after the flush"
                 )
-            self.remembered[resource] = lease
+            self.used[resource] = lease
 
     def end(self, *, committed: bool, in_doubt: bool) -> None:
         """Let go of the leases: the transaction has ended."""
@@ -152,28 +154,28 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
         call()
 
 
-def writing_on(connection: Connection) -> Writing:
+def writing_on(connection: Connection) -> TransactionLeases:
     """Return what the connection's transaction writes under, beginning one as executing would do."""
     transaction = connection.get_transaction() or connection.begin()
     if not transaction.is_active:
         refuse_inactive(connection)  # what executing would do, before anything is noted
-    writing: Writing | None = getattr(connection, _WRITING, None)
+    writing: TransactionLeases | None = getattr(connection, _WRITING, None)
     if writing is None or writing.transaction() is not transaction:
-        writing = Writing(transaction)
+        writing = TransactionLeases(transaction)
         setattr(connection, _WRITING, writing)
     return writing
 
 
-def open_writing(connection: Connection) -> Writing | None:
+def open_writing(connection: Connection) -> TransactionLeases | None:
     """Return what the connection's transaction writes under, if it has written."""
-    writing: Writing | None = getattr(connection, _WRITING, None)
+    writing: TransactionLeases | None = getattr(connection, _WRITING, None)
     transaction = None if writing is None else writing.transaction()
     return writing if transaction is not None and transaction is connection.get_transaction() else None
 
 
 def on_end(transaction: Transaction, error: BaseException | None, *, commits: bool) -> None:
     """Hear how any transaction or savepoint has ended, or that an attempt to end it has failed."""
-    writing: Writing | None = getattr(transaction.connection, _WRITING, None)
+    writing: TransactionLeases | None = getattr(transaction.connection, _WRITING, None)
     if writing is None or transaction.is_active or writing.transaction() is not transaction:
         return
     connection = transaction.connection
@@ -204,11 +206,13 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
 def report_refusal(connection: Connection, error: FenceError) -> None:
     """Tell of what the database has turned away, with the resource of the token that was refused."""
     writing, token = open_writing(connection), getattr(error, "token", None)
-    leases = () if writing is None else writing.remembered.values()
+    leases = () if writing is None else writing.used.values()
     report(error, resource=next((each.resource for each in leases if each.fencing_token == token), None))
 
 
-def begin_writing(connection: Connection, options: Mapping[str, Any], fenced: FencedTable) -> Writing:
+def begin_writing(
+    connection: Connection, options: Mapping[str, Any], fenced: FencedTable
+) -> TransactionLeases:
     """Return what the connection's transaction writes under; refuse a connection that has none."""
     writing = writing_on(connection)
     if not writing.has_transaction:
@@ -253,18 +257,31 @@ _OLD_SNAPSHOT: Final = (
 )
 
 
-class Tokens:
-    """The tokens for the rows of one statement, or of one flush; `claiming` takes a lease of each row."""
+class TokenLookup:
+    """Finds the tokens for the rows of one statement, or of one flush.
+
+    Args:
+        claiming: whether a lease of each row has to be held.
+        optional: whether a model with optional leases may do without.
+        given: the token that the program gives for all rows.
+    """
 
     __slots__ = (
         *("_candidates", "_claiming", "_connection", "_found", "_used"),
-        *("fenced", "is_optional", "write_id", "writing"),
+        *("fenced", "given", "is_optional", "write_id", "writing"),
     )
 
     def __init__(
-        self, connection: Connection, fenced: FencedTable, *, claiming: bool = False, optional: bool = True
+        self,
+        connection: Connection,
+        fenced: FencedTable,
+        *,
+        claiming: bool = False,
+        optional: bool = True,
+        given: int | None = None,
     ) -> None:
         self.fenced = fenced
+        self.given = given
         self.is_optional = optional and not claiming and fenced.is_optional
         self._connection = connection
         self.writing = writing_on(connection)
@@ -354,7 +371,7 @@ class Tokens:
         """Return the token of a resource that guards rows of the table."""
         lease = self._candidates.get(resource)
         if lease is None:
-            if not self._claiming and resource in self.writing.born:
+            if not self._claiming and resource in self.writing.unlockable:
                 return self.of_new_row()
             if self.does_without(resource):
                 return NO_LEASE

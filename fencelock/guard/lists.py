@@ -9,15 +9,15 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.sql import operators
 
-from fencelock.guard.conditions import Form, Row, Rows, criteria_of, pins, values_of
-from fencelock.guard.dialects import holds
-from fencelock.guard.leases import Tokens
+from fencelock.guard.conditions import GuardedStatement, Row, Rows, criteria_of, equality_binds, values_of
+from fencelock.guard.exact import holds
+from fencelock.guard.leases import TokenLookup
 
 _MOST: Final = 1000
 """Rows that a list may name. A statement has a token for each."""
 
 
-def with_own_tokens(form: Form, rows: Rows, tokens: Tokens) -> Form:
+def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> GuardedStatement:
     """Return a form with a token for each row that its WHERE clause lists; the same form if it lists none.
 
     Raises:
@@ -47,7 +47,7 @@ def _is_row(columns: Iterable[Any], values: Iterable[Any]) -> sa.ColumnElement[b
     return sa.and_(*[holds(column, sa.literal(value, column.type)) for column, value in named])
 
 
-def _listed(form: Form, row: Row) -> list[tuple[Any, ...]]:
+def _listed(form: GuardedStatement, row: Row) -> list[tuple[Any, ...]]:
     """Return the values that name the resources of all rows that a WHERE clause allows, if it tells them."""
     names = [column.key for column in form.fenced.template.columns.values()]
     found = _together(form.where, form, row)
@@ -56,7 +56,7 @@ def _listed(form: Form, row: Row) -> list[tuple[Any, ...]]:
     return list(dict.fromkeys(tuple([each[name] for name in names]) for each in found))
 
 
-def _together(parts: Iterable[Any], form: Form, row: Row) -> list[dict[str, Any]]:
+def _together(parts: Iterable[Any], form: GuardedStatement, row: Row) -> list[dict[str, Any]]:
     """Return the values that columns may have where all of these parts are true."""
     known: list[dict[str, Any]] = [{}]
     for part in criteria_of(parts):
@@ -68,12 +68,12 @@ def _together(parts: Iterable[Any], form: Form, row: Row) -> list[dict[str, Any]
     return known
 
 
-def _allowed(part: Any, form: Form, row: Row) -> list[dict[str, Any]]:
+def _allowed(part: Any, form: GuardedStatement, row: Row) -> list[dict[str, Any]]:
     """Return the values that one part lets columns have; none where it does not tell them."""
     if isinstance(part, sa.BooleanClauseList):  # an OR, because `criteria_of` takes an AND apart
         return [each for clause in part.clauses for each in _together([clause], form, row)]
     columns = form.fenced.template.columns.values()
-    if pinned := pins([part], form.source, columns):
+    if pinned := equality_binds([part], form.source, columns):
         return [dict(zip(pinned, values_of(pinned.values(), row), strict=True))]
     keys: dict[Any, str] = {form.source.c[column.key]: column.key for column in columns}
     left = getattr(part, "left", None)

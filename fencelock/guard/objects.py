@@ -19,17 +19,17 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
-from fencelock.guard.leases import Tokens, open_writing
-from fencelock.guard.sessions import MOVED, is_bypassed, join, owner_of
+from fencelock.guard.leases import TokenLookup, open_writing
+from fencelock.guard.sessions import SHIFTED, is_bypassed, join, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
-    MIXED,
     NO_LEASE,
+    NO_VERSION,
     WRITE_COLUMN,
     FencedTable,
     fenced_table,
-    moved,
     new_write_id,
+    shifted,
 )
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ def on_undone(_session: Session, instance: object) -> None:
             state.dict.pop(name, None)
 
 
-def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> Tokens | None:
+def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> TokenLookup | None:
     """Return the tokens of the flush whose statement this is; None for a statement of the program's own.
 
     Bulk operations are no flush, and what listeners execute during one is not the flush's.
@@ -85,14 +85,14 @@ def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, 
     return _tokens(session, connection, fenced)
 
 
-def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> Tokens | None:
+def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> TokenLookup | None:
     """Return a flush's tokens for rows of a table, or None where the connection bypasses the guard."""
-    found: dict[Any, Tokens | None] = session.info.setdefault(_FLUSH, {})
+    found: dict[Any, TokenLookup | None] = session.info.setdefault(_FLUSH, {})
     key = fenced, connection
     if key not in found:
         join(connection, session)  # another one may have joined the transaction since
         bypassed = is_bypassed(connection.get_execution_options(), connection)
-        found[key] = None if bypassed else Tokens(connection, fenced)
+        found[key] = None if bypassed else TokenLookup(connection, fenced)
     return found[key]
 
 
@@ -167,7 +167,7 @@ class _Watch:
         if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:
             values = loaded_values(self._naming, state)
             if values is not None:
-                tokens.writing.born.add(self._fenced.template.render(values))
+                tokens.writing.unlockable.add(self._fenced.template.render(values))
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
@@ -190,12 +190,12 @@ class _Watch:
         if tokens is not None:
             state.dict[WRITE_COLUMN] = self._stamp(tokens, state, state.dict)
 
-    def _holds(self, tokens: Tokens | None, state: _State) -> bool:
+    def _holds(self, tokens: TokenLookup | None, state: _State) -> bool:
         """Tell whether the lease of the row is held: to all others collections are no part of it."""
         values = None if tokens is None else loaded_values(self._naming, state)
         return tokens is not None and values is not None and tokens.holds(values)
 
-    def _tokens(self, connection: Connection, state: _State) -> Tokens | None:
+    def _tokens(self, connection: Connection, state: _State) -> TokenLookup | None:
         session = state.session
         assert session is not None  # noqa: S101  an object that is being flushed has one
         tokens = _tokens(session, connection, self._fenced)
@@ -203,7 +203,7 @@ class _Watch:
             tokens.writing.shard = state.identity_token
         return tokens
 
-    def _stamp(self, tokens: Tokens, state: _State, current: Mapping[str, Any]) -> Stamp:
+    def _stamp(self, tokens: TokenLookup, state: _State, current: Mapping[str, Any]) -> Stamp:
         """Return the stamp for an object that has a row.
 
         An object that is expired, and assigned to without being read, has nothing of any age. One that was
@@ -220,7 +220,7 @@ class _Watch:
             raise error
         return new_stamp(tokens.write_id, token, None if loaded is None else int(loaded))
 
-    def _token_for(self, tokens: Tokens, state: _State) -> int:
+    def _token_for(self, tokens: TokenLookup, state: _State) -> int:
         """Return the token to write an object with."""
         try:
             values = loaded_values(self._naming, state)
@@ -229,7 +229,7 @@ class _Watch:
             report(error, table=self._fenced.name)
             raise
 
-    def _unnamed(self, tokens: Tokens, state: _State) -> int:
+    def _unnamed(self, tokens: TokenLookup, state: _State) -> int:
         """Return the token of a row that defaults or the database name; refuse one that will have no name."""
         template, is_new, values = self._fenced.template, state.key is None, []
         for name, column in zip(self._naming, template.columns.values(), strict=True):
@@ -295,15 +295,15 @@ def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a co
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
     """Have an assignment, or a merge, of another version leave an object that is of neither."""
     if not isinstance(value, int):
-        return MIXED
-    return value if value == old or not isinstance(old, int) else MIXED
+        return NO_VERSION
+    return value if value == old or not isinstance(old, int) else NO_VERSION
 
 
 def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: dict[str, Any]) -> None:
     """Have an object be of no version into which one was merged that had been loaded without its write id."""
     is_unknown = WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables))
     if is_unknown and any(_was_loaded(given, key) for key in _aging_of(into.mapper)):
-        current[WRITE_COLUMN] = MIXED
+        current[WRITE_COLUMN] = NO_VERSION
 
 
 def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
@@ -318,9 +318,9 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     """Have an object of which only a part is loaded again be of two versions; or follow a statement."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
-        by = None if state.session is None else state.session.info.get(MOVED)
+        by = None if state.session is None else state.session.info.get(SHIFTED)
         if by and isinstance(current.get(WRITE_COLUMN), int):
-            current[WRITE_COLUMN] = moved(current[WRITE_COLUMN], by)
+            current[WRITE_COLUMN] = shifted(current[WRITE_COLUMN], by)
         return
     for made in state.mapper.composites:
         if names is None or not {column.key for column in made.props}.isdisjoint(names):
@@ -333,4 +333,4 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     old = left_out_of(context, state.mapper) if names is None else aging - asked
     if not any(key in current for key in asked & {*aging, WRITE_COLUMN}):
         return  # found, and not loaded
-    current[WRITE_COLUMN] = MIXED if any(_was_loaded(state, key) for key in old & aging) else found
+    current[WRITE_COLUMN] = NO_VERSION if any(_was_loaded(state, key) for key in old & aging) else found

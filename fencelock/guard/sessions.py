@@ -48,7 +48,7 @@ _CONNECTIONS: Final = "fencelock.connections"
 _CLAIMED: Final = "fencelock.claimed"
 """Where a session has what was claimed in a savepoint."""
 
-MOVED: Final = "fencelock.moved"
+SHIFTED: Final = "fencelock.moved"
 """Where a session has by how much its last statement moves write ids."""
 
 
@@ -137,11 +137,11 @@ def on_soft_rollback(session: Session, transaction: SessionTransaction) -> None:
                 session.expire(known)
 
 
-def note_moved(connection: Connection, by: int) -> None:
+def note_shift(connection: Connection, by: int) -> None:
     """Note by how much a statement moves write ids, for the objects that SQLAlchemy applies it to."""
     session = owner_of(connection)
     if session is not None:
-        session.info[MOVED] = by
+        session.info[SHIFTED] = by
 
 
 BYPASS: Final = "bypass"

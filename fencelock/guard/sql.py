@@ -21,7 +21,7 @@ from sqlalchemy.sql.selectable import AliasedReturnsRows
 from fencelock.guard import tables
 from fencelock.guard._install import install
 from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION
-from fencelock.guard.dialects import TOKEN_BIND
+from fencelock.guard.exact import TOKEN_BIND
 from fencelock.guard.leases import note_token
 from fencelock.guard.sessions import session_of
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id

@@ -19,14 +19,14 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard import conditions
-from fencelock.guard.conditions import LOADED_BIND, Form, Kind, Options, Row, Rows
-from fencelock.guard.dialects import TOKEN_BIND
-from fencelock.guard.endings import refuse
+from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Options, Origin, Row, Rows
 from fencelock.guard.events import report
-from fencelock.guard.leases import Tokens, begin_writing, report_refusal
+from fencelock.guard.exact import TOKEN_BIND
+from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
 from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
-from fencelock.guard.sessions import is_bypassed, note_moved, refuse_bypass
+from fencelock.guard.refused import refuse
+from fencelock.guard.sessions import is_bypassed, note_shift, refuse_bypass
 from fencelock.guard.tables import (
     NO_LEASE,
     WRITE_COLUMN,
@@ -69,7 +69,7 @@ def guarding(execute: _Execute) -> _Execute:
             raise
         merged = merged.union({GUARDED: True})
         result = private.execute_unguarded(connection, statement, rows, merged)
-        _follow(result, statement, fenced)
+        _keep_loaded_ids(result, statement, fenced)
         refusal = verdict and verdict.of(result)
         if refusal:
             result.close()
@@ -79,7 +79,7 @@ def guarding(execute: _Execute) -> _Execute:
     return guarded
 
 
-def _follow(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
+def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
     """Have SQLAlchemy not expire the moved ids of a statement's objects: they follow it, see `objects`."""
     compiled: Any = result.context.compiled
     computed: list[Any] = compiled.postfetch if isinstance(statement, Update) else []
@@ -102,18 +102,18 @@ def _around(
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
     if not isinstance(statement, Update) or fenced is None:
-        note_moved(connection, 0)  # of a joined sub-table, whose objects have their id elsewhere
+        note_shift(connection, 0)  # of a joined sub-table, whose objects have their id elsewhere
         return statement
     brings_its_own = fenced.write.key in {
         *(conditions.key_of(column) for column, _ in private.values_in(statement)),
         *(rows[0] if rows else ()),
     }
     if brings_its_own or conditions.CLAIM_OPTION in options or private.keeps_order(statement):
-        note_moved(connection, 0)
+        note_shift(connection, 0)
         return statement
     by = new_write_id()
-    note_moved(connection, by)
-    return conditions.moving(statement, fenced, literal(by, BigInteger))
+    note_shift(connection, by)
+    return conditions.shift_ids(statement, fenced, literal(by, BigInteger))
 
 
 def _guarded(
@@ -122,32 +122,31 @@ def _guarded(
     begin_writing(connection, options, fenced)
     given: int | None = options.get(conditions.TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if given is None else None
-    token = given or flush or Tokens(connection, fenced)
-    if flush is not None:
-        flush.check()
+    lookup = flush or TokenLookup(connection, fenced, given=given)
+    lookup.check()
     if isinstance(statement, Insert):
-        return statement, _stamp_insert(statement, fenced, rows, token), None
+        return statement, _stamp_insert(statement, fenced, rows, lookup), None
     if flush is not None:
         stamped, kind = _unpack_stamps(connection, statement, fenced, rows, flush)
         form = conditions.form_of(statement, fenced, kind)
     else:
         kind = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
         form = conditions.form_of(statement, fenced, kind)
-        if isinstance(token, Tokens):
-            form = with_own_tokens(form, rows, token)
-        stamped = _stamp_rows(connection, form, rows, token)
+        if given is None:
+            form = with_own_tokens(form, rows, lookup)
+        stamped = _stamp_rows(connection, form, rows, lookup)
     if form.assigns:
         conditions.refuse_moving(fenced, rows[0])
     verdict = Verdict(form, stamped, connection, options, of_objects=flush is not None)
-    refusal = verdict.foreseen()
+    refusal = verdict.check_before()
     if refusal is not None:
         _raise(connection, refusal)
     return form.statement, stamped, verdict
 
 
 def _unpack_stamps(
-    connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: Tokens
-) -> tuple[Sequence[dict[str, Any]], Kind]:
+    connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: TokenLookup
+) -> tuple[Sequence[dict[str, Any]], Origin]:
     """Take the stamps of a flush's rows apart. The unit of work has made the rows for this statement."""
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, kind = isinstance(statement, Update), "objects"
@@ -173,7 +172,7 @@ def _unpack_stamps(
 
 
 def _stamp_of(
-    connection: Connection, form: Form, row: dict[str, Any], tokens: Tokens, write_id: int
+    connection: Connection, form: GuardedStatement, row: dict[str, Any], tokens: TokenLookup, write_id: int
 ) -> Stamp:
     """Return the stamp of a row that does not bring one, or one that does not know what it replaces.
 
@@ -197,28 +196,32 @@ def _stamp_of(
     return made
 
 
-def _stamp_rows(connection: Connection, form: Form, rows: Rows, token: int | Tokens) -> list[dict[str, Any]]:
+def _stamp_rows(
+    connection: Connection, form: GuardedStatement, rows: Rows, lookup: TokenLookup
+) -> list[dict[str, Any]]:
     """Return the parameters of a statement of the program's own, with tokens and write ids."""
     fenced = form.fenced
     by = new_write_id()
     stamped = []
-    if isinstance(token, Tokens) and not form.is_optional:
-        token.is_optional = False  # `fenced_update` is written for a lease
+    if not form.is_optional:
+        lookup.is_optional = False  # `fenced_update` is written for a lease
     for given in rows:
         row = dict(given)
         state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None
-        row[TOKEN_BIND] = token if isinstance(token, int) else _token_of(form, token, row, state)
+        row[TOKEN_BIND] = _token_of(form, lookup, row, state)
         if form.assigns:
             if not (form.is_optional or form.listed):  # else the statement has it
                 row[fenced.fence.key] = row[TOKEN_BIND]
-            row[conditions.MOVE_BIND if form.moves else fenced.write.key] = by
+            row[conditions.SHIFT_BIND if form.shifts_ids else fenced.write.key] = by
         stamped.append(row)
-    note_moved(connection, by if form.moves else 0)
+    note_shift(connection, by if form.shifts_ids else 0)
     return stamped
 
 
-def _token_of(form: Form, tokens: Tokens, row: dict[str, Any], state: Any) -> int:
+def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], state: Any) -> int:
     """Return the token of a row that the WHERE clause names, or that the session knows."""
+    if tokens.given is not None:
+        return tokens.given
     if form.listed:
         return max(form.listed.values())
     template = form.fenced.template
@@ -253,7 +256,9 @@ def _check_sub_table(
         )
     if not isinstance(statement, Update):
         return
-    pinned = conditions.pins(conditions.criteria_of(private.where_of(statement)), table, table.primary_key)
+    pinned = conditions.equality_binds(
+        conditions.criteria_of(private.where_of(statement)), table, table.primary_key
+    )
     for row in rows:
         state = object_of(
             connection, base, conditions.values_of([pinned[each.key] for each in table.primary_key], row)
@@ -272,7 +277,7 @@ def _check_sub_table(
 
 
 def _stamp_insert(
-    statement: Insert, fenced: FencedTable, rows: Rows, token: int | Tokens
+    statement: Insert, fenced: FencedTable, rows: Rows, lookup: TokenLookup
 ) -> list[dict[str, Any]]:
     """Return the rows of an INSERT with their tokens and write ids."""
     if not private.inserts_plainly(statement) or statement.select is not None:
@@ -285,7 +290,7 @@ def _stamp_insert(
     own = {conditions.key_of(column): value for column, value in private.values_in(statement)}
     conditions.refuse_fence_assignment(own, fenced)
     stamped = []
-    write_id = token.write_id if isinstance(token, Tokens) else new_write_id()
+    write_id = lookup.write_id
     for row in rows:
         made = {**row}
         stamp = row.get(fenced.write.key)
@@ -293,19 +298,20 @@ def _stamp_insert(
             made[fenced.fence.key] = stamp.token
             stamp.loaded = write_id  # what a second statement of the flush finds
         else:
-            new = token if isinstance(token, int) else _new_row_token(token, {**own, **row})
-            made[fenced.fence.key] = new
+            made[fenced.fence.key] = _new_row_token(lookup, {**own, **row})
         made[fenced.write.key] = write_id
         stamped.append(made)
     return stamped
 
 
-def _new_row_token(tokens: Tokens, row: Row) -> int:
+def _new_row_token(tokens: TokenLookup, row: Row) -> int:
     """Return the token to stamp a new row with.
 
     Where the database makes the key, and the key makes the resource's name, nothing can have locked the
     resource yet: some lease must be held, and the row begins with the fence 0, open to its first holder.
     """
+    if tokens.given is not None:
+        return tokens.given
     template = tokens.fenced.template
     values: list[Any] = []
     for name, column in template.columns.items():

@@ -48,7 +48,7 @@ TRANSLATED: Final = "schema_translate_map"
 """The execution option that says which schema tables are in."""
 LIMIT: Final = 2**53
 """Write ids are below it, so that JSON and web forms bring them back as they were."""
-MIXED: Final = -1
+NO_VERSION: Final = -1
 """The write id of an object that is of two versions: no row has it."""
 
 
@@ -57,9 +57,9 @@ def new_write_id() -> int:
     return 1 + randbelow(LIMIT - 1)  # never 0, which rows have that were made without the guard
 
 
-def moved(write_id: int, by: int) -> int:
+def shifted(write_id: int, by: int) -> int:
     """Return the id that a statement which moves ids gives to a row with this one."""
-    return (write_id + by) % LIMIT if write_id >= 0 else MIXED
+    return (write_id + by) % LIMIT if write_id >= 0 else NO_VERSION
 
 
 class _Mark:
@@ -157,36 +157,31 @@ def spelling(column: Column[Any], value: Any) -> Any:
 
     To a database "01", 1.0 and True may all equal the key 1, yet "order:01" is not the lease of "order:1".
     """
+    kind = column.type
+    is_as_loaded = True
     try:
-        return _spelling(column.type, value)
-    except (TypeError, ValueError):
-        raise UnfencedWriteError(
-            f"{value!r} is compared with {column.name} of {column.table.description!r}, which names the "
-            f"resource that guards the row; give it as the type that the column has ({column.type!r})"
-        ) from None
-
-
-def _spelling(kind: TypeEngine[Any], value: Any) -> Any:
-    if isinstance(kind, TypeDecorator):
-        return value
-    if isinstance(kind, Integer):
-        as_text = isinstance(value, str) and value == str(int(value))
-        return int(value) if as_text else operator.index(value)
-    if isinstance(kind, String) and not isinstance(kind, Enum):
-        # PostgreSQL gives CHAR back with spaces, by which no values differ.
-        return str.__str__(value).rstrip(" ") if isinstance(kind, CHAR) else str.__str__(value)
-    if isinstance(kind, Uuid):
-        return value if isinstance(value, UUID) else str(UUID(value))
-    if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, and MariaDB a name in any case
-        is_as_loaded = isinstance(value, kind.enum_class) if kind.enum_class else value in kind.enums
-    else:
-        try:
+        if isinstance(kind, Integer):
+            as_text = isinstance(value, str) and value == str(int(value))
+            return int(value) if as_text else operator.index(value)
+        if isinstance(kind, String) and not isinstance(kind, Enum):
+            # PostgreSQL gives CHAR back with spaces, by which no values differ.
+            return str.__str__(value).rstrip(" ") if isinstance(kind, CHAR) else str.__str__(value)
+        if isinstance(kind, Uuid):
+            return value if isinstance(value, UUID) else str(UUID(value))
+        if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, and MariaDB a name in any case
+            is_as_loaded = isinstance(value, kind.enum_class) if kind.enum_class else value in kind.enums
+        elif not isinstance(kind, TypeDecorator):
             is_as_loaded = type(value) is kind.python_type
-        except NotImplementedError:
-            is_as_loaded = True
-    if not is_as_loaded:
-        raise TypeError
-    return value
+    except NotImplementedError:
+        pass
+    except (TypeError, ValueError):
+        is_as_loaded = False
+    if is_as_loaded:
+        return value
+    raise UnfencedWriteError(
+        f"{value!r} is compared with {column.name} of {column.table.description!r}, which names the "
+        f"resource that guards the row; give it as the type that the column has ({column.type!r})"
+    )
 
 
 @dataclass(eq=False, slots=True)

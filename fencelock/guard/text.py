@@ -13,8 +13,8 @@ from typing import Any, Final
 from sqlalchemy import DDL
 
 from fencelock.errors import UnfencedWriteError
-from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
+from fencelock.guard.refused import refuse
 from fencelock.guard.sessions import is_bypassed
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
 

@@ -20,8 +20,8 @@ from sqlalchemy.sql.compiler import DDLCompiler
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import trigger_sql as sql
 from fencelock.guard._sqlalchemy import doubles_percents
-from fencelock.guard.endings import refuse
 from fencelock.guard.events import report
+from fencelock.guard.refused import refuse
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, trigger_of
 from fencelock.guard.trigger_sql import Form
 

@@ -15,8 +15,8 @@ from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement
 
 from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
-from fencelock.guard.conditions import LOADED_BIND, Form, Row, values_of
-from fencelock.guard.dialects import TOKEN_BIND, holds, newest
+from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Row, values_of
+from fencelock.guard.exact import TOKEN_BIND, holds, newest
 from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, TRANSLATED, FencedTable
 
 KEYS_PER_QUERY: Final = 500
@@ -29,7 +29,7 @@ class Verdict:
     It is asked before it where `of_objects` says that a flush executes it, whose rows should all be there.
     """
 
-    form: Form
+    form: GuardedStatement
     rows: Sequence[Row]
     connection: Connection
     options: Mapping[str, Any]
@@ -42,10 +42,10 @@ class Verdict:
             dialect.supports_sane_rowcount_returning or not result.returns_rows
         )
         if not self.form.key:
-            return self._unkeyed()
+            return self._find_refused()
         if is_counted and result.rowcount == len(self.rows):
             return None
-        there = self._there()
+        there = self._rows_present()
         by_key = {self.form.identity(row): row for row in self.rows}
         for found in there:
             row = by_key.get(found[: len(self.form.key)])  # None where the key has another spelling
@@ -56,9 +56,9 @@ class Verdict:
         moves_key = any(column.key in self.rows[0] for column in self.form.fenced.table.primary_key)
         is_gone = self.form.assigns and len(there) < len(self.rows) and not moves_key
         is_missed = self.of_objects and (is_short or (is_gone and not is_counted))
-        return self._missed(there) if is_missed else None
+        return self._missing_rows(there) if is_missed else None
 
-    def foreseen(self) -> FenceError | None:
+    def check_before(self) -> FenceError | None:
         """Return the error to raise before a statement is executed that would tell too little afterwards.
 
         One kind may change by what it writes which rows its WHERE clause is about: a child that was turned
@@ -73,8 +73,8 @@ class Verdict:
                         return error
         deletes_objects = self.of_objects and self.form.key and not self.form.assigns
         if deletes_objects and not self._counts(self.connection.dialect):
-            there = self._there(lock=True)
-            return self._missed(there) if len(there) < len(self.rows) else None
+            there = self._rows_present(lock=True)
+            return self._missing_rows(there) if len(there) < len(self.rows) else None
         return None
 
     def _counts(self, dialect: Any) -> bool:
@@ -82,7 +82,7 @@ class Verdict:
         is_sane = dialect.supports_sane_rowcount
         return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
 
-    def _unkeyed(self) -> FenceError | None:
+    def _find_refused(self) -> FenceError | None:
         """Return the error for a row that matches the WHERE clause and that the condition turns away."""
         fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
@@ -101,7 +101,7 @@ class Verdict:
                 return self._error(found, row)
         return None
 
-    def _there(self, *, lock: bool = False) -> list[tuple[Any, ...]]:
+    def _rows_present(self, *, lock: bool = False) -> list[tuple[Any, ...]]:
         """Return what `_asked` tells of those rows that are there."""
         found: list[tuple[Any, ...]] = []
         key = [self.form.source.c[column.key] for column in self.form.fenced.table.primary_key]
@@ -159,7 +159,7 @@ class Verdict:
             return None
         return StaleReadError(fenced.name, known, token, current, accepted[0])
 
-    def _missed(self, there: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
+    def _missing_rows(self, there: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
         """Return the error for an object whose row is gone, or was changed before it was asked for."""
         fenced = self.form.fenced
         if not self.form.assigns and not all(each.confirm_deleted_rows for each in fenced.mappers()):

@@ -174,7 +174,8 @@ class FencedLock(BaseLock[Token]):
         try:
             return await block.authority.aio.run(self._acquire_gen(block, in_loop=True))
         except BaseException:
-            await block.authority.aio.run(self._take_back_gen(block))
+            if block.grant is not None or block.holds:  # or else no loop may be there any more
+                await block.authority.aio.run(self._take_back_gen(block))
             raise
 
     def __aenter__(self) -> Coroutine[Any, Any, Token]:

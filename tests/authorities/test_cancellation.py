@@ -271,6 +271,7 @@ def test_a_cancelled_extension_leaves_the_grant(stage: Stage) -> None:
     stage.run(main())
 
 
+@pytest.mark.long
 def test_a_storm_of_cancellations_leaves_the_client_whole(
     stage: Stage, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -210,6 +210,7 @@ def test_callers_of_one_client_ask_for_each_other(stage: Stage, said: Counter[st
     assert len(tokens) == callers
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
 def test_who_waits_for_several_is_not_passed_over_for_ever(stage: Stage) -> None:
     """Though those who want one of them always have a next one."""

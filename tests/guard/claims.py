@@ -3,31 +3,25 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import Engine, ForeignKey, String, event, insert, select
+from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 
-from fencelock.guard import FencedModel, begin_immediate, bind, fence_table
-from fencelock.lease import Lease
-from tests.guard.rows import empty
+from fencelock import FencedModel, Lease, begin_immediate, bind, fence_table
+from tests.guard.rows import Keyed, refill
 
 OLD, NEW = 1, 2
 """The tokens of the older and the newer holder."""
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Account(FencedModel, Base):
-    """The row that everybody wants: plain columns, and what is loaded later."""
-
+class Account(FencedModel, Keyed, Base):
     __tablename__ = "cl_accounts"
     __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     status: Mapped[str] = mapped_column(String(20), default="new")
     remark: Mapped[str] = mapped_column(String(20), default="none", deferred=True)
@@ -36,37 +30,27 @@ class Account(FencedModel, Base):
 
 
 class Note(Base):
-    """Not fenced; hangs on an account."""
-
     __tablename__ = "cl_notes"
     id: Mapped[int] = mapped_column(primary_key=True)
     account_id: Mapped[int] = mapped_column(ForeignKey("cl_accounts.id"))
     text: Mapped[str] = mapped_column(String(20), default="more")
 
 
-class Triggered(FencedModel, Base):
-    """The table has a trigger."""
-
+class Triggered(FencedModel, Keyed, Base):
     __tablename__ = "cl_triggered"
     __fence_resource__ = "account:1"
     __fence_trigger__ = True
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
 
 
-class Strict(FencedModel, Base):
-    """The table has a strict trigger."""
-
+class Strict(FencedModel, Keyed, Base):
     __tablename__ = "cl_strict"
     __fence_resource__ = "account:1"
     __fence_trigger__ = "strict"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
 
 
 class Task(FencedModel, Base):
-    """Guarded by a resource that the key does not tell."""
-
     __tablename__ = "cl_tasks"
     __fence_resource__ = "queue:{queue}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -75,8 +59,6 @@ class Task(FencedModel, Base):
 
 
 class Seat(FencedModel, Base):
-    """Guarded as a whole table, with a composite key."""
-
     __tablename__ = "cl_seats"
     __fence_resource__ = "room"
     row: Mapped[int] = mapped_column(primary_key=True)
@@ -84,56 +66,35 @@ class Seat(FencedModel, Base):
     guest: Mapped[str | None] = mapped_column(String(20))
 
 
-class Named(FencedModel, Base):
-    """Guarded by a name, which a database may compare more loosely than Python does."""
-
-    __tablename__ = "cl_named"
-    __fence_resource__ = "named:{name}"
-    name: Mapped[str] = mapped_column(String(20), primary_key=True)
-
-
-class Eager(FencedModel, Base):
-    """The statement that loads an object loads related rows."""
-
+class Eager(FencedModel, Keyed, Base):
     __tablename__ = "cl_eager"
     __fence_resource__ = "account:1"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     parts: Mapped[list[Part]] = relationship(lazy="joined")
 
 
 class Part(Base):
-    """Hangs on one that is loaded eagerly."""
-
     __tablename__ = "cl_parts"
     id: Mapped[int] = mapped_column(primary_key=True)
     eager_id: Mapped[int] = mapped_column(ForeignKey("cl_eager.id"))
 
 
-class Computed(FencedModel, Base):
-    """An attribute is asked from another table."""
-
+class Computed(FencedModel, Keyed, Base):
     __tablename__ = "cl_computed"
     __fence_resource__ = "account:1"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     known: Mapped[int | None] = column_property(select(Note.id).where(Note.id == 1).scalar_subquery())
 
 
-class Animal(FencedModel, Base):
-    """Rows of several classes."""
-
+class Animal(FencedModel, Keyed, Base):
     __tablename__ = "cl_animals"
     __fence_resource__ = "account:1"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(20))
     balance: Mapped[int] = mapped_column(default=100)
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "animal"}  # noqa: RUF012
 
 
 class Cat(Animal):
-    """Rows in two tables."""
-
     __tablename__ = "cl_cats"
     id: Mapped[int] = mapped_column(ForeignKey("cl_animals.id"), primary_key=True)
     lives: Mapped[int] = mapped_column(default=9)
@@ -142,55 +103,40 @@ class Cat(Animal):
 
 fences = fence_table(Base.metadata)
 MODELS: list[type[Any]] = [Account, Triggered, Strict, Task, Eager, Computed, Cat]
-ROWS: dict[str, list[dict[str, Any]]] = {
-    "cl_accounts": [{"id": 1}],
-    "cl_notes": [{"id": 1, "account_id": 1, "text": "first"}],
-    "cl_triggered": [{"id": 1}],
-    "cl_strict": [{"id": 1}],
-    "cl_tasks": [{"id": 1, "queue": "a"}, {"id": 2, "queue": "b"}, {"id": 3, "queue": "a"}],
-    "cl_seats": [{"row": 1, "letter": "a"}, {"row": 1, "letter": "b"}],
-    "cl_eager": [{"id": 1}],
-    "cl_computed": [{"id": 1}],
-    "cl_animals": [{"id": 1, "kind": "cat"}],
-    "cl_cats": [{"id": 1}],
+ROWS: dict[Any, list[dict[str, Any]]] = {
+    Account: [{"id": 1}],
+    Note: [{"id": 1, "account_id": 1, "text": "first"}],
+    Triggered: [{"id": 1}],
+    Strict: [{"id": 1}],
+    Task: [{"id": 1, "queue": "a"}, {"id": 2, "queue": "b"}, {"id": 3, "queue": "a"}],
+    Seat: [{"row": 1, "letter": "a"}, {"row": 1, "letter": "b"}],
+    Eager: [{"id": 1}],
+    Computed: [{"id": 1}],
+    Animal: [{"id": 1, "kind": "cat"}],
+    Cat: [{"id": 1}],
 }
 
 
 def fill(engine: Engine) -> Engine:
-    """Have a database contain ROWS and nothing else."""
-    with engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        for name, rows in ROWS.items():
-            table = Base.metadata.tables[name]
-            connection.execute(insert(table), [row | _write_id(table) for row in rows])
-    return engine
-
-
-def _write_id(table: Any) -> dict[str, int]:
-    return {"last_write_id": 7} if "last_write_id" in table.c else {}
+    return refill(engine, Base.metadata, ROWS)
 
 
 def leases(token: int) -> tuple[Lease, ...]:
-    """Return the leases of one of the holders."""
     return tuple(Lease(resource, token) for resource in ("account:1", "queue:a", "room"))
 
 
 def holder(engine: Engine, token: int = NEW, **options: Any) -> Session:
-    """Return a session of one of the holders."""
     session = Session(engine, **options)
     bind(session, *leases(token))
     return session
 
 
 def balance(engine: Engine) -> int:
-    """Read the account's balance on another connection."""
     with engine.connect() as connection:
         return connection.scalars(select(Account.balance)).one()
 
 
 def fence(engine: Engine) -> int:
-    """Read the account's fence on another connection."""
     with engine.connect() as connection:
         return connection.scalars(select(Account.last_fencing_token)).one()
 
@@ -216,19 +162,6 @@ def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
         return outcome[0]
 
     return wait
-
-
-@contextmanager
-def statements(engine: Engine) -> Iterator[list[str]]:
-    """Give the first word of each statement that is sent in the block."""
-    sent: list[str] = []
-
-    def note(_connection: object, _cursor: object, sql: str, *_: object) -> None:
-        sent.append(sql.split(maxsplit=1)[0])
-
-    event.listen(engine, "before_cursor_execute", note)
-    yield sent
-    event.remove(engine, "before_cursor_execute", note)
 
 
 def let_wait(engine: Engine) -> None:

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import pytest
-from sqlalchemy import Engine, MetaData, NullPool, create_engine, make_url, text
+from sqlalchemy import Engine, MetaData, NullPool, create_engine, event, make_url, text
+from sqlalchemy.orm import Session
 
 from proof.servers import Postgres
 from proof.servers.galera import Galera
 from tests.conftest import galera_with_leases
-from tests.guard.rows import InMemory
+from tests.door import Door
+from tests.guard import claims
+from tests.guard.rows import InMemory, holding, refill
 
 
 @pytest.fixture(scope="session")
 def galera() -> Iterator[Galera]:
-    """A cluster that the guard's tests share."""
     with galera_with_leases() as cluster:
         yield cluster
 
@@ -50,27 +52,59 @@ def _mariadb(server_url: str) -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def _tables(request: pytest.FixtureRequest, shared_url: str) -> None:
-    """The tables of the test module's `Base` have been made."""
+def metadata(request: pytest.FixtureRequest) -> MetaData:
+    """The tables of the test module's models, of which the first is `Base` where the module has one."""
+    candidates = (getattr(each, "metadata", None) for each in vars(request.module).values())
+    return next(each for each in candidates if isinstance(each, MetaData))
+
+
+@pytest.fixture(scope="module")
+def _tables(shared_url: str, metadata: MetaData) -> None:
+    """The tables have been made."""
     engine = create_engine(shared_url)
-    request.module.Base.metadata.create_all(engine)
+    metadata.create_all(engine)
     engine.dispose()
+
+
+@contextmanager
+def engine_on(url: str) -> Iterator[Engine]:
+    """Make an engine whose SQLite does not wait for the disk, because no test outlives a loss of power."""
+    made = create_engine(url)
+    if made.dialect.name == "sqlite":
+        event.listen(made, "connect", lambda driver, _: driver.execute("PRAGMA synchronous = OFF"))
+    yield made
+    made.dispose()
 
 
 @pytest.fixture
 def shared_engine(shared_url: str) -> Iterator[Engine]:
     """An engine of its own for each test, on the shared database."""
-    made = create_engine(shared_url)
-    yield made
-    made.dispose()
+    with engine_on(shared_url) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")
 def lasting_engine(shared_url: str, _tables: None) -> Iterator[Engine]:
     """One engine for all tests of a file that leave it as it is: what it has compiled is kept."""
-    made = create_engine(shared_url)
-    yield made
-    made.dispose()
+    with engine_on(shared_url) as made:
+        yield made
+
+
+@pytest.fixture
+def engine(request: pytest.FixtureRequest, lasting_engine: Engine, metadata: MetaData) -> Engine:
+    """An engine on the rows of the test module's ROWS, which may be a function that fills the database.
+
+    Its listeners end with the test.
+    """
+    facade, rows = lasting_engine.execution_options(), request.module.ROWS
+    filled: Engine = rows(facade) if callable(rows) else refill(facade, metadata, rows)
+    return filled
+
+
+@pytest.fixture
+def session(request: pytest.FixtureRequest, engine: Engine) -> Iterator[Session]:
+    with holding(engine, *getattr(request.module, "HELD", ())) as made:
+        yield made
 
 
 @pytest.fixture
@@ -85,3 +119,23 @@ def in_memory() -> Iterator[InMemory]:
             return engine
 
         yield make
+
+
+@pytest.fixture
+def old(engine: Engine) -> Iterator[Session]:
+    with claims.holder(engine, claims.OLD) as made:
+        yield made
+
+
+@pytest.fixture
+def new(engine: Engine) -> Iterator[Session]:
+    with claims.holder(engine, claims.NEW) as made:
+        yield made
+
+
+@pytest.fixture
+def door(engine: Engine) -> Iterator[Door]:
+    """A door before the database, which loses the answer to the first COMMIT."""
+    made = Door(engine)
+    yield made
+    made.close()

@@ -3,119 +3,83 @@
 from __future__ import annotations
 
 import asyncio
-import threading
-from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, insert, select, text, update
-from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy import Engine, ForeignKey, String, select, text, update
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 import fencelock
-from fencelock.errors import StaleReadError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim
-from fencelock.lease import Lease
-from tests.guard.rows import empty
+from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind, claim
+from tests.guard.claims import in_thread
+from tests.guard.rows import Act, ForAsyncio, Keyed, holding, on_sqlite_alone, rows_of, turned_away
 
 BYPASS = {"fencelock": "bypass"}
 REPAIR = "UPDATE by_orders SET status = 'repaired' WHERE id = 1"
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
-    """Guarded row by row."""
-
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "by_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(20), default="new")
 
 
-class Document(FencedModel, Base):
-    """Has kinds whose columns are in tables of their own."""
-
+class Document(FencedModel, Keyed, Base):
     __tablename__ = "by_documents"
     __fence_resource__ = "document:{id}"
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "document"}  # noqa: RUF012
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(20))
     title: Mapped[str] = mapped_column(String(20), default="new")
 
 
 class Report(Document):
-    """Such a kind."""
-
     __tablename__ = "by_reports"
     __mapper_args__ = {"polymorphic_identity": "report"}  # noqa: RUF012
     id: Mapped[int] = mapped_column(ForeignKey("by_documents.id"), primary_key=True, autoincrement=False)
     pages: Mapped[int] = mapped_column(default=0)
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on an order whose fence is 9."""
-    with shared_engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Order), {"id": 1, "last_fencing_token": 9})
-    return shared_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session of a stale holder."""
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 5))
-        yield session
+ROWS = {Order: [{"id": 1, "last_fencing_token": 9}]}
+HELD = [Lease("order:1", 5)]
+ONE = update(Order).where(Order.id == 1)
 
 
 def test_update_past_the_guard_leaves_loaded_objects_as_old_as_they_are(engine: Engine) -> None:
     """It changes no write id, so what was loaded before it can be written."""
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 10))
+    with holding(engine, Lease("order:1", 10)) as session, session.begin():
         order = session.get_one(Order, 1)
-        session.execute(
-            update(Order).where(Order.id == 1).values(status="repaired"), execution_options=BYPASS
-        )
+        session.execute(ONE.values(status="repaired"), execution_options=BYPASS)
         assert order.status == "repaired"
         order.status = "paid"
-        session.commit()
     assert standing(engine) == ("paid", 10)
 
 
 @pytest.mark.parametrize("after", ["nothing", "an UPDATE that moves the id"])
 def test_update_of_a_sub_table_past_the_guard_moves_no_id(engine: Engine, after: str) -> None:
     """The id is in the other table, so the object that follows the statement keeps its own."""
-    with Session(engine) as session:
-        bind(session, Lease("document:1", 10))
+    with holding(engine, Lease("document:1", 10)) as session, session.begin():
         session.add(Report(id=1))
-        session.commit()
-    with Session(engine) as session:
-        bind(session, Lease("document:1", 10))
+    with holding(engine, Lease("document:1", 10)) as session, session.begin():
         report = session.get_one(Report, 1)
         if after != "nothing":
             session.execute(update(Document).where(Document.id == 1).values(title="drawn up"))
         session.execute(update(Report).where(Report.id == 1).values(pages=7), execution_options=BYPASS)
         assert report.pages == 7
         report.title = "written"
-        session.commit()
-    with engine.connect() as connection:
-        assert connection.scalar(select(Document.__table__.c.title)) == "written"
+    assert rows_of(engine, select(Document.__table__.c.title)) == ["written"]
 
 
-def standing(engine: Engine) -> tuple[str, int]:
-    """Return status and fence of the order."""
-    with engine.connect() as connection:
-        found = connection.execute(select(Order.status, Order.last_fencing_token)).one()
-    return found[0], found[1]
+def standing(engine: Engine) -> Any:
+    (found,) = rows_of(engine, select(Order.status, Order.last_fencing_token))
+    return found
 
 
-SAYINGS: dict[str, Callable[[Session], object]] = {
+SAYINGS: dict[str, Act] = {
     "connection": lambda s: s.connection().execution_options(fencelock="bypass"),
     "begun with options": lambda s: s.connection(execution_options=BYPASS),
     "in a savepoint": lambda s: s.begin_nested().session.connection().execution_options(fencelock="bypass"),
@@ -124,27 +88,24 @@ SAYINGS: dict[str, Callable[[Session], object]] = {
 
 @pytest.mark.parametrize("say", [pytest.param(say, id=name) for name, say in SAYINGS.items()])
 def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
-    session: Session, engine: Engine, say: Callable[[Session], object]
+    session: Session, engine: Engine, say: Act
 ) -> None:
     """The next transaction has a connection of its own, which is guarded."""
     say(session)
-    session.execute(update(Order).where(Order.id == 1).values(status="set"))
+    session.execute(ONE.values(status="set"))
     session.commit()
-    with pytest.raises(StaleTokenError):
-        session.execute(update(Order).where(Order.id == 1).values(status="stale"))
-    session.rollback()
+    with turned_away(session, StaleTokenError):
+        session.execute(ONE.values(status="stale"))
     assert standing(engine) == ("set", 9)
 
 
 def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) -> None:
-    """Those after it are guarded."""
     order = session.get_one(Order, 1)
     session.execute(text(REPAIR), execution_options=BYPASS)
     session.execute(text(REPAIR).execution_options(fencelock="bypass"))
     order.status = "stale"
-    with pytest.raises(StaleTokenError):
+    with turned_away(session, StaleTokenError):
         session.commit()
-    session.rollback()
     assert standing(engine) == ("new", 9)
 
 
@@ -156,20 +117,24 @@ def test_block_is_bypassed_whatever_is_executed(session: Session, engine: Engine
         session.connection().exec_driver_sql(REPAIR)
         session.commit()
         session.execute(update(Order).values(status="set"))
+        session.add_all([Order(id=3), Report(id=4)])
         order.status = "by hand"
+        session.commit()
+        session.get_one(Report, 4).pages = 7
+        session.delete(session.get_one(Order, 3))
         session.commit()
         with pytest.raises(UnfencedWriteError, match="claimed"):
             claim(session, Order, 1)
     assert standing(engine) == ("by hand", 9)
     session.rollback()
-    with pytest.raises(UnfencedWriteError):
+    with turned_away(session, UnfencedWriteError):
         session.execute(text(REPAIR))
-    session.rollback()
     with pytest.raises(StaleTokenError):
-        session.execute(update(Order).where(Order.id == 1).values(status="stale"))
+        session.execute(ONE.values(status="stale"))
     assert standing(engine) == ("by hand", 9)
 
 
+@on_sqlite_alone
 def test_block_ends_with_an_exception_and_inside_another(session: Session, engine: Engine) -> None:
     """The inner one's end leaves the outer one as it is; the transaction goes on, guarded."""
     session.connection()
@@ -185,12 +150,12 @@ def test_block_ends_with_an_exception_and_inside_another(session: Session, engin
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    with pytest.raises(UnfencedWriteError):
+    with turned_away(session, UnfencedWriteError):
         session.execute(text(REPAIR))
-    session.rollback()
     assert standing(engine) == ("new", 9)
 
 
+@on_sqlite_alone
 def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
     """Those that were given inside stay, and so does a bypass that the engine has said."""
     with engine.connect() as connection:
@@ -198,9 +163,8 @@ def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
             connection.execution_options(stream_results=False)
             connection.execute(text(REPAIR))
         assert "stream_results" in connection.get_execution_options()
-        with pytest.raises(UnfencedWriteError):
+        with turned_away(connection, UnfencedWriteError):
             connection.execute(text(REPAIR))
-        connection.rollback()
     with engine.execution_options(fencelock="bypass").connect() as connection:
         with fencelock.bypass(connection):
             connection.execute(text(REPAIR))
@@ -209,35 +173,28 @@ def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
         session.execute(text(REPAIR))  # whoever made the connection has said it for all of it
 
 
+@pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)  # sqlite3's are of one thread
 def test_block_is_of_its_thread(engine: Engine) -> None:
-    """Another thread is guarded, also on the same connection."""
-    said: list[object] = []
-    scoped = scoped_session(sessionmaker(engine))
+    scoped: Any = scoped_session(sessionmaker(engine))
 
-    def work(target: Any) -> None:
+    def repair(target: Any) -> None:
         try:
             target.execute(text(REPAIR))
-        except UnfencedWriteError as error:
-            said.append(error)
         finally:
             scoped.remove()  # this thread's
 
-    if engine.dialect.name == "sqlite":
-        pytest.skip("a connection of sqlite3 belongs to one thread")
     with engine.connect() as connection, fencelock.bypass(connection), fencelock.bypass(scoped):
         scoped.execute(text(REPAIR))
         scoped.rollback()
         for target in (connection, scoped):
-            other = threading.Thread(target=work, args=(target,))
-            other.start()
-            other.join()
-        connection.rollback()
+            in_another = in_thread(lambda target=target: repair(target))  # type: ignore[misc]
+            with turned_away(connection, UnfencedWriteError):
+                in_another()
         connection.execute(text(REPAIR))
     scoped.remove()
-    assert len(said) == 2
 
 
-def test_block_for_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+def test_block_for_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
     """A session or connection of asyncio goes around the guard for its task, and for nobody else."""
 
     async def refused(target: AsyncSession | AsyncConnection) -> None:
@@ -265,9 +222,8 @@ def test_block_for_asyncio(engine: Engine, for_asyncio: Callable[[Engine], Async
     assert standing(engine) == ("new", 9)
 
 
-def test_block_takes_sessions_and_connections(engine: Engine) -> None:
-    """Anything else is a mistake."""
-    with pytest.raises(TypeError, match="session or a connection"), fencelock.bypass(engine):  # type: ignore[arg-type]
+def test_block_takes_sessions_and_connections() -> None:
+    with pytest.raises(TypeError, match="session or a connection"), fencelock.bypass("engine"):  # type: ignore[arg-type]
         pass
 
 
@@ -277,8 +233,7 @@ def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(
     engine: Engine, session: Session, token: int | None, attribute: str
 ) -> None:
     """By a form that was opened before, or a dump. Under a lease another id is that of another version."""
-    with engine.connect() as connection:
-        before = connection.scalar(select(Order.last_write_id))
+    (before,) = rows_of(engine, select(Order.last_write_id))
     if token is not None:
         bind(session, Lease("order:1", token))
     with fencelock.bypass(session) if token is None else nullcontext():
@@ -290,15 +245,14 @@ def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(
                 session.commit()
             return
         session.commit()
-    with engine.connect() as connection:
-        fence, write_id = connection.execute(select(Order.last_fencing_token, Order.last_write_id)).one()
+    ((fence, write_id),) = rows_of(engine, select(Order.last_fencing_token, Order.last_write_id))
     assert fence == (token or 9)
     assert write_id not in {before, 3}
 
 
+@on_sqlite_alone
 @pytest.mark.usefixtures("engine")
 def test_a_fence_alone_is_no_change(session: Session) -> None:
-    """An object keeps that of its row."""
     with fencelock.bypass(session):
         order = session.get_one(Order, 1)
         order.last_fencing_token = 3
@@ -312,9 +266,8 @@ def test_a_new_object_brings_no_fence(engine: Engine, session: Session) -> None:
         session.add(Order(id=2, last_fencing_token=(1 << 63) - 1, last_write_id=3))
         session.merge(Order(id=3, last_fencing_token=(1 << 63) - 1))
         session.commit()
-    with engine.connect() as connection:
-        found = connection.execute(
-            select(Order.id, Order.last_fencing_token, Order.last_write_id).where(Order.id > 1)
-        ).all()
+    found = rows_of(
+        engine, select(Order.id, Order.last_fencing_token, Order.last_write_id).where(Order.id > 1)
+    )
     assert [(key, fence) for key, fence, _ in found] == [(2, 0), (3, 0)]
     assert all(write_id != 3 for _, _, write_id in found)

@@ -4,66 +4,35 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, create_engine, delete, event, func, insert, select, update
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, OperationalError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import bind, claim, claim_all, claim_async, gate
-from fencelock.lease import Lease, note_ended, note_held
-from tests.guard.claims import (
-    NEW,
-    OLD,
-    Account,
-    Base,
-    Named,
-    Note,
-    Seat,
-    Task,
-    balance,
-    fence,
-    fill,
-    holder,
-    in_thread,
-    leases,
-    let_wait,
-)
-from tests.guard.rows import on_sqlite_alone
+from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, claim_all, claim_async, gate
+from fencelock.lease import note_ended, note_held
+from tests.guard import claims
+from tests.guard.claims import NEW, OLD, Account, Note, Seat, Task, balance, fence, holder, leases
+from tests.guard.rows import Act, ForAsyncio, bypassed, holding, on_sqlite_alone, turned_away
 
 
 @pytest.fixture
 def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on an account of balance 100 with a note, three tasks and two seats."""
-    return fill(shared_engine)
+    """An engine for each test, which may have it begin at once (`waits`)."""
+    return claims.fill(shared_engine)
 
 
 @pytest.fixture
 def _waiting(engine: Engine) -> None:
-    let_wait(engine)
+    claims.let_wait(engine)
 
 
 waits = pytest.mark.usefixtures("_waiting")
 on_postgresql_alone = pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
 with_row_locks = pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
-
-
-@pytest.fixture
-def old(engine: Engine) -> Iterator[Session]:
-    """The session of the older holder of the account."""
-    with holder(engine, OLD) as session:
-        yield session
-
-
-@pytest.fixture
-def new(engine: Engine) -> Iterator[Session]:
-    """The session of the newer holder of the account."""
-    with holder(engine, NEW) as session:
-        yield session
 
 
 @on_sqlite_alone
@@ -98,9 +67,8 @@ def test_claim_reads_past_the_snapshot_of_its_transaction(engine: Engine, new: S
     claim(new, Account, 1)
     new.commit()
     assert new.get_one(Account, 1).balance == 100
-    with holder(engine, NEW) as same_lease:
+    with holder(engine, NEW) as same_lease, same_lease.begin():
         claim(same_lease, Account, 1).balance = 70
-        same_lease.commit()
     assert claim(new, Account, 1).balance == 70
     new.rollback()
 
@@ -109,7 +77,7 @@ def test_claim_reads_past_the_snapshot_of_its_transaction(engine: Engine, new: S
 def test_claim_holds_off_the_old_holder_until_the_commit(engine: Engine, old: Session, new: Session) -> None:
     """The claim's row lock makes an older write wait, and the raised fence then refuses it."""
     account = claim(new, Account, 1)
-    refused = in_thread(lambda: old.execute(update(Account).where(Account.id == 1).values(balance=0)))
+    refused = claims.in_thread(lambda: old.execute(update(Account).where(Account.id == 1).values(balance=0)))
     time.sleep(0.2)
     account.balance = 70
     new.commit()
@@ -121,7 +89,7 @@ def test_claim_holds_off_the_old_holder_until_the_commit(engine: Engine, old: Se
     assert balance(engine) == 70
 
 
-TAKEN: dict[str, Callable[[Session], object]] = {
+TAKEN: dict[str, Act] = {
     "key tells the resource": lambda s: claim(s, Account, 1),
     "row tells the resource": lambda s: claim(s, Task, 1),
     "row tells the resource, nowait": lambda s: _claimed_in_the_end(s, nowait=True),
@@ -142,9 +110,7 @@ def _claimed_in_the_end(session: Session, **how: Any) -> object:
 
 @waits
 @pytest.mark.parametrize("take", [pytest.param(take, id=name) for name, take in TAKEN.items()])
-def test_what_is_read_after_a_claim_is_not_older_than_it(
-    old: Session, new: Session, take: Callable[[Session], object]
-) -> None:
+def test_what_is_read_after_a_claim_is_not_older_than_it(old: Session, new: Session, take: Act) -> None:
     """A claim that has waited sees what the older holder did to *other* rows, whatever the isolation level.
 
     It is the transaction's first act, so nothing of it may take a snapshot before the lock is there.
@@ -156,7 +122,7 @@ def test_what_is_read_after_a_claim_is_not_older_than_it(
         take(new)
         return new.get_one(Note, 1).text, new.get_one(Account, 1).balance
 
-    read = in_thread(first_act)
+    read = claims.in_thread(first_act)
     time.sleep(0.2)
     old.get_one(Note, 1).text = "second"
     old.get_one(Account, 1).balance = 90
@@ -181,8 +147,7 @@ def test_a_claim_without_found_rows_is_no_refusal(engine: Engine) -> None:
             client_flag=0,
         ),
     )
-    with Session(counting) as session:
-        bind(session, *leases(NEW))
+    with holding(counting, *leases(NEW)) as session:
         claim(session, Account, 1)
         session.commit()
         assert claim(session, Account, 1).last_fencing_token == 2
@@ -209,20 +174,7 @@ def test_a_rollback_to_a_savepoint_gives_the_claim_back(engine: Engine, old: Ses
     assert fence(engine) == 2
 
 
-@waits
-def test_a_refusal_inside_a_savepoint_leaves_the_outer_transaction(old: Session, new: Session) -> None:
-    """Only the innermost savepoint is rolled back; what the transaction did before it stays."""
-    claim(new, Account, 1)
-    new.commit()
-    claim(old, Task, 1).balance = 1
-    with pytest.raises(StaleTokenError), old.begin_nested():
-        claim(old, Account, 1)
-    old.commit()
-    assert old.get_one(Task, 1).balance == 1
-
-
 def test_a_missing_row_is_no_result(new: Session) -> None:
-    """Claiming what is not there raises SQLAlchemy's NoResultFound, and the transaction goes on."""
     bind(new, Lease("account:9", 1))
     with pytest.raises(NoResultFound, match="no Account with the primary key"):
         claim(new, Account, 9)
@@ -234,32 +186,68 @@ def test_a_missing_row_is_no_result(new: Session) -> None:
     assert claim(new, Task, 1).balance == 100
 
 
-@on_sqlite_alone
-@pytest.mark.parametrize("identity", [None, (1, 2), {"other": 1}, ()])
-def test_a_malformed_identity_is_refused(new: Session, identity: object) -> None:
-    """What cannot be a primary key raises ValueError, before anything is sent."""
-    with pytest.raises(ValueError, match="identified by id"):
-        claim(new, Account, identity)
+WRONG: dict[str, tuple[Act, type[Exception], str | None]] = {
+    **{
+        f"identity {identity}": (
+            lambda s, identity=identity: claim(s, Account, identity),  # type: ignore[misc]
+            ValueError,
+            "identified by id",
+        )
+        for identity in (None, (1, 2), {"other": 1}, ())
+    },
+    "no fence": (lambda s: claim(s, Note, 1), TypeError, None),
+    "no model": (lambda s: claim(s, str, 1), TypeError, None),
+    "no table": (lambda s: claim(s, claims.Base, 1), TypeError, None),
+    "all of a column": (lambda s: claim_all(s, select(Account.id)), TypeError, None),
+    "all of two": (lambda s: claim_all(s, select(Account, Task)), TypeError, None),  # type: ignore[arg-type]
+    "for coroutines": (lambda _: claim(AsyncSession(), Account, 1), TypeError, "await claim_async"),  # type: ignore[call-overload]
+    "a class": (lambda _: claim(Session, Account, 1), TypeError, "a Session"),  # type: ignore[call-overload]
+    "an engine": (lambda s: claim(s.get_bind(), Account, 1), TypeError, "a Session"),  # type: ignore[call-overload]
+}
 
 
 @on_sqlite_alone
-@pytest.mark.parametrize("model", [Note, str, Base])
-def test_only_fenced_models_can_be_claimed(new: Session, model: type[Any]) -> None:
-    """A model without a fence, or no model at all, raises TypeError."""
-    with pytest.raises(TypeError):
-        claim(new, model, 1)
+@pytest.mark.parametrize(("take", "error", "match"), WRONG.values(), ids=WRONG)
+def test_what_cannot_be_claimed_is_told_before_anything_is_sent(
+    new: Session, take: Act, error: type[Exception], match: str | None
+) -> None:
+    with pytest.raises(error, match=match):
+        take(new)
 
 
 @on_sqlite_alone
-def test_identity_as_session_get_takes_it(engine: Engine) -> None:
-    """A tuple or a dict name a composite key."""
-    with Session(engine) as session:
-        bind(session, Lease("room", 1))
+def test_what_can_be_claimed(engine: Engine, new: Session) -> None:
+    assert claim_all(new, select(Account).where(Account.id == 9)) == []
+    with holding(engine, Lease("room", 1)) as session:
         assert claim(session, Seat, (1, "a")) is claim(session, Seat, {"letter": "a", "row": 1})
 
 
+DISCARDING: dict[str, tuple[Act, str | None]] = {
+    "it": (lambda s: claim(s, Account, 1), "claim it before changing it"),
+    "all": (lambda s: claim_all(s, select(Account)), None),
+    "by a key that is text": (lambda s: claim(s, Account, "1"), None),
+    "another row": (lambda s: claim(s, Account, 2), "flush first"),
+}
+
+
+@pytest.mark.parametrize(("take", "match"), DISCARDING.values(), ids=DISCARDING)
+def test_what_is_not_flushed_is_never_discarded(
+    engine: Engine, new: Session, take: Act, match: str | None
+) -> None:
+    """Where autoflush is off, the claim refuses: which row a key leads to, only the database knows."""
+    bind(new, *leases(NEW), Lease("account:2", NEW))
+    account = claim(new, Account, 1)
+    with new.no_autoflush:
+        account.balance = 80
+        with pytest.raises((InvalidRequestError, DBAPIError), match=match):  # PostgreSQL compares no text
+            take(new)
+        assert account.balance == 80
+    if engine.dialect.name == "sqlite":  # the others have refused the transaction that sent text
+        new.commit()
+        assert balance(engine) == 80
+
+
 def test_nowait_and_skip_locked(engine: Engine, old: Session, new: Session) -> None:
-    """A locked row raises the database's error at once, or gives None; a free one is claimed."""
     if engine.dialect.name == "sqlite":
         assert claim(new, Account, 1, nowait=True).balance == 100
         return
@@ -274,54 +262,11 @@ def test_nowait_and_skip_locked(engine: Engine, old: Session, new: Session) -> N
     assert claim(new, Account, 1, nowait=True).last_fencing_token == 2
 
 
-@on_sqlite_alone
-def test_pending_changes_are_not_discarded(engine: Engine, new: Session) -> None:
-    """Where autoflush is off, the claim refuses."""
-    account = claim(new, Account, 1)
-    account.balance = 80
-    with new.no_autoflush, pytest.raises(InvalidRequestError, match="claim it before changing it"):
-        claim(new, Account, 1)
-    new.commit()
-    assert balance(engine) == 80
-
-
-DISCARDING: dict[str, Callable[[Session], object]] = {
-    "all": lambda s: claim_all(s, select(Account)),
-    "by a key that is text": lambda s: claim(s, Account, "1"),
-}
-
-
-@pytest.mark.parametrize("take", [pytest.param(take, id=name) for name, take in DISCARDING.items()])
-def test_what_is_not_flushed_is_never_discarded(new: Session, take: Callable[[Session], object]) -> None:
-    """Where autoflush is off, a claim of many, or by a key that the database finds equal, refuses as well."""
-    account = new.get_one(Account, 1)
-    with new.no_autoflush:
-        account.balance = 80
-        with pytest.raises((InvalidRequestError, DBAPIError)):  # PostgreSQL compares no text with numbers
-            take(new)
-        assert account.balance == 80
-    new.rollback()
-
-
-@on_sqlite_alone
-def test_a_claim_of_another_row_is_refused_as_well(new: Session) -> None:
-    """Which row a key leads to, only the database knows."""
-    bind(new, Lease("room", 2))
-    seat = new.get_one(Seat, (1, "a"))
-    with new.no_autoflush:
-        seat.guest = "Ada"
-        with pytest.raises(InvalidRequestError, match="flush first"):
-            claim(new, Seat, (1, "b"))
-        assert seat.guest == "Ada"
-    new.rollback()
-
-
 def test_a_resource_that_the_key_does_not_tell(new: Session) -> None:
     """Where __fence_resource__ names other columns, the claim reads them to find the lease."""
     bind(new, Lease("queue:a", 3))
-    with pytest.raises(UnfencedWriteError, match="'queue:b'"):
+    with turned_away(new, UnfencedWriteError, match="'queue:b'"):
         claim(new, Task, 2)
-    new.rollback()
     claim(new, Task, 1).balance = 1
     new.commit()
     assert new.scalars(select(Task.last_fencing_token).order_by(Task.id)).all() == [3, 0, 0]
@@ -348,20 +293,17 @@ def test_claim_all_claims_in_key_order_and_returns_in_query_order(engine: Engine
     [lambda s: claim(s, Account, 1), lambda s: claim_all(s, select(Account)), lambda s: gate(s, "account:1")],
     ids=["claim", "claim_all", "gate"],
 )
-def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Callable[[Session], object]) -> None:
-    """An engine that bypasses the guard would raise no fence; the error says so."""
-    with Session(engine.execution_options(fencelock="bypass")) as session:
-        bind(session, *leases(NEW))
-        with pytest.raises(UnfencedWriteError, match="bypass"):
-            take(session)
-        session.rollback()
+def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Act) -> None:
+    past = holding(engine.execution_options(fencelock="bypass"), *leases(NEW))
+    with past as session, turned_away(session, UnfencedWriteError, match="bypass"):
+        take(session)
     assert fence(engine) == 0
 
 
 @pytest.fixture
 def hall(engine: Engine) -> Engine:
     """The engine, with a hall of 1,200 seats."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(delete(Seat))
         connection.execute(
             insert(Seat), [{"row": row, "letter": ch} for row in range(1, 61) for ch in LETTERS]
@@ -374,7 +316,6 @@ LETTERS = "abcdefghijklmnopqrst"
 
 @pytest.mark.usefixtures("hall")
 def test_claim_all_of_many_rows(new: Session) -> None:
-    """They come in the query's order; the name's columns are compared too."""
     bind(new, Lease("room", 5))
     seats = claim_all(new, select(Seat).order_by(Seat.letter.desc(), Seat.row))
     assert [(seat.letter, seat.row) for seat in seats] == [
@@ -386,12 +327,10 @@ def test_claim_all_of_many_rows(new: Session) -> None:
 
 
 def test_claim_all_of_many_rows_is_refused_as_a_whole(hall: Engine, new: Session) -> None:
-    """One of the last has a larger fence; the error names it."""
     bind(new, Lease("room", 5))
     claim(new, Seat, (60, "c"))
     new.commit()
-    with Session(hall) as stale:
-        bind(stale, Lease("room", 4))
+    with holding(hall, Lease("room", 4)) as stale:
         with pytest.raises(StaleTokenError) as caught:
             claim_all(stale, select(Seat))
         assert caught.value.identity == (60, "c")
@@ -401,42 +340,28 @@ def test_claim_all_of_many_rows_is_refused_as_a_whole(hall: Engine, new: Session
 
 @with_row_locks
 def test_two_who_claim_all_of_many_rows_wait_for_each_other(hall: Engine) -> None:
-    """In whatever order their rows lie in the table."""
-    with hall.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(hall) as connection:
         for row in range(60, 0, -1):  # PostgreSQL puts what is written behind the rest
             connection.execute(update(Seat).where(Seat.row == row).values(guest=f"{row}"))
 
     def claim_them() -> int:
-        with Session(hall) as session:
-            bind(session, Lease("room", 5))
+        with holding(hall, Lease("room", 5)) as session:
             for _ in range(5):
                 count = len(claim_all(session, select(Seat).where(Seat.row <= 15)))
                 session.commit()
             return count
 
-    waits = [in_thread(claim_them) for _ in range(3)]
+    waits = [claims.in_thread(claim_them) for _ in range(3)]
     assert [wait() for wait in waits] == [300] * 3
 
 
 @on_sqlite_alone
-def test_claim_all_of_nothing_is_empty(new: Session) -> None:
-    """A query without rows claims nothing, and takes only SELECTs of one model."""
-    assert claim_all(new, select(Account).where(Account.id == 9)) == []
-    statements: list[Any] = [select(Account.id), select(Account, Task)]
-    for statement in statements:
-        with pytest.raises(TypeError):
-            claim_all(new, statement)
-
-
-@on_sqlite_alone
 def test_claims_by_the_held_lease(engine: Engine) -> None:
-    """No bind is needed where the context holds the lease."""
     lease = Lease("account:1", 4)
     note_held(lease)
     try:
-        with Session(engine) as session:
+        with Session(engine) as session, session.begin():
             claim(session, Account, 1).balance = 1
-            session.commit()
     finally:
         note_ended(lease)
     assert fence(engine) == 4
@@ -450,24 +375,10 @@ def test_repeatable_read_conflicts_stay_the_databases_own(engine: Engine, old: S
     strict.get_one(Account, 1)
     claim(old, Account, 1).balance = 90
     old.commit()
-    with pytest.raises(DBAPIError, match="could not serialize"):
+    with turned_away(strict, DBAPIError, match="could not serialize"):
         claim(strict, Account, 1)
-    strict.rollback()
     assert claim(strict, Account, 1).balance == 90
     strict.close()
-
-
-def test_a_collation_that_ignores_case_does_not_merge_resources(engine: Engine) -> None:
-    """MariaDB's default collation finds "main" for "MAIN"; the lease of the one does not claim the other."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Named), {"name": "main"})
-    with Session(engine) as session:
-        bind(session, Lease("named:MAIN", 3))
-        with pytest.raises((UnfencedWriteError, NoResultFound)):
-            claim(session, Named, "MAIN")
-        session.rollback()
-        bind(session, Lease("named:main", 3))
-        assert claim(session, Named, "main").last_fencing_token == 3
 
 
 @on_postgresql_alone
@@ -479,7 +390,7 @@ def test_a_row_that_appears_after_the_claim_is_claimed(engine: Engine, new: Sess
     def appear(_c: object, statement: Any, *_: object) -> None:
         if getattr(statement, "is_update", False) and not inserted:
             inserted.append(True)
-            with engine.execution_options(fencelock="bypass").begin() as connection:
+            with bypassed(engine) as connection:
                 connection.execute(insert(Account), {"id": 5, "balance": 1})
 
     event.listen(engine, "after_execute", appear)
@@ -488,11 +399,7 @@ def test_a_row_that_appears_after_the_claim_is_claimed(engine: Engine, new: Sess
 
 
 @with_row_locks
-def test_coroutines_claim_without_waiting(
-    engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
-) -> None:
-    """`skip_locked` and `nowait` are passed on."""
-
+def test_coroutines_claim_without_waiting(engine: Engine, for_asyncio: ForAsyncio) -> None:
     async def main() -> None:
         aengine = for_asyncio(engine)
         async with AsyncSession(aengine) as first, AsyncSession(aengine) as second:
@@ -509,7 +416,7 @@ def test_coroutines_claim_without_waiting(
 
 @on_sqlite_alone
 @pytest.mark.parametrize("for_asyncio", [0], indirect=True)
-def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+def test_scoped_sessions_claim(engine: Engine, for_asyncio: ForAsyncio) -> None:
     """The session behind the facade claims, and is the one that a refusal leaves to be rolled back."""
     scoped = scoped_session(sessionmaker(engine))
     bind(scoped, *leases(NEW))
@@ -533,11 +440,3 @@ def test_scoped_sessions_claim(engine: Engine, for_asyncio: Callable[[Engine], A
 
     asyncio.run(main())
     assert balance(engine) == 60
-
-
-@on_sqlite_alone
-def test_a_session_of_coroutines_is_not_claimed_with_by_blocking_code(engine: Engine) -> None:
-    """The error names the function to use."""
-    for wrong, hint in ((AsyncSession(), "await claim_async"), (Session, "a Session"), (engine, "a Session")):
-        with pytest.raises(TypeError, match=hint):
-            claim(wrong, Account, 1)  # type: ignore[call-overload]

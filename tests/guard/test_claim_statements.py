@@ -2,66 +2,28 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, event, insert, select
 from sqlalchemy.exc import NoResultFound
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, with_loader_criteria
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    bind,
-    claim,
-    claim_all,
-    claim_all_async,
-    claim_async,
-    execute_fenced,
-    fenced_update,
-    gate_async,
-)
-from fencelock.lease import Lease
-from tests.guard.claims import (
-    MODELS,
-    NEW,
-    OLD,
-    Account,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    Cat,
-    Computed,
-    Eager,
-    Note,
-    Seat,
-    Task,
-    fill,
-    holder,
-    leases,
-    statements,
-)
+import fencelock
+from fencelock import Lease, StaleTokenError, bind, claim, claim_all
+from tests.guard import claims
+from tests.guard.claims import MODELS, NEW, OLD, Account, Cat, Eager, Note, Seat, Task
+from tests.guard.listening import statements, words
+from tests.guard.rows import ForAsyncio, awaiting, bypassed, holding, turned_away
 
 ONE, TWO = ["UPDATE"], ["UPDATE", "SELECT"]
-
-
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on one row of each model, and a few more."""
-    return fill(shared_engine)
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session of the newer holder."""
-    with holder(engine) as made:
-        yield made
+ROWS, HELD = claims.ROWS, claims.leases(NEW)
 
 
 def at_once(engine: Engine, model: type[Any] = Account) -> list[str]:
-    """Return what a claim sends to this database."""
     shows_all = engine.dialect.name in {"postgresql", "sqlite"}
-    return ONE if shows_all and model not in (Eager, Computed, Cat) else TWO
+    return ONE if shows_all and model not in (Eager, claims.Computed, Cat) else TWO
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -72,7 +34,7 @@ def test_claim_sends_one_statement_where_it_is_sound(
     for _ in range(2):
         with statements(engine) as sent:
             claimed = claim(session, model, 1)
-        assert sent == (["SELECT"] if model is Task else []) + at_once(engine, model)
+        assert words(sent) == (["SELECT"] if model is Task else []) + at_once(engine, model)
         assert (claimed.id, claimed.last_fencing_token) == (1, NEW)
         assert not session.dirty
         claimed.balance += 1
@@ -81,21 +43,19 @@ def test_claim_sends_one_statement_where_it_is_sound(
 
 
 def test_claim_without_waiting_sends_one_statement_more(engine: Engine, session: Session) -> None:
-    """It locks the row before."""
     ways: list[dict[str, Any]] = [{"nowait": True}, {"skip_locked": True}]
     for how in ways:
         with statements(engine) as sent:
             claim(session, Account, 1, **how)
-        assert sent == ["SELECT", *at_once(engine)]
+        assert words(sent) == ["SELECT", *at_once(engine)]
         session.commit()
 
 
 def test_claim_all_sends_its_updates_together(engine: Engine, session: Session) -> None:
-    """One execution for each row, between the query and the query of what still matches."""
     with statements(engine) as sent:
         seats = claim_all(session, select(Seat).order_by(Seat.letter.desc()))
     assert [seat.letter for seat in seats] == ["b", "a"]
-    assert sent == ["SELECT", "UPDATE", "SELECT"]
+    assert words(sent) == ["SELECT", "UPDATE", "SELECT"]
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -119,19 +79,20 @@ def test_each_claim_gives_the_row_a_new_write_id(engine: Engine, session: Sessio
 @pytest.mark.parametrize("expire_on_commit", [True, False])
 def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_commit: bool) -> None:
     """Nothing of it is older than the row: neither columns, nor what is loaded later."""
-    with Session(engine, expire_on_commit=expire_on_commit) as session:
-        bind(session, Lease("account:1", NEW))
+    with holding(engine, Lease("account:1", NEW), expire_on_commit=expire_on_commit) as session:
         known = session.get_one(Account, 1)
         assert (known.status, known.remark, len(known.notes)) == ("new", "none", 1)
         session.commit()
         with engine.begin() as connection:
             connection.execute(insert(Note), {"id": 2, "account_id": 1, "text": "more"})
-            statement = fenced_update(Account).where(Account.id == 1).values(status="paid", remark="much")
-            execute_fenced(connection, statement, token=OLD)
+            statement = (
+                fencelock.fenced_update(Account).where(Account.id == 1).values(status="paid", remark="much")
+            )
+            fencelock.execute_fenced(connection, statement, token=OLD)
         with statements(engine) as sent:
             assert claim(session, Account, 1) is known
             assert known.status == "paid"
-        assert sent == at_once(engine)
+        assert words(sent) == at_once(engine)
         assert (known.remark, len(known.notes)) == ("much", 2)
         session.commit()
         with engine.begin() as connection:
@@ -142,13 +103,12 @@ def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_co
 
 
 def test_claim_flushes_and_leaves_onupdate_alone(engine: Engine, session: Session) -> None:
-    """What is pending is written before."""
     known = claim(session, Account, 1)
     assert known.changed == 0
     known.status = "paid"
     with statements(engine) as sent:
         claim(session, Account, 1)
-    assert sent == ["UPDATE", *at_once(engine)]
+    assert words(sent) == ["UPDATE", *at_once(engine)]
     assert (known.status, known.changed) == ("paid", 1)
 
 
@@ -156,11 +116,9 @@ def test_refused_claim_says_why(engine: Engine, session: Session) -> None:
     """A second look tells a higher fence from a row that is not there."""
     claim(session, Account, 1)
     session.commit()
-    with pytest.raises(NoResultFound):
+    with turned_away(session, NoResultFound):
         claim(session, Seat, (1, "z"))
-    session.rollback()
-    with Session(engine) as stale:
-        bind(stale, Lease("account:1", OLD))
+    with holding(engine, Lease("account:1", OLD)) as stale:
         known = stale.get(Account, 1, execution_options={"fencelock": "bypass"})
         with pytest.raises(StaleTokenError) as caught:
             claim(stale, Account, 1)
@@ -168,7 +126,7 @@ def test_refused_claim_says_why(engine: Engine, session: Session) -> None:
         stale.rollback()
         assert known is not None
         bind(stale, Lease("other", NEW))
-        with pytest.raises(UnfencedWriteError):
+        with pytest.raises(fencelock.UnfencedWriteError):
             claim(stale, Account, 1)
 
 
@@ -182,7 +140,7 @@ def test_criteria_of_a_listener_count(engine: Engine, session: Session) -> None:
 
     with statements(engine) as sent:
         claim(session, Account, 1).status = "gone"
-    assert sent == TWO
+    assert words(sent) == TWO
     session.commit()
     with pytest.raises(NoResultFound):
         claim(session, Account, 1)
@@ -194,7 +152,7 @@ def test_row_that_appears_between_two_statements_is_not_claimed(engine: Engine, 
 
     def appear(_connection: object, statement: Any, *_: object) -> None:
         if getattr(statement, "is_update", False):
-            with engine.execution_options(fencelock="bypass").begin() as connection:
+            with bypassed(engine) as connection:
                 connection.execute(insert(Eager), {"id": 2})
 
     event.listen(engine, "after_execute", appear)
@@ -204,36 +162,31 @@ def test_row_that_appears_between_two_statements_is_not_claimed(engine: Engine, 
     assert claim(session, Eager, 2).last_fencing_token == NEW
 
 
-def test_for_coroutines(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """Drivers for asyncio return rows of UPDATE and INSERT as the others do."""
-
-    async def play() -> None:
-        aengine = for_asyncio(engine)
-        async with AsyncSession(aengine) as session:
-            bind(session, *leases(NEW))
-            for known in (None, await session.get(Account, 1)):
-                await session.commit()
-                with statements(aengine.sync_engine) as sent:
-                    order = await claim_async(session, Account, 1)
-                    await gate_async(session, "account:1")
-                assert sent == [*at_once(engine), "INSERT"]
-                assert known in (None, order)
-                assert (order.status, order.last_fencing_token) == ("new", NEW)
-                order.status = "new"
-                await session.commit()
-            assert await claim_all_async(session, select(Account)) == [order]
-            with pytest.raises(NoResultFound):
-                await claim_async(session, Seat, {"row": 1, "letter": "z"})
+def test_for_coroutines(engine: Engine, for_asyncio: ForAsyncio) -> None:
+    async def play(session: AsyncSession) -> None:
+        for known in (None, await session.get(Account, 1)):
             await session.commit()
-            bind(session, Lease("account:1", OLD))
-            for late in (
-                claim_async(session, Account, 1),
-                claim_all_async(session, select(Account)),
-                gate_async(session),
-            ):
-                with pytest.raises(StaleTokenError):
-                    await late
-                await session.rollback()
-        await aengine.dispose()
+            with statements(aengine.sync_engine) as sent:
+                order = await fencelock.claim_async(session, Account, 1)
+                await fencelock.gate_async(session, "account:1")
+            assert words(sent) == [*at_once(engine), "INSERT"]
+            assert known in (None, order)
+            assert (order.status, order.last_fencing_token) == ("new", NEW)
+            order.status = "new"
+            await session.commit()
+        assert await fencelock.claim_all_async(session, select(Account)) == [order]
+        with pytest.raises(NoResultFound):
+            await fencelock.claim_async(session, Seat, {"row": 1, "letter": "z"})
+        await session.commit()
+        bind(session, Lease("account:1", OLD))
+        for late in (
+            fencelock.claim_async(session, Account, 1),
+            fencelock.claim_all_async(session, select(Account)),
+            fencelock.gate_async(session),
+        ):
+            with pytest.raises(StaleTokenError):
+                await late
+            await session.rollback()
 
-    asyncio.run(play())
+    aengine = for_asyncio(engine)
+    awaiting(aengine, play, *claims.leases(NEW))

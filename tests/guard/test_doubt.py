@@ -8,58 +8,42 @@ import threading
 from collections.abc import Callable, Iterator
 
 import pytest
-from sqlalchemy import Engine, delete, insert, select, text, update
+from sqlalchemy import Engine, select, text, update
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session
 
+import fencelock
+from fencelock import CommitInDoubtError, FencedModel, Lease, bind, claim, claim_async, fence_table, gate
 from fencelock._databases import leaves_doubt
-from fencelock.errors import CommitInDoubtError, StaleReadError
-from fencelock.guard import FencedModel, bind, claim, claim_async, fence_table, gate
-from fencelock.lease import Lease
 from tests.door import Door
+from tests.guard.rows import Act, ForAsyncio, Keyed, awaiting, holding, turned_away
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Account(FencedModel, Base):
-    """The row that everybody wants."""
-
+class Account(FencedModel, Keyed, Base):
     __tablename__ = "doubt_accounts"
     __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int]
 
 
 fence_table(Base.metadata)
+ROWS = {Account: [{"id": number, "balance": 100} for number in (1, 2)]}
 
 
 @pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on two accounts with a balance of 100."""
-    if shared_engine.dialect.name == "sqlite":
+def engine(engine: Engine) -> Engine:
+    if engine.dialect.name == "sqlite":
         pytest.skip("SQLite has no connection that could be lost")
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in reversed(Base.metadata.sorted_tables):
-            connection.execute(delete(table))
-        connection.execute(insert(Account), [{"id": number, "balance": 100} for number in (1, 2)])
-    return shared_engine
+    return engine
 
 
 @pytest.fixture
 def lease() -> Lease:
     """What stands for a lock's lease; `remint` gives it a larger token."""
     return Lease("account:1", 5)
-
-
-@pytest.fixture
-def door(engine: Engine) -> Iterator[Door]:
-    """A door before the database."""
-    made = Door(engine)
-    yield made
-    made.close()
 
 
 def lose_the_answer(door: Door, lease: Lease, *, twophase: bool = False) -> Session:
@@ -75,7 +59,6 @@ def lose_the_answer(door: Door, lease: Lease, *, twophase: bool = False) -> Sess
 
 
 def kill(engine: Engine, session: Session) -> None:
-    """Have the server end the session's connection."""
     if engine.dialect.name == "postgresql":
         number = session.scalar(text("SELECT pg_backend_pid()"))
         order = text("SELECT pg_terminate_backend(:number, 5000)").bindparams(number=number)
@@ -87,7 +70,6 @@ def kill(engine: Engine, session: Session) -> None:
 
 
 def balance(engine: Engine) -> int:
-    """Read it without any lease."""
     with Session(engine) as session:
         return session.get_one(Account, 1).balance
 
@@ -102,7 +84,6 @@ def let_through_later(door: Door) -> Iterator[None]:
 
 
 def write(session: Session) -> None:
-    """Write the row without loading it."""
     session.execute(update(Account).where(Account.id == 1).values(balance=0))
 
 
@@ -112,14 +93,12 @@ def test_what_was_read_before_the_ghost_commits_is_not_written(
     """Mint anew, load, write: the write waits for the ghost's row lock, and then the write id is another."""
     lose_the_answer(door, lease).close()
     lease.remint(6, lease.expires_at)
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         account = session.get_one(Account, 1)
         assert account.balance == 100, "the ghost has not committed yet"
         account.balance -= 50
-        with let_through_later(door), pytest.raises(StaleReadError):
+        with let_through_later(door), turned_away(session, fencelock.StaleReadError):
             session.flush()
-        session.rollback()
         account.balance -= 50
         session.commit()
     assert balance(engine) == 40
@@ -131,26 +110,22 @@ def test_a_statement_that_does_not_claim_overwrites_the_ghost(
     """The control, and what stays open: a statement with a value that was read compares no write id."""
     lose_the_answer(door, lease).close()
     lease.remint(6, lease.expires_at)
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session, session.begin():
         read = session.scalar(select(Account.balance).where(Account.id == 1))
         assert read == 100
         with let_through_later(door):
             session.execute(update(Account).where(Account.id == 1).values(balance=read - 50))
-        session.commit()
     assert balance(engine) == 50, "10 were withdrawn for nothing"
 
 
 def test_nothing_is_written_with_the_old_token(engine: Engine, door: Door, lease: Lease) -> None:
     """The error says what to do; a claim with a new token waits for the ghost, and sees what it did."""
     lose_the_answer(door, lease).close()
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         assert session.get_one(Account, 1).balance == 100, "reading is free"
         for attempt in (write, lambda each: claim(each, Account, 1), gate):
-            with pytest.raises(CommitInDoubtError, match="remint"):
+            with turned_away(session, CommitInDoubtError, match="remint"):
                 attempt(session)
-            session.rollback()
         lease.remint(6, lease.expires_at)
         with let_through_later(door):
             account = claim(session, Account, 1)
@@ -172,7 +147,6 @@ def test_a_second_phase_is_in_doubt_as_well(engine: Engine, door: Door, lease: L
 
 
 def test_a_gate_waits_as_well(engine: Engine, door: Door, lease: Lease) -> None:
-    """Where the transaction in doubt had passed it."""
     session = Session(door.engine)
     bind(session, lease)
     gate(session)
@@ -182,8 +156,7 @@ def test_a_gate_waits_as_well(engine: Engine, door: Door, lease: Lease) -> None:
         session.commit()
     session.close()
     lease.remint(6, lease.expires_at)
-    with Session(engine) as again:
-        bind(again, lease)
+    with holding(engine, lease) as again:
         with let_through_later(door):
             gate(again)
         assert again.get(Account, 7) is not None
@@ -191,18 +164,14 @@ def test_a_gate_waits_as_well(engine: Engine, door: Door, lease: Lease) -> None:
 
 
 @pytest.mark.parametrize("attempt", [Session.commit, write, lambda session: session.get(Account, 2)])
-def test_only_a_commit_leaves_a_doubt(
-    engine: Engine, lease: Lease, attempt: Callable[[Session], object]
-) -> None:
+def test_only_a_commit_leaves_a_doubt(engine: Engine, lease: Lease, attempt: Act) -> None:
     """A connection that is lost before has asked for no COMMIT, so that the server rolls back."""
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         session.get_one(Account, 1).balance = 5
         session.flush()
         kill(engine, session)
-        with pytest.raises(DBAPIError):
+        with turned_away(session, DBAPIError):
             attempt(session)
-        session.rollback()
         assert lease.in_doubt == (attempt is Session.commit)
     assert balance(engine) == 100
 
@@ -227,11 +196,7 @@ def overtake_each_other(session: Session) -> None:
 @pytest.mark.parametrize("break_it", [give_the_same_name, overtake_each_other])
 @pytest.mark.parametrize("world", ["blocking", "asyncio"])
 def test_what_the_database_refuses_at_the_commit_is_not_written(
-    engine: Engine,
-    lease: Lease,
-    for_asyncio: Callable[[Engine], AsyncEngine],
-    break_it: Callable[[Session], None],
-    world: str,
+    engine: Engine, lease: Lease, for_asyncio: ForAsyncio, break_it: Callable[[Session], None], world: str
 ) -> None:
     """It says so itself: 23505, 40001."""
     with engine.begin() as connection:
@@ -245,22 +210,16 @@ def test_what_the_database_refuses_at_the_commit_is_not_written(
         session.flush()
         break_it(session)
 
-    async def main() -> None:
-        aengine = for_asyncio(engine)
-        try:
-            async with AsyncSession(aengine) as session:
-                await session.run_sync(write_and_break)
-                await session.commit()
-        finally:
-            await aengine.dispose()
+    async def write_and_commit(session: AsyncSession) -> None:
+        await session.run_sync(write_and_break)
+        await session.commit()
 
     def play() -> None:
         if world == "asyncio":
-            asyncio.run(main())
+            awaiting(for_asyncio(engine), write_and_commit)
         else:
-            with Session(engine) as session:
+            with Session(engine) as session, session.begin():
                 write_and_break(session)
-                session.commit()
 
     with pytest.raises(DBAPIError) as caught:
         play()
@@ -271,8 +230,7 @@ def test_what_the_database_refuses_at_the_commit_is_not_written(
 
 def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> None:
     """Whether or not the server hears of it; nor does a COMMIT that the server refuses."""
-    with Session(engine) as session:
-        bind(session, lease)
+    with holding(engine, lease) as session:
         claim(session, Account, 1).balance = 5
         session.flush()
         kill(engine, session)
@@ -282,85 +240,67 @@ def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> Non
     assert balance(engine) == 100
 
 
-def test_coroutines_are_in_doubt(
-    engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
-) -> None:
-    """The same for an AsyncSession."""
-
-    async def main() -> None:
-        aengine = for_asyncio(engine)
-        async with AsyncSession(aengine) as session:
-            bind(session, lease)
-            (await claim_async(session, Account, 1)).balance = 5
-            await session.flush()
-            await session.run_sync(lambda blocking: kill(engine, blocking))
-            with pytest.raises(DBAPIError):
-                await session.commit()
-            await session.rollback()
-            (await session.get_one(Account, 1)).balance = 5
-            with pytest.raises(CommitInDoubtError):
-                await session.flush()
-            await session.rollback()
-            lease.remint(6, lease.expires_at)
-            (await claim_async(session, Account, 1)).balance -= 10
+def test_coroutines_are_in_doubt(engine: Engine, lease: Lease, for_asyncio: ForAsyncio) -> None:
+    async def play(session: AsyncSession) -> None:
+        (await claim_async(session, Account, 1)).balance = 5
+        await session.flush()
+        await session.run_sync(lambda blocking: kill(engine, blocking))
+        with pytest.raises(DBAPIError):
             await session.commit()
-        await aengine.dispose()
+        await session.rollback()
+        (await session.get_one(Account, 1)).balance = 5
+        with pytest.raises(CommitInDoubtError):
+            await session.flush()
+        await session.rollback()
+        lease.remint(6, lease.expires_at)
+        (await claim_async(session, Account, 1)).balance -= 10
+        await session.commit()
 
-    asyncio.run(main())
+    awaiting(for_asyncio(engine), play, lease)
     assert balance(engine) == 90
 
 
 @pytest.mark.long
-def test_a_cancelled_query_leaves_no_doubt(
-    engine: Engine, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
-) -> None:
+def test_a_cancelled_query_leaves_no_doubt(engine: Engine, lease: Lease, for_asyncio: ForAsyncio) -> None:
     """Whoever gives up waiting for it has asked for no COMMIT; the connection is closed, which rolls back."""
+    slow = "SELECT pg_sleep(1)" if engine.dialect.name == "postgresql" else "SELECT sleep(1)"
 
-    async def main() -> None:
-        aengine = for_asyncio(engine)
-        slow = "SELECT pg_sleep(5)" if engine.dialect.name == "postgresql" else "SELECT sleep(5)"
-        async with AsyncSession(aengine) as session:
-            bind(session, lease)
-            (await claim_async(session, Account, 1)).balance = 5
-            await session.flush()
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(session.scalar(text(slow)), 0.3)
-            await session.rollback()
-            assert not lease.in_doubt
-            (await claim_async(session, Account, 1)).balance -= 10
-            await session.commit()
-        await aengine.dispose()
+    async def play(session: AsyncSession) -> None:
+        (await claim_async(session, Account, 1)).balance = 5
+        await session.flush()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.scalar(text(slow)), 0.3)
+        await session.rollback()
+        assert not lease.in_doubt
+        (await claim_async(session, Account, 1)).balance -= 10
+        await session.commit()
 
-    asyncio.run(main())
+    awaiting(for_asyncio(engine), play, lease)
     assert balance(engine) == 90
 
 
 def test_a_cancelled_commit_is_in_doubt(
-    engine: Engine, door: Door, lease: Lease, for_asyncio: Callable[[Engine], AsyncEngine]
+    engine: Engine, door: Door, lease: Lease, for_asyncio: ForAsyncio
 ) -> None:
     """Who gives up waiting for the answer does not know it either; the claim waits for what is under way."""
     door.hangs = True
 
-    async def main() -> None:
-        through_door, direct = for_asyncio(door.engine), for_asyncio(engine)
-        async with AsyncSession(through_door) as session:
-            bind(session, lease)
-            (await claim_async(session, Account, 1)).balance -= 10
-            await session.flush()
-            asyncio.get_running_loop().call_later(1.0, door.let_through)
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(session.commit(), 0.3)
-        assert lease.in_doubt
-        async with AsyncSession(direct) as session:
-            bind(session, lease)
-            (await session.get_one(Account, 1)).balance = 5
-            with pytest.raises(CommitInDoubtError, match="remint"):
-                await session.flush()
-            await session.rollback()
-            lease.remint(6, lease.expires_at)
-            assert (await claim_async(session, Account, 1)).balance == 90
-            await session.rollback()
-        await through_door.dispose()
-        await direct.dispose()
+    async def give_up(session: AsyncSession) -> None:
+        (await claim_async(session, Account, 1)).balance -= 10
+        await session.flush()
+        threading.Timer(1.0, door.let_through).start()
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(session.commit(), 0.3)
 
-    asyncio.run(main())
+    async def wait_for_it(session: AsyncSession) -> None:
+        (await session.get_one(Account, 1)).balance = 5
+        with pytest.raises(CommitInDoubtError, match="remint"):
+            await session.flush()
+        await session.rollback()
+        lease.remint(6, lease.expires_at)
+        assert (await claim_async(session, Account, 1)).balance == 90
+        await session.rollback()
+
+    awaiting(for_asyncio(door.engine), give_up, lease)
+    assert lease.in_doubt
+    awaiting(for_asyncio(engine), wait_for_it, lease)

@@ -3,66 +3,44 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, delete, select, text, update
+from sqlalchemy import Engine, delete, select, text, update
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    claim,
-    claim_all,
-    execute_fenced,
-    fence_table,
-    fenced_delete,
-    fenced_update,
-    gate,
-    gate_async,
-    upsert,
-)
-from fencelock.lease import Lease
+import fencelock
+from fencelock import Lease, UnfencedWriteError, bind, claim, claim_all, execute_fenced, gate, upsert
+from tests.guard.rows import Act, InMemory, holding, turned_away
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Row(FencedModel, Base):
-    """Guarded as a whole table."""
-
+class Row(fencelock.FencedModel, Base):
     __tablename__ = "er_rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[int] = mapped_column(default=0)
 
 
-fence_table(Base.metadata)
+fencelock.fence_table(Base.metadata)
 
 
 @pytest.fixture
-def engine(tmp_path: Path) -> Iterator[Engine]:
-    """An engine on a database with the tables."""
-    made = create_engine(f"sqlite:///{tmp_path}/errors.sqlite")
-    Base.metadata.create_all(made)
-    yield made
-    made.dispose()
+def engine(in_memory: InMemory) -> Engine:
+    return in_memory(Base.metadata)
 
 
 def test_a_fenced_statement_where_nothing_is_guarded(engine: Engine) -> None:
     """With the engine's, the connection's and the statement's own option, with a token and without."""
-    statement = fenced_update(Row).where(Row.id == 1).values(value=1)
+    statement = fencelock.fenced_update(Row).where(Row.id == 1).values(value=1)
     bypassing = engine.execution_options(fencelock="bypass")
     for token in (None, 5):
         with bypassing.connect() as connection, pytest.raises(UnfencedWriteError, match="bypass"):
             execute_fenced(connection, statement, token=token)
         with Session(bypassing) as session, pytest.raises(UnfencedWriteError, match="bypass"):
-            execute_fenced(session, fenced_delete(Row), token=token)
+            execute_fenced(session, fencelock.fenced_delete(Row), token=token)
         with Session(engine) as session, pytest.raises(UnfencedWriteError, match="bypass"):
             execute_fenced(session, statement.execution_options(fencelock="bypass"), token=token)
 
@@ -75,38 +53,27 @@ def test_a_gate_of_a_session_with_several_databases(engine: Engine) -> None:
             gate(session)
         gate(session, bind_arguments={"mapper": Row})
         session.commit()
-    with ShardedSession(
-        shards={"a": engine},
-        shard_chooser=lambda mapper, *_, **__: mapper.nothing,
-        identity_chooser=lambda *_, **__: ["a"],
-        execute_chooser=lambda _: ["a"],
-    ) as sharded:
-        bind(sharded, Lease("rows", 5))
-        with pytest.raises(TypeError, match="bind_arguments"):
-            gate(sharded, "rows")
-        gate(sharded, "rows", bind_arguments={"shard_id": "a"})
 
 
-def test_a_gate_for_coroutines_is_told_as_well(engine: Engine) -> None:
-    """`gate_async` hands it on."""
-
+def test_a_gate_for_coroutines_is_told_as_well() -> None:
     async def main() -> None:
-        aengine = create_async_engine(engine.url.set(drivername="sqlite+aiosqlite"))
+        aengine = create_async_engine("sqlite+aiosqlite://")
+        async with aengine.begin() as connection:
+            await connection.run_sync(Base.metadata.create_all)
         async with AsyncSession(binds={Row: aengine}) as session:
             bind(session, Lease("rows", 5))
-            await gate_async(session, "rows", bind_arguments={"mapper": Row})
+            await fencelock.gate_async(session, "rows", bind_arguments={"mapper": Row})
         await aengine.dispose()
 
     asyncio.run(main())
 
 
 def change(session: Session) -> None:
-    """Change it by the unit of work."""
     session.get_one(Row, 1).value = 1
     session.flush()
 
 
-NULL_WRITES: dict[str, Callable[[Session], object]] = {
+NULL_WRITES: dict[str, Act] = {
     "unit of work": change,
     "by key": lambda session: session.execute(update(Row).where(Row.id == 1).values(value=1)),
     "by criteria": lambda session: session.execute(update(Row).where(Row.value == 0).values(value=1)),
@@ -133,11 +100,9 @@ def test_a_row_without_a_fence(shared_engine: Engine, way: str) -> None:
         connection.execute(
             text("INSERT INTO er_rows (id, value) VALUES (1, 0)"), execution_options={"fencelock": "bypass"}
         )
-    with Session(shared_engine) as session:
-        bind(session, Lease("rows", 5))
-        with pytest.raises(FenceError, match=r"NULL.*SET last_fencing_token = 0"):
+    with holding(shared_engine, Lease("rows", 5)) as session:
+        with turned_away(session, fencelock.FenceError, match=r"NULL.*SET last_fencing_token = 0"):
             NULL_WRITES[way](session)
-        session.rollback()
         assert session.scalar(text("SELECT value FROM er_rows")) == 0
 
 
@@ -155,4 +120,6 @@ def test_a_row_without_a_fence(shared_engine: Engine, way: str) -> None:
 )
 def test_a_fence_that_no_new_token_reaches(token: int, fence: int | None, *, is_lost: bool) -> None:
     """What grants the locks has begun again: to acquire again is no advice."""
-    assert ("fencelock init --after-loss" in str(StaleTokenError("orders", (1,), token, fence))) is is_lost
+    assert (
+        "fencelock init --after-loss" in str(fencelock.StaleTokenError("orders", (1,), token, fence))
+    ) is is_lost

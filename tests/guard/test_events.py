@@ -4,61 +4,47 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from typing import TypeAlias
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, insert, select, text, update
+from sqlalchemy import Engine, event, select, text, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import (
-    FencedModel,
-    Lease,
-    StaleTokenError,
-    UnfencedWriteError,
-    bind,
-    claim,
-    claim_all,
-    gate,
-    upsert,
-)
-from fencelock.guard import GuardEvent, fence_table, forget, on_claim, on_stale, on_unfenced
+import fencelock
+from fencelock import GuardEvent, Lease, UnfencedWriteError, claim, gate, on_claim, on_stale, upsert
+from fencelock.guard import forget
+from tests.guard.rows import Act, InMemory, holding, refill
 
 
-class Base(DeclarativeBase):
-    """Tables of these tests."""
+class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
-    """Each row has a resource of its own."""
-
+class Order(fencelock.FencedModel, Base):
     __tablename__ = "ev_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
     amount: Mapped[int] = mapped_column(default=0)
 
 
-fence_table(Base.metadata)
+fencelock.fence_table(Base.metadata)
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    """A database with two orders that have been fenced with 5."""
-    made = create_engine("sqlite://")
-    Base.metadata.create_all(made)
-    with made.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(
-            insert(Order), [{"id": 1, "last_fencing_token": 5}, {"id": 2, "last_fencing_token": 5}]
-        )
-    yield made
-    made.dispose()
+def engine(in_memory: InMemory) -> Engine:
+    """Two orders that have been fenced with 5."""
+    orders = [{"id": number, "last_fencing_token": 5} for number in (1, 2)]
+    return refill(in_memory(Base.metadata), Base.metadata, {Order: orders})
+
+
+Told: TypeAlias = dict[str, list[GuardEvent]]
 
 
 @pytest.fixture
-def told() -> Iterator[dict[str, list[GuardEvent]]]:
-    """What the guard tells, by kind."""
-    found: dict[str, list[GuardEvent]] = {"stale": [], "unfenced": [], "claim": []}
-    callbacks = [on_stale(found["stale"].append), on_unfenced(found["unfenced"].append)]
+def told() -> Iterator[Told]:
+    found: Told = {"stale": [], "unfenced": [], "claim": []}
+    callbacks = [on_stale(found["stale"].append), fencelock.on_unfenced(found["unfenced"].append)]
     callbacks.append(on_claim(found["claim"].append))
     yield found
     for callback in callbacks:
@@ -66,31 +52,27 @@ def told() -> Iterator[dict[str, list[GuardEvent]]]:
 
 
 def facts(event: GuardEvent) -> tuple[object, ...]:
-    """Return what an event says, without the error."""
     return event.table, event.identity, event.resource, event.token, event.fence
 
 
 def write(session: Session) -> None:
-    """Write order 1 by the unit of work."""
     session.get_one(Order, 1).amount += 1
     session.flush()
 
 
 def test_stale_write_is_told_once_with_all_facts(
-    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
+    engine: Engine, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """By the flush, by Core, by upsert and by a claim; and the log has the same."""
-    stale: tuple[Callable[[Session], object], ...] = (
+    stale: tuple[Act, ...] = (
         write,
         lambda s: s.execute(update(Order).where(Order.id == 1).values(amount=2)),
         lambda s: claim(s, Order, 1),
         lambda s: upsert(s, Order, [{"id": 1, "amount": 2}]),
     )
     for number, work in enumerate(stale, 1):
-        with Session(engine) as session:
-            bind(session, Lease("order:1", 4))
-            with pytest.raises(StaleTokenError) as refused:
-                work(session)
+        holder = holding(engine, Lease("order:1", 4))
+        with holder as session, pytest.raises(fencelock.StaleTokenError) as refused:
+            work(session)
         assert len(told["stale"]) == number
         assert facts(told["stale"][-1]) == ("ev_orders", (1,), "order:1", 4, 5)
         assert told["stale"][-1].error is refused.value
@@ -102,14 +84,13 @@ def test_stale_write_is_told_once_with_all_facts(
     assert not told["claim"]
 
 
-def test_write_without_its_lease_is_told_once(engine: Engine, told: dict[str, list[GuardEvent]]) -> None:
-    """Whichever way it was tried, and also where several leases could be meant."""
-    unfenced: tuple[Callable[[Session], object], ...] = (
+def test_write_without_its_lease_is_told_once(engine: Engine, told: Told) -> None:
+    unfenced: tuple[Act, ...] = (
         write,
         lambda s: s.execute(update(Order).where(Order.id == 1).values(amount=2)),
         lambda s: s.execute(text("UPDATE ev_orders SET amount = 2")),
         lambda s: claim(s, Order, 1),
-        lambda s: claim_all(s, select(Order)),
+        lambda s: fencelock.claim_all(s, select(Order)),
         lambda s: upsert(s, Order, [{"id": 1}]),
         gate,
     )
@@ -119,22 +100,16 @@ def test_write_without_its_lease_is_told_once(engine: Engine, told: dict[str, li
         assert len(told["unfenced"]) == number
         assert told["unfenced"][-1].error is refused.value
     assert [event.table for event in told["unfenced"][:2]] == ["ev_orders"] * 2
-    with Session(engine) as session:
-        bind(session, Lease("a", 6), Lease("b", 6))
-        with pytest.raises(UnfencedWriteError):
-            gate(session)
-    assert isinstance(told["unfenced"][-1].error, UnfencedWriteError)
+    with holding(engine, Lease("a", 6), Lease("b", 6)) as session, pytest.raises(UnfencedWriteError):
+        gate(session)
+    assert len(told["unfenced"]) == len(unfenced) + 1
 
 
-def test_claims_and_gates_are_told(
-    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
-) -> None:
-    """With the resource and the token, once they have succeeded; the log has them on the level DEBUG."""
+def test_claims_and_gates_are_told(engine: Engine, told: Told, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.DEBUG, "fencelock.guard")
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 6), Lease("order:2", 7))
+    with holding(engine, Lease("order:1", 6), Lease("order:2", 7)) as session:
         claim(session, Order, 1)
-        claim_all(session, select(Order))
+        fencelock.claim_all(session, select(Order))
         gate(session, "order:2")
     assert [facts(event) for event in told["claim"]] == [
         ("ev_orders", (1,), "order:1", 6, None),
@@ -148,19 +123,16 @@ def test_claims_and_gates_are_told(
 
 
 def test_callback_that_fails_changes_nothing(
-    engine: Engine, told: dict[str, list[GuardEvent]], caplog: pytest.LogCaptureFixture
+    engine: Engine, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is logged; the others are called, and the caller gets the guard's error."""
-
     def fail(event: GuardEvent) -> None:
         raise ZeroDivisionError(event.table)
 
     on_stale(fail)
     try:
-        with Session(engine) as session:
-            bind(session, Lease("order:1", 4))
-            with pytest.raises(StaleTokenError):
-                write(session)
+        holder = holding(engine, Lease("order:1", 4))
+        with holder as session, pytest.raises(fencelock.StaleTokenError):
+            write(session)
     finally:
         forget(fail)
     assert len(told["stale"]) == 1
@@ -168,7 +140,6 @@ def test_callback_that_fails_changes_nothing(
 
 
 def test_what_is_no_function_is_refused() -> None:
-    """At once, and not when the first refusal comes."""
     with pytest.raises(TypeError, match="on_stale calls a function"):
         on_stale("print")  # type: ignore[type-var]
 
@@ -188,11 +159,10 @@ def test_error_without_a_word_is_the_users(engine: Engine) -> None:
 def test_callback_that_was_forgotten_is_not_called(engine: Engine) -> None:
     """Given back by the function that registered it, as a decorator does."""
     heard: list[GuardEvent] = []
-    callbacks = [on(heard.append) for on in (on_stale, on_unfenced, on_claim)]
+    callbacks = [on(heard.append) for on in (on_stale, fencelock.on_unfenced, on_claim)]
     for callback in callbacks:
         forget(callback)
-    with Session(engine) as session:
-        bind(session, Lease("order:2", 6))
+    with holding(engine, Lease("order:2", 6)) as session:
         claim(session, Order, 2)
         with pytest.raises(UnfencedWriteError):
             write(session)

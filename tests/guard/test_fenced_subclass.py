@@ -3,31 +3,24 @@
 from __future__ import annotations
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, delete, insert, select, update
+from sqlalchemy import Engine, ForeignKey, String, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import StaleReadError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleReadError, UnfencedWriteError, bind
+from tests.guard.rows import Keyed, holding, on_sqlite_alone, rows_of
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Employee(Base):
-    """Not fenced."""
-
+class Employee(Keyed, Base):
     __tablename__ = "fs_employees"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(10))
     name: Mapped[str] = mapped_column(String(10), default="")
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "employee"}  # noqa: RUF012
 
 
 class Engineer(FencedModel, Employee):
-    """Fenced, with part of its rows in the other table."""
-
     __tablename__ = "fs_engineers"
     __fence_resource__ = "engineers"
     id: Mapped[int] = mapped_column(ForeignKey("fs_employees.id"), primary_key=True)
@@ -35,27 +28,18 @@ class Engineer(FencedModel, Employee):
     __mapper_args__ = {"polymorphic_identity": "engineer"}  # noqa: RUF012
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on a plain employee 1 and an engineer 2 with the fence 5."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in reversed(Base.metadata.sorted_tables):
-            connection.execute(delete(table))
-        rows = [{"id": 1, "kind": "employee"}, {"id": 2, "kind": "engineer"}]
-        connection.execute(insert(Employee.__table__), rows)  # type: ignore[arg-type]
-        connection.execute(insert(Engineer.__table__), {"id": 2, "last_fencing_token": 5})  # type: ignore[arg-type]
-    return shared_engine
+ROWS = {
+    Employee: [{"id": 1, "kind": "employee"}, {"id": 2, "kind": "engineer"}],
+    Engineer: [{"id": 2, "last_fencing_token": 5}],
+}
 
 
 def names(engine: Engine) -> list[str]:
-    """Read all names."""
-    with engine.connect() as connection:
-        return list(connection.scalars(select(Employee.name).order_by(Employee.id)))
+    return rows_of(engine, select(Employee.name).order_by(Employee.id))
 
 
 @pytest.mark.parametrize("held", [(), (Lease("engineers", 7),)], ids=["no lease", "lease"])
 def test_rows_of_the_plain_base_class_are_written_as_ever(engine: Engine, held: tuple[Lease, ...]) -> None:
-    """Inserted, changed and deleted, whether or not a lease is held."""
     with Session(engine) as session:
         if held:
             bind(session, *held)
@@ -74,25 +58,22 @@ def test_rows_of_the_fenced_subclass_stay_guarded(engine: Engine) -> None:
         session.get_one(Employee, 2).name = "Bob"
         with pytest.raises(UnfencedWriteError, match="no lease is held"):
             session.commit()
-    with Session(engine) as session:
-        bind(session, Lease("engineers", 7))
+    with holding(engine, Lease("engineers", 7)) as session:
         session.get_one(Employee, 2).name = "Bob"
         with pytest.raises(UnfencedWriteError, match="loaded without last_write_id"):
             session.commit()
-    with Session(engine, expire_on_commit=False) as session:
-        bind(session, Lease("engineers", 7))
+    with holding(engine, Lease("engineers", 7), expire_on_commit=False) as session:
         engineer = session.get_one(Engineer, 2)
         session.commit()
-        with Session(engine) as newer:
-            bind(newer, Lease("engineers", 6))
+        with holding(engine, Lease("engineers", 6)) as newer, newer.begin():
             newer.get_one(Engineer, 2).tool = "pen"
-            newer.commit()
         engineer.name = "Bob"
         with pytest.raises(StaleReadError):
             session.commit()
     assert names(engine) == ["", ""]
 
 
+@on_sqlite_alone
 def test_statements_on_the_base_table_are_refused(engine: Engine) -> None:
     """They do not tell whose rows they write."""
     with Session(engine) as session, pytest.raises(UnfencedWriteError, match="through their objects"):

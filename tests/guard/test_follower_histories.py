@@ -11,37 +11,22 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Delete, Engine, Insert, StaticPool, Text, Update, create_engine, insert, select, update
+from sqlalchemy import StaticPool, Text, create_engine, insert, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, deferred, load_only, mapped_column, undefer
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, bind, bypass, objects
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleTokenError, bind, bypass
+from fencelock.guard import objects
+from tests.guard.rows import Keyed, Routing
 
 HISTORIES, STEPS, TOKENS = 60, 40, (1, 2, 2)
 
 
-class Routing(Session):
-    """Writes to the leader, and reads from wherever it is told to."""
-
-    leader: Engine
-    reads: Engine
-
-    def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
-        """Return where a statement goes."""
-        return self.leader if self._flushing or isinstance(clause, Insert | Update | Delete) else self.reads
-
-
 def new_model() -> Any:
-    """Return a model whose rows have two texts, with a mark of each write that they have seen."""
+    class Base(DeclarativeBase): ...
 
-    class Base(DeclarativeBase):
-        """Of this history."""
-
-    class Log(FencedModel, Base):
+    class Log(FencedModel, Keyed, Base):
         __tablename__ = "fh_logs"
         __fence_resource__ = "log"
-        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
         text: Mapped[str] = mapped_column(Text, default="")
         note: Mapped[str] = deferred(mapped_column(Text, default=""))
 
@@ -52,7 +37,6 @@ Way = Callable[[Session, Any], object]
 
 
 def ways(model: Any) -> list[Way]:
-    """Return the ways to load an object, or a part of it."""
     whole = select(model)
 
     def expire(name: str) -> Way:
@@ -92,31 +76,27 @@ class World:
         self.workers = [self.new_worker(token) for token in TOKENS]
 
     def new_worker(self, token: int) -> tuple[Routing, list[Any]]:
-        """Return a session, and its objects."""
         session = Routing(expire_on_commit=False)
-        session.leader = session.reads = self.leader
+        session.leader, session.reads = self.leader, [self.leader]
         bind(session, Lease("log", token))
         return session, [session.get_one(self.model, 1)]
 
     def copy(self) -> None:
-        """Have one follower hear of all that was written."""
         follower = self.dice.choice(self.followers)
         with self.leader.connect() as source, follower.begin() as target, bypass(target):
             (row,) = source.execute(select(self.model.__table__)).mappings()
             target.execute(update(self.model.__table__), dict(row))
 
     def write(self, session: Routing, log: Any, mark: str) -> None:
-        """Put a mark behind one text, and note that where it was acknowledged."""
         name = self.dice.choice(["text", "note"]) if "note" in log.__dict__ else "text"
         setattr(log, name, f"{getattr(log, name)}{mark} ")
         session.commit()
         self.acknowledged.append(mark)
 
     def play(self) -> tuple[int, list[str]]:
-        """Return how many writes were acknowledged, and which of them are lost."""
         for number in range(STEPS):
             session, known = self.dice.choice(self.workers)
-            session.reads = self.dice.choice([self.leader, *self.followers])
+            session.reads = [self.dice.choice([self.leader, *self.followers])]
             try:
                 match self.dice.randrange(5):
                     case 0:
@@ -128,7 +108,7 @@ class World:
             except StaleTokenError:
                 session.rollback()
                 session.expunge_all()
-                session.reads = self.dice.choice([self.leader, *self.followers])
+                session.reads = [self.dice.choice([self.leader, *self.followers])]
                 known[0] = session.get_one(self.model, 1)
         with Session(self.leader) as last:
             log = last.get_one(self.model, 1)
@@ -137,7 +117,6 @@ class World:
         return len(self.acknowledged), lost
 
     def close(self) -> None:
-        """Close what was opened."""
         for session, _ in self.workers:
             session.close()
         for engine in (self.leader, *self.followers):
@@ -145,7 +124,6 @@ class World:
 
 
 def play(model: Any) -> Iterator[tuple[int, int]]:
-    """Yield of each history how many writes were acknowledged, and how many are lost."""
     for seed in range(HISTORIES):
         world = World(model, seed)
         acknowledged, lost = world.play()
@@ -154,7 +132,6 @@ def play(model: Any) -> Iterator[tuple[int, int]]:
 
 
 def test_no_acknowledged_write_is_lost() -> None:
-    """And many are acknowledged."""
     played = list(play(new_model()))
     assert sum(lost for _, lost in played) == 0
     assert sum(acknowledged for acknowledged, _ in played) > 3 * HISTORIES

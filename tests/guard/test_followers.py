@@ -12,43 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Delete, Engine, Insert, Update, create_engine, select
+from sqlalchemy import Engine, create_engine, select
 from sqlalchemy.orm import Session, joinedload, load_only, selectin_polymorphic, undefer
 
-from fencelock.errors import StaleReadError
-from fencelock.guard import bind
-from fencelock.lease import Lease
-from tests.guard.write_ids import (
-    MINE,
-    Account,
-    Entry,
-    Joined,
-    Load,
-    Row,
-    Step,
-    change,
-    fill,
-    get,
-    query,
-)
-
-
-class Routing(Session):
-    """Sends each SELECT to the next of `reads`, and all that come later to the last of them."""
-
-    leader: Engine
-    reads: list[Engine]
-
-    def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
-        """Return where a statement goes."""
-        if self._flushing or isinstance(clause, Insert | Update | Delete):
-            return self.leader
-        return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]
+from fencelock import Lease, StaleReadError, bind
+from tests.guard.rows import Routing
+from tests.guard.write_ids import MINE, Account, Entry, Joined, Load, Row, Step, change, fill, get, query
 
 
 @pytest.fixture
 def leader(tmp_path: Path) -> Iterator[Engine]:
-    """What is written to."""
     engine = create_engine(f"sqlite:///{tmp_path}/leader.sqlite")
     Row.metadata.create_all(engine)
     yield fill(engine)
@@ -76,12 +49,10 @@ def expire_and_load(name: str) -> Step:
 
 
 def ask(name: str) -> Step:
-    """Load what is not loaded yet."""
     return lambda _session, row: getattr(row, name)
 
 
 def find(statement: Any) -> Step:
-    """Have a query come across the object, and fill in what it has not loaded."""
     return lambda session, _row: session.scalars(statement).unique().all()
 
 
@@ -92,7 +63,6 @@ def expire_and_find(session: Session, row: Any) -> None:
 
 
 def refresh(*names: str) -> Step:
-    """Load some attributes anew."""
     return lambda session, row: session.refresh(row, names)
 
 
@@ -114,12 +84,7 @@ PARTS: dict[str, tuple[type[Any], Load, Step, str]] = {
         "balance",
     ),
     "a query that fills in": (Row, get(), find(select(Row).options(undefer(Row.note))), "note"),
-    "a query that fills in after expire": (
-        Row,
-        get(),
-        expire_and_find,
-        "balance",
-    ),
+    "a query that fills in after expire": (Row, get(), expire_and_find, "balance"),
     "a relationship that fills in": (
         Account,
         get(Account),
@@ -130,7 +95,6 @@ PARTS: dict[str, tuple[type[Any], Load, Step, str]] = {
 
 
 def play(first: Engine, later: Engine, leader: Engine, part: str) -> None:
-    """Load an object, then a part of it from elsewhere, and write that."""
     _, load, step, name = PARTS[part]
     with Routing(expire_on_commit=False) as session:
         session.leader, session.reads = leader, [first]
@@ -148,7 +112,6 @@ def play(first: Engine, later: Engine, leader: Engine, part: str) -> None:
 def test_a_part_of_another_version_is_refused(
     leader: Engine, follower: Engine, part: str, order: str
 ) -> None:
-    """Whether it is older than the rest or newer."""
     model, *_ = PARTS[part]
     key = 2 if model is Joined else 1
     change(leader, model, key)
@@ -159,13 +122,11 @@ def test_a_part_of_another_version_is_refused(
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_part_of_the_same_version_is_accepted(leader: Engine, follower: Engine, part: str) -> None:
-    """From a follower that is up to date."""
     play(leader, follower, leader, part)
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
 def test_sub_tables_by_a_select_of_their_own(leader: Engine, follower: Engine, *, is_behind: bool) -> None:
-    """One query, two SELECTs, two databases."""
     if is_behind:
         change(leader, Joined, 2)
     with Routing() as session:
@@ -184,7 +145,6 @@ def test_sub_tables_by_a_select_of_their_own(leader: Engine, follower: Engine, *
 
 
 def test_a_part_from_before_ones_own_commit_is_refused(leader: Engine, follower: Engine) -> None:
-    """The follower has not heard of it."""
     with Routing(expire_on_commit=False) as session:
         session.leader, session.reads = leader, [leader]
         bind(session, Lease("rows", MINE))

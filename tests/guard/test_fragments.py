@@ -6,44 +6,25 @@ the target of a statement, is found here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Boolean,
-    ColumnElement,
-    Engine,
-    Integer,
-    String,
-    column,
-    delete,
-    insert,
-    literal,
-    literal_column,
-    or_,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Engine, Integer, String, column, delete, insert, literal, or_, select, text, update
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, with_loader_criteria
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, execute_fenced, fenced_delete, fenced_update
-from fencelock.lease import Lease
-from tests.guard.rows import empty, on_sqlite_alone
+import fencelock
+from fencelock import FencedModel, Lease, UnfencedWriteError, execute_fenced, fenced_delete
+from tests.guard.rows import Act, holding, on_sqlite_alone, turned_away
 
 STALE, FENCE = 5, 9
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
-    """Guarded as a whole table."""
-
     __tablename__ = "fr_orders"
     __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -51,8 +32,6 @@ class Order(FencedModel, Base):
 
 
 class Parcel(FencedModel, Base):
-    """Guarded row by row."""
-
     __tablename__ = "fr_parcels"
     __fence_resource__ = "parcel:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -60,8 +39,6 @@ class Parcel(FencedModel, Base):
 
 
 class Note(Base):
-    """Not fenced."""
-
     __tablename__ = "fr_notes"
     id: Mapped[int] = mapped_column(primary_key=True)
     order_id: Mapped[int]
@@ -70,31 +47,16 @@ class Note(Base):
 
 orders: Any = Order.__table__
 notes: Any = Note.__table__
-
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on two orders and two parcels, the second of which somebody newer has written."""
-    with lasting_engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for number, fence in ((1, STALE), (2, FENCE)):
-            connection.execute(insert(Order), {"id": number, "last_fencing_token": fence})
-            connection.execute(insert(Parcel), {"id": number, "last_fencing_token": 0})
-        connection.execute(insert(notes), {"id": 1, "order_id": 1})
-    return lasting_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session whose lease is older than what has been written to the second order."""
-    with Session(engine) as session:
-        bind(session, Lease("orders", STALE))
-        yield session
+#: Somebody newer has written the second order.
+ROWS = {
+    Order: [{"id": 1, "last_fencing_token": STALE}, {"id": 2, "last_fencing_token": FENCE}],
+    Parcel: [{"id": 1}, {"id": 2}],
+    Note: [{"id": 1, "order_id": 1}],
+}
+HELD = [Lease("orders", STALE)]
 
 
 def standing(engine: Engine) -> dict[int, tuple[str, int]]:
-    """Return status and fence of each order."""
     with Session(engine) as session:
         found = session.execute(select(orders.c.id, orders.c.status, orders.c.last_fencing_token))
         return {number: (status, fence) for number, status, fence in found}
@@ -104,10 +66,10 @@ UNTOUCHED = {1: ("new", STALE), 2: ("new", FENCE)}
 OR_TEXT = "id = 2 OR id = 1"
 
 
-class Either(ColumnElement[bool]):
+class Either(sa.ColumnElement[bool]):
     """Compiles to text that nobody sees before."""
 
-    type = Boolean()
+    type = sa.Boolean()
     inherit_cache = True
 
 
@@ -116,17 +78,17 @@ def _compile_either(_element: Either, _compiler: object, **_options: object) -> 
     return OR_TEXT
 
 
-STATEMENTS: dict[str, Callable[[Session], object]] = {
+STATEMENTS: dict[str, Act] = {
     "update, text": lambda s: s.execute(update(Order).where(text(OR_TEXT)).values(status="stale")),
     "delete, text": lambda s: s.execute(delete(Order).where(text(OR_TEXT))),
     "update, literal column": lambda s: s.execute(
-        update(orders).where(literal_column(OR_TEXT)).values(status="stale")
+        update(orders).where(sa.literal_column(OR_TEXT)).values(status="stale")
     ),
     "update, text within": lambda s: s.execute(
         update(orders).where(or_(text(OR_TEXT), orders.c.id == 7)).values(status="stale")
     ),
     "fenced_update": lambda s: execute_fenced(
-        s, fenced_update(Order).where(text(OR_TEXT)).values(status="stale"), token=STALE
+        s, fencelock.fenced_update(Order).where(text(OR_TEXT)).values(status="stale"), token=STALE
     ),
     "fenced_delete": lambda s: execute_fenced(s, fenced_delete(Order).where(text(OR_TEXT)), token=STALE),
     "update, an operator that binds less tightly than it says": lambda s: s.execute(
@@ -145,18 +107,13 @@ STATEMENTS: dict[str, Callable[[Session], object]] = {
 
 @on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in STATEMENTS.items()])
-def test_condition_holds_for_all_that_text_names(
-    session: Session, engine: Engine, work: Callable[[Session], object]
-) -> None:
-    """The OR is within; the newer row is not written, and that is told."""
-    with pytest.raises(StaleTokenError):
+def test_condition_holds_for_all_that_text_names(session: Session, engine: Engine, work: Act) -> None:
+    with turned_away(session, fencelock.StaleTokenError):
         work(session)
-    session.rollback()
     assert standing(engine) == UNTOUCHED
 
 
 def test_text_writes_what_it_names(session: Session, engine: Engine) -> None:
-    """Where nothing newer has been there."""
     session.execute(update(Order).where(text("id = 1 OR id = 7")).values(status=text("'a (b;'")))
     session.commit()
     assert standing(engine)[2] == UNTOUCHED[2]
@@ -166,8 +123,7 @@ def test_text_writes_what_it_names(session: Session, engine: Engine) -> None:
 @on_sqlite_alone
 def test_text_beside_a_key_names_no_other_row(engine: Engine) -> None:
     """The token of the parcel that the criteria name is good for no other one."""
-    with Session(engine) as session:
-        bind(session, Lease("parcel:1", STALE))
+    with holding(engine, Lease("parcel:1", STALE)) as session:
         session.execute(
             update(Parcel).where(text("id = 2 OR id = 7"), Parcel.id == 1).values(status="stale"),
             execution_options={"synchronize_session": False},
@@ -183,9 +139,8 @@ HIDING = ["id = 2 -- the second", "id = 2 /* ", "id = 2; --", "id = 2) OR (1 = 1
 def test_operators_cannot_hide_the_condition(session: Session, engine: Engine) -> None:
     """What an operator is called goes into the statement as it is, like text."""
     for name in ("= 2 --", "/*", ") OR (1 ="):
-        with pytest.raises(UnfencedWriteError, match="could cut off the condition"):
+        with turned_away(session, UnfencedWriteError, match="could cut off the condition"):
             session.execute(update(orders).where(orders.c.id.op(name)(1)).values(status="stale"))
-        session.rollback()
     assert standing(engine) == UNTOUCHED
 
 
@@ -194,15 +149,13 @@ def test_operators_cannot_hide_the_condition(session: Session, engine: Engine) -
 def test_text_that_could_hide_the_condition_is_refused(
     session: Session, engine: Engine, fragment: str
 ) -> None:
-    """As a criterion and as a value."""
     for statement in (
         update(Order).where(text(fragment)).values(status="stale"),
         delete(Order).where(text(fragment)),
         update(Order).where(Order.id == 1).values(status=text(fragment)),
     ):
-        with pytest.raises(UnfencedWriteError, match="could cut off the condition"):
+        with turned_away(session, UnfencedWriteError, match="could cut off the condition"):
             session.execute(statement, execution_options={"synchronize_session": False})
-        session.rollback()
     assert standing(engine) == UNTOUCHED
 
 
@@ -210,9 +163,8 @@ def test_text_that_could_hide_the_condition_is_refused(
 def test_prefix_that_does_something_else_is_refused(session: Session, engine: Engine) -> None:
     """OR REPLACE deletes other rows, IGNORE says nothing of those that it leaves out."""
     for prefix in ("OR REPLACE", "OR IGNORE", "IGNORE", "/*+ x */ OR REPLACE"):
-        with pytest.raises(UnfencedWriteError, match="prefix_with"):
+        with turned_away(session, UnfencedWriteError, match="prefix_with"):
             session.execute(update(orders).prefix_with(prefix).where(orders.c.id == 1).values(status="stale"))
-        session.rollback()
     assert standing(engine) == UNTOUCHED
 
 
@@ -220,11 +172,10 @@ def test_prefix_that_does_something_else_is_refused(session: Session, engine: En
 def test_criteria_that_the_orm_adds_take_no_text(session: Session, engine: Engine) -> None:
     """with_loader_criteria comes after the condition, and an OR in it would go around that."""
     statement = update(Order).where(Order.id == 1).values(status="paid")
-    added: list[Any] = [literal_column("1 = 0 OR 1 = 1"), literal(1).op("OR", precedence=10)(0)]
+    added: list[Any] = [sa.literal_column("1 = 0 OR 1 = 1"), literal(1).op("OR", precedence=10)(0)]
     for outside in added:
-        with pytest.raises(UnfencedWriteError, match="with_loader_criteria"):
+        with turned_away(session, UnfencedWriteError, match="with_loader_criteria"):
             session.execute(statement.options(with_loader_criteria(Order, outside)))
-        session.rollback()
     assert standing(engine) == UNTOUCHED
     session.execute(statement.options(with_loader_criteria(Order, or_(Order.status != "x", Order.id == 2))))
     session.commit()
@@ -237,7 +188,7 @@ hidden = (
 second = text("SELECT 5, 1, 'x'; UPDATE fr_orders SET status = 'stale'").columns(
     column("a", Integer), column("b", Integer), column("c", String)
 )
-WITHIN: dict[str, Callable[[Session], object]] = {
+WITHIN: dict[str, Act] = {
     "INSERT from a CTE": lambda s: s.execute(
         insert(notes).from_select(
             ["id", "order_id", "note"], select(hidden.c.id + 10, hidden.c.id, literal("x"))
@@ -257,20 +208,16 @@ WITHIN: dict[str, Callable[[Session], object]] = {
 
 @on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in WITHIN.items()])
-def test_text_that_writes_within_a_statement_is_refused(
-    session: Session, engine: Engine, work: Callable[[Session], object]
-) -> None:
-    """Before the database sees it, whichever it is."""
-    with pytest.raises(UnfencedWriteError):
+def test_text_that_writes_within_a_statement_is_refused(session: Session, engine: Engine, work: Act) -> None:
+    with turned_away(session, UnfencedWriteError):
         work(session)
-    session.rollback()
     assert standing(engine) == UNTOUCHED
 
 
 twin = orders.alias("twin")
 other = aliased(Order)
 joined = orders.join(notes, notes.c.order_id == orders.c.id)
-SEVERAL: dict[str, Callable[[Session], object]] = {
+SEVERAL: dict[str, Act] = {
     "join": lambda s: s.execute(update(joined).values(status="stale")),
     "join, parameters": lambda s: s.connection().execute(update(joined), {"status": "stale"}),
     "join, columns": lambda s: s.connection().execute(update(joined).values({orders.c.status: "stale"})),
@@ -286,21 +233,8 @@ SEVERAL: dict[str, Callable[[Session], object]] = {
 
 @on_sqlite_alone
 @pytest.mark.parametrize("work", [pytest.param(work, id=name) for name, work in SEVERAL.items()])
-def test_update_of_several_tables_is_refused(
-    session: Session, engine: Engine, work: Callable[[Session], object]
-) -> None:
+def test_update_of_several_tables_is_refused(session: Session, engine: Engine, work: Act) -> None:
     """MySQL and MariaDB write them all; one is checked."""
-    with pytest.raises(UnfencedWriteError, match=r"of its own|is not guarded"):
+    with turned_away(session, UnfencedWriteError, match=r"of its own|is not guarded"):
         work(session)
-    session.rollback()
-    assert standing(engine) == UNTOUCHED
-
-
-@on_sqlite_alone
-def test_set_statement_is_no_locking_read(session: Session, engine: Engine) -> None:
-    """MariaDB: `SET STATEMENT … FOR UPDATE …` runs the UPDATE."""
-    with pytest.raises(UnfencedWriteError):
-        session.execute(
-            text("SET STATEMENT max_statement_time=100 FOR UPDATE fr_orders SET status = 'stale'")
-        )
     assert standing(engine) == UNTOUCHED

@@ -7,7 +7,7 @@ changed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import count
 from typing import Any
 
@@ -16,42 +16,35 @@ from sqlalchemy import Engine, create_engine, delete, func, insert, select, text
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import CommitInDoubtError, Database, FencelockError, Lease, fence_table, fenced_transaction
-from fencelock.guard import FencedModel, bind, claim, gate
+import fencelock
+from fencelock import Database, FencedModel, FencelockError, Lease, claim, fence_table, gate
 from proof.servers.galera import Galera
+from tests.guard.rows import Act, Keyed, holding
 from tests.polling import eventually
 
 pytestmark = [pytest.mark.timed, pytest.mark.long]
-
 OLD, NEW = Lease("account:1", 5), Lease("account:1", 7)
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Account(FencedModel, Base):
-    """What is decided on."""
-
+class Account(FencedModel, Keyed, Base):
     __tablename__ = "galera_accounts"
     __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int]
 
 
 class Order(Base):
-    """What is written because of it: not fenced."""
-
     __tablename__ = "galera_orders"
     id: Mapped[int] = mapped_column(primary_key=True)
     seen: Mapped[int]
 
 
-class Ballast(Base):
+class Ballast(Keyed, Base):
     """So many rows that the other nodes take a while to apply a change of all."""
 
     __tablename__ = "galera_ballast"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     number: Mapped[int]
 
 
@@ -88,11 +81,6 @@ def number_of(engine: Engine, model: type[Any]) -> int:
         return session.scalar(select(func.count()).select_from(model)) or 0
 
 
-def claim_it(session: Session) -> None:
-    """Claim the row."""
-    claim(session, Account, 1)
-
-
 def raise_it(session: Session) -> None:
     """The control: raise the fence, and change nothing where it has that height already."""
     statement = text(
@@ -101,33 +89,25 @@ def raise_it(session: Session) -> None:
     session.connection().execution_options(fencelock="bypass").execute(statement)
 
 
-def decide_again(nodes: list[Engine], prepare: Callable[[Session], object]) -> None:
+def decide_again(nodes: list[Engine], prepare: Act) -> None:
     """Prepare a decision for the second time under one token, after a newer holder at another node."""
     first, second = nodes[:2]
-    with Session(first) as session:
-        bind(session, OLD)
+    with holding(first, OLD) as session, session.begin():
         prepare(session)
-        session.commit()
     with second.begin() as connection:
         connection.execute(text("UPDATE galera_ballast SET number = number + 1"))
-    with Session(second) as session:
-        bind(session, NEW)
+    with holding(second, NEW) as session, session.begin():
         gate(session)
         claim(session, Account, 1).balance = 0
-        session.commit()
-    with Session(first) as session:
-        bind(session, OLD)
+    with holding(first, OLD) as session, session.begin():
         prepare(session)
         seen = session.scalar(select(Account.balance).where(Account.id == 1))
         assert seen == 100, "this node is not behind"
         session.add(Order(seen=seen))
-        session.commit()
 
 
-@pytest.mark.parametrize("prepare", [claim_it, gate])
-def test_a_second_claim_or_gate_is_refused_at_a_node_that_lags(
-    nodes: list[Engine], prepare: Callable[[Session], object]
-) -> None:
+@pytest.mark.parametrize("prepare", [lambda session: claim(session, Account, 1), gate], ids=["claim", "gate"])
+def test_a_second_claim_or_gate_is_refused_at_a_node_that_lags(nodes: list[Engine], prepare: Act) -> None:
     """It changes the row, so that the cluster finds the conflict when it commits."""
     with pytest.raises(DBAPIError) as caught:
         decide_again(nodes, prepare)
@@ -154,7 +134,7 @@ def test_a_commit_that_a_leaving_node_does_not_answer_is_in_doubt(
             number = next(wanted)
             try:
                 while True:
-                    paying = fenced_transaction(
+                    paying = fencelock.fenced_transaction(
                         nodes[1], f"account:{number}", gate=False, authority=authority, ttl=60, timeout=5
                     )
                     with paying as session:
@@ -170,6 +150,6 @@ def test_a_commit_that_a_leaving_node_does_not_answer_is_in_doubt(
             for thread in threads:
                 thread.join(30.0)
         assert eventually(galera.is_healthy, seconds=30.0)
-    doubts = [error for error in errors if isinstance(error, CommitInDoubtError)]
+    doubts = [error for error in errors if isinstance(error, fencelock.CommitInDoubtError)]
     assert any("1180" in str(error) for error in doubts)
     assert not [error for error in errors if isinstance(error, DBAPIError) and "1180" in str(error)]

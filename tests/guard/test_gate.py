@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -13,45 +12,18 @@ from sqlalchemy import Engine, MetaData, delete, func, select
 from sqlalchemy.orm import Session
 from sqlalchemy.schema import CreateSchema, DropSchema
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import bind, claim, fence_table, gate
-from fencelock.guard.gate import _at_gate_here, note_gate
-from fencelock.lease import Lease
-from tests.guard.claims import (
-    NEW,
-    OLD,
-    Account,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    balance,
-    fence,
-    fences,
-    fill,
-    holder,
-    in_thread,
-    let_wait,
-    statements,
-)
-from tests.guard.rows import on_sqlite_alone
+from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, fence_table, gate
+from fencelock.guard._gate import _at_gate_here, note_gate
+from tests.guard import claims
+from tests.guard.claims import NEW, OLD, Account, balance, fence, fences
+from tests.guard.listening import statements, words
+from tests.guard.rows import bypassed, holding, on_sqlite_alone, rows_of, turned_away
 
 
 @pytest.fixture
 def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on an account of balance 100 with a note, three tasks and two seats."""
-    return fill(shared_engine)
-
-
-@pytest.fixture
-def old(engine: Engine) -> Iterator[Session]:
-    """The session of the older holder of the account."""
-    with holder(engine, OLD) as session:
-        yield session
-
-
-@pytest.fixture
-def new(engine: Engine) -> Iterator[Session]:
-    """The session of the newer holder of the account."""
-    with holder(engine, NEW) as session:
-        yield session
+    """An engine for each test, which may change it."""
+    return claims.fill(shared_engine)
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
@@ -67,25 +39,14 @@ def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: 
             table.to_metadata(MetaData(), schema=schema).create(connection)
 
     def found(schema: str) -> list[str]:
-        with engine.connect() as connection:
-            return list(connection.scalars(select(table.to_metadata(MetaData(), schema=schema).c.resource)))
+        return rows_of(engine, select(table.to_metadata(MetaData(), schema=schema).c.resource))
 
-    with Session(engine) as session:
-        bind(session, Lease("account:1", NEW))
+    with holding(engine, Lease("account:1", NEW)) as session, session.begin():
         gate(session)
-        session.commit()
     assert (found("cl_app"), found("cl_other")) == (["account:1"], [])
-    with Session(elsewhere) as session:
-        bind(session, Lease("account:1", NEW))
+    with holding(elsewhere, Lease("account:1", NEW)) as session, session.begin():
         gate(session)
-        session.commit()
     assert found("cl_other") == ["account:1"]
-
-
-def replace_account(session: Session) -> None:
-    """Make the account anew, as one who has read that there is none."""
-    session.add(Account(id=1, balance=100))
-    session.commit()
 
 
 @on_sqlite_alone
@@ -94,7 +55,8 @@ def test_without_a_gate_a_deleted_row_is_resurrected(engine: Engine, old: Sessio
     new.delete(claim(new, Account, 1).notes[0])
     new.delete(claim(new, Account, 1))
     new.commit()
-    replace_account(old)
+    old.add(Account(id=1, balance=100))  # as one who has read that there is none
+    old.commit()
     assert (balance(engine), fence(engine)) == (100, 1), "what the newer holder has deleted is back"
 
 
@@ -109,31 +71,26 @@ def test_with_a_gate_a_deleted_row_stays_deleted(engine: Engine, old: Session, n
     with pytest.raises(StaleTokenError) as caught:
         gate(old, "account:1")
     assert (caught.value.token, caught.value.current) == (1, 2)
-    with engine.connect() as connection:
-        assert connection.scalar(select(func.count()).select_from(Account)) == 0
+    assert rows_of(engine, select(func.count()).select_from(Account)) == [0]
 
 
 @on_sqlite_alone
 def test_a_gate_wants_one_lease(new: Session) -> None:
     """Without a resource the one lease held is meant; none or several are refused."""
     bind(new)
-    with pytest.raises(UnfencedWriteError):
+    with turned_away(new, UnfencedWriteError):
         gate(new)
-    new.rollback()
-    with pytest.raises(UnfencedWriteError):
+    with turned_away(new, UnfencedWriteError):
         gate(new, "account:1")
-    new.rollback()
     bind(new, Lease("account:1", OLD), Lease("room", 1))
-    with pytest.raises(UnfencedWriteError, match="are held"):
+    with turned_away(new, UnfencedWriteError, match="are held"):
         gate(new)
-    new.rollback()
     gate(new, "room")
     new.commit()
     assert new.scalars(select(fences.c.resource)).all() == ["room"]
 
 
 def test_gates_compare_resources_exactly(new: Session) -> None:
-    """Case, accents and emoji tell resources apart on every database."""
     names = ["room", "Room", "röom", "room🚪", "roöm"]
     for token, name in enumerate(names, 1):
         bind(new, Lease(name, token))
@@ -146,8 +103,6 @@ def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
     """Whoever looks through the open gates is not bothered by one that is passed meanwhile."""
 
     class Open:
-        """A connection, and its transaction."""
-
         is_active = True
 
         def get_transaction(self) -> Open:
@@ -176,12 +131,11 @@ def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
 
 def test_two_first_comers_pass_a_gate_one_after_the_other(engine: Engine) -> None:
     """The first use of a resource by two holders at once makes its row once, and deadlocks nobody."""
-    let_wait(engine)
+    claims.let_wait(engine)
     barrier = threading.Barrier(2)
 
     def pass_gate(token: int) -> str:
-        with Session(engine) as session:
-            bind(session, Lease("first", token))
+        with holding(engine, Lease("first", token)) as session:
             barrier.wait()
             try:
                 gate(session)
@@ -191,10 +145,10 @@ def test_two_first_comers_pass_a_gate_one_after_the_other(engine: Engine) -> Non
             return "passed"
 
     for _ in range(10):
-        waits = [in_thread(lambda token=token: pass_gate(token)) for token in (1, 2)]  # type: ignore[misc]
+        waits = [claims.in_thread(lambda token=token: pass_gate(token)) for token in (1, 2)]  # type: ignore[misc]
         outcomes = [wait() for wait in waits]
         assert outcomes[1] == "passed"
-        with engine.execution_options(fencelock="bypass").begin() as connection:
+        with bypassed(engine) as connection:
             kept = select(fences.c.resource, fences.c.last_fencing_token)
             assert connection.execute(kept).all() == [("first", 2)]
             connection.execute(delete(fences))
@@ -214,7 +168,7 @@ def test_gate_sends_one_statement(engine: Engine, new: Session) -> None:
                 else:
                     gate(gates)
                     gates.commit()
-            assert sent == ["INSERT"]
+            assert words(sent) == ["INSERT"]
 
 
 def test_gate_of_a_database_without_returning_sends_two_statements(engine: Engine, new: Session) -> None:
@@ -223,7 +177,7 @@ def test_gate_of_a_database_without_returning_sends_two_statements(engine: Engin
     engine.dialect.insert_returning = False
     with statements(engine) as sent:
         gate(new, "account:1")
-    assert sent == ["INSERT", "SELECT"]
+    assert words(sent) == ["INSERT", "SELECT"]
     new.commit()
     bind(new, Lease("account:1", OLD))
     with pytest.raises(StaleTokenError):

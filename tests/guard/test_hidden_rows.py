@@ -9,14 +9,11 @@ from sqlalchemy import Engine, String, delete, event, exists, func, or_, select,
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
-from tests.guard.rows import empty
+from fencelock import FencedModel, Lease, StaleTokenError, bind
+from tests.guard.rows import holding, turned_away
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Branch(FencedModel, Base):
@@ -30,6 +27,7 @@ class Branch(FencedModel, Base):
 
 
 FENCE, FRESH = 5, 6
+ITS = {"last_fencing_token": FENCE}
 trunk = Branch.__table__.alias()
 parents = select(trunk.c.id).where(trunk.c.status == "new")
 in_tree = or_(Branch.id == 1, Branch.above.in_(parents))
@@ -50,29 +48,18 @@ for name in ("EXISTS", "UPDATE … FROM"):
     SELF_CHANGING[name] = SELF_CHANGING[name].values({Branch.status: "done"})
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on two rows, the second below the first."""
-    with shared_engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with Session(shared_engine) as session:
-        bind(session, Lease("tree", FENCE))
-        session.add_all([Branch(id=1), Branch(id=2, above=1)])
-        session.commit()
-    return shared_engine
+ROWS = {Branch: [{"id": 1, "above": None, **ITS}, {"id": 2, "above": 1, **ITS}]}
 
 
 @pytest.mark.parametrize("way", SELF_CHANGING)
 def test_a_statement_that_hides_whom_it_has_left_out_is_asked_before(engine: Engine, way: str) -> None:
     """It changes row 1, by which it finds row 2, whose fence has turned it away."""
-    with Session(engine) as session:
-        bind(session, Lease("tree", FRESH))
+    with holding(engine, Lease("tree", FRESH)) as session:
         session.execute(update(Branch).where(Branch.id == 2).values(status="late"))
         session.commit()
         bind(session, Lease("tree", FENCE))
-        with pytest.raises(StaleTokenError):
+        with turned_away(session, StaleTokenError):
             session.connection().execute(SELF_CHANGING[way])
-        session.rollback()
         assert session.scalars(select(Branch.status).order_by(Branch.id)).all() == ["new", "late"]
 
 
@@ -91,9 +78,8 @@ def test_whom_a_statement_is_about_stays_until_it_is_executed(engine: Engine) ->
         def raise_fence(_c: object, _cursor: object, sql: str, *_: object) -> None:
             if sql.startswith("UPDATE") and not tried:
                 tried.append(sql)
-                with pytest.raises(DBAPIError):
+                with turned_away(other, DBAPIError):
                     other.execute(update(Branch).where(Branch.id == 2).values(status="late"))
-                other.rollback()
 
         tried: list[str] = []
         event.listen(engine, "before_cursor_execute", raise_fence)

@@ -20,35 +20,16 @@ from itertools import pairwise
 from typing import Any, Final
 
 import pytest
+import sqlalchemy as sa
 from hypothesis import HealthCheck, Phase, find, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import (
-    ColumnElement,
-    Engine,
-    String,
-    Table,
-    bindparam,
-    create_engine,
-    delete,
-    insert,
-    select,
-    update,
-)
+from sqlalchemy import Engine, String, Table, bindparam, create_engine, delete, insert, select, update
 from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, SessionTransaction, mapped_column
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    claim,
-    conditional_update,
-    execute_fenced,
-    fenced_text,
-    fenced_update,
-    upsert,
-)
-from fencelock.lease import Lease
+import fencelock
+from fencelock import FencedModel, Lease, StaleTokenError, bind, claim, fenced_text, fenced_update, upsert
+from tests.guard.rows import Keyed, bypassed, rows_of
 
 SHARED = [HealthCheck.function_scoped_fixture]  # each example empties the database itself
 LEDGERS = {1: "main", 2: "main", 3: "side"}
@@ -57,16 +38,14 @@ TOKENS = ({"main": 1, "side": 3}, {"main": 2, "side": 1}, {"main": 3, "side": 2}
 """The leases of each worker: who is the oldest holder of one ledger is the newest of the other."""
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Entry(FencedModel, Base):
+class Entry(FencedModel, Keyed, Base):
     """A row of a ledger: its log has a mark of each write that it has seen."""
 
     __tablename__ = "hi_entries"
     __fence_resource__ = "ledger:{ledger}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     ledger: Mapped[str] = mapped_column(String(10))
     log: Mapped[str] = mapped_column(String(200), default="")
 
@@ -98,17 +77,14 @@ class Worker:
         return self._kept[row]
 
     def unit_of_work(self, row: int, mark: str) -> None:
-        """Append by an object."""
         self.entry(row).log += mark
         self.session.flush()
 
     def merge(self, row: int, mark: str) -> None:
-        """Append by a detached copy."""
         self.session.merge(Entry(id=row, ledger=LEDGERS[row], log=self.entry(row).log + mark))
         self.session.flush()
 
     def mappings(self, row: int, mark: str) -> None:
-        """Append by a bulk operation."""
         entry = self.entry(row)
         longer = {"id": row, "ledger": LEDGERS[row], "log": entry.log + mark}
         self.session.bulk_update_mappings(Entry, [{name: longer[name] for name in ("id", "log")}])
@@ -122,13 +98,11 @@ class Worker:
         self.session.expire(entry)
 
     def key_list(self, row: int, mark: str) -> None:
-        """Append by a list of keys and values."""
         longer = {"id": row, "log": self.entry(row).log + mark}
         self.session.execute(update(Entry), [longer])
         self.session.expire_all()
 
     def replacement(self, row: int, mark: str) -> None:
-        """Delete the row, and insert it with the longer log."""
         entry = self.entry(row)
         longer = entry.log + mark
         self.session.delete(entry)
@@ -138,12 +112,10 @@ class Worker:
         self.session.flush()
 
     def statement(self, row: int, mark: str) -> None:
-        """Append in the database."""
         self.session.execute(update(Entry).where(*which(row)).values(log=Entry.log.concat(mark)))
         self.session.expire_all()
 
     def query(self, row: int, mark: str) -> None:
-        """Append in the database, the legacy way."""
         self.session.query(Entry).filter(*which(row)).update({"log": Entry.log.concat(mark)})
         self.session.expire_all()
 
@@ -161,7 +133,7 @@ class Worker:
         if not self._guarded:
             return self.statement(row, mark)  # the construct itself does not work without a token
         longer = fenced_update(Entry).where(*which(row)).values(log=Entry.log.concat(mark))
-        execute_fenced(self.session, longer)
+        fencelock.execute_fenced(self.session, longer)
         return self.session.expire_all()
 
     def textual(self, row: int, mark: str) -> None:
@@ -186,7 +158,7 @@ class Worker:
             return self.mappings(row, mark)
         dialect, token = self.session.get_bind().dialect, self.tokens[LEDGERS[row]]
         style: Any = dialect.paramstyle
-        made = conditional_update(
+        made = fencelock.conditional_update(
             "hi_entries", {"log": entry.log + mark}, {"id": row}, token, style, dialect=dialect.name
         )
         cursor = self.session.connection().connection.cursor()
@@ -199,7 +171,6 @@ class Worker:
         return self.session.expire(entry)
 
     def upserted(self, row: int, mark: str) -> None:
-        """Append by an INSERT that finds the row there."""
         if not self._guarded:
             return self.mappings(row, mark)
         longer = {"id": row, "ledger": LEDGERS[row], "log": self.entry(row).log + mark}
@@ -214,11 +185,9 @@ class Worker:
         self.unit_of_work(row, mark)
 
     def save(self) -> None:
-        """Make a savepoint."""
         self._savepoints.append((self.session.begin_nested(), len(self.written)))
 
     def take_back(self) -> None:
-        """Roll back to the last savepoint, and trust nothing any more."""
         if self._savepoints:
             savepoint, kept = self._savepoints.pop()
             savepoint.rollback()
@@ -226,13 +195,11 @@ class Worker:
             self._claimed.clear()
 
     def commit(self) -> None:
-        """Commit, and go on trusting what has been read."""
         self.session.commit()
         self._savepoints.clear()
         self.written.clear()
 
     def give_up(self) -> None:
-        """Take back what has not been committed, and trust nothing any more."""
         self.session.rollback()
         self.session.expunge_all()
         self._claimed.clear()
@@ -240,8 +207,7 @@ class Worker:
         self.written.clear()
 
 
-def which(row: int) -> tuple[ColumnElement[bool], ...]:
-    """Return the criteria for a row, which tell its resource too."""
+def which(row: int) -> tuple[sa.ColumnElement[bool], ...]:
     return Entry.id == row, Entry.ledger == LEDGERS[row]
 
 
@@ -273,13 +239,7 @@ HISTORIES = st.lists(
     min_size=1,
     max_size=10,
 )
-
-
-@pytest.fixture
-def engine(shared_engine: Engine) -> Engine:
-    """An engine on a database with the table."""
-    Base.metadata.create_all(shared_engine)
-    return shared_engine
+ROWS: dict[Any, Any] = {}  # each history begins anew
 
 
 def run(engine: Engine, history: list[Step], *, guarded: bool) -> None:
@@ -315,14 +275,12 @@ def run(engine: Engine, history: list[Step], *, guarded: bool) -> None:
 
 
 def begin_anew(engine: Engine) -> None:
-    """Have all rows as they are at the beginning."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(delete(Entry))
         connection.execute(insert(Entry), [{"id": row, "ledger": of} for row, of in LEDGERS.items()])
 
 
 def attempt(worker: Worker, path: str, row: int, mark: str) -> StaleTokenError | None:
-    """Let a worker write, and return the refusal if there is one."""
     try:
         getattr(worker, path)(row, mark)
     except StaleTokenError as refusal:
@@ -381,7 +339,6 @@ UNSHRUNK: Final = settings(
     suppress_health_check=SHARED,
 )
 """As many histories with the guard as without; what fails is shown as it is: shrinking takes minutes."""
-
 IMPATIENT: Final[Mapping[str, dict[str, Any]]] = {
     "sqlite": {"timeout": 0},
     "postgresql": {"options": "-c lock_timeout=20ms"},
@@ -416,8 +373,7 @@ class Outcome:
         Raises:
             AssertionError: if a fence went down, or a write was lost or accepted though it was stale.
         """
-        with self._engine.connect() as connection:
-            found = connection.execute(select(Entry.id, Entry.log, Entry.last_fencing_token)).all()
+        found = rows_of(self._engine, select(Entry.id, Entry.log, Entry.last_fencing_token))
         token_of = {mark: token for _, mark, token in self.acknowledged}
         for row, log, fence in found:
             marks = [f"{mark};" for mark in log.split(";")[:-1]]
@@ -453,7 +409,6 @@ def interleave(engine: Engine, history: list[Act], *, guarded: bool) -> Counter[
 
 
 def act(worker: Worker, what: str, row: int, mark: str) -> str:
-    """Let a worker read or write, and say what became of it; who is turned away gives up his transaction."""
     try:
         if what == "entry":
             worker.entry(row)
@@ -470,7 +425,6 @@ def act(worker: Worker, what: str, row: int, mark: str) -> str:
 
 
 def end(worker: Worker, then: str, outcome: Outcome) -> None:
-    """Do something with a worker's transaction, or leave it open."""
     if then == "commit":
         acknowledged = [(row, mark, worker.tokens[LEDGERS[row]]) for row, mark in worker.written]
         try:

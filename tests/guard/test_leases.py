@@ -14,62 +14,29 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    bindparam,
-    create_engine,
-    event,
-    insert,
-    select,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Column, Engine, ForeignKey, Integer, String, Table, event, insert, select, update
 from sqlalchemy.engine import Connection, RootTransaction
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from fencelock.errors import (
-    CommitInDoubtError,
-    FenceError,
-    LockLostError,
-    StaleTokenError,
-    UnfencedWriteError,
-)
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    claim,
-    claim_all,
-    execute_fenced,
-    fence_column,
-    fenced_update,
-    gate,
-    upsert,
-    write_id_column,
-)
-from fencelock.lease import Lease, note_ended, note_held
-from tests.guard.listening import listening
+import fencelock
+from fencelock import FencedModel, Lease, LockLostError, StaleTokenError, UnfencedWriteError, bind, claim
+from fencelock.lease import note_ended, note_held
+from tests.guard.listening import listening, statements, words
+from tests.guard.rows import Act, bypassed, core_table, holding, refill, turned_away
+from tests.polling import eventually
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Customer(Base):
-    """Not fenced."""
-
     __tablename__ = "le_customers"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
 class Order(FencedModel, Base):
-    """Guarded by its customer's resource, which is not in the key."""
-
     __tablename__ = "le_orders"
     __fence_resource__ = "customer:{customer_id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -81,8 +48,6 @@ class Order(FencedModel, Base):
 
 
 class Ticket(FencedModel, Base):
-    """Guarded row by row, with a key that the database makes."""
-
     __tablename__ = "le_tickets"
     __fence_resource__ = "ticket:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -90,8 +55,6 @@ class Ticket(FencedModel, Base):
 
 
 class Setting(FencedModel, Base):
-    """Guarded by one resource, named in full; or by the tenant's, whose default is a plain value."""
-
     __tablename__ = "le_settings"
     __fence_resource__ = "tenant:{tenant}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -100,8 +63,6 @@ class Setting(FencedModel, Base):
 
 
 class Ledger(FencedModel, Base):
-    """Guarded by one resource, named in full."""
-
     __tablename__ = "le_ledger"
     __fence_resource__ = "ledger"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -109,35 +70,28 @@ class Ledger(FencedModel, Base):
 
 
 class Stock(FencedModel, Base):
-    """Guarded by whatever one resource is locked."""
-
     __tablename__ = "le_stock"
     __fence_resource__ = "stock"
     id: Mapped[int] = mapped_column(primary_key=True)
     count: Mapped[int] = mapped_column(default=0)
 
 
+ROWS: dict[Any, list[dict[str, int]]] = {
+    Customer: [{"id": 1}, {"id": 2}],
+    Order: [{"id": number, "customer_id": number} for number in (1, 2)],
+    Ticket: [{"id": 1}, {"id": 2}],
+    Stock: [{"id": 1}, {"id": 2}],
+    Ledger: [{"id": 1}],
+}
+
+
 @pytest.fixture
 def engine(tmp_path: Any) -> Iterator[Engine]:
     """An engine on SQLite: none of this depends on the database."""
-    made = create_engine(f"sqlite:///{tmp_path / 'test.sqlite'}")
+    made = sa.create_engine(f"sqlite:///{tmp_path / 'test.sqlite'}")
     Base.metadata.create_all(made)
-    with made.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Customer), [{"id": 1}, {"id": 2}])
-        for number in (1, 2):
-            connection.execute(insert(Order), {"id": number, "customer_id": number})
-            connection.execute(insert(Ticket), {"id": number})
-            connection.execute(insert(Stock), {"id": number})
-        connection.execute(insert(Ledger), {"id": 1})
-    yield made
+    yield refill(made, Base.metadata, ROWS)
     made.dispose()
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session on it."""
-    with Session(engine) as made:
-        yield made
 
 
 @pytest.fixture
@@ -149,18 +103,28 @@ def held() -> Iterator[list[Lease]]:
     note_ended(*leases)
 
 
+def flush_after(act: Act, session: Session) -> None:
+    act(session)
+    session.flush()
+
+
+def write(session: Session, seat: str, number: int = 1) -> Ticket:
+    """Write a ticket by the unit of work."""
+    ticket = session.get_one(Ticket, number)
+    ticket.seat = seat
+    session.flush()
+    return ticket
+
+
 @pytest.mark.usefixtures("held")
 def test_the_held_lease_of_each_row_is_found(session: Session) -> None:
-    """With several leases held, __fence_resource__ says which token goes where, in one flush."""
-    session.get_one(Ticket, 1).seat = "a"
     session.get_one(Order, 1).status = "paid"
+    assert write(session, "a").last_fencing_token == 3
     session.commit()
-    assert session.get_one(Ticket, 1).last_fencing_token == 3
     assert session.get_one(Order, 1).last_fencing_token == 4
 
 
 def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
-    """One executemany carries a token per row, and refuses if any of them is stale."""
     bind(session, Lease("ticket:1", 3), Lease("ticket:2", 30))
     for number in (1, 2):
         session.get_one(Ticket, number).seat = "a"
@@ -177,8 +141,7 @@ def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
     assert [ticket.seat for ticket in tickets] == ["a", "a"]
 
 
-def assigning(model: type[Any], name: str, value: object, key: int = 1) -> Callable[[Session], object]:
-    """Return what changes an object."""
+def assigning(model: type[Any], name: str, value: object, key: int = 1) -> Act:
     return lambda session: setattr(session.get_one(model, key), name, value)
 
 
@@ -197,12 +160,12 @@ def delete_expired(session: Session) -> None:
 def by_parameters(session: Session) -> None:
     """Name the resource of each execution by a value of its own."""
     table: Any = Ticket.__table__
-    statement = update(table).where(table.c.id == bindparam("which"))
+    statement = update(table).where(table.c.id == sa.bindparam("which"))
     session.connection().execute(statement, [{"which": 1, "seat": "a"}, {"which": 2, "seat": "b"}])
 
 
 TOKENS = {"ticket:1": 3, "ticket:2": 30, "customer:1": 4, "ledger": 5, "tenant:main": 6, "other": 7}
-Guarded = tuple[tuple[str, ...], Callable[[Session], object], type[Any], list[int]]
+Guarded = tuple[tuple[str, ...], Act, type[Any], list[int]]
 GUARDED: dict[str, Guarded] = {
     "a row by its key": (("ticket:1",), assigning(Ticket, "seat", "a"), Ticket, [3, 0]),
     "parameters": (("ticket:1", "ticket:2"), by_parameters, Ticket, [3, 30]),
@@ -225,11 +188,7 @@ GUARDED: dict[str, Guarded] = {
 
 @pytest.mark.parametrize(("held", "write", "model", "fences"), GUARDED.values(), ids=GUARDED)
 def test_a_row_is_written_under_the_lease_that_it_names(
-    session: Session,
-    held: tuple[str, ...],
-    write: Callable[[Session], object],
-    model: type[Any],
-    fences: list[int],
+    session: Session, held: tuple[str, ...], write: Act, model: type[Any], fences: list[int]
 ) -> None:
     """The unit of work knows the row's columns, loaded or expired; a statement has to name them."""
     bind(session, *(Lease(resource, TOKENS[resource]) for resource in held))
@@ -238,12 +197,11 @@ def test_a_row_is_written_under_the_lease_that_it_names(
     assert session.scalars(select(model.last_fencing_token).order_by(model.id)).all() == fences
 
 
-def updating(*criteria: Any, **values: Any) -> Callable[[Session], object]:
-    """Return an UPDATE of orders."""
+def updating(*criteria: Any, **values: Any) -> Act:
     return lambda session: session.execute(update(Order).where(*criteria).values(values or {"status": "x"}))
 
 
-UNGUARDED: dict[str, tuple[Callable[[Session], object], str]] = {
+UNGUARDED: dict[str, tuple[Act, str]] = {
     "another row": (assigning(Ticket, "seat", "a", 2), "'ticket:2'.*'customer:1', 'ticket:1'"),
     "another row, by other columns": (assigning(Order, "status", "x", 2), "'customer:2'"),
     "a whole table": (lambda s: s.execute(update(Ledger).values(value=2)), "'ledger'"),
@@ -269,92 +227,56 @@ UNGUARDED: dict[str, tuple[Callable[[Session], object], str]] = {
 
 
 @pytest.mark.parametrize(("write", "match"), UNGUARDED.values(), ids=UNGUARDED)
-def test_a_row_that_no_lease_names_is_refused_by_name(
-    session: Session, write: Callable[[Session], object], match: str
-) -> None:
+def test_a_row_that_no_lease_names_is_refused_by_name(session: Session, write: Act, match: str) -> None:
     """The error says which resource is needed and which are held, or why no lease guards it."""
     bind(session, Lease("customer:1", 4), Lease("ticket:1", 3))
-    with pytest.raises(UnfencedWriteError, match=match):
+    with turned_away(session, UnfencedWriteError, match=match):
         flush_after(write, session)
-    session.rollback()
     session.get_one(Ticket, 1).seat = "a"
     session.commit()
-
-
-def flush_after(write: Callable[[Session], object], session: Session) -> None:
-    """Write, and flush what is pending."""
-    write(session)
-    session.flush()
 
 
 def test_a_transaction_remembers_its_lease(session: Session) -> None:
     """Work flushed after the lock's block was left is still guarded by the lease it was done under."""
     lease = Lease("ticket:1", 3)
     note_held(lease)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.flush()
+    write(session, "a")
     lease.released = True
     note_ended(lease)
-    ticket.seat = "b"
+    ticket = write(session, "b")
     session.commit()
     assert (ticket.seat, ticket.last_fencing_token) == ("b", 3)
-    ticket.seat = "c"
     with pytest.raises(UnfencedWriteError):
-        session.commit()
+        write(session, "c")
 
 
 def test_a_transaction_keeps_the_older_lease_of_a_resource(session: Session) -> None:
     """What was read under the first lease may be out of date under the second, so the first one counts."""
     first, second = Lease("ticket:1", 3), Lease("ticket:1", 5)
     note_held(first)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.flush()
+    write(session, "a")
     note_ended(first)
     note_held(second)
-    ticket.seat = "b"
-    session.flush()
-    assert ticket.last_fencing_token == 3
+    assert write(session, "b").last_fencing_token == 3
     session.commit()
-    ticket.seat = "c"
-    session.commit()
-    assert ticket.last_fencing_token == 5
+    assert write(session, "c").last_fencing_token == 5
     note_ended(second)
 
 
 @pytest.mark.usefixtures("held")
 def test_bind_wins_over_the_context(session: Session) -> None:
-    """A bound session does not look at the context, until it is unbound."""
     bind(session, Lease("ticket:1", 50))
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
+    assert write(session, "a").last_fencing_token == 50
     session.commit()
-    assert ticket.last_fencing_token == 50
     bind(session)
-    ticket.seat = "b"
     with pytest.raises(StaleTokenError):
-        session.commit()
+        write(session, "b")
 
 
 def test_bind_again_replaces_what_the_transaction_remembers(session: Session) -> None:
-    """The last word of an explicit hand-over counts."""
-    ticket = session.get_one(Ticket, 1)
     for token in (3, 5):
         bind(session, Lease("ticket:1", token))
-        ticket.seat = f"seat {token}"
-        session.flush()
-        assert ticket.last_fencing_token == token
-
-
-def test_bind_a_connection(engine: Engine) -> None:
-    """Core without a session: the connection is what the lease is handed to."""
-    tickets: Any = Ticket.__table__
-    with engine.connect() as connection:
-        bind(connection, Lease("ticket:1", 3))
-        connection.execute(update(tickets).where(tickets.c.id == 1).values(seat="a"))
-        connection.commit()
-        assert connection.scalar(select(tickets.c.last_fencing_token).where(tickets.c.id == 1)) == 3
+        assert write(session, f"seat {token}").last_fencing_token == token
 
 
 def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_lives(engine: Engine) -> None:
@@ -371,104 +293,69 @@ def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_liv
         connection.execute(update(tickets).where(tickets.c.id == 1).values(seat="a"))
         was_needed = lease.needed
         connection.commit()
-        end = time.monotonic() + 5
-        while lease.needed and time.monotonic() < end:
-            time.sleep(0.01)
-        assert (was_needed, lease.needed) == (True, False)
+        assert was_needed
+        assert eventually(lambda: not lease.needed)
+        assert connection.scalar(select(tickets.c.last_fencing_token).where(tickets.c.id == 1)) == 3
 
 
 @pytest.mark.parametrize(("target", "lease"), [("session", "lease"), (object(), Lease("a", 1)), (None, 5)])
 def test_bind_refuses_what_is_neither(session: Session, target: object, lease: Any) -> None:
-    """Something that is no session, or no lease, raises TypeError."""
     with pytest.raises(TypeError):
         bind(session if target == "session" else target, lease)  # type: ignore[arg-type]
 
 
-def test_a_released_lease_guards_nothing(session: Session) -> None:
-    """A lease that was given back before anything was written under it is as good as none."""
+@pytest.mark.parametrize(
+    ("end", "error", "match"),
+    [
+        (lambda lease: setattr(lease, "released", True), UnfencedWriteError, "no lease is held"),
+        (lambda lease: lease.mark_lost("the nodes said so"), LockLostError, "the nodes said so"),
+    ],
+    ids=["released", "lost"],
+)
+def test_a_lease_that_is_gone_guards_nothing_more(
+    session: Session, end: Callable[[Lease], object], error: type[Exception], match: str
+) -> None:
     lease = Lease("ticket:1", 3)
     bind(session, lease)
-    lease.released = True
-    session.get_one(Ticket, 1).seat = "a"
-    with pytest.raises(UnfencedWriteError, match="no lease is held"):
-        session.commit()
+    ticket = write(session, "a")
+    session.commit()
+    end(lease)
+    with turned_away(session, error, match=match):
+        write(session, "b")
+    assert (ticket.seat, ticket.last_fencing_token) == ("a", 3)
 
 
-@pytest.mark.parametrize(
-    ("write", "lock"),
-    [
-        ("insert", "fenced_lock('ticket:7')"),
-        ("update", "fenced_lock('ticket:1')"),
-        ("delete", "fenced_lock('ticket:1')"),
-        ("statement", "fenced_lock('ticket:1')"),
-        ("claim", "fenced_lock('ticket:1')"),
-        ("key of the database", "any fenced_lock (the database makes the key"),
-        ("of a table", "fenced_lock('stock')"),
-        ("inherited", "fenced_lock('customer:2')"),
-    ],
-)
+SEAT = update(Ticket).where(Ticket.id == 1).values(seat="b")
+LEASELESS: dict[str, tuple[Act, str]] = {
+    "insert": (lambda s: s.add(Ticket(id=7)), "fenced_lock('ticket:7')"),
+    "update": (assigning(Ticket, "seat", "a"), "fenced_lock('ticket:1')"),
+    "delete": (lambda s: s.delete(s.get_one(Ticket, 1)), "fenced_lock('ticket:1')"),
+    "statement": (lambda s: s.execute(SEAT), "fenced_lock('ticket:1')"),
+    "claim": (lambda s: claim(s, Ticket, 1), "fenced_lock('ticket:1')"),
+    "key of the database": (lambda s: s.add(Ticket()), "any fenced_lock (the database makes the key"),
+    "of a table": (assigning(Stock, "count", 1), "fenced_lock('stock')"),
+    "inherited": (assigning(Order, "status", "paid", 2), "fenced_lock('customer:2')"),
+}
+
+
+@pytest.mark.parametrize(("write", "lock"), LEASELESS.values(), ids=LEASELESS)
 def test_write_without_a_lease_is_told_which_and_that_threads_inherit_none(
-    session: Session, write: str, lock: str
+    session: Session, write: Act, lock: str
 ) -> None:
     """The row's own resource, where its values are known; and how leases get into other threads."""
-    writes: dict[str, Callable[[], object]] = {
-        "insert": lambda: session.add(Ticket(id=7)),
-        "update": lambda: setattr(session.get_one(Ticket, 1), "seat", "a"),
-        "delete": lambda: session.delete(session.get_one(Ticket, 1)),
-        "statement": lambda: session.execute(update(Ticket).where(Ticket.id == 1).values(seat="a")),
-        "claim": lambda: claim(session, Ticket, 1),
-        "key of the database": lambda: session.add(Ticket()),
-        "of a table": lambda: setattr(session.get_one(Stock, 1), "count", 1),
-        "inherited": lambda: setattr(session.get_one(Order, 2), "status", "paid"),
-    }
-
-    def write_it() -> None:
-        writes[write]()
-        session.flush()
-
     hint = r"follow.*not into other threads or executors.*bind\(session, lock\.lease\)"
     with pytest.raises(UnfencedWriteError, match=f"no lease is held.*{re.escape(lock)}.*{hint}"):
-        contextvars.Context().run(write_it)  # one in which no block was left before
+        contextvars.Context().run(flush_after, write, session)  # one in which no block was left before
 
 
-def test_nothing_is_sent_where_no_lease_is_held(session: Session) -> None:
+def test_nothing_is_sent_where_no_lease_is_held(engine: Engine, session: Session) -> None:
     """Neither for a row whose key the database makes, nor before a DELETE that comes later in the flush."""
-    sent: list[str] = []
-    engine = session.get_bind()
     ticket = session.get_one(Ticket, 1)
-    event.listen(engine, "before_cursor_execute", lambda *arguments: sent.append(arguments[2]))
-    session.delete(ticket)
-    with pytest.raises(UnfencedWriteError):
-        session.flush()
-    session.rollback()
-    session.add(Ticket())
-    with pytest.raises(UnfencedWriteError):
-        session.flush()
-    assert [statement for statement in sent if not statement.startswith("SELECT")] == []
-
-
-def test_a_lost_lease_is_refused_before_anything_is_sent(session: Session) -> None:
-    """A lease known to be lost raises LockLostError."""
-    lost = Lease("ticket:1", 3)
-    bind(session, lost)
-    ticket = session.get_one(Ticket, 1)
-    ticket.seat = "a"
-    session.commit()
-    lost.mark_lost("the nodes said so")
-    ticket.seat = "b"
-    with pytest.raises(LockLostError, match="the nodes said so"):
-        session.commit()
-    session.rollback()
-    assert ticket.seat == "a"
-
-
-def test_a_lease_that_is_extended_goes_on(session: Session) -> None:
-    """What counts is its end as the renewal has moved it."""
-    lease = Lease("ticket:1", 3, expires_at=time.monotonic() - 1)
-    bind(session, lease)
-    lease.extend_to(time.monotonic() + 10)
-    session.get_one(Ticket, 1).seat = "a"
-    session.commit()
+    with statements(engine) as sent:
+        for act in (lambda each: each.delete(ticket), lambda each: each.add(Ticket())):
+            with turned_away(session, UnfencedWriteError):
+                flush_after(act, session)
+    assert {*words(sent)} <= {"SELECT"}
 
 
 def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Engine) -> None:
@@ -482,60 +369,46 @@ def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Eng
         if not args[2].startswith("SELECT"):
             lease.extend_to(time.monotonic() - 1)
 
-    event.listen(engine, "before_cursor_execute", run_out)
-    with pytest.raises(LockLostError, match="nothing was sent"):
+    lost = pytest.raises(LockLostError, match="nothing was sent")
+    with listening(engine, "before_cursor_execute", run_out), lost:
         session.commit()
-    event.remove(engine, "before_cursor_execute", run_out)
     session.rollback()
     assert session.get_one(Ticket, 1).seat == "none"
     assert session.get(Ticket, 77) is None
 
 
-def flush_a_change(session: Session) -> None:
-    """Write by the unit of work."""
-    session.get_one(Ticket, 1).seat = "b"
-    session.flush()
-
-
-ENDED_WRITES: dict[str, Callable[[Session], object]] = {
-    "flush": flush_a_change,
-    "statement": lambda session: session.execute(update(Ticket).where(Ticket.id == 1).values(seat="b")),
+ENDED_WRITES: dict[str, Act] = {
+    "flush": lambda session: write(session, "b"),
+    "statement": lambda session: session.execute(SEAT),
     "insert": lambda session: session.execute(insert(Ticket).values(id=1, seat="b")),
     "claim": lambda session: claim(session, Ticket, 1),
-    "claim_all": lambda session: claim_all(session, select(Ticket).where(Ticket.id == 1)),
-    "gate": lambda session: gate(session, "ticket:1"),
-    "upsert": lambda session: upsert(session, Ticket, [{"id": 1, "seat": "b"}]),
-    "execute_fenced": lambda session: execute_fenced(
-        session, fenced_update(Ticket).where(Ticket.id == 1).values(seat="b")
+    "claim_all": lambda session: fencelock.claim_all(session, select(Ticket).where(Ticket.id == 1)),
+    "gate": lambda session: fencelock.gate(session, "ticket:1"),
+    "upsert": lambda session: fencelock.upsert(session, Ticket, [{"id": 1, "seat": "b"}]),
+    "execute_fenced": lambda session: fencelock.execute_fenced(
+        session, fencelock.fenced_update(Ticket).where(Ticket.id == 1).values(seat="b")
     ),
 }
 
 
-@pytest.mark.parametrize("write", ENDED_WRITES.values(), ids=ENDED_WRITES)
+@pytest.mark.parametrize("write_it", ENDED_WRITES.values(), ids=ENDED_WRITES)
 @pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
 def test_a_lease_that_has_ended_writes_nothing_more(
-    session: Session, write: Callable[[Session], object], *, begun: bool
+    engine: Engine, session: Session, write_it: Act, *, begun: bool
 ) -> None:
     """By the clock, whoever renews it; also where the transaction has written under it before."""
     lease = Lease("ticket:1", 3, expires_at=time.monotonic() + 60)
     bind(session, lease)
     if begun:
-        session.get_one(Ticket, 1).seat = "a"
-        session.flush()
+        write(session, "a")
     lease.extend_to(time.monotonic())
-    sent: list[str] = []
-
-    @event.listens_for(session.get_bind(), "before_cursor_execute")
-    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        if not statement.startswith(("SELECT", "SAVEPOINT", "BEGIN")):
-            sent.append(statement)
-
-    with pytest.raises(LockLostError, match="ended before this statement: nothing was sent"):
-        write(session)
-    assert sent == []
+    lost = pytest.raises(LockLostError, match="ended before this statement: nothing was sent")
+    with statements(engine) as sent, lost:
+        write_it(session)
+    assert {*words(sent)} <= {"SELECT", "SAVEPOINT", "BEGIN"}
     session.rollback()
     lease.extend_to(time.monotonic() + 60)  # it was renewed in time, by its authority
-    session.get_one(Ticket, 1).seat = "c"
+    write(session, "c")
     session.commit()
 
 
@@ -549,9 +422,7 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
         child = os.fork()
     if child == 0:
         try:
-            with Session(engine) as session:
-                session.get_one(Ticket, 1).seat = "a"
-                session.commit()
+            write(Session(engine), "a")
         except LockLostError:
             os._exit(7)
         finally:
@@ -565,11 +436,11 @@ def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(se
     older, newer = Lease("stock", 5), Lease("stock", 6)
     bind(session, older)
 
-    def write(_mapper: object, connection: Connection, item: Stock) -> None:
+    def write_more(_mapper: object, connection: Connection, item: Stock) -> None:
         bind(session, newer)
         connection.execute(update(Stock).where(Stock.id == 3 - item.id).values(count=9))
 
-    with listening(Stock, "after_update", write):
+    with listening(Stock, "after_update", write_more):
         session.get_one(Stock, 1).count += 1
         session.commit()
     assert session.scalars(select(Stock.last_fencing_token).order_by(Stock.id)).all() == [5, 6]
@@ -594,18 +465,12 @@ def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(s
 @pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_go(database_url: str) -> None:
     """SQLite keeps a transaction open whose COMMIT a deferred foreign key has refused; PostgreSQL ends it."""
-    engine = create_engine(database_url)
+    engine = sa.create_engine(database_url)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
-    metadata = MetaData()
-    parents = Table(
-        "parents",
-        metadata,
-        Column("id", Integer, primary_key=True),
-        fence_column(resource="parents"),
-        write_id_column(),
-    )
+    metadata = sa.MetaData()
     deferred = ForeignKey("parents.id", deferrable=True, initially="DEFERRED")
+    parents = core_table("parents", metadata=metadata, resource="parents")
     children = Table("children", metadata, Column("id", Integer, primary_key=True), Column("of", deferred))
     metadata.create_all(engine)
     lease = Lease("parents", 5)
@@ -637,86 +502,61 @@ def test_two_sessions_of_one_connection_ask_anew(engine: Engine) -> None:
 
 
 def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Lease]) -> None:
-    """A new thread has no lease until one is handed over."""
     seen: list[object] = []
 
-    def write(lease: Lease | None) -> None:
-        with Session(engine) as session:
-            if lease:
-                bind(session, lease)
-            session.get_one(Ticket, 1).seat = "a"
+    def work(*leases: Lease) -> None:
+        with holding(engine, *leases) as session:
             try:
-                session.commit()
+                write(session, "a")
                 seen.append("written")
-            except FenceError as error:
+            except fencelock.FenceError as error:
                 seen.append(type(error))
 
-    for lease in (None, held[0]):
-        thread = threading.Thread(target=contextvars.Context().run, args=(write, lease))
+    for leases in ((), (held[0],)):
+        thread = threading.Thread(target=contextvars.Context().run, args=(work, *leases))
         thread.start()
         thread.join()
     assert seen == [UnfencedWriteError, "written"]
 
 
 def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
-    """Interleaved tasks in one thread each write under their own lease."""
-
     async def work(number: int) -> int:
         note_held(Lease(f"ticket:{number}", number * 10))
         with Session(engine) as session:
             await asyncio.sleep(0)
-            ticket = session.get_one(Ticket, number)
-            ticket.seat = "a"
+            session.get_one(Ticket, number).seat = "a"
             await asyncio.sleep(0)
             session.commit()
-            return ticket.last_fencing_token
+            return session.get_one(Ticket, number).last_fencing_token
 
-    async def both() -> tuple[int, int]:
-        return await asyncio.gather(work(1), work(2))
+    async def both() -> list[int]:
+        return [*await asyncio.gather(work(1), work(2))]
 
-    assert tuple(asyncio.run(both())) == (10, 20)
-
-
-def test_sessions_that_share_a_connection_keep_their_leases_apart(engine: Engine) -> None:
-    """Each session's flush is guarded by what is bound to it, whoever began or flushed last."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(update(Ticket).values(last_fencing_token=5))
-    with engine.connect() as connection, Session(connection) as stale, Session(connection) as fresh:
-        bind(stale, Lease("ticket:1", 4))
-        bind(fresh, Lease("ticket:1", 6), Lease("customer:1", 6))
-        ticket = stale.get_one(Ticket, 1)
-        fresh.get_one(Order, 1).status = "paid"
-        fresh.flush()
-        ticket.seat = "a"
-        with pytest.raises(StaleTokenError) as caught:
-            stale.flush()
-        assert caught.value.token == 4
+    assert asyncio.run(both()) == [10, 20]
 
 
 def test_statements_on_a_shared_connection_are_of_the_session_that_began_last(engine: Engine) -> None:
     """Or that has flushed last; of one that has left, no more."""
-    statement = update(Ticket).where(Ticket.id == 1).values(seat="a")
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(update(Ticket).values(last_fencing_token=5))
     with engine.connect() as connection, Session(connection) as first, Session(connection) as second:
         bind(first, Lease("ticket:1", 6), Lease("customer:1", 6))
         bind(second, Lease("ticket:1", 4))
         for session in (first, second):
             session.connection()
-        with pytest.raises(StaleTokenError):
-            connection.execute(statement)
-        connection.rollback()
+        with turned_away(connection, StaleTokenError):
+            connection.execute(SEAT)
         for session in (second, first):
             session.close()
         for session in (first, second):
             session.connection()
         first.get_one(Order, 1).status = "paid"
         first.flush()
-        assert connection.execute(statement).rowcount == 1
+        assert connection.execute(SEAT).rowcount == 1
         second.connection()
         first.close()
         with pytest.raises(StaleTokenError):
-            second.execute(statement)
+            second.execute(SEAT)
 
 
 def test_a_session_is_asked_for_its_own_objects(engine: Engine) -> None:
@@ -734,9 +574,10 @@ def test_a_session_is_asked_for_its_own_objects(engine: Engine) -> None:
 def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
     """Who holds the lease that a write needs, and has bound another one, hears that the bind is why."""
     bind(session, Lease("ticket:2", 3))
-    with pytest.raises(UnfencedWriteError, match=r"needs the lease of 'ticket:1'.*bind\(session\) undoes it"):
-        session.execute(update(Ticket).where(Ticket.id == 1).values(seat="x"))
-    session.rollback()
+    with turned_away(
+        session, UnfencedWriteError, match=r"needs the lease of 'ticket:1'.*bind\(session\) undoes it"
+    ):
+        session.execute(SEAT)
     bind(session)
     with pytest.raises(UnfencedWriteError) as caught:
         session.execute(update(Ticket).where(Ticket.id == 2).values(seat="x"))
@@ -746,7 +587,7 @@ def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
 def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
     """What one statement has found out serves the next of its transaction only where nothing has happened."""
 
-    def write() -> None:
+    def write_both() -> None:
         session.get_one(Stock, 1).count += 1
         session.flush()
         session.execute(update(Stock).values(count=5))
@@ -757,26 +598,24 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
     lease, other = Lease("stock", 5), Lease("other", 9)
     note_held(lease)
     try:
-        write()
+        write_both()
         assert fences() == {5}
         lease.remint(6, math.inf)
-        write()
+        write_both()
         assert fences() == {6}
         note_held(other)
-        write()
+        write_both()
         note_ended(other)
         bind(session, Lease("stock", 4))
-        with pytest.raises(StaleTokenError):
+        with turned_away(session, StaleTokenError):
             session.execute(update(Stock).values(count=6))
-        session.rollback()
         bind(session)
-        write()
+        write_both()
         lease.doubt()
-        with pytest.raises(CommitInDoubtError):
+        with turned_away(session, fencelock.CommitInDoubtError):
             session.execute(update(Stock).values(count=7))
-        session.rollback()
         lease.remint(7, math.inf)
-        write()
+        write_both()
         assert fences() == {7}
         lease.mark_lost("its time ran out")
         with pytest.raises(LockLostError):

@@ -5,76 +5,46 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    ARRAY,
-    Delete,
-    Engine,
-    Integer,
-    String,
-    Update,
-    and_,
-    any_,
-    bindparam,
-    delete,
-    insert,
-    or_,
-    select,
-    tuple_,
-    update,
-)
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+import sqlalchemy as sa
+from sqlalchemy import ARRAY, Delete, Engine, and_, any_, bindparam, delete, or_, select, update
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError
+from tests.guard.rows import Keyed, bypassed, holding, on_sqlite_alone
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
-    """Named by one column."""
-
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "li_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     total: Mapped[int] = mapped_column(default=0)
 
 
 class Seat(FencedModel, Base):
-    """Named by two."""
-
     __tablename__ = "li_seats"
     __fence_resource__ = "seat:{row}:{letter}"
     row: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    letter: Mapped[str] = mapped_column(String(1), primary_key=True)
+    letter: Mapped[str] = mapped_column(sa.String(1), primary_key=True)
     total: Mapped[int] = mapped_column(default=0)
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on four orders and four seats, which have a fence of 5."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for model in (Order, Seat):
-            connection.execute(delete(model))
-        its = {"last_fencing_token": 5, "last_write_id": 11}
-        connection.execute(insert(Order), [{"id": number, **its} for number in (1, 2, 3, 4)])
-        seats = [{"row": row, "letter": letter, **its} for row in (1, 2) for letter in "ab"]
-        connection.execute(insert(Seat), seats)
-    return lasting_engine
-
-
+ITS = {"last_fencing_token": 5, "last_write_id": 11}
+ROWS: dict[Any, Any] = {
+    Order: [{"id": number, **ITS} for number in (1, 2, 3, 4)],
+    Seat: [{"row": row, "letter": letter, **ITS} for row in (1, 2) for letter in "ab"],
+}
 ORDERS = [Lease("order:1", 7), Lease("order:2", 9)]
 SEATS = [Lease("seat:1:a", 7), Lease("seat:2:b", 9)]
-NUMBERS = bindparam("numbers", [1, 2], type_=ARRAY(Integer))
+NUMBERS = bindparam("numbers", [1, 2], type_=ARRAY(sa.Integer))
 LISTS: dict[str, tuple[type[Any], Any]] = {
     "IN": (Order, Order.id.in_([1, 2])),
     "IN, twice the same": (Order, Order.id.in_([2, 1, 2])),
     "OR": (Order, or_(Order.id == 1, Order.id == 2)),
     "IN and more": (Order, and_(Order.id.in_([1, 2]), Order.total >= 0)),
     "= ANY": (Order, Order.id == any_(NUMBERS)),
-    "IN of pairs": (Seat, tuple_(Seat.row, Seat.letter).in_([(1, "a"), (2, "b")])),
+    "IN of pairs": (Seat, sa.tuple_(Seat.row, Seat.letter).in_([(1, "a"), (2, "b")])),
     "OR of pairs": (
         Seat,
         or_(and_(Seat.row == 1, Seat.letter == "a"), and_(Seat.letter == "b", Seat.row == 2)),
@@ -83,25 +53,21 @@ LISTS: dict[str, tuple[type[Any], Any]] = {
 
 
 def leases_of(model: type[Any]) -> list[Lease]:
-    """Return those of the two rows."""
     return ORDERS if model is Order else SEATS
 
 
 def fences(engine: Engine, model: type[Any]) -> list[tuple[int, int]]:
-    """Return total and fence of all rows."""
     key = model.__table__.primary_key.columns
     with engine.connect() as connection:
         found = connection.execute(select(model.total, model.last_fencing_token).order_by(*key))
         return [tuple(each) for each in found]
 
 
-def write(model: type[Any], criterion: Any, kind: str) -> Update | Delete:
-    """Return a statement of a kind."""
+def write(model: type[Any], criterion: Any, kind: str) -> sa.Update | Delete:
     return (delete(model) if kind == "DELETE" else update(model).values(total=1)).where(criterion)
 
 
 def needs(engine: Engine, name: str) -> None:
-    """Skip what only PostgreSQL has."""
     if "ANY" in name and engine.dialect.name != "postgresql":
         pytest.skip("arrays are PostgreSQL's")
 
@@ -109,13 +75,10 @@ def needs(engine: Engine, name: str) -> None:
 @pytest.mark.parametrize("kind", ["UPDATE", "DELETE"])
 @pytest.mark.parametrize("name", LISTS)
 def test_each_row_is_written_with_its_own_token(engine: Engine, name: str, kind: str) -> None:
-    """Those that the list does not name stay as they are."""
     needs(engine, name)
     model, criterion = LISTS[name]
-    with Session(engine) as session:
-        bind(session, *leases_of(model))
+    with holding(engine, *leases_of(model)) as session, session.begin():
         assert session.execute(write(model, criterion, kind)).rowcount == 2  # type: ignore[attr-defined]
-        session.commit()
     others = [(0, 5), (0, 5)]
     written = [] if kind == "DELETE" else [(1, 7), (1, 9)]
     assert sorted(fences(engine, model)) == others + written
@@ -124,49 +87,39 @@ def test_each_row_is_written_with_its_own_token(engine: Engine, name: str, kind:
 @pytest.mark.parametrize("kind", ["UPDATE", "DELETE"])
 @pytest.mark.parametrize("name", LISTS)
 def test_one_old_token_refuses_all(engine: Engine, name: str, kind: str) -> None:
-    """The error names the row, and the token that is too low."""
     needs(engine, name)
     model, criterion = LISTS[name]
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(update(model).values(last_fencing_token=8))
-    with Session(engine) as session:
-        bind(session, *leases_of(model))
-        with pytest.raises(StaleTokenError) as caught:
-            session.execute(write(model, criterion, kind))
+    with holding(engine, *leases_of(model)) as session, pytest.raises(StaleTokenError) as caught:
+        session.execute(write(model, criterion, kind))
     assert (caught.value.token, caught.value.current) == (7, 8)
     assert fences(engine, model) == [(0, 8)] * 4
 
 
 @pytest.mark.parametrize("name", LISTS)
 def test_one_missing_lease_refuses_all(engine: Engine, name: str) -> None:
-    """It is named."""
     needs(engine, name)
     model, criterion = LISTS[name]
     first, second = leases_of(model)
-    with Session(engine) as session:
-        bind(session, first)
-        with pytest.raises(UnfencedWriteError, match=second.resource):
-            session.execute(write(model, criterion, "UPDATE"))
+    with holding(engine, first) as session, pytest.raises(UnfencedWriteError, match=second.resource):
+        session.execute(write(model, criterion, "UPDATE"))
     assert fences(engine, model) == [(0, 5)] * 4
 
 
 def test_objects_follow(engine: Engine) -> None:
-    """Those that the session has of the rows are written afterwards."""
-    with Session(engine) as session:
-        bind(session, *ORDERS)
+    with holding(engine, *ORDERS) as session, session.begin():
         orders = session.scalars(select(Order).where(Order.id < 3).order_by(Order.id)).all()
         session.execute(update(Order).where(Order.id.in_([1, 2])).values(total=Order.total + 1))
         for order in orders:
             order.total += 1
-        session.commit()
     assert fences(engine, Order)[:2] == [(2, 7), (2, 9)]
 
 
 def test_parameters_may_hold_the_list(engine: Engine) -> None:
     """And an empty list is refused as before, because it names no resource."""
     statement = update(Order).where(Order.id.in_(bindparam("ids", expanding=True))).values(total=1)
-    with Session(engine) as session:
-        bind(session, *ORDERS)
+    with holding(engine, *ORDERS) as session:
         session.connection().execute(statement, {"ids": [1, 2]})
         session.commit()
         assert fences(engine, Order)[:2] == [(1, 7), (1, 9)]
@@ -174,6 +127,7 @@ def test_parameters_may_hold_the_list(engine: Engine) -> None:
             session.connection().execute(statement, {"ids": []})
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize(
     "criterion",
     [
@@ -185,8 +139,6 @@ def test_parameters_may_hold_the_list(engine: Engine) -> None:
     ids=["NOT IN", "OR of something else", "a query", "very many"],
 )
 def test_what_is_no_list_of_rows_is_refused(engine: Engine, criterion: Any) -> None:
-    """It may be about any row."""
-    with Session(engine) as session:
-        bind(session, *ORDERS)
-        with pytest.raises(UnfencedWriteError, match="does not say which resource"):
-            session.execute(update(Order).where(criterion).values(total=1))
+    refused = pytest.raises(UnfencedWriteError, match="does not say which resource")
+    with holding(engine, *ORDERS) as session, refused:
+        session.execute(update(Order).where(criterion).values(total=1))

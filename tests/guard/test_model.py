@@ -7,67 +7,38 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Engine,
-    ForeignKey,
-    ForeignKeyConstraint,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    create_engine,
-    event,
-    insert,
-    select,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import BigInteger, Column, ForeignKey, Integer, MetaData, String, Table, event, orm, update
 from sqlalchemy.ext.declarative import AbstractConcreteBase
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    MappedAsDataclass,
-    Session,
-    configure_mappers,
-    declared_attr,
-    deferred,
-    mapped_column,
-    registry,
-    relationship,
-)
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, deferred, mapped_column, registry, relationship
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedDataclassModel, FencedModel, bind, claim, fence_column, write_id_column
+import fencelock
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, claim
+from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.conditions import _forms
-from fencelock.guard.leases import Writing
-from fencelock.lease import Lease
-from tests.guard.rows import InMemory
+from fencelock.guard.leases import TransactionLeases
+from tests.guard.rows import InMemory, core_table, holding, turned_away
+
+new_base: Callable[[], Any] = orm.declarative_base
 
 
-def new_base() -> Any:
-    """Return a declarative base of its own."""
+def new_key() -> Any:
+    return mapped_column(Integer, primary_key=True)
 
-    class Base(DeclarativeBase):
-        pass
 
-    return Base
+def make(
+    resource: Any = "orders", *, name: str = "Order", bases: tuple[Any, ...] = (), **attributes: Any
+) -> Any:
+    given = {"__tablename__": f"mo_{name.lower()}", "id": new_key(), "__fence_resource__": resource}
+    return type(name, bases or (FencedModel, new_base()), given | attributes)
 
 
 def test_the_columns_are_as_promised() -> None:
     """Both BIGINT NOT NULL DEFAULT 0, last in the table."""
-
-    class Order(FencedModel, new_base()):  # type: ignore[misc]
-        __tablename__ = "mo_orders"
-        __fence_resource__ = "orders"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        status: Mapped[str]
-
-    *_, fence, write_id = Order.__table__.c
+    *_, fence, write_id = make(status=mapped_column(String)).__table__.c
     assert (fence.name, write_id.name) == ("last_fencing_token", "last_write_id")
     for column in (fence, write_id):
         assert isinstance(column.type, BigInteger)
@@ -94,113 +65,146 @@ def test_a_wrong_template_is_refused_when_the_class_is_mapped(
 ) -> None:
     """The error comes at the class statement, and names the columns that there are."""
     base = new_base()
-    attributes = {
-        "__tablename__": "mo_orders",
-        "__fence_resource__": template,
-        "id": mapped_column(Integer, primary_key=True),
-        "name": mapped_column(String(20)),
-        "items": relationship("Item"),
-    }
     with pytest.raises(error, match=message):
-        type("Order", (FencedModel, base), attributes)
+        make(template, bases=(FencedModel, base), status=mapped_column(String), items=relationship("Item"))
     base.registry.dispose()
+
+
+def without_the_column() -> None:
+    """Map a table imperatively, or as it is reflected."""
+    table = Table("mo_boxes", MetaData(), Column("id", Integer, primary_key=True))
+    registry().map_imperatively(type("Box", (FencedModel,), {}), table)
+
+
+def by_another_name() -> None:
+    """Call the column something else, which could not be stamped."""
+    table = Table("mo_renamed", MetaData(), Column("id", Integer, primary_key=True), fence_column())
+    model = type("Renamed", (FencedModel,), {"__fence_resource__": "renamed"})
+    registry().map_imperatively(model, table, properties={"fence": table.c.last_fencing_token})
+
+
+def two_resources() -> None:
+    """Have a subclass in the same table guarded by another resource."""
+    order = make("order:{id}", kind=mapped_column(String), __mapper_args__={"polymorphic_on": "kind"})
+    gift = {"__fence_resource__": "gift:{id}", "__mapper_args__": {"polymorphic_identity": "gift"}}
+    type("Gift", (order,), gift)
+
+
+def a_parent_in_the_same_table() -> None:
+    """Have a parent that is not fenced: objects that its queries load would not have their write ids."""
+    kinds = {"polymorphic_on": "kind", "polymorphic_identity": "employee"}
+    plain = {
+        "__tablename__": "mo_staff",
+        "id": new_key(),
+        "kind": mapped_column(String),
+        "__mapper_args__": kinds,
+    }
+    employee = type("Employee", (new_base(),), plain)
+    engineer = {"__fence_resource__": "staff", "__mapper_args__": {"polymorphic_identity": "engineer"}}
+    type("Engineer", (FencedModel, employee), engineer)
+
+
+def with_key(*key: str) -> Callable[[], object]:
+    """Give the mapper another key than the table: by it the unit of work names a row."""
+    return lambda: make(
+        listed=new_key(), place=new_key(), text=mapped_column(String), __mapper_args__={"primary_key": [*key]}
+    )
+
+
+def beside_a_dataclass() -> None:
+    """Use the mixin of plain models, at which SQLAlchemy's own error would not name the other one."""
+
+    class Base(orm.MappedAsDataclass, DeclarativeBase): ...
+
+    make(name="Point", bases=(FencedModel, Base), __annotations__={"id": Mapped[int]})
+
+
+MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
+    "no column": (without_the_column, ValueError, r"fence_column\(\).* migration"),
+    "another name": (by_another_name, ValueError, "under another name"),
+    "two resources": (two_resources, ValueError, "two resources"),
+    "a plain parent": (
+        a_parent_in_the_same_table,
+        ValueError,
+        r"shares the table 'mo_staff' with Employee.* inherit FencedModel",
+    ),
+    "a key in another order": (with_key("place", "listed", "id"), ValueError, "primary key"),
+    "a key of its own": (with_key("text"), ValueError, "primary key"),
+    "a dataclass": (beside_a_dataclass, TypeError, "Point is a dataclass: use FencedDataclassModel"),
+}
+
+
+@pytest.mark.parametrize(("mistake", "error", "match"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mapping_that_cannot_be_guarded_is_refused_at_once(
+    mistake: Callable[[], object], error: type[Exception], match: str
+) -> None:
+    with pytest.raises(error, match=match):
+        mistake()
+
+
+def test_a_key_in_another_order_than_the_parent_s_is_refused() -> None:
+    """The rows (1, 2) and (2, 1) would be taken for each other."""
+    base = new_base()
+
+    class Document(base):  # type: ignore[misc, valid-type]
+        __tablename__ = "mo_documents"
+        a: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+        b: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+    def child(*columns: str) -> None:
+        table = Table(
+            "_".join(("mo", *columns)),
+            base.metadata,
+            *(Column(name, Integer, primary_key=True, autoincrement=False) for name in columns),
+            sa.ForeignKeyConstraint(["in_a", "in_b"], ["mo_documents.a", "mo_documents.b"]),
+            fence_column(resource="rows"),
+            write_id_column(),
+        )
+        type(f"Invoice{''.join(columns)}", (Document,), {"__table__": table})
+
+    child("in_a", "in_b")
+    with pytest.raises(ValueError, match=r"\['a', 'b'\].* is \['in_b', 'in_a'\].*same order"):
+        child("in_b", "in_a")
 
 
 def test_mapping_a_class_configures_nothing() -> None:
     """A relationship to a class that comes later in the file is no obstacle."""
     base = new_base()
-
-    class Order(FencedModel, base):  # type: ignore[misc,valid-type]
-        __tablename__ = "mo_orders"
-        __fence_resource__ = "order:{id}"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        items: Mapped[list[Any]] = relationship("Item")
-
-    class Item(base):  # type: ignore[misc,valid-type]
-        __tablename__ = "mo_items"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        order_id: Mapped[int] = mapped_column(ForeignKey("mo_orders.id"))
-
-    configure_mappers()
-    assert Order.items.property.mapper.class_ is Item
-
-
-def test_a_mapped_table_without_the_column_is_refused() -> None:
-    """An imperative or reflected table that lacks the column says what to do."""
-
-    class Box(FencedModel):
-        pass
-
-    table = Table("mo_boxes", MetaData(), Column("id", Integer, primary_key=True))
-    with pytest.raises(ValueError, match=r"fence_column\(\).* migration"):
-        registry().map_imperatively(Box, table)
-
-
-def test_two_resources_for_one_table_are_refused() -> None:
-    """A subclass in the same table cannot be guarded by another resource."""
-
-    class Order(FencedModel, new_base()):  # type: ignore[misc]
-        __tablename__ = "mo_orders"
-        __fence_resource__ = "order:{id}"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        kind: Mapped[str]
-        __mapper_args__ = {"polymorphic_on": "kind"}  # noqa: RUF012
-
-    with pytest.raises(ValueError, match="two resources"):
-
-        class Gift(Order):
-            __fence_resource__ = "gift:{id}"
-            __mapper_args__ = {"polymorphic_identity": "gift"}  # noqa: RUF012
+    order = make(bases=(FencedModel, base), items=relationship("Item"))
+    order_id = mapped_column(ForeignKey("mo_order.id"))
+    item = type("Item", (base,), {"__tablename__": "mo_items", "id": new_key(), "order_id": order_id})
+    orm.configure_mappers()
+    assert order.items.property.mapper.class_ is item
 
 
 def test_a_fenced_base_fences_every_model(in_memory: InMemory) -> None:
-    """The mixin on the declarative base itself reaches all its models."""
+    class Base(FencedModel, DeclarativeBase): ...
 
-    class Base(FencedModel, DeclarativeBase):
-        pass
-
-    class Order(Base):
-        __tablename__ = "mo_orders"
-        __fence_resource__ = "orders"
-        id: Mapped[int] = mapped_column(primary_key=True)
-
-    engine = in_memory(Base.metadata)
-    with Session(engine) as session:
-        session.add(Order(id=1))
+    order = make(bases=(Base,))
+    with Session(in_memory(Base.metadata)) as session:
+        session.add(order(id=1))
         with pytest.raises(UnfencedWriteError):
             session.flush()
 
 
 def test_column_and_attribute_names_may_differ(in_memory: InMemory) -> None:
     """__fence_resource__ speaks of attributes; statements speak of columns."""
-
-    class Order(FencedModel, new_base()):  # type: ignore[misc]
-        __tablename__ = "mo_orders"
-        __fence_resource__ = "order:{number}"
-        number: Mapped[int] = mapped_column("order_no", primary_key=True)
-        status: Mapped[str] = mapped_column("st", String(10))
-
-    engine = in_memory(Order.metadata)
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 3))
-        session.add(Order(number=1, status="new"))
+    number = mapped_column("order_no", Integer, primary_key=True)
+    order = make("order:{id}", id=number, status=mapped_column("st", String(10)))
+    with holding(in_memory(order.metadata), Lease("order:1", 3)) as session:
+        session.add(order(id=1, status="new"))
         session.commit()
-        claim(session, Order, {"number": 1}).status = "paid"
+        claim(session, order, {"id": 1}).status = "paid"
         session.commit()
-        session.execute(update(Order).where(Order.number == 1).values(status="sent"))
-        session.delete(session.get_one(Order, 1))
+        session.execute(update(order).where(order.id == 1).values(status="sent"))
+        session.delete(session.get_one(order, 1))
         session.commit()
 
 
 def test_concrete_inheritance_has_a_fence_in_each_table(in_memory: InMemory) -> None:
-    """Each concrete table guards its own rows."""
+    order = make()
 
-    class Order(FencedModel, new_base()):  # type: ignore[misc]
-        __tablename__ = "mo_orders"
-        __fence_resource__ = "orders"
-        id: Mapped[int] = mapped_column(primary_key=True)
-
-    class Gift(Order):
+    class Gift(order):  # type: ignore[misc,valid-type]
         __tablename__ = "mo_gifts"
         __fence_resource__ = "gifts"
         id: Mapped[int] = mapped_column(primary_key=True)
@@ -209,12 +213,10 @@ def test_concrete_inheritance_has_a_fence_in_each_table(in_memory: InMemory) -> 
         ribbon: Mapped[str]
         __mapper_args__ = {"concrete": True}  # noqa: RUF012
 
-    engine = in_memory(Order.metadata)
-    with Session(engine) as session:
+    with Session(in_memory(order.metadata)) as session:
         session.add(Gift(id=1, ribbon="red"))
-        with pytest.raises(UnfencedWriteError):
+        with turned_away(session, UnfencedWriteError):
             session.flush()
-        session.rollback()
         bind(session, Lease("gifts", 2))
         session.add(Gift(id=1, ribbon="red"))
         session.commit()
@@ -246,9 +248,7 @@ def test_a_fenced_model_below_others_that_are_not(in_memory: InMemory) -> None:
         dogs: Mapped[list[Any]] = relationship("Dog", foreign_keys=Dog.cat_id)
         __mapper_args__ = {"concrete": True}  # noqa: RUF012
 
-    engine = in_memory(Animal.metadata)
-    with Session(engine) as session:
-        bind(session, Lease("dogs", 2))
+    with holding(in_memory(Animal.metadata), Lease("dogs", 2)) as session:
         session.add_all([Animal(id=1), Dog(id=1), Cat(id=1)])
         session.commit()
         for token, keeper in enumerate((Animal, Cat), 3):
@@ -263,8 +263,7 @@ def test_a_fenced_model_below_others_that_are_not(in_memory: InMemory) -> None:
 def test_models_below_an_abstract_concrete_base(in_memory: InMemory, *, strict: bool, above: bool) -> None:
     """A base that is only a query over its models' tables has no rows; those of the models are guarded."""
 
-    class Plain:
-        pass
+    class Plain: ...
 
     class Fenced(FencedModel):
         __fence_resource__ = "staff"
@@ -285,13 +284,11 @@ def test_models_below_an_abstract_concrete_base(in_memory: InMemory, *, strict: 
         name: Mapped[str]
         __mapper_args__ = {"polymorphic_identity": "engineer", "concrete": True}  # noqa: RUF012
 
-    configure_mappers()
-    engine = in_memory(Employee.metadata)
-    with Session(engine) as session:
-        bind(session, Lease("staff", 3))
+    orm.configure_mappers()
+    with holding(in_memory(Employee.metadata), Lease("staff", 3)) as session:
         session.add_all([Manager(id=1, name="a"), Engineer(id=2, name="b")])
         session.commit()
-        for employee in session.scalars(select(Employee)):
+        for employee in session.scalars(sa.select(Employee)):
             employee.name += "z"
         session.commit()
         assert session.get_one(Manager, 1).last_fencing_token == 3
@@ -302,12 +299,10 @@ def test_models_below_an_abstract_concrete_base(in_memory: InMemory, *, strict: 
 
 
 def test_an_abstract_mixin_chain(in_memory: InMemory) -> None:
-    """The mixin works behind another mixin with declared attributes."""
-
     class Named(FencedModel):
         __fence_resource__ = "o"
 
-        @declared_attr.directive
+        @orm.declared_attr.directive
         def __tablename__(cls) -> str:  # noqa: N805  SQLAlchemy's way
             return "mo_named"
 
@@ -315,9 +310,7 @@ def test_an_abstract_mixin_chain(in_memory: InMemory) -> None:
         id: Mapped[int] = mapped_column(primary_key=True)
         blob: Mapped[str] = deferred(mapped_column(String, default=""))
 
-    engine = in_memory(Order.metadata)
-    with Session(engine) as session:
-        bind(session, Lease("o", 4))
+    with holding(in_memory(Order.metadata), Lease("o", 4)) as session:
         session.add(Order(id=1))
         session.commit()
         session.get_one(Order, 1).blob = "x"
@@ -325,77 +318,43 @@ def test_an_abstract_mixin_chain(in_memory: InMemory) -> None:
 
 
 def test_plain_models_stay_hashable_and_dataclasses_stay_dataclasses() -> None:
-    """Neither mixin changes what kind of class the model is."""
+    class Base(orm.MappedAsDataclass, DeclarativeBase): ...
 
-    class Base(MappedAsDataclass, DeclarativeBase):
-        pass
-
-    class Point(FencedDataclassModel, Base):
+    class Point(fencelock.FencedDataclassModel, Base):
         __tablename__ = "mo_points"
         __fence_resource__ = "points"
         id: Mapped[int] = mapped_column(primary_key=True)
         x: Mapped[int] = mapped_column(default=7)
 
-    class Order(FencedModel, new_base()):  # type: ignore[misc]
-        __tablename__ = "mo_orders"
-        __fence_resource__ = "orders"
-        id: Mapped[int] = mapped_column(primary_key=True)
-
     assert Point(id=1) == Point(id=1, x=7)
     assert repr(Point(id=1)).endswith("Point(id=1, x=7)")
-    assert len({Order(id=1), Order(id=1)}) == 2
-
-
-def test_mixin_of_plain_models_beside_dataclasses_names_the_other_one() -> None:
-    """SQLAlchemy's own error would not."""
-
-    class Base(MappedAsDataclass, DeclarativeBase):
-        pass
-
-    with pytest.raises(TypeError, match="Point is a dataclass: use FencedDataclassModel"):
-
-        class Point(FencedModel, Base):
-            __tablename__ = "mo_points"
-            __fence_resource__ = "points"
-            id: Mapped[int] = mapped_column(primary_key=True)
+    order = make()
+    assert len({order(id=1), order(id=1)}) == 2
 
 
 def test_a_copied_table_is_guarded_like_the_original(in_memory: InMemory) -> None:
-    """to_metadata keeps the fence and the template."""
-
-    class Order(FencedModel, new_base()):  # type: ignore[misc]
-        __tablename__ = "mo_orders"
-        __fence_resource__ = "order:{id}"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        status: Mapped[str] = mapped_column(default="new")
-
-    copy = Order.__table__.to_metadata(MetaData())
-    engine = in_memory(copy.metadata)
-    with engine.connect() as connection:
-        with pytest.raises(UnfencedWriteError):
-            connection.execute(insert(copy), {"id": 1})
-        connection.rollback()
+    copy = make("order:{id}", status=mapped_column(String)).__table__.to_metadata(MetaData())
+    with in_memory(copy.metadata).connect() as connection:
+        with turned_away(connection, UnfencedWriteError):
+            connection.execute(sa.insert(copy), {"id": 1})
         bind(connection, Lease("order:1", 3))
-        connection.execute(insert(copy), {"id": 1, "status": "new"})
+        connection.execute(sa.insert(copy), {"id": 1, "status": "new"})
         connection.execute(update(copy).where(copy.c.id == 1).values(status="x"))
         with pytest.raises(UnfencedWriteError, match="'order:2'"):
             connection.execute(update(copy).where(copy.c.id == 2).values(status="x"))
 
 
-class Base(DeclarativeBase):
-    """For what follows."""
+class Base(DeclarativeBase): ...
 
 
 class Row(FencedModel, Base):
-    """A row among many."""
-
     __tablename__ = "mo_rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True)
     value: Mapped[int] = mapped_column(default=0)
 
 
-def executions(engine: Engine) -> list[tuple[str, bool]]:
+def executions(engine: sa.Engine) -> list[tuple[str, bool]]:
     """Note what reaches the cursor: the SQL, and whether it is an executemany."""
     seen: list[tuple[str, bool]] = []
 
@@ -408,11 +367,9 @@ def executions(engine: Engine) -> list[tuple[str, bool]]:
 
 
 def test_facades_do_not_guard_twice(in_memory: InMemory) -> None:
-    """An engine made by execution_options() adds the condition once."""
     engine = in_memory(Base.metadata).execution_options(a=1).execution_options(b=2)
     seen = executions(engine)
-    with Session(engine) as session:
-        bind(session, Lease("rows", 1))
+    with holding(engine, Lease("rows", 1)) as session:
         session.add(Row(id=1))
         session.flush()
         session.execute(update(Row).values(value=1))
@@ -420,11 +377,9 @@ def test_facades_do_not_guard_twice(in_memory: InMemory) -> None:
 
 
 def test_executemany_is_kept(in_memory: InMemory) -> None:
-    """A thousand dirty objects are one executemany, and new ones are inserted many at a time."""
     engine = in_memory(Base.metadata)
     seen = executions(engine)
-    with Session(engine) as session:
-        bind(session, Lease("rows", 1))
+    with holding(engine, Lease("rows", 1)) as session:
         rows = [Row(id=number) for number in range(1, 1001)]
         session.add_all(rows)
         session.flush()
@@ -437,10 +392,8 @@ def test_executemany_is_kept(in_memory: InMemory) -> None:
 
 
 def test_the_compiled_cache_is_kept(in_memory: InMemory) -> None:
-    """Other tokens and other values compile nothing again, and each is sent."""
     engine = in_memory(Base.metadata)
-    with Session(engine) as session:
-        bind(session, Lease("rows", 1))
+    with holding(engine, Lease("rows", 1)) as session:
         session.add(Row(id=1))
         session.commit()
         sizes = []
@@ -459,21 +412,17 @@ def test_the_compiled_cache_is_kept(in_memory: InMemory) -> None:
     assert len(set(sizes[1:])) == 1
 
 
-def test_no_fenced_table_no_guard() -> None:
-    """Importing the package leaves SQLAlchemy as it is; the first fenced model puts the guard in place.
-
-    It has no events of `Engine`: with one, all engines of the process would be slower.
-    """
-    script = """
+PROGRAM = """
 import fencelock.guard, sqlalchemy as sa
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 engine = sa.create_engine("sqlite://")
 untouched = sa.Update._execute_on_connection
 class Base(DeclarativeBase): pass
-class Row(fencelock.guard.FencedModel, Base):
+class Row({mixin}Base):
     __tablename__ = "rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True)
+    {columns}
 assert sa.Update._execute_on_connection is not untouched
 assert not engine._has_events
 try:
@@ -483,24 +432,36 @@ try:
 except fencelock.errors.UnfencedWriteError:
     print("refused")
 """
+COLUMN = "Mapped[int] = mapped_column(sa.BigInteger, server_default='0')"
+
+
+@pytest.mark.parametrize(
+    ("mixin", "columns"),
+    [("fencelock.guard.FencedModel, ", ""), ("", f"last_fencing_token: {COLUMN}; last_write_id: {COLUMN}")],
+    ids=["mixin", "resource alone"],
+)
+def test_no_fenced_table_no_guard(mixin: str, columns: str) -> None:
+    """Importing the package leaves SQLAlchemy as it is; the first fenced model puts the guard in place.
+
+    It has no events of `Engine`: with one, all engines of the process would be slower.
+    """
+    program = PROGRAM.format(mixin=mixin, columns=columns)
     done = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=False, timeout=60
+        [sys.executable, "-c", program], capture_output=True, text=True, check=False, timeout=60
     )
     assert (done.stdout, done.stderr) == ("refused\n", "")
 
 
 def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> None:
-    """Transactions, sessions and statements that are gone leave nothing behind."""
     engine = in_memory(Base.metadata)
     stores: list[Callable[[], int]] = [
         lambda: len(_forms),
-        lambda: sum(isinstance(each, Writing) for each in gc.get_objects()),
+        lambda: sum(isinstance(each, TransactionLeases) for each in gc.get_objects()),
     ]
 
     def work(tokens: range) -> list[int]:
         for token in tokens:
-            with Session(engine) as session:
-                bind(session, Lease("rows", token))
+            with holding(engine, Lease("rows", token)) as session:
                 session.add(Row(id=token))
                 session.flush()
                 session.execute(update(Row).values(value=token))
@@ -519,135 +480,44 @@ def test_what_the_guard_remembers_dies_with_its_owner(in_memory: InMemory) -> No
 def test_a_plain_table_leaves_nothing_behind(in_memory: InMemory) -> None:
     """Sessions that have nothing to do with a fence are remembered neither while they last nor afterwards."""
 
-    class Base(DeclarativeBase):
-        pass
+    class Base(DeclarativeBase): ...
 
     class Plain(Base):
         __tablename__ = "mo_passing"
         id: Mapped[int] = mapped_column(primary_key=True)
         value: Mapped[int] = mapped_column(default=0)
 
-    engine = in_memory(Base.metadata)
-    with Session(engine) as session:
+    with Session(in_memory(Base.metadata)) as session:
         session.add(Plain(id=1))
         session.flush()
         session.execute(update(Plain).values(value=1))
         assert not hasattr(session.connection(), "_fencelock_writing")
 
 
-def test_a_class_without_the_mixin_is_guarded_by_its_table(tmp_path: Path) -> None:
-    """Whoever maps a Table with a fence_column() has links and joined sub-tables guarded too."""
-
-    class Base(DeclarativeBase):
-        pass
-
-    boxes = Table(
-        "mo_plain_boxes", Base.metadata, Column("id", Integer, primary_key=True), Column("kind", String(9)),
-        fence_column(resource="boxes"),
-        write_id_column(),
-    )  # fmt: skip
-
-    class Box(Base):
-        __table__ = boxes
-        __mapper_args__ = {"polymorphic_on": boxes.c.kind, "polymorphic_identity": "box"}  # noqa: RUF012
-
-    class Crate(Box):
-        __tablename__ = "mo_plain_crates"
-        id: Mapped[int] = mapped_column(ForeignKey("mo_plain_boxes.id"), primary_key=True)
-        width: Mapped[int] = mapped_column(default=0)
-        __mapper_args__ = {"polymorphic_identity": "crate"}  # noqa: RUF012
-
-    engine = create_engine(f"sqlite:///{tmp_path / 'plain.sqlite'}")
-    Base.metadata.create_all(engine)
-    with Session(engine) as session:
-        bind(session, Lease("boxes", 5))
-        session.add(Crate(id=1))
+def test_a_class_without_the_mixin_is_guarded_by_its_table(in_memory: InMemory) -> None:
+    """Whoever maps a Table with a fence_column() has joined sub-tables guarded too."""
+    base = new_base()
+    boxes = core_table("mo_boxes", Column("kind", String(9)), metadata=base.metadata, resource="boxes")
+    kinds = {"polymorphic_on": boxes.c.kind, "polymorphic_identity": "box"}
+    box = type("Box", (base,), {"__table__": boxes, "__mapper_args__": kinds})
+    id_, width = mapped_column(ForeignKey("mo_boxes.id"), primary_key=True), mapped_column(Integer, default=0)
+    named = {"__tablename__": "mo_crates", "__mapper_args__": {"polymorphic_identity": "crate"}}
+    crate_class: Any = type("Crate", (box,), {**named, "id": id_, "width": width})
+    with holding(in_memory(base.metadata), Lease("boxes", 5)) as session:
+        session.add(crate_class(id=1))
         session.commit()
-        crate = session.get_one(Crate, 1)
+        crate = session.get_one(crate_class, 1)
         bind(session, Lease("boxes", 4))
         crate.width = 7
-        with pytest.raises(StaleTokenError):
+        with turned_away(session, StaleTokenError):
             session.commit()
-        session.rollback()
         with pytest.raises(UnfencedWriteError):
-            session.connection().execute(update(Crate.__table__).values(width=3))
-    engine.dispose()
-
-
-def test_the_fence_keeps_its_name() -> None:
-    """A mapping that calls the column something else could not be stamped, so it is refused at once."""
-    table = Table(
-        "mo_renamed", MetaData(), Column("id", Integer, primary_key=True), fence_column()
-    )  # fmt: skip
-
-    class Renamed(FencedModel):
-        __fence_resource__ = "renamed"
-
-    with pytest.raises(ValueError, match="under another name"):
-        registry().map_imperatively(Renamed, table, properties={"fence": table.c.last_fencing_token})
-
-
-def test_a_parent_in_the_same_table_has_the_fence_too() -> None:
-    """Objects that a query of the parent loads would not have theirs, and nothing would be compared."""
-
-    class Employee(new_base()):  # type: ignore[misc]
-        __tablename__ = "mo_staff"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        kind: Mapped[str]
-        __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "employee"}  # noqa: RUF012
-
-    with pytest.raises(ValueError, match=r"shares the table 'mo_staff' with Employee.* inherit FencedModel"):
-
-        class Engineer(FencedModel, Employee):
-            __fence_resource__ = "staff"
-            __mapper_args__ = {"polymorphic_identity": "engineer"}  # noqa: RUF012
+            session.connection().execute(update(crate_class.__table__).values(width=3))
 
 
 def test_metadata_with_a_fenced_table_cannot_be_pickled() -> None:
     """A process that loads it may have no guard, so the error says to import the models."""
-    core = Table(
-        "mo_core", MetaData(), Column("id", Integer, primary_key=True), fence_column(resource="core")
-    )
-    for metadata in (core.metadata, Base.metadata):
+    for metadata in (core_table("mo_core", resource="core").metadata, Base.metadata):
         with pytest.raises(TypeError, match="import the models there"):
             pickle.dumps(metadata)
     assert pickle.loads(pickle.dumps(Row(id=1, value=7))).value == 7  # noqa: S301  our own
-
-
-@pytest.mark.parametrize("key", [["place", "listed"], ["text"]], ids=["in another order", "of its own"])
-def test_the_key_of_a_model_is_that_of_its_table(key: list[str]) -> None:
-    """By it the unit of work names a row, whose object is looked up."""
-    with pytest.raises(ValueError, match="primary key"):
-
-        class Line(FencedModel, new_base()):  # type: ignore[misc]
-            __tablename__ = "mo_lines"
-            __fence_resource__ = "lines"
-            listed: Mapped[int] = mapped_column(primary_key=True)
-            place: Mapped[int] = mapped_column(primary_key=True)
-            text: Mapped[str]
-            __mapper_args__ = {"primary_key": key}  # noqa: RUF012  SQLAlchemy's declaration
-
-
-def test_a_key_in_another_order_than_the_parent_s_is_refused() -> None:
-    """The rows (1, 2) and (2, 1) would be taken for each other."""
-    base = new_base()
-
-    class Document(base):  # type: ignore[misc, valid-type]
-        __tablename__ = "mo_documents"
-        a: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-        b: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-
-    def child(*columns: str) -> None:
-        table = Table(
-            "_".join(("mo", *columns)),
-            base.metadata,
-            *(Column(name, Integer, primary_key=True, autoincrement=False) for name in columns),
-            ForeignKeyConstraint(["in_a", "in_b"], ["mo_documents.a", "mo_documents.b"]),
-            fence_column(resource="rows"),
-            write_id_column(),
-        )
-        type(f"Invoice{''.join(columns)}", (Document,), {"__table__": table})
-
-    child("in_a", "in_b")
-    with pytest.raises(ValueError, match=r"\['a', 'b'\].* is \['in_b', 'in_a'\].*same order"):
-        child("in_b", "in_a")

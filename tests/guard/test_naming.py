@@ -4,50 +4,33 @@ from __future__ import annotations
 
 import enum
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    CHAR,
-    Dialect,
-    Engine,
-    Enum,
-    Numeric,
-    String,
-    TypeDecorator,
-    bindparam,
-    create_engine,
-    delete,
-    insert,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import CHAR, Engine, Enum, String, bindparam, delete, insert, orm, select, text, update
 from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DBAPIError, NoResultFound, PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim, execute_fenced, fenced_delete, fenced_update
-from fencelock.lease import Lease
-from tests.guard.rows import on_sqlite_alone
+import fencelock
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, execute_fenced, fenced_update
+from tests.guard.rows import Keyed, bypassed, on_sqlite_alone, rows_of, turned_away
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Lowered(TypeDecorator[str]):
+class Lowered(sa.TypeDecorator[str]):
     """Text that is stored in lower case, as types for e-mail addresses do."""
 
     impl = String(40)
     cache_ok = True
 
-    def process_bind_param(self, value: str | None, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """Lower what is sent."""
+    def process_bind_param(self, value: str | None, dialect: sa.Dialect) -> str | None:  # noqa: ARG002
         return value and value.lower()
 
 
@@ -59,56 +42,43 @@ _LOOSE = (
 
 
 class Stock(FencedModel, Base):
-    """Guarded by text that is its key, compared loosely."""
-
     __tablename__ = "na_stock"
     __fence_resource__ = "stock:{sku}!"
     sku: Mapped[str] = mapped_column(_LOOSE, primary_key=True)
     count: Mapped[int] = mapped_column(default=0)
 
 
-class Part(FencedModel, Base):
-    """Guarded by text outside its key, compared loosely."""
-
+class Part(FencedModel, Keyed, Base):
     __tablename__ = "na_parts"
     __fence_resource__ = "stock:{sku}!"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     sku: Mapped[str] = mapped_column(_LOOSE)
     count: Mapped[int] = mapped_column(default=0)
 
 
-class Order(FencedModel, Base):
-    """Guarded by a number that is its key."""
-
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "na_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    shop: Mapped[int] = mapped_column(default=1)
+    number: Mapped[int] = mapped_column(default=1)
 
 
 class Document(FencedModel, Base):
-    """Guarded by a UUID."""
-
     __tablename__ = "na_documents"
     __fence_resource__ = "document:{id}"
     id: Mapped[uuid.UUID] = mapped_column(primary_key=True)
-    pages: Mapped[int] = mapped_column(default=0)
+    number: Mapped[int] = mapped_column(default=0)
 
 
 class Account(FencedModel, Base):
-    """Guarded by text that its type changes."""
-
     __tablename__ = "na_accounts"
     __fence_resource__ = "account:{mail}"
     mail: Mapped[str] = mapped_column(Lowered, primary_key=True)
 
 
-class Crossed(FencedModel, Base):
+class Crossed(FencedModel, Keyed, Base):
     """Its resource's attribute is called like another attribute's column."""
 
     __tablename__ = "na_crossed"
     __fence_resource__ = "group:{code}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     code: Mapped[str] = mapped_column("group_name", String(20))
     value: Mapped[int] = mapped_column("code", default=0)
 
@@ -120,8 +90,6 @@ class Color(enum.Enum):
 
 
 class Job(FencedModel, Base):
-    """Guarded by the member of an enumeration."""
-
     __tablename__ = "na_jobs"
     __fence_resource__ = "job:{color}"
     color: Mapped[Color] = mapped_column(Enum(Color), primary_key=True)
@@ -129,8 +97,6 @@ class Job(FencedModel, Base):
 
 
 class Word(FencedModel, Base):
-    """Guarded by one of several words."""
-
     __tablename__ = "na_words"
     __fence_resource__ = "word:{word}"
     word: Mapped[str] = mapped_column(Enum("abc", "def", name="na_word"), primary_key=True)
@@ -138,21 +104,18 @@ class Word(FencedModel, Base):
 
 
 class Bin(FencedModel, Base):
-    """Guarded by text that PostgreSQL gives back with spaces."""
-
     __tablename__ = "na_bins"
     __fence_resource__ = "bin:{code}"
     code: Mapped[str] = mapped_column(CHAR(12), primary_key=True)
     count: Mapped[int] = mapped_column(default=0)
 
 
-MODELS: tuple[type[Any], ...] = (Stock, Part, Order, Document, Account, Bin)
 KEY = uuid.UUID("A0EEBC99-9C0B-4EF8-BB6D-6BB9BD380A11")
 
 
 @pytest.fixture(scope="module")
 def _tables(shared_url: str) -> None:
-    engine = create_engine(shared_url)
+    engine = sa.create_engine(shared_url)
     if engine.dialect.name == "postgresql":
         known = "SELECT count(*) FROM pg_available_extensions WHERE name = 'citext'"
         with engine.begin() as connection:
@@ -162,42 +125,26 @@ def _tables(shared_url: str) -> None:
     engine.dispose()
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with one row in each table; the fences are 5."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for model in MODELS:
-            connection.execute(delete(model))
-        fence = {"last_fencing_token": 5}
-        connection.execute(insert(Stock), {"sku": "abc", **fence})
-        connection.execute(insert(Part), {"id": 1, "sku": "abc", **fence})
-        connection.execute(insert(Order), {"id": 1, **fence})
-        connection.execute(insert(Document), {"id": KEY, **fence})
-        connection.execute(insert(Account), {"mail": "a@b", **fence})
-        connection.execute(insert(Bin), {"code": "abc", **fence})
-    return lasting_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session on it."""
-    with Session(engine) as made:
-        yield made
+ITS = {"last_fencing_token": 5}
+ROWS: dict[Any, Any] = {
+    Stock: {"sku": "abc", **ITS},
+    Part: {"id": 1, "sku": "abc", **ITS},
+    Order: {"id": 1, **ITS},
+    Document: {"id": KEY, **ITS},
+    Account: {"mail": "a@b", **ITS},
+    Bin: {"code": "abc", **ITS},
+}
 
 
 def fences(engine: Engine) -> list[int]:
-    """Read the fence of every row."""
-    with engine.connect() as connection:
-        return [
-            fence for model in MODELS for fence in connection.scalars(select(model.last_fencing_token)).all()
-        ]
+    return [fence for model in ROWS for fence in rows_of(engine, select(model.last_fencing_token))]
 
 
 BY_NAME: dict[str, Callable[[Session, str], object]] = {
     "fenced_update": lambda s, sku: execute_fenced(
         s.connection(), fenced_update(Stock).where(Stock.sku == sku).values(count=9)
     ),
-    "fenced_delete": lambda s, sku: execute_fenced(s, fenced_delete(Stock).where(Stock.sku == sku)),
+    "fenced_delete": lambda s, sku: execute_fenced(s, fencelock.fenced_delete(Stock).where(Stock.sku == sku)),
     "update": lambda s, sku: s.execute(update(Stock).where(Stock.sku == sku).values(count=9)),
     "update, more criteria": lambda s, sku: s.execute(
         update(Stock).where(Stock.sku == sku, Stock.count < 7).values(count=9)
@@ -215,8 +162,6 @@ BY_NAME: dict[str, Callable[[Session, str], object]] = {
     "Query.update": lambda s, sku: s.query(Stock).filter(Stock.sku == sku).update({"count": 9}),
     "bulk_update_mappings": lambda s, sku: s.bulk_update_mappings(Stock, [{"sku": sku, "count": 9}]),
 }
-
-
 #: Python adds the exact comparison in the same way for all: some show it where other databases compare.
 SOME = ("update", "update, outside the key", "delete", "executemany")
 by_some_or_all = pytest.mark.parametrize(
@@ -264,18 +209,17 @@ def test_the_databases_of_these_tests_compare_loosely(session: Session) -> None:
 def test_an_exact_name_writes(session: Session, engine: Engine, way: str) -> None:
     """The exact comparison refuses no honest writer, and a stale one is told that it is stale."""
     bind(session, Lease("stock:abc!", 4))
-    with pytest.raises(StaleTokenError) as caught:
+    with pytest.raises(fencelock.StaleTokenError) as caught:
         BY_NAME[way](session, "abc")
     assert (caught.value.token, caught.value.current) == (4, 5)
     session.rollback()
     bind(session, Lease("stock:abc!", 6))
     BY_NAME[way](session, "abc")
     session.commit()
-    assert fences(engine) != [5] * len(MODELS)
+    assert fences(engine) != [5] * len(ROWS)
 
 
 def test_text_beyond_ascii_is_found(session: Session) -> None:
-    """Names with accents, emoji and quotes are honest names."""
     for key, name in enumerate(["straße", "日本", "o'clock", "50%", "🚪", r"a\\b"], 9):
         bind(session, Lease(f"stock:{name}!", 7))
         session.add(Part(id=key, sku=name))
@@ -312,9 +256,8 @@ def test_a_number_has_one_name(session: Session, engine: Engine, value: Any) -> 
     """What a database would take for the key 1 makes no second resource of it."""
     bind(session, Lease(f"order:{value}", 99))
     which = update(Order.__table__).where(Order.__table__.c.id == bindparam("which"))  # type: ignore[arg-type]
-    with pytest.raises(UnfencedWriteError):
-        session.connection().execute(which, {"which": value, "shop": 9})
-    session.rollback()
+    with turned_away(session, UnfencedWriteError):
+        session.connection().execute(which, {"which": value, "number": 9})
     if value is not None:
         with pytest.raises(UnfencedWriteError):
             session.connection().execute(insert(Order.__table__), {"id": value})  # type: ignore[arg-type]
@@ -322,12 +265,16 @@ def test_a_number_has_one_name(session: Session, engine: Engine, value: Any) -> 
     assert set(fences(engine)) == {5}
 
 
-def test_spellings_that_mean_the_same_are_the_same(session: Session) -> None:
-    """True and "1" are the key 1 to the databases and to us."""
-    bind(session, Lease("order:1", 6))
-    order: Any = Order.__table__
-    statement = update(order).where(order.c.id == bindparam("which")).values(shop=2)
-    for value in (1, "1", True):
+@pytest.mark.parametrize(
+    ("model", "key", "spellings"), [(Order, 1, (1, "1", True)), (Document, KEY, (KEY,))], ids=["int", "UUID"]
+)
+def test_spellings_that_mean_the_same_are_the_same(
+    session: Session, model: Any, key: Any, spellings: tuple[Any, ...]
+) -> None:
+    bind(session, Lease(model.__fence_resource__.format(id=key), 6))
+    table = model.__table__
+    statement = update(table).where(table.c.id == bindparam("which")).values(number=2)
+    for value in spellings:
         assert session.connection().execute(statement, {"which": value}).rowcount == 1, value
 
 
@@ -340,33 +287,15 @@ def test_a_member_of_an_enumeration_has_one_name(
 ) -> None:
     """SQLAlchemy takes members by their names, too, and MariaDB in any case: no second resource of either."""
     column = next(iter(model.__table__.primary_key))
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(delete(model.__table__))
     bind(session, Lease(f"job:{Color.RED}", 9), Lease("word:abc", 9))
     session.add(Job(color=Color.RED) if model is Job else Word(word="abc"))
     session.commit()
     bind(session, Lease(lease, 10))
-    with pytest.raises(UnfencedWriteError):
+    with turned_away(session, UnfencedWriteError):
         session.execute(update(model).where(column == key).values(status="mine"))
-    session.rollback()
     assert session.execute(select(model.status, model.last_fencing_token)).all() == [("new", 9)]
-
-
-def test_members_that_differ_in_case_only_are_refused_when_mapped() -> None:
-    """MariaDB would take the one for the other."""
-    with pytest.raises(ValueError, match="several ways"):
-
-        class Letter(FencedModel, Base):
-            __tablename__ = "na_letters"
-            __fence_resource__ = "letter:{letter}"
-            letter: Mapped[str] = mapped_column(Enum("a", "A", name="na_letter"), primary_key=True)
-
-
-def test_a_uuid_has_one_name(session: Session) -> None:
-    """A UUID is named as Python writes it."""
-    bind(session, Lease(f"document:{KEY}", 6))
-    written = session.execute(update(Document).where(Document.id == KEY).values(pages=1))
-    assert written.rowcount == 1  # type: ignore[attr-defined]
 
 
 def test_the_spaces_of_char_are_no_part_of_a_name(session: Session) -> None:
@@ -382,20 +311,20 @@ def test_the_spaces_of_char_are_no_part_of_a_name(session: Session) -> None:
         session.execute(update(Bin).where(Bin.code == "ab ").values(count=3))
 
 
-def test_a_type_that_has_no_one_spelling_is_refused_when_mapped() -> None:
-    """1.0 and 1.00 are equal numbers and two names."""
+@pytest.mark.parametrize("kind", [sa.Numeric(9, 2), Enum("a", "A", name="na_letter")], ids=["1.0", "a, A"])
+def test_a_type_that_has_no_one_spelling_is_refused_when_mapped(kind: Any) -> None:
+    """1.0 and 1.00 are equal numbers and two names; MariaDB would take "a" for "A"."""
+    given = {"__tablename__": "na_lots", "__fence_resource__": "lot:{id}"}
     with pytest.raises(ValueError, match="several ways"):
-
-        class Lot(FencedModel, Base):
-            __tablename__ = "na_lots"
-            __fence_resource__ = "price:{price}"
-            id: Mapped[int] = mapped_column(primary_key=True)
-            price: Mapped[float] = mapped_column(Numeric(9, 2))
+        type(
+            "Lot",
+            (FencedModel, orm.declarative_base()),
+            {**given, "id": mapped_column(kind, primary_key=True)},
+        )
 
 
 @on_sqlite_alone
 def test_attributes_and_columns_of_one_name_are_not_mixed_up(session: Session) -> None:
-    """Another attribute may be stored in a column that is called like the resource's attribute."""
     bind(session, Lease("group:a", 3))
     session.add(Crossed(id=1, code="a"))
     session.flush()

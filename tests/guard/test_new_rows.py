@@ -6,33 +6,26 @@ it. Everywhere a lease of something else is held, as every write needs one.
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 from uuid import UUID, uuid4
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, delete, insert, select, update
+from sqlalchemy import Engine, ForeignKey, String, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim
-from fencelock.lease import Lease
-from tests.guard.rows import on_sqlite_alone
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
+from tests.guard.rows import awaiting, bypassed, on_sqlite_alone, rows_of, turned_away
 
 CHECKOUT = Lease("checkout", 5)
 
 
 class Base(DeclarativeBase):
-    """The models of this file."""
-
     type_annotation_map = {str: String(20)}  # noqa: RUF012  SQLAlchemy's declaration
 
 
 class Order(FencedModel, Base):
-    """Named after the key that the database makes."""
-
     __tablename__ = "nr_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -41,8 +34,6 @@ class Order(FencedModel, Base):
 
 
 class Item(FencedModel, Base):
-    """Guarded by its order."""
-
     __tablename__ = "nr_items"
     __fence_resource__ = "order:{order_id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -52,8 +43,6 @@ class Item(FencedModel, Base):
 
 
 class Parcel(FencedModel, Base):
-    """Named after a key that Python makes, and something else; with a strict trigger."""
-
     __tablename__ = "nr_parcels"
     __fence_resource__ = "parcel:{depot}:{id}"
     __fence_trigger__ = "strict"
@@ -62,39 +51,23 @@ class Parcel(FencedModel, Base):
     label: Mapped[str | None]
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with these tables, which are empty."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for model in (Item, Order):
-            connection.execute(delete(model))
-    return lasting_engine
+ROWS: dict[Any, Any] = {}
+HELD = [CHECKOUT]
 
 
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session that holds some other lease."""
-    with Session(engine) as made:
-        bind(made, CHECKOUT)
-        yield made
-
-
-def rows(engine: Engine, *columns: Any) -> list[tuple[Any, ...]]:
-    """Return what is committed."""
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(select(*columns).order_by(*columns))]
+def rows(engine: Engine, *columns: Any) -> list[Any]:
+    return rows_of(engine, select(*columns).order_by(*columns))
 
 
 def test_an_aggregate_in_one_flush(engine: Engine, session: Session) -> None:
     """The children are guarded by a resource that is named after the parent's new key."""
     session.add_all([Order(items=[Item(), Item()]), Order(items=[Item()])])
     session.commit()
-    assert rows(engine, Order.last_fencing_token) == [(0,), (0,)]
-    assert rows(engine, Item.last_fencing_token) == [(0,), (0,), (0,)]
+    assert rows(engine, Order.last_fencing_token) == [0, 0]
+    assert rows(engine, Item.last_fencing_token) == [0, 0, 0]
 
 
 def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine, session: Session) -> None:
-    """Changed, deleted, given children, over the unit of work and over Core."""
     first, second = Order(), Order()
     session.add_all([first, second])
     session.flush()
@@ -107,8 +80,8 @@ def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine,
     session.flush()
     session.execute(update(Order).where(Order.id == first.id).values(number="B"))
     session.commit()
-    assert rows(engine, Order.number) == [("B",)]
-    assert rows(engine, Item.name) == [("y",)]
+    assert rows(engine, Order.number) == ["B"]
+    assert rows(engine, Item.name) == ["y"]
 
 
 def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: Session) -> None:
@@ -131,13 +104,11 @@ def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> Non
     session.commit()
     key = order.id
     order.number = "x"
-    with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
+    with turned_away(session, UnfencedWriteError, match=f"order:{key}"):
         session.commit()
-    session.rollback()
     order.items.append(Item())
-    with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
+    with turned_away(session, UnfencedWriteError, match=f"order:{key}"):
         session.commit()
-    session.rollback()
     bind(session, Lease(f"order:{order.id}", 1))
     order.number = "x"
     session.commit()
@@ -146,7 +117,6 @@ def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> Non
 
 @on_sqlite_alone
 def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -> None:
-    """One from before the savepoint goes on."""
     before = Order()
     session.add(before)
     session.flush()
@@ -157,7 +127,7 @@ def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -
         savepoint.rollback()
     before.number = "x"
     session.commit()
-    assert rows(engine, Order.number) == [("x",)]
+    assert rows(engine, Order.number) == ["x"]
 
 
 @on_sqlite_alone
@@ -172,7 +142,6 @@ def test_it_cannot_be_claimed(session: Session) -> None:
 
 @on_sqlite_alone
 def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session) -> None:
-    """Taken as soon as the key was known, say."""
     order = Order()
     session.add(order)
     session.flush()
@@ -180,13 +149,12 @@ def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session)
     order.items = [Item()]
     order.number = "x"
     session.commit()
-    assert rows(engine, Order.last_fencing_token) == [(3,)]
+    assert rows(engine, Order.last_fencing_token) == [3]
 
 
 @on_sqlite_alone
 def test_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
-    """Also one with the fence 0, and children that are moved to a new parent."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(insert(Order).values(id=1000))
     order = Order()
     session.add(order)
@@ -204,18 +172,12 @@ def test_keys_that_the_program_reads_itself_are_not_known(session: Session) -> N
 
 
 def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """The same on each driver for it."""
+    async def play(session: AsyncSession) -> None:
+        order = Order(items=[Item(), Item()])
+        session.add(order)
+        await session.flush()
+        order.number = "x"
+        await session.commit()
 
-    async def play() -> None:
-        made = for_asyncio(engine)
-        async with AsyncSession(made, expire_on_commit=False) as session:
-            bind(session, CHECKOUT)
-            order = Order(items=[Item(), Item()])
-            session.add(order)
-            await session.flush()
-            order.number = "x"
-            await session.commit()
-        await made.dispose()
-
-    asyncio.run(play())
+    awaiting(for_asyncio(engine), play, CHECKOUT, expire_on_commit=False)
     assert rows(engine, Order.number, Order.last_fencing_token) == [("x", 0)]

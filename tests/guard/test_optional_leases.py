@@ -2,71 +2,44 @@
 
 from __future__ import annotations
 
-import asyncio
 import linecache
 import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import (
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    Table,
-    delete,
-    insert,
-    select,
-    update,
-)
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy import Column, Engine, ForeignKey, Integer, delete, insert, orm, select, update
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from fencelock import (
-    Database,
-    LockLostError,
-    StaleReadError,
-    StaleTokenError,
-    UnfencedWriteError,
-    fenced_lock,
-)
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    bypass,
-    claim,
-    events,
-    execute_fenced,
-    fence_column,
-    fence_table,
-    fenced_text,
-    fenced_update,
-    gate,
-    upsert,
-    write_id_column,
-)
-from fencelock.lease import Lease
+import fencelock
+from fencelock import Database, FencedModel, Lease, UnfencedWriteError, bind, bypass, claim, gate, upsert
+from fencelock.guard import events, fence_column
 from fencelock.observe import WrittenWithoutLease, forget, on_event
 from fencelock.observe.prometheus import instrument
+from tests.guard.rows import (
+    Act,
+    ForAsyncio,
+    Keyed,
+    awaiting,
+    core_table,
+    holding,
+    on_sqlite_alone,
+    rows_of,
+    turned_away,
+)
 
 FENCE, TOKEN = 5, 9
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
-    """Has lines, and says that a lease is optional."""
-
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "ol_orders"
     __fence_resource__ = "order:{id}"
     __fence_lease__ = "optional"
     __fence_trigger__ = "strict"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     total: Mapped[int] = mapped_column(default=0)
     kind: Mapped[int] = mapped_column(default=0)
     lines: Mapped[list[Line]] = relationship(cascade="all, delete-orphan")
@@ -74,91 +47,62 @@ class Order(FencedModel, Base):
 
 
 class Express(Order):
-    """Inherits the choice."""
-
     __tablename__ = "ol_express"
     id: Mapped[int] = mapped_column(ForeignKey(Order.id), primary_key=True)
     hours: Mapped[int] = mapped_column(default=24)
     __mapper_args__ = {"polymorphic_identity": 1}  # noqa: RUF012
 
 
-class Line(Base):
-    """Not fenced."""
-
+class Line(Keyed, Base):
     __tablename__ = "ol_lines"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     order_id: Mapped[int] = mapped_column(ForeignKey(Order.id))
 
 
-class Strict(FencedModel, Base):
-    """Wants a lease, and has a collection."""
-
+class Strict(FencedModel, Keyed, Base):
     __tablename__ = "ol_strict"
     __fence_resource__ = "strict:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     total: Mapped[int] = mapped_column(default=0)
     parts: Mapped[list[Part]] = relationship()
 
 
-class Part(Base):
-    """Not fenced."""
-
+class Part(Keyed, Base):
     __tablename__ = "ol_parts"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     strict_id: Mapped[int] = mapped_column(ForeignKey(Strict.id))
 
 
-core = Table(
-    "ol_core",
-    Base.metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("total", Integer, server_default="0"),
-    fence_column(resource="core:{id}", lease="optional"),
-    write_id_column(),
-)
-fence_table(Base.metadata)
+total = Column("total", Integer, server_default="0")
+core = core_table("ol_core", total, metadata=Base.metadata, resource="core:{id}", lease="optional")
+fencelock.fence_table(Base.metadata)
 ORDER, EXPRESS = 1, 2
-
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on rows that a holder has fenced, each with a write id of its own."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in reversed(Base.metadata.sorted_tables):
-            connection.execute(delete(table))
-        its = {"last_fencing_token": FENCE, "last_write_id": 11}
-        connection.execute(
-            insert(Base.metadata.tables["ol_orders"]),
-            [{"id": key, "kind": key - 1, **its} for key in (ORDER, EXPRESS)],
-        )
-        connection.execute(insert(Base.metadata.tables["ol_express"]), {"id": EXPRESS, "hours": 24})
-        connection.execute(insert(Strict), {"id": 1, **its})
-        connection.execute(insert(core), {"id": 1, **its})
-    return lasting_engine
+ITS = {"last_fencing_token": FENCE, "last_write_id": 11}
+ROWS: dict[Any, Any] = {
+    Order: [{"id": key, "kind": key - 1, **ITS} for key in (ORDER, EXPRESS)],
+    Express: {"id": EXPRESS, "hours": 24},
+    Strict: {"id": 1, **ITS},
+    core: {"id": 1, **ITS},
+}
 
 
 def stored(engine: Engine, key: int = ORDER, table: Any = Order.__table__) -> tuple[int, int, int]:
-    """Return total, fence and write id of a row."""
     columns = table.c.total, table.c.last_fencing_token, table.c.last_write_id
     with engine.connect() as connection:
         return tuple(connection.execute(select(*columns).where(table.c.id == key)).one())
 
 
 def add_by_object(session: Session) -> None:
-    """Through the unit of work."""
     session.get_one(Order, ORDER).total += 1
 
 
-def add_to_expired(session: Session) -> None:
-    """An object that was not read since it was expired."""
+def expired(session: Session) -> Order:
+    """Return an object that was not read since it was expired."""
     order = session.get_one(Order, ORDER)
     session.expire(order)
-    order.total = 1
+    return order
 
 
-WRITES: dict[str, Callable[[Session], object]] = {
+WRITES: dict[str, Act] = {
     "an object": add_by_object,
-    "an expired object": add_to_expired,
+    "an expired object": lambda session: setattr(expired(session), "total", 1),
     "by key": lambda session: session.execute(
         update(Order).where(Order.id == ORDER).values(total=Order.total + 1)
     ),
@@ -174,38 +118,26 @@ WRITES: dict[str, Callable[[Session], object]] = {
 }
 
 
-@pytest.mark.parametrize("way", WRITES)
+@pytest.mark.parametrize("way", [*WRITES, "a sub-table"])
 def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engine, way: str) -> None:
-    """Whichever way it goes."""
-    with Session(engine) as session:
-        WRITES[way](session)
-        session.commit()
-    total, fence, write_id = stored(engine)
-    assert (total, fence) == (1, FENCE)
+    with Session(engine) as session, session.begin():
+        if way == "a sub-table":
+            session.get_one(Express, EXPRESS).hours = 2
+        else:
+            WRITES[way](session)
+    total, fence, write_id = stored(engine, EXPRESS if way == "a sub-table" else ORDER)
+    assert (total, fence) == (0 if way == "a sub-table" else 1, FENCE)
     assert write_id != 11
 
 
 def test_upsert_leaves_the_fence_as_well(engine: Engine) -> None:
-    """And begins new rows with none."""
-    with Session(engine) as session:
+    with Session(engine) as session, session.begin():
         upsert(session, Order, [{"id": ORDER, "total": 1}, {"id": 7, "total": 2}])
-        session.commit()
     assert stored(engine)[:2] == (1, FENCE)
     assert stored(engine, 7)[:2] == (2, 0)
 
 
-def test_a_sub_table_is_written_with_its_base(engine: Engine) -> None:
-    """As ever."""
-    with Session(engine) as session:
-        session.get_one(Express, EXPRESS).hours = 2
-        session.commit()
-    total, fence, write_id = stored(engine, EXPRESS)
-    assert (total, fence) == (0, FENCE)
-    assert write_id != 11
-
-
 def test_new_rows_begin_without_a_fence(engine: Engine) -> None:
-    """They are written again, and deleted, in the same transaction and in another."""
     with Session(engine) as session:
         for key in (7, 8, 9):
             session.add(Order(id=key))
@@ -218,12 +150,10 @@ def test_new_rows_begin_without_a_fence(engine: Engine) -> None:
         session.delete(session.get_one(Order, 9))
         session.execute(delete(Order).where(Order.id == EXPRESS + 5))
         session.commit()
-    with engine.connect() as connection:
-        assert connection.scalars(select(Order.__table__.c.id).order_by(Order.__table__.c.id)).all() == [1, 2]
+    assert rows_of(engine, select(Order.__table__.c.id).order_by(Order.__table__.c.id)) == [1, 2]
 
 
 def test_core_tables_have_the_choice_too(engine: Engine) -> None:
-    """INSERT, UPDATE and DELETE on a bare connection."""
     with engine.begin() as connection:
         connection.execute(insert(core), {"id": 2})
         connection.execute(update(core).where(core.c.id == 1).values(total=4))
@@ -233,10 +163,9 @@ def test_core_tables_have_the_choice_too(engine: Engine) -> None:
 
 
 def write_elsewhere(engine: Engine) -> None:
-    """Write the row under no lease."""
     with Session(engine) as session:
         add_by_object(session)
-        session.commit()
+        session.commit()  # this line
 
 
 @pytest.mark.parametrize("leases", [(), (Lease(f"order:{ORDER}", TOKEN),)], ids=["no lease", "a lease"])
@@ -254,44 +183,40 @@ def test_an_object_is_written_over_the_version_that_was_loaded(
             session.delete(order)
         else:
             order.total = 50
-        with pytest.raises(StaleReadError, match="was written since") as caught:
+        with pytest.raises(fencelock.StaleReadError, match="was written since") as caught:
             session.commit()
     assert caught.value.token == (TOKEN if leases else 0)
     assert stored(engine)[:2] == (1, FENCE)
 
 
-def test_a_holder_is_not_let_in_below_the_fence(engine: Engine) -> None:
-    """Its token is compared as ever."""
-    with Session(engine) as session:
-        bind(session, Lease(f"order:{ORDER}", FENCE - 1))
-        add_by_object(session)
-        with pytest.raises(StaleTokenError):
-            session.commit()
-
-
-def test_a_lease_that_has_ended_refuses(engine: Engine) -> None:
+@pytest.mark.parametrize(
+    ("lease", "error"),
+    [
+        (Lease(f"order:{ORDER}", FENCE - 1), fencelock.StaleTokenError),
+        (Lease(f"order:{ORDER}", TOKEN, 1.0), fencelock.LockLostError),
+    ],
+    ids=["below the fence", "ended"],
+)
+def test_a_holder_is_refused_as_ever(engine: Engine, lease: Lease, error: type[Exception]) -> None:
     """Who has locked, and lost the lock, is not taken for somebody who never did."""
-    with Session(engine) as session:
-        bind(session, Lease(f"order:{ORDER}", TOKEN, 1.0))
+    with holding(engine, lease) as session:
         add_by_object(session)
-        with pytest.raises(LockLostError):
+        with pytest.raises(error):
             session.commit()
 
 
-def write_and_flush(session: Session, write: Callable[[Session], object]) -> None:
-    """Send it now."""
+def write_and_flush(session: Session, write: Act) -> None:
     write(session)
     session.flush()
 
 
+@on_sqlite_alone
 def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
     """Of the name, most likely. That of another model says nothing."""
-    with Session(engine) as session:
-        bind(session, Lease("order:77", TOKEN))
+    with holding(engine, Lease("order:77", TOKEN)) as session:
         for write in (add_by_object, WRITES["by criteria"], WRITES["by key"]):
-            with pytest.raises(UnfencedWriteError):
+            with turned_away(session, UnfencedWriteError):
                 write_and_flush(session, write)
-            session.rollback()
         bind(session, Lease("customer:1", TOKEN))
         add_by_object(session)
         session.commit()
@@ -301,27 +226,26 @@ def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
 def test_what_was_begun_under_a_lease_is_not_ended_without(engine: Engine, tmp_path: Any) -> None:
     """A COMMIT behind the block is refused; the next transaction is free."""
     with Database(f"sqlite:///{tmp_path}/leases.sqlite") as authority, Session(engine) as session:
-        with fenced_lock(f"order:{ORDER}", authority=authority):
+        with fencelock.fenced_lock(f"order:{ORDER}", authority=authority):
             add_by_object(session)
-        with pytest.raises(UnfencedWriteError, match="commit inside the block"):
+        with turned_away(session, UnfencedWriteError, match="commit inside the block"):
             session.commit()
-        session.rollback()
         add_by_object(session)
         session.commit()
 
 
-TEXT = fenced_text(
+TEXT = fencelock.fenced_text(
     "UPDATE ol_orders SET total = 1, last_fencing_token = :fencing_token, last_write_id = :fencing_write_id "
     "WHERE id = 1 AND last_fencing_token <= :fencing_token",
     Order,
     resource="order:1",
 )
-NEEDY: dict[str, Callable[[Session], object]] = {
+NEEDY: dict[str, Act] = {
     "claim": lambda session: claim(session, Order, ORDER),
     "gate": lambda session: gate(session, "order:1"),
     "fenced_text": lambda session: session.execute(TEXT),
-    "fenced_update": lambda session: execute_fenced(
-        session, fenced_update(Order).where(Order.id == ORDER).values(total=1)
+    "fenced_update": lambda session: fencelock.execute_fenced(
+        session, fencelock.fenced_update(Order).where(Order.id == ORDER).values(total=1)
     ),
     "ordered_values": lambda session: session.execute(
         update(Order).where(Order.id == ORDER).ordered_values((Order.total, 1))
@@ -332,9 +256,9 @@ NEEDY: dict[str, Callable[[Session], object]] = {
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("way", NEEDY)
 def test_what_names_a_token_needs_a_lease_all_the_same(engine: Engine, way: str) -> None:
-    """It is what it is for."""
     with Session(engine) as session, pytest.raises(UnfencedWriteError, match="no lease is held"):
         NEEDY[way](session)
 
@@ -357,96 +281,57 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
         with bypass(session):
             getattr(parent, name).append(child(id=3))
             session.commit()
-    with engine.connect() as connection:
-        assert connection.scalars(select(child.__table__.c.id)).all() == [1, 2, 3]
-
-
-@contextmanager
-def told() -> Iterator[list[WrittenWithoutLease]]:
-    """Collect the events."""
-    events: list[WrittenWithoutLease] = []
-
-    def note(event: object) -> None:
-        if isinstance(event, WrittenWithoutLease):
-            events.append(event)
-
-    on_event(note)
-    yield events
-    forget(note)
+    assert rows_of(engine, select(child.__table__.c.id)) == [1, 2, 3]
 
 
 def test_events_and_a_counter_tell_of_it(engine: Engine) -> None:
     """So that a team sees when it may change to "required"."""
-    registry = CollectorRegistry()
-    metrics = instrument(registry=registry)
+    registry, seen = CollectorRegistry(), list[object]()
+    listeners: list[Any] = [instrument(registry=registry), on_event(seen.append)]
     try:
-        with told() as seen:
-            write_elsewhere(engine)
+        write_elsewhere(engine)
     finally:
-        forget(metrics)
-    assert [(each.table, each.resource) for each in seen] == [("ol_orders", "order:1")]
+        for each in listeners:
+            forget(each)
+    told = [(each.table, each.resource) for each in seen if isinstance(each, WrittenWithoutLease)]
+    assert told == [("ol_orders", "order:1")]
     assert registry.get_sample_value("fencelock_writes_without_lease_total", {"table": "ol_orders"}) == 1
 
 
 def test_the_log_names_a_line_of_the_program_once(
-    engine: Engine,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-    for_asyncio: Callable[[Engine], AsyncEngine],
+    engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, for_asyncio: ForAsyncio
 ) -> None:
     """Also for coroutines, whose flush is in a greenlet."""
     monkeypatch.setattr(events, "_places", set())
     caplog.set_level(logging.INFO, "fencelock.guard")
 
-    async def main() -> None:
-        aengine = for_asyncio(engine)
-        async with AsyncSession(aengine) as session:
-            (await session.get_one(Order, ORDER)).total += 1
-            await session.commit()  # this line
-        await aengine.dispose()
+    async def write(session: AsyncSession) -> None:
+        (await session.get_one(Order, ORDER)).total += 1
+        await session.commit()  # this line
 
     for _ in range(2):
         write_elsewhere(engine)
-        asyncio.run(main())
+        awaiting(for_asyncio(engine), write)
     places = [record.getMessage().split(" writes to ")[0] for record in caplog.records]
     assert len(places) == 2
     for place in places:
         file, _, number = place.rpartition(":")
         assert file == __file__
-        assert "session.commit()" in linecache.getline(file, int(number))
+        assert "session.commit()  # this line" in linecache.getline(file, int(number))
 
 
 def test_a_choice_that_is_none_is_refused() -> None:
     """And one that two models of a table do not share."""
+    own = orm.declarative_base()
 
-    class Own(DeclarativeBase):
-        """Apart."""
+    def model(name: str, choice: Any, **more: Any) -> Any:
+        given = {"__fence_resource__": "one", "__fence_lease__": choice, **more}
+        return type(name, (FencedModel, own), given)
 
     with pytest.raises(ValueError, match="'required' or 'optional', not 'perhaps'"):
         fence_column(lease="perhaps")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="not False"):
-
-        class Wrong(FencedModel, Own):
-            """No such choice."""
-
-            __tablename__ = "ol_wrong"
-            __fence_resource__ = "wrong"
-            __fence_lease__ = False  # type: ignore[assignment]
-            id: Mapped[int] = mapped_column(primary_key=True)
-
-    class First(FencedModel, Own):
-        """Says one thing."""
-
-        __tablename__ = "ol_first"
-        __fence_resource__ = "first"
-        __fence_lease__ = "optional"
-        id: Mapped[int] = mapped_column(primary_key=True)
-
+        model("Wrong", choice=False, __tablename__="ol_wrong", id=mapped_column(Integer, primary_key=True))
+    first = model("First", "optional", __tablename__="ol_first", id=mapped_column(Integer, primary_key=True))
     with pytest.raises(ValueError, match="differs from that of another model"):
-
-        class Second(FencedModel, Own):
-            """Says another."""
-
-            __table__ = First.__table__
-            __fence_resource__ = "first"
-            __fence_lease__ = "required"
+        model("Second", "required", __table__=first.__table__)

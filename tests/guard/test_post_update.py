@@ -2,44 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, delete, insert, select
+from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind
+from tests.guard.rows import Keyed, on_sqlite_alone, rows_of, turned_away
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Team(Base):
-    """Not fenced; writes the foreign key of its members afterwards."""
-
+class Team(Keyed, Base):
     __tablename__ = "pu_teams"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     members: Mapped[list[Player]] = relationship(
         foreign_keys="Player.team_id", post_update=True, back_populates=None
     )
 
 
-class Person(FencedModel, Base):
-    """Has the fence."""
-
+class Person(FencedModel, Keyed, Base):
     __tablename__ = "pu_people"
     __fence_resource__ = "people"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[str] = mapped_column(String(10))
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "person"}  # noqa: RUF012
 
 
 class Player(Person):
-    """Has the foreign keys."""
-
     __tablename__ = "pu_players"
     person_id: Mapped[int] = mapped_column(ForeignKey("pu_people.id"), primary_key=True)
     team_id: Mapped[int | None] = mapped_column(ForeignKey("pu_teams.id"))
@@ -53,34 +43,19 @@ class Player(Person):
     }
 
 
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on a database with two teams and two players, of whom the second has a team; fences are 9."""
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in (Player.__table__, Person.__table__, Team.__table__):
-            connection.execute(delete(table))  # type: ignore[arg-type]
-        connection.execute(insert(Team), [{"id": 1}, {"id": 2}])
-        people = [{"id": number, "kind": "player", "last_fencing_token": 9} for number in (1, 2)]
-        connection.execute(insert(Person.__table__), people)  # type: ignore[arg-type]
-        players = [{"person_id": 1, "team_id": None}, {"person_id": 2, "team_id": 2}]
-        connection.execute(insert(Player.__table__), players)  # type: ignore[arg-type]
-    return shared_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session on it."""
-    with Session(engine) as made:
-        yield made
+ROWS: dict[Any, Any] = {
+    Team: [{"id": 1}, {"id": 2}],
+    Person: [{"id": number, "kind": "player", "last_fencing_token": 9} for number in (1, 2)],
+    Player: [{"person_id": 1, "team_id": None}, {"person_id": 2, "team_id": 2}],
+}
 
 
 def stored(engine: Engine) -> list[tuple[int | None, ...]]:
-    """Read the players, with their fences."""
     rows = select(Player.id, Player.team_id, Player.rival_id, Player.last_fencing_token).order_by(Player.id)
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(rows)]
+    return rows_of(engine, rows)
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("lease", [None, Lease("people", 5), Lease("people", 10)])
 @pytest.mark.parametrize("change", ["append", "delete"])
 def test_what_leaves_the_fence_alone_is_refused(
@@ -96,9 +71,8 @@ def test_what_leaves_the_fence_alone_is_refused(
         first.members.append(player)
     else:
         session.delete(second)
-    with pytest.raises(UnfencedWriteError, match="post_update"):
+    with turned_away(session, UnfencedWriteError, match="post_update"):
         session.flush()
-    session.rollback()
     assert stored(engine) == before
 
 
@@ -111,9 +85,8 @@ def test_objects_that_are_written_anyway_are_guarded(session: Session, engine: E
         player.rival = other
         team.members.append(player)
         if refused:
-            with pytest.raises(StaleTokenError):
+            with turned_away(session, StaleTokenError):
                 session.flush()
-            session.rollback()
             bind(session)
         else:
             session.commit()
@@ -121,7 +94,6 @@ def test_objects_that_are_written_anyway_are_guarded(session: Session, engine: E
 
 
 def test_new_and_deleted_objects_are_guarded(session: Session, engine: Engine) -> None:
-    """Their foreign keys are set after the INSERT and taken away before the DELETE; both carry the token."""
     bind(session, Lease("people", 10))
     one, other = Player(id=7), Player(id=8)
     one.rival, other.rival = other, one

@@ -3,53 +3,29 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    ForeignKey,
-    String,
-    create_engine,
-    delete,
-    event,
-    insert,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import ForeignKey, Integer, String, create_engine, event, insert, orm, select, text, update
 from sqlalchemy.dialects import sqlite
 from sqlalchemy.engine import Connection, Engine, NestedTransaction, RootTransaction, Transaction
 from sqlalchemy.exc import PendingRollbackError
-from sqlalchemy.orm import (
-    ColumnProperty,
-    DeclarativeBase,
-    Mapped,
-    Mapper,
-    Session,
-    defer,
-    joinedload,
-    load_only,
-    loading,
-    mapped_column,
-    selectin_polymorphic,
-)
-from sqlalchemy.pool import StaticPool
+from sqlalchemy.orm import DeclarativeBase, Mapped, Mapper, Session, defer, load_only, loading, mapped_column
 
 import fencelock
 from fencelock.guard import _sqlalchemy as private
+from tests.guard.rows import InMemory
 
 GUARD = Path(fencelock.__file__).parent / "guard"
 
 
-class Base(DeclarativeBase):
-    """Tables that nothing fences."""
+class Base(DeclarativeBase): ...
 
 
 class Animal(Base):
-    """A row of the parent's table."""
-
     __tablename__ = "animals"
     __mapper_args__: Mapping[str, Any] = {"polymorphic_on": "kind", "polymorphic_identity": "animal"}
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -58,8 +34,6 @@ class Animal(Base):
 
 
 class Dog(Animal):
-    """A row of both tables."""
-
     __tablename__ = "dogs"
     __mapper_args__: Mapping[str, Any] = {"polymorphic_identity": "dog"}
     id: Mapped[int] = mapped_column(ForeignKey("animals.id"), primary_key=True)
@@ -70,12 +44,8 @@ animals, dogs = Base.metadata.tables["animals"], Base.metadata.tables["dogs"]
 
 
 @pytest.fixture
-def engine() -> Iterator[Engine]:
-    """Return a database in memory."""
-    engine = create_engine("sqlite://", poolclass=StaticPool)
-    Base.metadata.create_all(engine)
-    yield engine
-    engine.dispose()
+def engine(in_memory: InMemory) -> Engine:
+    return in_memory(Base.metadata)
 
 
 def test_no_other_room_uses_private_names() -> None:
@@ -85,7 +55,6 @@ def test_no_other_room_uses_private_names() -> None:
 
 
 def test_every_function_is_used() -> None:
-    """What nothing calls goes."""
     tree = ast.parse((GUARD / "_sqlalchemy.py").read_text())
     names = {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
     text = "".join(path.read_text() for path in GUARD.glob("*.py"))
@@ -93,7 +62,6 @@ def test_every_function_is_used() -> None:
 
 
 def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
-    """Only a flush executes the statements of a flush."""
     seen = []
 
     @event.listens_for(engine, "before_cursor_execute")
@@ -109,7 +77,6 @@ def test_a_flush_is_told_from_a_bulk_operation(engine: Engine) -> None:
 
 
 def test_an_inactive_transaction_is_refused(engine: Engine) -> None:
-    """By what executing a statement would raise."""
     with engine.connect() as connection, connection.begin() as transaction:
         transaction.is_active = False
         for refused in (private.refuse_inactive, lambda connection: connection.execute(select(1))):
@@ -142,7 +109,6 @@ def test_each_statement_executes_itself_by_one_method() -> None:
 
 
 def test_statements_are_executed_without_the_guard(engine: Engine) -> None:
-    """With the options that are given."""
     with engine.connect() as connection:
         options = private.options_to_execute(connection).union({"mine": 1})
         result = private.execute_unguarded(connection, select(1), [], options)
@@ -152,7 +118,6 @@ def test_statements_are_executed_without_the_guard(engine: Engine) -> None:
 
 
 def test_parts_of_statements_are_seen() -> None:
-    """The WHERE clause, what is assigned, prefixes and options."""
     part = animals.c.id == dogs.c.id
     one = update(animals).where(part).values(name="a")
     assert private.where_of(one) == (part,)
@@ -165,13 +130,12 @@ def test_parts_of_statements_are_seen() -> None:
     assert [getattr(column, "key", column) for column, _ in private.values_in(ordered)] == ["name", "kind"]
     assert private.keeps_order(ordered)
     assert not private.keeps_order(one)
-    assert private.prefixes_of(delete(animals).prefix_with("IGNORE"))
+    assert private.prefixes_of(sa.delete(animals).prefix_with("IGNORE"))
     assert not private.prefixes_of(one)
-    assert len(private.options_of(update(Dog).options(joinedload("*")))) == 1
+    assert len(private.options_of(update(Dog).options(orm.joinedload("*")))) == 1
 
 
 def test_kinds_of_inserts_and_queries_are_told_apart() -> None:
-    """Several rows in values(), a conflict clause, a prefix, a locking query."""
     assert not private.inserts_plainly(insert(animals).values([{"id": 1}, {"id": 2}]))
     assert not private.inserts_plainly(sqlite.insert(animals).on_conflict_do_nothing())
     assert not private.inserts_plainly(insert(animals).prefix_with("IGNORE"))
@@ -181,7 +145,6 @@ def test_kinds_of_inserts_and_queries_are_told_apart() -> None:
 
 
 def test_a_text_tells_its_parameters(engine: Engine) -> None:
-    """With their values. A preparer tells if percent signs are doubled."""
     statement = text("SELECT :a").bindparams(a=1)
     assert private.parameters_of(statement)["a"].effective_value == 1
     assert private.doubles_percents(engine.dialect.identifier_preparer) is False
@@ -212,7 +175,6 @@ def test_the_unit_of_work_names_its_rows_as_expected(engine: Engine) -> None:
 
 @pytest.mark.parametrize("raises", [False, True])
 def test_ends_are_heard(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
-    """After the COMMIT or ROLLBACK, of savepoints and of sessions too; an error is heard, and stays."""
     for name in ("commit", "rollback", "close"):
         monkeypatch.setattr(Transaction, name, getattr(Transaction, name))  # puts it back afterwards
     heard: list[tuple[type[Any], bool, bool]] = []
@@ -242,44 +204,41 @@ def _raise(*_: object) -> None:
 
 
 def test_the_isolation_level_of_an_engine_is_known() -> None:
-    """That which `create_engine` was given."""
     engine = create_engine("sqlite://", isolation_level="AUTOCOMMIT")
     assert private.isolation_on_connect(engine.dialect) == "AUTOCOMMIT"
     assert private.isolation_on_connect(create_engine("sqlite://").dialect) is None
 
 
+def make_thing(engine: Engine, *columns: str, base: Any = None, **attributes: Any) -> Any:
+    """Map a class, with a base of its own where it has none because what is done to it is for ever."""
+    name = "things" if base is None else "special_things"
+    given = {column: mapped_column(Integer, default=0) for column in columns}
+    named = {"__tablename__": name, "id": mapped_column(Integer, primary_key=True)}
+    thing: Any = type(name, (base or orm.declarative_base(),), named | given | attributes)
+    thing.metadata.create_all(engine)
+    return thing
+
+
 def test_a_column_is_loaded_whatever_is_left_out(engine: Engine) -> None:
-    """`load_only` and `defer` do not leave it out; what a query leaves out is told."""
-
-    class Own(DeclarativeBase):
-        """Apart, because this is for ever."""
-
-    class Thing(Own):
-        """A row."""
-
-        __tablename__ = "kept_things"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        kept: Mapped[int] = mapped_column(default=0)
-        left: Mapped[int] = mapped_column(default=0)
-
-    Own.metadata.create_all(engine)
-    mapper = Thing.__mapper__
-    private.always_load(mapper, Thing.__table__.c.kept)
+    thing_class = make_thing(engine, "kept", "left")
+    mapper = thing_class.__mapper__
+    private.always_load(mapper, thing_class.__table__.c.kept)
     left_out = []
 
-    @event.listens_for(Thing, "refresh", raw=True)
+    @event.listens_for(thing_class, "refresh", raw=True)
     def note(_state: Any, context: Any, _attributes: Any) -> None:
         left_out.append(private.left_out_of(context, mapper))
 
     with Session(engine) as session:
-        session.add(Thing(id=1))
+        session.add(thing_class(id=1))
         session.commit()
-        for option in (load_only(Thing.id), defer("*")):
+        for option in (load_only(thing_class.id), defer("*")):
             session.expunge_all()
-            thing = session.scalars(select(Thing).options(option)).one()
+            query = select(thing_class).options(option)
+            thing = session.scalars(query).one()
             assert "kept" in vars(thing)
             assert "left" not in vars(thing)
-            session.scalars(select(Thing).options(option).execution_options(populate_existing=True)).one()
+            session.scalars(query.execution_options(populate_existing=True)).one()
     assert left_out == [{"left"}, {"left"}]
 
 
@@ -287,37 +246,28 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
     engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a deferred column, with a refresh of some names, and with the columns of a sub-table."""
-
-    class Own(DeclarativeBase):
-        """Apart."""
-
-    class Thing(Own):
-        """A row."""
-
-        __tablename__ = "whole_things"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        along: Mapped[int] = mapped_column(default=0)
-        other: Mapped[int] = mapped_column(default=0)
-        kind: Mapped[str] = mapped_column(String(20), default="thing")
-        late: Mapped[int] = mapped_column(default=0, deferred=True)
-        __mapper_args__: Mapping[str, Any] = {"polymorphic_on": "kind", "polymorphic_identity": "thing"}
-
-    class Special(Thing):
-        """A row of two tables."""
-
-        __tablename__ = "special_things"
-        id: Mapped[int] = mapped_column(ForeignKey("whole_things.id"), primary_key=True)
-        more: Mapped[int] = mapped_column(default=0)
-        __mapper_args__: Mapping[str, Any] = {"polymorphic_identity": "special"}
-
+    thing_class = make_thing(
+        engine,
+        "along",
+        "other",
+        kind=mapped_column(String(20), default="thing"),
+        late=mapped_column(Integer, default=0, deferred=True),
+        __mapper_args__={"polymorphic_on": "kind", "polymorphic_identity": "thing"},
+    )
+    special = make_thing(
+        engine,
+        "more",
+        base=thing_class,
+        id=mapped_column(ForeignKey("things.id"), primary_key=True),
+        __mapper_args__={"polymorphic_identity": "special"},
+    )
     for name in vars(loading):
         if name.endswith(("load_scalar_attributes", "load_on_ident")):
             monkeypatch.setattr(loading, name, getattr(loading, name))  # puts it back afterwards
     monkeypatch.setattr(Mapper, "_subclass_load_via_in", Mapper._subclass_load_via_in)
     private.load_with("along")
-    Own.metadata.create_all(engine)
     with Session(engine) as session:
-        thing = Thing(id=1)
+        thing = thing_class(id=1)
         session.add(thing)
         session.commit()
         assert thing.late == 0
@@ -327,32 +277,20 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
         session.refresh(thing, ["other"])
         assert {"other", "along"} <= vars(thing).keys()
         assert "late" not in vars(thing)
-        session.add(Special(id=2))
+        session.add(special(id=2))
         session.commit()
         sent: list[str] = []
         event.listen(engine, "before_cursor_execute", lambda *given: sent.append(given[2]))
-        both = selectin_polymorphic(Thing, [Special])
-        session.scalars(select(Thing).where(Thing.id == 2).options(both)).all()
+        both = orm.selectin_polymorphic(thing_class, [special])
+        session.scalars(select(thing_class).where(thing_class.id == 2).options(both)).all()
     assert ["along" in each for each in sent] == [True, True]
     assert "other" not in sent[1]
 
 
 def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of objects that are there: whether they are loaded anew, filled in, or only found again."""
-
-    class Own(DeclarativeBase):
-        """Apart."""
-
-    class Thing(Own):
-        """A row."""
-
-        __tablename__ = "watched_things"
-        id: Mapped[int] = mapped_column(primary_key=True)
-        watched: Mapped[int] = mapped_column(default=0)
-        other: Mapped[int] = mapped_column(default=0)
-
     for name in ("setup", "create_row_processor"):
-        monkeypatch.setattr(ColumnProperty, name, getattr(ColumnProperty, name))
+        monkeypatch.setattr(orm.ColumnProperty, name, getattr(orm.ColumnProperty, name))
     told: list[tuple[int | None, int | None]] = []
 
     def hear(_context: Any, _state: Any, before: int | None, found: int | None) -> int | None:
@@ -360,8 +298,7 @@ def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest
         return found
 
     private.hear_rows("watched", hear)
-    Own.metadata.create_all(engine)
-    things = Own.metadata.tables["watched_things"]
+    thing_class = make_thing(engine, "watched", "other")
 
     def seen(session: Session, statement: Any, **options: Any) -> list[tuple[int | None, int | None]]:
         told.clear()
@@ -369,18 +306,18 @@ def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest
         return told
 
     with Session(engine) as session:
-        session.add(Thing(id=1))
+        session.add(thing_class(id=1))
         session.flush()
-        thing = session.get_one(Thing, 1)
-        assert seen(session, select(Thing)) == []
-        session.connection().execute(update(things).values(watched=1))
-        assert seen(session, select(Thing)) == [(0, 1)]
+        thing = session.get_one(thing_class, 1)
+        assert seen(session, select(thing_class)) == []
+        session.connection().execute(update(thing_class.__table__).values(watched=1))
+        assert seen(session, select(thing_class)) == [(0, 1)]
         assert thing.watched == 0
-        assert seen(session, select(Thing).options(load_only(Thing.other))) == [(0, None)]
-        assert seen(session, select(Thing), populate_existing=True) == [(0, 1)]
+        assert seen(session, select(thing_class).options(load_only(thing_class.other))) == [(0, None)]
+        assert seen(session, select(thing_class), populate_existing=True) == [(0, 1)]
         assert thing.watched == 1
         session.expire(thing, ["watched"])
         session.refresh(thing, ["watched"])
         assert told[-1] == (None, 1)
         session.expunge_all()
-        assert seen(session, select(Thing)) == []
+        assert seen(session, select(thing_class)) == []

@@ -6,25 +6,21 @@ import multiprocessing as mp
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, insert, select
+from sqlalchemy import create_engine, event, insert, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, begin_immediate, bind, claim
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleTokenError, begin_immediate, bind, claim
+from tests.guard.rows import bypassed, holding, rows_of
 
 PROCESSES = 4
 INCREMENTS = 15
 
 
-class Base(DeclarativeBase):
-    """The model of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Counter(FencedModel, Base):
-    """What everybody increments."""
-
     __tablename__ = "pr_counters"
     __fence_resource__ = "counter:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -41,8 +37,7 @@ def work(url: str, tokens: Any, acknowledged: Any, reading_first: bool) -> None:
         with tokens.get_lock():
             tokens.value += 1
             token = tokens.value
-        with Session(engine) as session:
-            bind(session, Lease("counter:1", token))
+        with holding(engine, Lease("counter:1", token)) as session:
             try:
                 if reading_first:
                     session.scalars(select(Counter.value)).all()
@@ -57,10 +52,11 @@ def work(url: str, tokens: Any, acknowledged: Any, reading_first: bool) -> None:
 
 @pytest.mark.long
 @pytest.mark.parametrize("reading_first", [False, True])
-def test_no_acknowledged_increment_is_lost(engine: Engine, database_url: str, reading_first: bool) -> None:
+def test_no_acknowledged_increment_is_lost(database_url: str, reading_first: bool) -> None:
     """The value equals the number of acknowledged commits, and the fence is the highest token written."""
+    engine = create_engine(database_url)
     Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(insert(Counter), {"id": 1})
     engine.dispose()
     context = mp.get_context("spawn")
@@ -74,10 +70,10 @@ def test_no_acknowledged_increment_is_lost(engine: Engine, database_url: str, re
     for worker in workers:
         worker.join(60)
         assert worker.exitcode == 0
-    with engine.connect() as connection:
-        value, fence = connection.execute(select(Counter.value, Counter.last_fencing_token)).one()
+    ((value, fence),) = rows_of(engine, select(Counter.value, Counter.last_fencing_token))
     assert value == acknowledged.value == PROCESSES * INCREMENTS
     assert PROCESSES * INCREMENTS <= fence <= tokens.value
+    engine.dispose()
 
 
 def test_a_deferred_transaction_that_has_read_cannot_claim(tmp_path: Any) -> None:
@@ -87,9 +83,9 @@ def test_a_deferred_transaction_that_has_read_cannot_claim(tmp_path: Any) -> Non
     event.listen(deferred, "connect", lambda connection, _: setattr(connection, "isolation_level", None))
     event.listen(deferred, "begin", lambda connection: connection.exec_driver_sql("BEGIN DEFERRED"))
     Base.metadata.create_all(other)
-    with other.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(other) as connection:
         connection.exec_driver_sql("PRAGMA journal_mode = WAL")
-    with other.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(other) as connection:
         connection.execute(insert(Counter), {"id": 1})
     with Session(deferred) as reader, Session(other) as writer:
         reader.scalars(select(Counter.value)).all()

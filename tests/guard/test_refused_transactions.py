@@ -14,112 +14,61 @@ from itertools import cycle, product
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import (
-    Connection,
-    Engine,
-    NullPool,
-    QueuePool,
-    create_engine,
-    delete,
-    insert,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Engine, NullPool, create_engine, delete, insert, orm, select, text, update
 from sqlalchemy.exc import DBAPIError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    make_transient_to_detached,
-    mapped_column,
-    sessionmaker,
-)
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
-from fencelock import (
-    CommitInDoubtError,
-    FencedModel,
-    FenceError,
-    FencelockError,
-    Lease,
-    LockLostError,
-    StaleReadError,
-    StaleTokenError,
-    UnfencedWriteError,
-    bind,
-    claim,
-    claim_all,
-    execute_fenced,
-    fence_table,
-    fenced_delete,
-    fenced_text,
-    fenced_update,
-    gate,
-    upsert,
-)
+import fencelock
+from fencelock import FencelockError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, execute_fenced
 from fencelock.guard.triggers import create, drop
 from tests.door import Door
+from tests.guard.rows import Act, ForAsyncio, Keyed, holding, rows_of, turned_away
 
 FENCE = 5
 WHY = r"rollback\(\)"
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Row(FencedModel, Base):
-    """Guarded as a whole table."""
-
+class Row(fencelock.FencedModel, Base):
     __tablename__ = "rt_rows"
     __fence_resource__ = "rows"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[int] = mapped_column(default=0)
 
 
-class Note(Base):
-    """Not fenced: the other half of the work."""
-
+class Note(Keyed, Base):
     __tablename__ = "rt_notes"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
-FENCES = fence_table(Base.metadata)
-
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on one row that a holder has fenced, a gate that it has passed, and no notes."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in (Row, Note, FENCES):
-            connection.execute(delete(table))
-        connection.execute(insert(Row), {"id": 1, "value": 0, "last_fencing_token": FENCE})
-        connection.execute(insert(FENCES), {"resource": "rows", "last_fencing_token": FENCE})
-    return lasting_engine
+FENCES = fencelock.fence_table(Base.metadata)
+ROWS: dict[Any, Any] = {
+    Row: {"id": 1, "value": 0, "last_fencing_token": FENCE},
+    FENCES: {"resource": "rows", "last_fencing_token": FENCE},
+}
 
 
 def note(target: Any, number: int) -> None:
-    """Do some of the other half."""
     target.execute(insert(Note), {"id": number})
 
 
 def notes(engine: Engine) -> list[int]:
-    """Return what has been committed."""
-    with engine.connect() as connection:
-        return list(connection.scalars(select(Note.id).order_by(Note.id)))
+    return rows_of(engine, select(Note.id).order_by(Note.id))
 
 
 def flush(session: Session) -> None:
     """Write the row by the unit of work, without having read it."""
     row = Row(id=1)
-    make_transient_to_detached(row)
+    orm.make_transient_to_detached(row)
     session.add(row)
     row.value = 7
     session.flush()
 
 
-TEXT = fenced_text(
+TEXT = fencelock.fenced_text(
     "UPDATE rt_rows SET value = 1, last_fencing_token = :fencing_token, last_write_id = :fencing_write_id "
     "WHERE id = :id AND last_fencing_token <= :fencing_token",
     Row,
@@ -128,36 +77,33 @@ TEXT = fenced_text(
 PLAIN = "UPDATE rt_rows SET value = 1"
 
 
-def connection_of(target: Session | Connection) -> Connection:
-    """Return the connection."""
-    return target.connection() if isinstance(target, Session) else target
-
-
 Way: TypeAlias = Callable[[Any], object]
 CORE: dict[str, Way] = {
     "by key": lambda target: target.execute(update(Row).where(Row.id == 1).values(value=1)),
     "by criteria": lambda target: target.execute(update(Row).where(Row.value == 0).values(value=1)),
     "DELETE": lambda target: target.execute(delete(Row).where(Row.id == 1)),
-    "fenced_update": lambda target: execute_fenced(target, fenced_update(Row).values(value=1)),
+    "fenced_update": lambda target: execute_fenced(target, fencelock.fenced_update(Row).values(value=1)),
     "fenced_text": lambda target: target.execute(TEXT, {"id": 1}),
-    "fenced_delete": lambda target: execute_fenced(target, fenced_delete(Row).where(Row.id == 1)),
+    "fenced_delete": lambda target: execute_fenced(target, fencelock.fenced_delete(Row).where(Row.id == 1)),
 }
 ORM: dict[str, Way] = {
     "flush": flush,
     "claim": lambda session: claim(session, Row, 1),
-    "claim_all": lambda session: claim_all(session, select(Row)),
-    "gate": gate,
-    "upsert": lambda session: upsert(session, Row, [{"id": 1, "value": 3}]),
+    "claim_all": lambda session: fencelock.claim_all(session, select(Row)),
+    "gate": fencelock.gate,
+    "upsert": lambda session: fencelock.upsert(session, Row, [{"id": 1, "value": 3}]),
 }
 UNGUARDED: dict[str, Way] = {
     "plain text": lambda target: target.execute(text(PLAIN)),
-    "driver": lambda target: connection_of(target).exec_driver_sql(PLAIN),
+    "driver": lambda target: (target.connection() if isinstance(target, Session) else target).exec_driver_sql(
+        PLAIN
+    ),
 }
 WAYS = CORE | ORM | UNGUARDED
 CAUSES: dict[type[FencelockError], Callable[[], tuple[Lease, ...]]] = {
     StaleTokenError: lambda: (Lease("rows", 1),),
     UnfencedWriteError: lambda: (),
-    LockLostError: lambda: (Lease("rows", 9, time.monotonic() - 1),),
+    fencelock.LockLostError: lambda: (Lease("rows", 9, time.monotonic() - 1),),
 }
 
 
@@ -172,13 +118,11 @@ class Holder:
         self._leases = CAUSES[kind]()
 
     def bound(self, target: Any) -> Any:
-        """Return a session or connection that has the leases."""
         if self._leases:
             bind(target, *self._leases)
         return target
 
     def refused(self, target: Any) -> None:
-        """Be refused."""
         with pytest.raises(self.kind) as caught:
             WAYS[self.way](target)
         assert type(caught.value) is self.kind
@@ -214,16 +158,15 @@ def after_it(holder: Holder) -> None:
             session.commit,
             lambda: note(session, 2),
             lambda: session.scalars(select(Note)).all(),
-            lambda: execute_fenced(session, fenced_update(Row).values(value=1), token=9),
+            lambda: execute_fenced(session, fencelock.fenced_update(Row).values(value=1), token=9),
             lambda: note(session.connection(), 2),
         ]
         for act in acts:
             note(session, 1)
             holder.refused(session)
             holder.stopped(act)
-            with pytest.raises(PendingRollbackError, match=WHY):
+            with turned_away(session, PendingRollbackError, match=WHY):
                 act()
-            session.rollback()
             session.expunge_all()
         note(session, 1)
         holder.refused(session)
@@ -365,7 +308,6 @@ def in_a_block_of_a_connection(holder: Holder) -> None:
 
 
 def in_the_inner_savepoint_of_a_connection(holder: Holder) -> None:
-    """Only the innermost savepoint is lost."""
     with holder.engine.begin() as connection:
         note(holder.bound(connection), 1)
         outer = connection.begin_nested()
@@ -374,9 +316,8 @@ def in_the_inner_savepoint_of_a_connection(holder: Holder) -> None:
         note(connection, 3)
         holder.refused(connection)
         holder.stopped(lambda: note(connection, 4))
-        with pytest.raises(PendingRollbackError, match=f"savepoint.*{holder.why}"):
+        with turned_away(inner, PendingRollbackError, match=f"savepoint.*{holder.why}"):
             inner.commit()
-        inner.rollback()
         outer.commit()
     assert notes(holder.engine) == [1, 2]
 
@@ -400,7 +341,6 @@ ENDS = GOING_ON | BESIDE_FLUSHES | OF_CONNECTIONS
 
 
 def are_possible(way: str, end: str) -> bool:
-    """Tell whether a refusal by this way can meet this end."""
     return not ((way in ORM and end in OF_CONNECTIONS) or (way == "flush" and end in BESIDE_FLUSHES))
 
 
@@ -433,29 +373,18 @@ def test_every_cause_meets_every_way_and_every_end() -> None:
 @pytest.mark.parametrize("gone", [False, True], ids=["written", "deleted"])
 def test_a_row_that_has_changed_since_it_was_read(engine: Engine, *, gone: bool) -> None:
     """The cause that only objects have."""
-    with Session(engine, expire_on_commit=False) as session:
-        bind(session, Lease("rows", 9))
+    with holding(engine, Lease("rows", 9), expire_on_commit=False) as session:
         row = session.get_one(Row, 1)
         session.commit()
-        with Session(engine) as other:
-            bind(other, Lease("rows", 7))
+        with holding(engine, Lease("rows", 7)) as other, other.begin():
             other.execute(delete(Row) if gone else update(Row).values(value=4))
-            other.commit()
         note(session, 1)
         row.value = 5
-        with pytest.raises(StaleReadError):
+        with pytest.raises(fencelock.StaleReadError):
             session.flush()
         with pytest.raises(PendingRollbackError, match=WHY):
             session.commit()
         goes_on(engine, session, [])
-
-
-@pytest.fixture
-def door(engine: Engine) -> Iterator[Door]:
-    """A door before the database, which loses the answer to the first COMMIT."""
-    made = Door(engine)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize(
@@ -466,16 +395,14 @@ def door(engine: Engine) -> Iterator[Door]:
 def test_a_lease_in_doubt(engine: Engine, door: Door, way: str) -> None:
     """`CommitInDoubtError`, the only refusal that leaves open whether anything is written."""
     lease = Lease("rows", 9)
-    with Session(door.engine) as lost:
-        bind(lost, lease)
+    with holding(door.engine, lease) as lost:
         claim(lost, Row, 1)
         with pytest.raises(DBAPIError):
             lost.commit()
     door.let_through()
-    with Session(create_engine(engine.url, poolclass=NullPool)) as session:
-        bind(session, lease)
+    with holding(create_engine(engine.url, poolclass=NullPool), lease) as session:
         note(session, 1)
-        with pytest.raises(CommitInDoubtError) as caught:
+        with pytest.raises(fencelock.CommitInDoubtError) as caught:
             WAYS[way](session)
         assert caught.value.written is None
         with pytest.raises(PendingRollbackError, match=WHY):
@@ -485,7 +412,6 @@ def test_a_lease_in_doubt(engine: Engine, door: Door, way: str) -> None:
 
 @pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)
 def test_a_session_with_several_databases_commits_none_of_them(engine: Engine, tmp_path: Any) -> None:
-    """A refusal in one of them is one in its transaction."""
     second = create_engine(f"sqlite:///{tmp_path}/second.sqlite")
     Base.metadata.create_all(second)
     holder = Holder(engine, StaleTokenError, "by key")
@@ -524,11 +450,11 @@ def test_a_trigger_refuses_no_less(engine: Engine) -> None:
         with engine.connect() as connection:
             note(connection, 1)
             lower = update(Row).where(Row.id == 1).values(last_fencing_token=1)
-            with pytest.raises(FenceError):
+            with pytest.raises(fencelock.FenceError):
                 connection.execute(lower, execution_options={"fencelock": "bypass"})
-            with pytest.raises(PendingRollbackError, match=r"is stale.*refused by the table's trigger"):
+            why = r"is stale.*refused by the table's trigger"
+            with turned_away(connection, PendingRollbackError, match=why):
                 connection.commit()
-            connection.rollback()
     finally:
         with engine.begin() as connection:
             for dropped in drop(Row, engine.dialect.name):
@@ -536,9 +462,7 @@ def test_a_trigger_refuses_no_less(engine: Engine) -> None:
     assert notes(engine) == []
 
 
-def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """Sessions and connections, savepoints too."""
-
+def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: ForAsyncio) -> None:
     async def main(target: AsyncEngine, holder: Holder) -> None:
         async with AsyncSession(target) as session:
             await session.run_sync(note, 1)
@@ -563,12 +487,14 @@ def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: Callable[[Eng
 
 
 @pytest.mark.parametrize("within", [Session.begin, Session.begin_nested], ids=["transaction", "savepoint"])
-@pytest.mark.parametrize("way", WAYS)
-def test_a_session_that_is_thrown_away_keeps_no_connection(
-    engine: Engine, way: str, within: Callable[[Session], object]
-) -> None:
-    """What was refused in it is forgotten with it, as any other error is."""
+@pytest.mark.parametrize(
+    ("shared_url", "way"),
+    [*(("sqlite", way) for way in WAYS), *((url, "claim") for url in ("postgresql", "mariadb"))],
+    indirect=["shared_url"],
+)
+def test_a_session_that_is_thrown_away_keeps_no_connection(engine: Engine, way: str, within: Act) -> None:
     own = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=1)
+    gc.freeze()  # what is there already need not be looked through
     for _ in range(2):
         session = Session(own)
         within(session)
@@ -577,11 +503,7 @@ def test_a_session_that_is_thrown_away_keeps_no_connection(
             WAYS[way](session)
         del session
         gc.collect()
-        assert checked_out(own) == 0
+        assert isinstance(own.pool, sa.QueuePool)
+        assert own.pool.checkedout() == 0
+    gc.unfreeze()
     own.dispose()
-
-
-def checked_out(engine: Engine) -> int:
-    """Return how many connections are out of the pool."""
-    assert isinstance(engine.pool, QueuePool)
-    return engine.pool.checkedout()

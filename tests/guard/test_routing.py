@@ -8,95 +8,58 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Delete,
-    Engine,
-    ForeignKey,
-    Insert,
-    NullPool,
-    Update,
-    create_engine,
-    delete,
-    insert,
-    select,
-)
+import sqlalchemy as sa
+from sqlalchemy import Delete, Engine, Insert, NullPool, Update, create_engine, delete, select
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, selectinload
 
-from fencelock.errors import FenceError
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    claim,
-    claim_all,
-    claim_all_async,
-    claim_async,
-    fence_table,
-    gate,
-    gate_async,
-    upsert,
-)
-from fencelock.lease import Lease
+import fencelock
+from fencelock import FencedModel, FenceError, Lease, bind, claim, claim_all, gate, gate_async, upsert
 from proof.servers import Postgres
+from tests.guard.rows import Keyed, holding, refill, rows_of
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Account(FencedModel, Base):
-    """In the leader, in the follower as it was before; or in one of two shards."""
-
+class Account(FencedModel, Keyed, Base):
     __tablename__ = "ro_accounts"
     __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int]
     notes: Mapped[list[Note]] = relationship()
 
 
 class Note(Base):
-    """Not fenced."""
-
     __tablename__ = "ro_notes"
     id: Mapped[int] = mapped_column(primary_key=True)
-    account_id: Mapped[int] = mapped_column(ForeignKey("ro_accounts.id"))
+    account_id: Mapped[int] = mapped_column(sa.ForeignKey("ro_accounts.id"))
 
 
-fences = fence_table(Base.metadata)
+fences = fencelock.fence_table(Base.metadata)
 LEASES = [Lease(f"account:{number}", 9) for number in (1, 2)]
 
 
-def filled(engine: Engine, *identities: int, balance: int) -> Engine:
-    """Return an engine on a database with these accounts and a note for each."""
+def filled(url: Any, identity: int = 1, *, balance: int, **options: Any) -> Engine:
+    engine = create_engine(url, **options)
     Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        for identity in identities:
-            connection.execute(insert(Account), {"id": identity, "balance": balance, "last_fencing_token": 5})
-            connection.execute(insert(Note), {"account_id": identity})
-    return engine
+    account = {"id": identity, "balance": balance, "last_fencing_token": 5}
+    return refill(engine, Base.metadata, {Account: account, Note: {"account_id": identity}})
 
 
 @pytest.fixture
-def leader(tmp_path: Path) -> Iterator[Engine]:
-    """What is written to."""
-    engine = filled(create_engine(f"sqlite:///{tmp_path}/leader.sqlite"), 1, balance=70)
-    yield engine
-    engine.dispose()
+def leader(tmp_path: Path) -> Engine:
+    return filled(f"sqlite:///{tmp_path}/leader.sqlite", balance=70, poolclass=NullPool)
 
 
 @pytest.fixture
-def follower(tmp_path: Path) -> Iterator[Engine]:
+def follower(tmp_path: Path) -> Engine:
     """What is read from: it is behind, and nothing may be written to it."""
-    engine = filled(create_engine(f"sqlite:///{tmp_path}/follower.sqlite"), 1, balance=100)
-    yield engine
-    engine.dispose()
+    return filled(f"sqlite:///{tmp_path}/follower.sqlite", balance=100, poolclass=NullPool)
 
 
 def routing(leader: Any, follower: Any) -> type[Session]:
-    """Return a session class as SQLAlchemy's documentation has it ("custom vertical partitioning")."""
-
     class Routing(Session):
         def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Any:  # noqa: ARG002
             writes = self._flushing or isinstance(clause, Insert | Update | Delete)
@@ -119,7 +82,7 @@ def test_a_claim_reads_where_it_has_claimed_or_is_refused(
 ) -> None:
     """One row is claimed and read by one statement; a SELECT that would go to the follower is refused."""
     if database == "postgresql":
-        leader = filled(create_engine(postgres.create_database(), poolclass=NullPool), 1, balance=70)
+        leader = filled(postgres.create_database(), balance=70, poolclass=NullPool)
     with routing(leader, follower)() as session:
         bind(session, *LEASES)
         if how == "claim":
@@ -129,55 +92,42 @@ def test_a_claim_reads_where_it_has_claimed_or_is_refused(
                 CLAIMS[how](session)
             with pytest.raises(PendingRollbackError):
                 session.commit()
-    leader.dispose()
 
 
 @pytest.mark.parametrize(
     "how", [claim, lambda session, model, _, **more: claim_all(session, select(model), **more)[0]]
 )
 def test_a_claim_goes_and_reads_where_it_is_told_to(leader: Engine, follower: Engine, how: Any) -> None:
-    """Also where the session itself would choose another database."""
-    with Session(follower) as session:
-        bind(session, *LEASES)
+    with holding(follower, *LEASES) as session:
         assert how(session, Account, 1, bind_arguments={"bind": leader}).balance == 70
 
 
 def test_gate_and_upsert_go_to_the_leader(leader: Engine, follower: Engine) -> None:
-    """As any other write does."""
     with routing(leader, follower)() as session:
         bind(session, LEASES[0])
         gate(session)
         upsert(session, Account, [{"id": 1, "balance": 7}])
         session.commit()
-    with leader.connect() as connection:
-        assert connection.scalar(select(Account.balance)) == 7
-        assert connection.scalar(select(fences.c.last_fencing_token)) == 9
-    with follower.connect() as connection:
-        assert connection.scalar(select(Account.balance)) == 100
-        assert connection.scalar(select(fences.c.last_fencing_token)) is None
+    fence = select(fences.c.last_fencing_token)
+    assert (rows_of(leader, select(Account.balance)), rows_of(leader, fence)) == ([7], [9])
+    assert (rows_of(follower, select(Account.balance)), rows_of(follower, fence)) == ([100], [])
 
 
 def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
-    """One that would refuse, as a standby does."""
     url = postgres.create_database()
-    leader = filled(create_engine(url), 1, balance=70)
+    leader = filled(url, balance=70, poolclass=NullPool)
     options = {"options": "-c default_transaction_read_only=on"}
-    follower = create_engine(url, connect_args=options)
+    follower = create_engine(url, connect_args=options, poolclass=NullPool)
     ways: list[Callable[[Session], Any]] = [CLAIMS["claim"], gate]
     ways.append(lambda session: upsert(session, Account, [{"id": 1, "balance": 3}]))
     for work in ways:
-        with routing(leader, follower)() as session:
+        with routing(leader, follower)() as session, session.begin():
             bind(session, LEASES[0])
             work(session)
-            session.commit()
-    leader.dispose()
-    follower.dispose()
     postgres.drop_database(url)
 
 
 def test_for_coroutines(leader: Engine, follower: Engine) -> None:
-    """With the routing session behind an `AsyncSession`."""
-
     async def play() -> None:
         both = [
             create_async_engine(each.url.set(drivername="sqlite+aiosqlite")) for each in (leader, follower)
@@ -187,36 +137,29 @@ def test_for_coroutines(leader: Engine, follower: Engine) -> None:
             bind(session, LEASES[0])
             await gate_async(session)
             await session.commit()
-            assert (await claim_async(session, Account, 1)).balance == 70
+            assert (await fencelock.claim_async(session, Account, 1)).balance == 70
             await session.commit()
             with pytest.raises(FenceError, match="sends its SELECT"):
-                await claim_all_async(session, select(Account))
+                await fencelock.claim_all_async(session, select(Account))
         for each in both:
             await each.dispose()
 
     asyncio.run(play())
-    with leader.connect() as connection:
-        assert connection.scalar(select(fences.c.last_fencing_token)) == 9
+    assert rows_of(leader, select(fences.c.last_fencing_token)) == [9]
 
 
 class TestShards:
     """A `ShardedSession`, with a chooser that wants an instance, as in SQLAlchemy's example."""
 
     @pytest.fixture
-    def shards(self, tmp_path: Path) -> Iterator[dict[str, Engine]]:
-        """Odd accounts in one, even ones in the other."""
-        made = {
-            "odd": filled(create_engine(f"sqlite:///{tmp_path}/odd.sqlite"), 1, balance=100),
-            "even": filled(create_engine(f"sqlite:///{tmp_path}/even.sqlite"), 2, balance=200),
+    def shards(self, tmp_path: Path) -> dict[str, Engine]:
+        return {
+            "odd": filled(f"sqlite:///{tmp_path}/odd.sqlite", 1, balance=100, poolclass=NullPool),
+            "even": filled(f"sqlite:///{tmp_path}/even.sqlite", 2, balance=200, poolclass=NullPool),
         }
-        yield made
-        for engine in made.values():
-            engine.dispose()
 
     @pytest.fixture
     def session(self, shards: dict[str, Engine]) -> Iterator[Session]:
-        """A session over them."""
-
         def shard_of(number: int) -> str:
             return "odd" if number % 2 else "even"
 
@@ -254,7 +197,6 @@ class TestShards:
                 assert plain.scalars(select(Account)).all() == []
 
     def test_rows_of_one_shard(self, session: Session) -> None:
-        """`upsert` can tell by the keys, `claim_all` and `gate` cannot."""
         upsert(session, Account, [{"id": 1, "balance": 3}])
         (account,) = claim_all(session, select(Account), bind_arguments={"shard_id": "even"})
         assert account.id == 2
@@ -263,7 +205,6 @@ class TestShards:
         assert session.get_one(Account, 1).balance == 3
 
     def test_what_cannot_be_told_is_asked_for(self, session: Session) -> None:
-        """Before anything is sent."""
         rows = [{"id": 1, "balance": 3}, {"id": 2, "balance": 3}]
         with pytest.raises(TypeError, match="shard_id"):
             claim_all(session, select(Account))

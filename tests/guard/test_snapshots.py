@@ -11,50 +11,34 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, delete, func, insert, select
+from sqlalchemy import Engine, func, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import Database, StaleReadError, fenced_lock
-from fencelock.guard import FencedModel, bind, claim, claim_all, fence_table, gate
-from fencelock.lease import Lease
+import fencelock
+from fencelock import Database, FencedModel, Lease, StaleReadError, bind, claim, claim_all, fenced_lock, gate
+from tests.guard.rows import Keyed
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Room(FencedModel, Base):
-    """May be booked once."""
-
+class Room(FencedModel, Keyed, Base):
     __tablename__ = "snap_rooms"
     __fence_resource__ = "room:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 class Booking(Base):
-    """What is counted, and then inserted."""
-
     __tablename__ = "snap_bookings"
     id: Mapped[int] = mapped_column(primary_key=True)
     room: Mapped[int]
 
 
-fence_table(Base.metadata)
-
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a room that nobody has booked."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in (Room, Booking):
-            connection.execute(delete(table))
-        connection.execute(insert(Room), {"id": 1})
-    return lasting_engine
+fencelock.fence_table(Base.metadata)
+ROWS = {Room: {"id": 1}}
 
 
 @pytest.fixture
 def authority(tmp_path: Path) -> Iterator[Database]:
-    """What grants the lock of the room."""
     with Database(f"sqlite:///{tmp_path}/leases.sqlite") as made:
         yield made
 
@@ -67,19 +51,16 @@ WAYS: dict[str, Callable[[Session], Any]] = {
 
 
 def booked(session: Session) -> int:
-    """Count the bookings."""
     return session.scalar(select(func.count()).select_from(Booking)) or 0
 
 
 def book(session: Session) -> None:
-    """Book the room unless somebody has."""
     if booked(session) == 0:
         session.add(Booking(room=1))
     session.commit()
 
 
 def session_on(engine: Engine, level: str) -> Session:
-    """Return a session with an isolation level, or with the database's own."""
     return Session(engine.execution_options(isolation_level=level) if level else engine)
 
 

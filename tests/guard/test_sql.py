@@ -3,65 +3,29 @@
 from __future__ import annotations
 
 import asyncio
-import sqlite3
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import (
-    Column,
-    Connection,
-    Engine,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    bindparam,
-    delete,
-    insert,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, insert, orm, select, update
 from sqlalchemy.exc import PendingRollbackError
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    aliased,
-    mapped_column,
-    scoped_session,
-    sessionmaker,
-)
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import Mapped, Session, aliased, mapped_column, scoped_session, sessionmaker
 
-from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    FencedModel,
-    bind,
-    conditional_delete,
-    conditional_update,
-    execute_fenced,
-    fence_column,
-    fenced_delete,
-    fenced_update,
-    upsert,
-    write_id_column,
-)
-from fencelock.lease import Lease
+import fencelock
+from fencelock import conditional_delete, conditional_update, execute_fenced, fenced_delete, fenced_update
+from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import Postgres
-from tests.guard.rows import on_sqlite_alone
+from tests.guard.rows import ForAsyncio, on_sqlite_alone, turned_away
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(orm.DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
-    """Guarded row by row."""
-
+class Order(fencelock.FencedModel, Base):
     __tablename__ = "sq_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -83,24 +47,14 @@ plain = Table(
     Column("note", String(20)),
     Column("last_fencing_token", Integer, nullable=False, server_default="0"),
 )
-
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with two orders whose fences are 5."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in Base.metadata.sorted_tables:
-            connection.execute(delete(table))
-        connection.execute(
-            insert(Order), [{"id": n, "status": "new", "last_fencing_token": 5} for n in (1, 2)]
-        )
-        connection.execute(insert(odd), {"select": 1, "Mixed Case %": 0})
-        connection.execute(insert(plain), {"id": 1, "note": "new"})
-    return lasting_engine
+ROWS: dict[Any, Any] = {
+    Order: [{"id": n, "status": "new", "last_fencing_token": 5} for n in (1, 2)],
+    odd: {"select": 1, "Mixed Case %": 0},
+    plain: {"id": 1, "note": "new"},
+}
 
 
 def order(engine: Engine, identity: int = 1) -> tuple[str, int]:
-    """Read an order's status and fence."""
     with engine.connect() as connection:
         columns = select(Order.status, Order.last_fencing_token).where(Order.id == identity)
         return tuple(connection.execute(columns).one())  # type: ignore[return-value]
@@ -110,12 +64,11 @@ PAID = fenced_update(Order).where(Order.id == 1).values(status="paid")
 
 
 def test_the_condition_is_in_the_sql() -> None:
-    """Printing the construct shows what makes it fenced."""
     assert "last_fencing_token <= :fencelock_token" in str(PAID)
     assert "last_fencing_token <= :fencelock_token" in str(fenced_delete(aliased(Order)))
 
 
-THROUGH: dict[str, Callable[[scoped_session[Session]], Session | Connection | scoped_session[Session]]] = {
+THROUGH: dict[str, Callable[[scoped_session[Session]], Session | sa.Connection | scoped_session[Session]]] = {
     "session": lambda scoped: scoped(),
     "scoped session": lambda scoped: scoped,
     "connection": lambda scoped: scoped.connection(),
@@ -125,7 +78,6 @@ THROUGH: dict[str, Callable[[scoped_session[Session]], Session | Connection | sc
 @on_sqlite_alone
 @pytest.mark.parametrize("through", THROUGH)
 def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
-    """execute_fenced writes with the token that it is given, and counts the rows."""
     scoped = scoped_session(sessionmaker(engine))
     try:
         assert execute_fenced(THROUGH[through](scoped), PAID, token=6).rowcount == 1
@@ -137,9 +89,7 @@ def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
 
 @on_sqlite_alone
 @pytest.mark.parametrize("for_asyncio", [0], indirect=True)
-def test_coroutines_are_told_to_use_run_sync(
-    engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
-) -> None:
+def test_coroutines_are_told_to_use_run_sync(engine: Engine, for_asyncio: ForAsyncio) -> None:
     """The error says what to write, that is what works, and nothing has been written before."""
 
     async def main() -> None:
@@ -155,7 +105,7 @@ def test_coroutines_are_told_to_use_run_sync(
                     execute_fenced(target, PAID, token=6)  # type: ignore[arg-type]
                 assert f"not {kind}; in coroutines write `await {way}(execute_fenced, …)`" in str(told.value)
                 with pytest.raises(TypeError) as told:
-                    upsert(target, Order, [{"id": 1, "status": "paid"}])  # type: ignore[arg-type]
+                    fencelock.upsert(target, Order, [{"id": 1, "status": "paid"}])  # type: ignore[arg-type]
                 other = way.replace("connection", "session")
                 assert f"not {kind}; in coroutines write `await {other}(upsert, …)`" in str(told.value)
             assert (await session.run_sync(execute_fenced, PAID, token=6)).rowcount == 1
@@ -171,18 +121,11 @@ def test_coroutines_are_told_to_use_run_sync(
     assert order(engine) == ("paid", 8)
 
 
-@on_sqlite_alone
-def test_what_is_no_session_is_told_as_well(engine: Engine) -> None:
-    """An engine, for instance."""
-    with pytest.raises(TypeError, match=r"execute_fenced takes a Session or a Connection, not Engine$"):
-        execute_fenced(engine, PAID, token=6)  # type: ignore[arg-type]
-
-
 def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:
     """Nothing matched because of the fence: StaleTokenError, and nothing can be committed."""
     with engine.connect() as connection:
         execute_fenced(connection, fenced_update(Order).where(Order.id == 2).values(status="x"), token=9)
-        with pytest.raises(StaleTokenError) as caught:
+        with pytest.raises(fencelock.StaleTokenError) as caught:
             execute_fenced(connection, PAID, token=4)
         with pytest.raises(PendingRollbackError, match="token 4 is stale"):
             connection.commit()
@@ -191,22 +134,11 @@ def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:
 
 
 @on_sqlite_alone
-def test_a_missing_row_gives_rowcount_0(engine: Engine) -> None:
-    """A row that is not there is no error."""
-    gone = fenced_delete(Order).where(Order.id == 9)
-    with engine.begin() as connection:
-        assert execute_fenced(connection, gone, token=6).rowcount == 0
-        assert execute_fenced(connection, fenced_delete(Order).where(Order.id == 1), token=6).rowcount == 1
-
-
-@on_sqlite_alone
 def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
-    """Without an explicit token the ordinary rules apply."""
     with Session(engine) as session:
-        with pytest.raises(UnfencedWriteError):
+        with turned_away(session, fencelock.UnfencedWriteError):
             execute_fenced(session, PAID)
-        session.rollback()
-        bind(session, Lease("order:1", 7))
+        fencelock.bind(session, fencelock.Lease("order:1", 7))
         execute_fenced(session, PAID)
         session.execute(fenced_update(Order).where(Order.id == 1).values(status="sent"))
         session.commit()
@@ -214,67 +146,98 @@ def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
 
 
 def test_parameters_execute_for_each(engine: Engine) -> None:
-    """A list of parameters is an executemany; one stale row refuses them all."""
-    statement = fenced_update(Order.__table__).where(Order.__table__.c.id == bindparam("which"))
+    statement = fenced_update(Order.__table__).where(Order.__table__.c.id == sa.bindparam("which"))
     several = [{"which": n, "status": "paid"} for n in (1, 2, 3)]
     with engine.begin() as connection:
         execute_fenced(connection, statement, several, token=6)
     assert order(engine, 2) == ("paid", 6)
-    with engine.connect() as connection, pytest.raises(StaleTokenError) as caught:
+    with engine.connect() as connection, pytest.raises(fencelock.StaleTokenError) as caught:
         execute_fenced(connection, statement, several, token=5)
     assert caught.value.identity == (1,)
 
 
+#: A table without the column.
+free = Table("sq_free", MetaData(), Column("id", Integer))
+MISTAKES: dict[str, tuple[Callable[[sa.Connection], object], type[Exception], str | None]] = {
+    "no fence": (lambda _: fenced_update(free), ValueError, "not fenced"),
+    "a resource that nobody knows": (
+        lambda _: fenced_update(plain),  # as a table is that was reflected
+        fencelock.FenceError,
+        r"sq_plain is fenced .* fence_column\(resource=",
+    ),
+    "INSERT without a fence": (lambda c: execute_fenced(c, insert(free), token=1), ValueError, "not fenced"),
+    "no write": (lambda c: execute_fenced(c, select(Order), token=1), TypeError, None),  # type: ignore[arg-type]
+    "an engine": (
+        lambda c: execute_fenced(c.engine, PAID, token=6),  # type: ignore[arg-type]
+        TypeError,
+        r"execute_fenced takes a Session or a Connection, not OptionEngine$",
+    ),
+    **{
+        f"token {token}": (
+            lambda c, token=token: execute_fenced(c, PAID, token=token),  # type: ignore[misc]
+            ValueError,
+            "fencing token",
+        )
+        for token in (0, -1, MAX_TOKEN + 1)
+    },
+}
+
+
 @on_sqlite_alone
-def test_an_ordinary_statement_is_guarded_as_well(engine: Engine) -> None:
-    """execute_fenced takes any UPDATE, DELETE or INSERT of a fenced table."""
+@pytest.mark.parametrize(("act", "error", "match"), MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_is_told(
+    engine: Engine, act: Callable[[sa.Connection], object], error: type[Exception], match: str | None
+) -> None:
+    with engine.connect() as connection, pytest.raises(error, match=match):
+        act(connection)
+
+
+@on_sqlite_alone
+def test_any_statement_is_fenced(engine: Engine) -> None:
+    """execute_fenced takes any UPDATE, DELETE or INSERT of a fenced table; a row may not be there."""
     with engine.begin() as connection:
+        assert execute_fenced(connection, fenced_delete(Order).where(Order.id == 9), token=6).rowcount == 0
+        assert execute_fenced(connection, fenced_delete(Order).where(Order.id == 2), token=6).rowcount == 1
         execute_fenced(connection, update(Order).where(Order.id == 1).values(status="x"), token=6)
         execute_fenced(connection, insert(Order).values(id=3, status="x"), token=6)
     assert order(engine) == order(engine, 3) == ("x", 6)
 
 
-def test_a_core_table_says_what_guards_it() -> None:
-    """A reflected one has the column and not the resource."""
-    with pytest.raises(FenceError, match=r"sq_plain is fenced .* fence_column\(resource="):
-        fenced_update(plain)
+ODD = ["select", "Robert'); DROP TABLE x;--", 'a"b', "", "a b", "é", "1a", "a;b", "a."]
+ROW: Any = {"id": 1}
+#: Without a dialect nobody knows the quotes.
+UNQUOTED: list[Any] = [
+    given
+    for name in ODD
+    for given in ((name, {"a": 1}, ROW, 1), ("t", {name: 1}, ROW, 1), ("t", {"a": 1}, {name: 1}, 1))
+]
+BAD: list[tuple[Callable[[], object], type[Exception], str | None]] = [
+    (lambda: conditional_update("t", {"a": 1}, {}, 1), ValueError, "every row"),
+    (lambda: conditional_update("t", {"a": 1}, {"id": None}, 1), ValueError, "NULL"),
+    (lambda: conditional_update("t", {"last_fencing_token": 9}, ROW, 1), ValueError, "by hand"),
+    (lambda: conditional_update("t", {"a": 1}, {"last_fencing_token": 9}, 1), ValueError, "by hand"),
+    (lambda: conditional_update("t", {"last_write_id": 9}, ROW, 1), ValueError, "by hand"),
+    (lambda: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),
+    (lambda: conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),
+    (lambda: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "needs quotes"),
+    *(
+        (lambda token=token: conditional_update("t", {}, ROW, token), error, match)
+        for tokens, error, match in (
+            ((0, -1, MAX_TOKEN + 1), ValueError, "fencing token"),
+            ((True, "7", 7.0, None), TypeError, None),  # a token is an int, and True is none
+        )
+        for token in tokens
+    ),
+    *((lambda given=given: conditional_update(*given), ValueError, "needs quotes") for given in UNQUOTED),
+]
 
 
-@on_sqlite_alone
-def test_a_statement_whose_token_is_missing_cannot_run(engine: Engine) -> None:
-    """Past the guard, which does not fill it in, the construct lacks it, and that is said."""
-    with engine.connect() as connection, pytest.raises(UnfencedWriteError, match="bypass"):
-        connection.execute(PAID, execution_options={"fencelock": "bypass"})
-
-
-@on_sqlite_alone
-@pytest.mark.parametrize("token", [0, -1, MAX_TOKEN + 1])
-def test_a_token_out_of_range_is_refused(engine: Engine, token: int) -> None:
-    """Only 1 … 2**63 - 1 are tokens."""
-    with engine.connect() as connection, pytest.raises(ValueError, match="fencing token"):
-        execute_fenced(connection, PAID, token=token)
-    with pytest.raises(ValueError, match="fencing token"):
-        conditional_update("orders", {}, {"id": 1}, token)
-
-
-@pytest.mark.parametrize("token", [True, "7", 7.0, None])
-def test_a_token_of_another_type_is_refused(token: Any) -> None:
-    """A token is an int, and True is none."""
-    with pytest.raises(TypeError):
-        conditional_delete("orders", {"id": 1}, token)
-
-
-@on_sqlite_alone
-def test_what_has_no_fence_is_refused(engine: Engine) -> None:
-    """A table without the column, and what is no write at all, are mistakes of the caller."""
-    free = Table("sq_free", MetaData(), Column("id", Integer))
-    with pytest.raises(ValueError, match="not fenced"):
-        fenced_update(free)
-    with engine.connect() as connection:
-        with pytest.raises(ValueError, match="not fenced"):
-            execute_fenced(connection, insert(free), token=1)
-        with pytest.raises(TypeError):
-            execute_fenced(connection, select(Order), token=1)  # type: ignore[arg-type]
+@pytest.mark.parametrize(("make", "error", "match"), BAD)
+def test_bad_arguments_are_refused(
+    make: Callable[[], object], error: type[Exception], match: str | None
+) -> None:
+    with pytest.raises(error, match=match):
+        make()
 
 
 PARAMSTYLES = {
@@ -298,7 +261,6 @@ PARAMSTYLES = {
 
 @pytest.mark.parametrize("style", PARAMSTYLES)
 def test_every_paramstyle(style: Any) -> None:
-    """Each style of PEP 249, and asyncpg's, has its own placeholders and form of parameters."""
     sql, parameters = conditional_update("s.t", {"a": None}, {"k": 1}, 6, style)
     assert sql.removeprefix("UPDATE s.t SET ") == PARAMSTYLES[style]
     names = [f"p{number}" for number in range(1, 6)]
@@ -311,7 +273,6 @@ def test_every_paramstyle(style: Any) -> None:
 
 @pytest.fixture
 def cursor(engine: Engine) -> Iterator[tuple[Any, list[str]]]:
-    """A bare cursor, and the styles that its driver understands."""
     raw = engine.raw_connection()
     styles = ["qmark", "named"] if engine.dialect.name == "sqlite" else ["pyformat", "format"]
     yield raw.cursor(), styles
@@ -339,7 +300,6 @@ def test_a_bare_cursor_writes_or_matches_nothing(engine: Engine, cursor: tuple[A
 
 
 def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
-    """Reserved words, mixed case, blanks, quotes and percent signs reach the database as they are."""
     bare, styles = cursor
     for number, style in enumerate(styles, 1):
         statement = conditional_update(
@@ -362,60 +322,3 @@ def test_numeric_dollar_on_a_real_server(postgres: Postgres) -> None:
         assert bare.rowcount == 1
         bare.execute(*conditional_delete("t", {"id": 1}, 2, "numeric_dollar"))
         assert bare.rowcount == 0
-
-
-@pytest.mark.parametrize(
-    "name", ["select", "Robert'); DROP TABLE x;--", 'a"b', "", "a b", "é", "1a", "a;b", "a."]
-)
-def test_names_that_need_quotes_are_refused(name: str) -> None:
-    """Without a dialect nobody knows the quotes, so such names do not get into the SQL."""
-    for arguments in ((name, {"a": 1}, {"id": 1}), ("t", {name: 1}, {"id": 1}), ("t", {"a": 1}, {name: 1})):
-        with pytest.raises(ValueError, match="needs quotes"):
-            conditional_update(*arguments, 1)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (({"a": 1}, {}, 1), "every row"),
-        (({"a": 1}, {"id": None}, 1), "NULL"),
-        (({"last_fencing_token": 9}, {"id": 1}, 1), "by hand"),
-        (({"a": 1}, {"last_fencing_token": 9}, 1), "by hand"),
-        (({"last_write_id": 9}, {"id": 1}, 1), "by hand"),
-        (({"a": 1}, {"id": 1}, 1, "percent"), "paramstyle"),
-    ],
-)
-def test_bad_arguments_are_refused(arguments: Any, message: str) -> None:
-    """Each mistake has its own sentence."""
-    with pytest.raises(ValueError, match=message):
-        conditional_update("t", *arguments)
-
-
-def test_an_unknown_dialect_is_refused() -> None:
-    """Only the databases whose quotes are known can be named; a NUL fits in no name."""
-    with pytest.raises(ValueError, match="dialect"):
-        conditional_delete("t", {"id": 1}, 1, dialect="oracle")
-    with pytest.raises(ValueError, match="needs quotes"):
-        conditional_delete("t\0", {"id": 1}, 1, dialect="sqlite")
-
-
-def test_hostile_names_stay_names(tmp_path: Any) -> None:
-    """A quoted name that tries to end its quotes is looked up as a column, not run."""
-    connection = sqlite3.connect(tmp_path / "test.sqlite")
-    connection.execute("CREATE TABLE t (id, last_fencing_token)")
-    hostile = 'id" = id; DROP TABLE t; --'
-    statement = conditional_update("t", {hostile: 1}, {"id": 1}, 1, "qmark", dialect="sqlite")
-    with pytest.raises(sqlite3.OperationalError, match="no such column"):
-        connection.execute(*statement)
-    assert connection.execute("SELECT count(*) FROM t").fetchone() == (0,)
-    connection.close()
-
-
-@on_sqlite_alone
-def test_text_in_values_is_data(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
-    """Values travel as parameters only."""
-    bare, styles = cursor
-    bare.execute(*conditional_update("sq_orders", {"status": "'; --%s"}, {"id": 1}, 6, styles[0]))
-    bare.connection.commit()
-    with engine.connect() as connection:
-        assert connection.scalar(text("SELECT status FROM sq_orders WHERE id = 1")) == "'; --%s"

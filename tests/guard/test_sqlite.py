@@ -3,29 +3,23 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, event
+from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard import FencedModel, begin_immediate, bind, claim_async
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, UnfencedWriteError, begin_immediate, bind, claim_async
+from tests.guard.rows import Keyed
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Order(FencedModel, Base):
-    """What is paid."""
-
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "sq_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     paid: Mapped[int] = mapped_column(default=0)
 
 
@@ -35,22 +29,10 @@ def aengine(tmp_path: Path) -> AsyncEngine:
     return create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}")
 
 
-def as_it_is(engine: AsyncEngine) -> AsyncEngine:
-    """Give the engine for coroutines."""
-    return engine
-
-
-def behind_it(engine: AsyncEngine) -> Engine:
-    """Give the blocking engine that it stands on."""
-    return engine.sync_engine
-
-
-@pytest.mark.parametrize("form", [as_it_is, behind_it])
-def test_tasks_that_read_before_they_write_take_turns(
-    aengine: AsyncEngine, form: Callable[[AsyncEngine], AsyncEngine | Engine]
-) -> None:
+@pytest.mark.parametrize("form", ["engine for coroutines", "engine behind it"])
+def test_tasks_that_read_before_they_write_take_turns(aengine: AsyncEngine, form: str) -> None:
     """Each reads what the one before has written; without BEGIN IMMEDIATE, one fails with "locked"."""
-    begin_immediate(form(aengine))
+    begin_immediate(aengine if form == "engine for coroutines" else aengine.sync_engine)
 
     async def pay(token: int) -> None:
         async with AsyncSession(aengine) as session:
@@ -97,7 +79,6 @@ def test_connection_of_aiosqlite_that_commits_by_itself_is_refused(aengine: Asyn
 
 @pytest.mark.parametrize("url", ["postgresql+asyncpg://h/x", "postgresql+psycopg://h/x"])
 def test_other_databases_are_refused(url: str) -> None:
-    """They know no BEGIN IMMEDIATE."""
     engine = create_async_engine(url) if "asyncpg" in url else create_engine(url)
     with pytest.raises(ValueError, match="this engine speaks to postgresql"):
         begin_immediate(engine)

@@ -5,20 +5,17 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, Table, delete, insert, select, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import Engine, String, Table, select, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, fenced_text
-from tests.guard.rows import on_sqlite_alone
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, fenced_text
+from tests.guard.rows import holding, on_sqlite_alone
 
 
-class Base(DeclarativeBase):
-    """Tables of these tests."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
-    """Each row has a resource of its own."""
-
     __tablename__ = "tx_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -32,20 +29,10 @@ UPDATED = (
 )
 DELETED = "DELETE FROM tx_orders WHERE id = :id AND last_fencing_token <= :fencing_token"
 PAID = {"id": 1, "status": "paid"}
-
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database whose rows have been fenced with 5."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(delete(Order))
-        for number in (1, 2):
-            connection.execute(insert(Order), {"id": number, "status": "new", "last_fencing_token": 5})
-    return lasting_engine
+ROWS = {Order: [{"id": n, "status": "new", "last_fencing_token": 5} for n in (1, 2)]}
 
 
 def orders(engine: Engine) -> dict[int, tuple[str, int]]:
-    """Return what the database has."""
     with engine.connect() as connection:
         found = connection.execute(select(Order.id, Order.status, Order.last_fencing_token))
         return {number: (status, fence) for number, status, fence in found}
@@ -56,15 +43,12 @@ NEW = {1: ("new", 5), 2: ("new", 5)}
 
 def execute(engine: Engine, statement: Any, *rows: dict[str, Any], leases: tuple[Lease, ...] = ()) -> int:
     """Execute a statement for each of the parameters, commit, and return how many rows it has written."""
-    with Session(engine) as session:
-        bind(session, *leases)
+    with holding(engine, *leases) as session, session.begin():
         written: int = session.execute(statement, [*rows] if len(rows) > 1 else dict(*rows)).rowcount  # type: ignore[attr-defined]
-        session.commit()
     return written
 
 
 def test_text_writes_with_its_token(engine: Engine) -> None:
-    """A token above the fence, and the same again; each write gives the row another write id."""
     seen = set()
     for status in ("paid", "sent"):
         assert execute(engine, fenced_text(UPDATED, Order, token=6), {"id": 1, "status": status}) == 1
@@ -85,7 +69,6 @@ def test_text_writes_with_its_token(engine: Engine) -> None:
 def test_token_is_that_of_the_lease_that_is_held(
     engine: Engine, resource: str | None, row: dict[str, Any]
 ) -> None:
-    """Of the resource that is given, that the parameters name, or of the one that is held."""
     sql = UPDATED if "id" in row else UPDATED.replace(":id", ":number")
     statement = fenced_text(sql, Order, resource=resource)
     assert execute(engine, statement, row, leases=(Lease("order:1", 7),)) == 1
@@ -94,7 +77,6 @@ def test_token_is_that_of_the_lease_that_is_held(
 
 @on_sqlite_alone
 def test_lease_is_asked_for(engine: Engine) -> None:
-    """None is held, another one, or several that could be meant."""
     statement = fenced_text(UPDATED, Order)
     with pytest.raises(UnfencedWriteError, match=r"no lease is held.*fenced_lock\('order:1'\)"):
         execute(engine, statement, PAID)
@@ -123,7 +105,6 @@ def test_stale_text_is_told(engine: Engine) -> None:
 
 
 def test_each_execution_has_its_own_row_and_token(engine: Engine) -> None:
-    """The database compares each of them with the fence of its row."""
     leases = (Lease("order:1", 6), Lease("order:2", 4))
     rows = [{"id": 1, "status": "x"}, {"id": 2, "status": "y"}]
     with pytest.raises(StaleTokenError, match=r"tx_orders\(2,\)"):
@@ -151,7 +132,6 @@ def test_text_without_its_parameters_is_refused_when_it_is_made() -> None:
 
 @on_sqlite_alone
 def test_other_text_is_refused_whatever_it_looks_like(engine: Engine) -> None:
-    """The error shows the line to write."""
     for sql in (UPDATED, "UPDATE tx_orders SET status = 'x'"):
         given = {**PAID, "fencing_token": 9, "fencing_write_id": 9}
         row = {name: value for name, value in given.items() if f":{name}" in sql}

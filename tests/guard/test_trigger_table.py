@@ -7,36 +7,24 @@ The column without a trigger is the control: what is refused with one is written
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import pytest
-from sqlalchemy import (
-    Column,
-    Connection,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    NullPool,
-    String,
-    Table,
-    create_engine,
-    insert,
-    select,
-)
+import sqlalchemy as sa
+from sqlalchemy import Column, Connection, Engine, Integer, MetaData, NullPool, String, Table, select
 
-from fencelock.guard import conditional_delete, conditional_update, fence_column, write_id_column
+from fencelock import conditional_delete, conditional_update
+from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FenceTrigger
 from tests.conftest import MYSQL_URL
-from tests.guard.rows import empty
+from tests.guard.rows import bypassed, refill, rows_of
 from tests.guard.write_docs import check_section, grouped
 
 FENCE = 5
 TRIGGERS: tuple[FenceTrigger, ...] = (False, True, "strict")
 SAME = "status = 'x'"
 LOWER = "status = 'x', last_fencing_token = 4"
-
 Act = Callable[[Connection, Any], object]
 """Writes with a connection's bare cursor."""
 
@@ -49,8 +37,6 @@ class Way(NamedTuple):
 
 
 def sql(name: str, *statements: str) -> Way:
-    """Return the way of one who sends these statements."""
-
     def act(_: Connection, cursor: Any) -> None:
         for statement in statements:
             cursor.execute(statement)
@@ -59,7 +45,6 @@ def sql(name: str, *statements: str) -> Way:
 
 
 def updates(name: str, form: str) -> list[Way]:
-    """Return the ways of one who knows no fence, and of a stale holder who writes his token unchecked."""
     return [
         sql(f"{name}, leaves the fence", form.format(SAME)),
         sql(f"{name}, lowers the fence", form.format(LOWER)),
@@ -82,13 +67,11 @@ def with_token(kind: str, token: int) -> Act:
 
 
 def copy_rows(_: Connection, cursor: Any) -> None:
-    """Copy a row in."""
     with cursor.copy("COPY tt_orders (id, status) FROM STDIN") as copy:
         copy.write_row((2, "x"))
 
 
 def copy_and_update(_: Connection, cursor: Any) -> None:
-    """Copy an old row to somewhere else, and write the row back from there."""
     cursor.execute("CREATE TEMP TABLE staged ON COMMIT DROP AS SELECT * FROM tt_orders WHERE false")
     with cursor.copy("COPY staged (id, status, last_fencing_token) FROM STDIN") as copy:
         copy.write_row((1, "x", 4))
@@ -147,7 +130,6 @@ SQLITE = [
     sql("OR REPLACE, `PRAGMA recursive_triggers`", "PRAGMA recursive_triggers = ON", f"REPLACE {SAME_ROW}"),
     sql("foreign key, ON DELETE SET NULL", "PRAGMA foreign_keys = ON", CASCADE),
 ]
-
 VIEW = "CREATE VIEW tt_view AS SELECT id, status, last_fencing_token FROM tt_orders"
 STORED: dict[str, list[str]] = {
     "postgresql": [
@@ -173,7 +155,6 @@ STORED_GOES = {
     "mysql": ["DROP PROCEDURE tt_same", "DROP PROCEDURE tt_lower", "DROP VIEW tt_view"],
     "sqlite": ["DROP VIEW tt_view"],
 }
-
 SECTION = """\
 ## What only a trigger sees: {database}
 
@@ -195,51 +176,38 @@ def make_tables(trigger: FenceTrigger) -> MetaData:
         metadata,
         Column("id", Integer, primary_key=True),
         Column("status", String(20)),
-        Column("customer_id", ForeignKey("tt_customers.id", ondelete="SET NULL")),
+        Column("customer_id", sa.ForeignKey("tt_customers.id", ondelete="SET NULL")),
         fence_column(resource="order:{id}", trigger=trigger),
         write_id_column(),
     )
     return metadata
 
 
-@pytest.fixture
-def lone_engine(shared_url: str) -> Iterator[Engine]:
-    """An engine that keeps no connection, so that what a way sets on one is gone with it."""
-    engine = create_engine(shared_url, poolclass=NullPool)
-    yield engine
-    engine.dispose()
-
-
 def outcomes(engine: Engine, ways: list[Way], trigger: FenceTrigger) -> list[str]:
-    """Take every way to write to a table with that trigger."""
     metadata = make_tables(trigger)
     metadata.create_all(engine)
-    dialect = engine.dialect.name
-    run(engine, STORED[dialect])
-    try:
-        return [outcome(engine, metadata, way) for way in ways]
-    finally:
-        run(engine, STORED_GOES[dialect])
-        metadata.drop_all(engine)
+    orders, customers = (metadata.tables[name] for name in ("tt_orders", "tt_customers"))
+    row = {"id": 1, "status": "new", "customer_id": 1, "last_fencing_token": FENCE}
+    found: list[str] = []
+    run(engine, STORED[engine.dialect.name])
+    for way in ways:
+        if not found or found[-1] == "written":  # else the rows are as they were
+            refill(engine, metadata, {customers: {"id": 1}, orders: row})
+        found.append(outcome(engine, orders, way))
+    run(engine, STORED_GOES[engine.dialect.name])
+    metadata.drop_all(engine)
+    return found
 
 
 def run(engine: Engine, statements: list[str]) -> None:
-    """Execute what no guard has to see."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         for statement in statements:
             connection.exec_driver_sql(statement)
 
 
-def outcome(engine: Engine, metadata: MetaData, way: Way) -> str:
-    """Return what becomes of a write by a bare cursor."""
-    orders, customers = (metadata.tables[name] for name in ("tt_orders", "tt_customers"))
-    with engine.begin() as connection:
-        empty(connection, metadata)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(customers), {"id": 1})
-        row = {"id": 1, "status": "new", "customer_id": 1, "last_fencing_token": FENCE}
-        connection.execute(insert(orders), row)
-    before = contents(engine, orders)
+def outcome(engine: Engine, orders: Table, way: Way) -> str:
+    everything = select(orders).order_by(orders.c.id)
+    before = rows_of(engine, everything)
     driver: Any = engine.dialect.loaded_dbapi
     with engine.connect() as connection:
         bare: Any = connection.connection
@@ -251,16 +219,10 @@ def outcome(engine: Engine, metadata: MetaData, way: Way) -> str:
             said = kind_of(str(error), knows=engine.dialect.name != "sqlite")
         else:
             said = "written"
-    if contents(engine, orders) == before:
+    if rows_of(engine, everything) == before:
         return "no row" if said == "written" else said
     assert said == "written"
     return said
-
-
-def contents(engine: Engine, orders: Table) -> list[tuple[Any, ...]]:
-    """Return all rows."""
-    with engine.connect() as connection:
-        return [tuple(row) for row in connection.execute(select(orders).order_by(orders.c.id))]
 
 
 def kind_of(message: str, *, knows: bool) -> str:
@@ -277,21 +239,18 @@ def kind_of(message: str, *, knows: bool) -> str:
 
 @pytest.mark.parametrize(
     ("shared_url", "database", "ways"),
-    [
-        ("sqlite", "SQLite", SQLITE),
-        ("postgresql", "PostgreSQL", POSTGRESQL),
-        ("mariadb", "MariaDB", MARIADB),
-    ],
+    [("sqlite", "SQLite", SQLITE), ("postgresql", "PostgreSQL", POSTGRESQL), ("mariadb", "MariaDB", MARIADB)],
     indirect=["shared_url"],
     ids=["sqlite", "postgresql", "mysql" if MYSQL_URL else "mariadb"],
 )
 def test_every_way_past_sqlalchemy_ends_as_the_docs_say(
-    lone_engine: Engine, database: str, ways: list[Way]
+    shared_url: str, database: str, ways: list[Way]
 ) -> None:
     """What no Python sees is seen by the trigger, or stands in the docs as what it does not see."""
-    columns = [outcomes(lone_engine, ways, trigger) for trigger in TRIGGERS]
+    engine = sa.create_engine(shared_url, poolclass=NullPool)  # what a way sets on a connection ends with it
+    columns = [outcomes(engine, ways, trigger) for trigger in TRIGGERS]
     rows = [(way.name, tuple(found)) for way, found in zip(ways, zip(*columns, strict=True), strict=True)]
-    driver = {"pysqlite": "sqlite3"}.get(lone_engine.dialect.driver, lone_engine.dialect.driver)
+    driver = {"pysqlite": "sqlite3"}.get(engine.dialect.driver, engine.dialect.driver)
     check_section(SECTION.format(database=database, driver=driver) + grouped(rows))
     bare, _, strict = columns
     stale = [way.name for way, found in zip(ways, bare, strict=True) if found != "written"]

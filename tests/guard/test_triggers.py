@@ -9,102 +9,48 @@ from contextlib import closing
 from typing import Any
 
 import pytest
-from sqlalchemy import (
-    Column,
-    Connection,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    create_mock_engine,
-    delete,
-    insert,
-    make_url,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, delete, insert, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock.errors import StaleReadError, StaleTokenError, UnfencedWriteError
-from fencelock.guard import (
-    FencedModel,
-    GuardEvent,
-    bind,
-    claim,
-    execute_fenced,
-    fence_column,
-    fenced_delete,
-    fenced_update,
-    forget,
-    on_stale,
-    on_unfenced,
-    triggers,
-    write_id_column,
-)
+import fencelock
+from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, execute_fenced, fenced_update
+from fencelock.guard import fence_column, forget, triggers
 from fencelock.guard.tables import LIMIT
-from fencelock.lease import Lease
-from tests.guard.rows import empty
+from tests.guard.rows import Keyed, core_table, holding, rows_of, turned_away
 
 FENCE = 5
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Plain(FencedModel, Base):
-    """Its fence never goes down."""
-
+class Plain(FencedModel, Keyed, Base):
     __tablename__ = "tr_plain"
     __fence_resource__ = "order:{id}"
     __fence_trigger__ = True
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(20))
 
 
-class Strict(FencedModel, Base):
-    """Each UPDATE changes its fence or its write id."""
-
+class Strict(FencedModel, Keyed, Base):
     __tablename__ = "tr_strict"
     __fence_resource__ = "order:{id}"
     __fence_trigger__ = "strict"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(20))
 
 
-class Untouched(FencedModel, Base):
-    """No trigger."""
-
+class Untouched(FencedModel, Keyed, Base):
     __tablename__ = "tr_none"
     __fence_resource__ = "order:1"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
-boxes = Table(
-    "tr_boxes",
-    Base.metadata,
-    Column("id", Integer, primary_key=True, autoincrement=False),
-    Column("size", Integer),
-    fence_column(resource="boxes", trigger="strict"),
-    write_id_column(),
+boxes = core_table(
+    "tr_boxes", Column("size", Integer), metadata=Base.metadata, resource="boxes", trigger="strict"
 )
 strict: Table = Strict.__table__  # type: ignore[assignment]
 ON_POSTGRESQL = pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
-
-
-@pytest.fixture
-def engine(shared_engine: Engine, _tables: None) -> Engine:
-    """An engine on a database with rows 1 and 2 in both tables, whose fence is FENCE."""
-    with shared_engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with shared_engine.execution_options(fencelock="bypass").begin() as connection:
-        for model in (Plain, Strict):
-            rows = [{"id": number, "status": "new", "last_fencing_token": FENCE} for number in (1, 2)]
-            connection.execute(insert(model), rows)
-    return shared_engine
+_TWO = [{"id": number, "status": "new", "last_fencing_token": FENCE} for number in (1, 2)]
+ROWS = {Plain: _TWO, Strict: _TWO}
 
 
 def raw(engine: Engine, *statements: str) -> None:
@@ -124,35 +70,25 @@ def refusal(engine: Engine, *statements: str) -> str:
     return str(caught.value)
 
 
-def row(engine: Engine, model: type[Any]) -> tuple[str, int] | None:
-    """Return the status and the fence of row 1."""
-    with engine.connect() as connection:
-        found = connection.execute(select(model.status, model.last_fencing_token).where(model.id == 1))
-        one = found.first()
-    return None if one is None else (one[0], one[1])
-
-
 @pytest.mark.parametrize("model", [Plain, Strict])
 def test_one_lower_fence_spoils_the_whole_statement(engine: Engine, model: type[Any]) -> None:
     """A set-based write is refused as a whole where one of its rows is fenced higher."""
     raw(engine, f"UPDATE {model.__tablename__} SET last_fencing_token = 6 WHERE id = 2")
     refusal(engine, f"UPDATE {model.__tablename__} SET status = 'stale', last_fencing_token = 5")
-    with engine.connect() as connection:
-        assert set(connection.scalars(select(model.status))) == {"new"}
+    assert {*rows_of(engine, select(model.status))} == {"new"}
 
 
 @pytest.mark.parametrize("shared_url", ["sqlite", "mariadb"], indirect=True)
-def test_fence_cannot_be_lost_as_null(engine: Engine) -> None:
+def test_fence_cannot_be_lost_as_null(engine: Engine, shared_engine: Engine) -> None:
     """NULL is no way down, where the database would turn it into the default or 0."""
     if engine.dialect.name == "sqlite":
         refusal(engine, "UPDATE OR REPLACE tr_plain SET last_fencing_token = NULL")
     else:
-        refusal(engine, "SET sql_mode = ''", "UPDATE tr_plain SET last_fencing_token = NULL")
-    assert row(engine, Plain) == ("new", FENCE)
+        refusal(shared_engine, "SET sql_mode = ''", "UPDATE tr_plain SET last_fencing_token = NULL")
+    assert {*rows_of(engine, select(Plain.status, Plain.last_fencing_token))} == {("new", FENCE)}
 
 
 def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
-    """The token is carried for each row, also where the database collects them before it writes."""
     with engine.begin() as connection:
         rows = [{"id": number, "size": 0} for number in range(1, 40)]
         execute_fenced(connection, insert(boxes), rows, token=3)
@@ -163,24 +99,22 @@ def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
     with engine.begin() as connection:
         moved = fenced_update(boxes).where(boxes.c.id > 1).values(id=boxes.c.id + 100)
         assert execute_fenced(connection, moved, token=FENCE).rowcount == 38
-        assert execute_fenced(connection, fenced_delete(boxes), token=FENCE).rowcount == 39
+        assert execute_fenced(connection, fencelock.fenced_delete(boxes), token=FENCE).rowcount == 39
 
 
-def bypass(connection: Connection, statement: str) -> None:
-    """Execute SQL through SQLAlchemy, around the guard."""
+def bypass(connection: sa.Connection, statement: str) -> None:
     connection.execute(text(statement), execution_options={"fencelock": "bypass"})
 
 
 def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> None:
     """What reaches a trigger around the guard raises, and is told, as the guard would, with what is known."""
-    heard: list[GuardEvent] = []
-    on_stale(heard.append)
-    on_unfenced(heard.append)
+    heard: list[fencelock.GuardEvent] = []
+    fencelock.on_stale(heard.append)
+    fencelock.on_unfenced(heard.append)
     with engine.connect() as connection:
-        with pytest.raises(StaleTokenError, match="trigger") as stale:
+        with turned_away(connection, StaleTokenError, match="trigger") as stale:
             bypass(connection, "UPDATE tr_plain SET last_fencing_token = 4")
-        connection.rollback()
-        with pytest.raises(UnfencedWriteError, match="'tr_strict'"):
+        with pytest.raises(fencelock.UnfencedWriteError, match="'tr_strict'"):
             bypass(connection, "UPDATE tr_strict SET status = 'old way'")
     forget(heard.append)
     known = (4, FENCE) if engine.dialect.name != "sqlite" else (0, None)
@@ -194,10 +128,8 @@ def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> 
 
 def test_stale_writer_is_told_by_the_guard_as_before(engine: Engine) -> None:
     """The condition turns the row away before the trigger sees it: the error has the row and both tokens."""
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 4))
-        with pytest.raises(StaleTokenError) as caught:
-            session.execute(delete(Strict).where(Strict.id == 1))
+    with holding(engine, Lease("order:1", 4)) as session, pytest.raises(StaleTokenError) as caught:
+        session.execute(delete(Strict).where(Strict.id == 1))
     assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, FENCE)
 
 
@@ -205,20 +137,13 @@ def test_a_foreign_key_deletes_the_rows_of_strict_tables(shared_engine: Engine) 
     """The parent's writer has not chosen to write them: the documentation says so."""
     metadata = MetaData()
     Table("tr_parents", metadata, Column("id", Integer, primary_key=True))
-    Table(
-        "tr_children",
-        metadata,
-        Column("id", Integer, primary_key=True),
-        Column("parent_id", ForeignKey("tr_parents.id", ondelete="CASCADE")),
-        fence_column(trigger="strict"),
-        write_id_column(),
-    )
+    parent: Column[int] = Column("parent_id", sa.ForeignKey("tr_parents.id", ondelete="CASCADE"))
+    core_table("tr_children", parent, metadata=metadata, trigger="strict")
     metadata.create_all(shared_engine)
     raw(shared_engine, "INSERT INTO tr_parents VALUES (1)", "INSERT INTO tr_children VALUES (1, 1, 5, 0)")
     switch_on = ["PRAGMA foreign_keys = ON"] if shared_engine.dialect.name == "sqlite" else []
     raw(shared_engine, *switch_on, "DELETE FROM tr_parents")
-    with shared_engine.connect() as connection:
-        assert connection.scalar(text("SELECT count(*) FROM tr_children")) == 0
+    assert rows_of(shared_engine, text("SELECT count(*) FROM tr_children")) == [0]
     metadata.drop_all(shared_engine)
 
 
@@ -236,7 +161,6 @@ def test_create_all_makes_what_the_models_say(engine: Engine) -> None:
 
 
 def test_triggers_are_changed_by_hand(engine: Engine) -> None:
-    """`create` replaces either form by the other, `drop` takes it away, and both can be repeated."""
     dialect = engine.dialect.name
     seen = []
     for wanted in ("strict", "strict", True, "strict", True, False, False):
@@ -257,13 +181,10 @@ ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "bac
 
 @pytest.mark.parametrize("name", ODD)
 def test_odd_names(shared_engine: Engine, name: str) -> None:
-    """Names are quoted, and long ones shortened, as each database wants it."""
     if shared_engine.dialect.name == "mariadb" and "\\" in name:
         pytest.skip("MariaDB's own files have no such names on every system")
-    metadata = MetaData()
-    fence = fence_column(resource="rows", trigger="strict")
-    table = Table(name, metadata, Column("id", Integer, primary_key=True), fence, write_id_column())
-    metadata.create_all(shared_engine)
+    table = core_table(name, resource="rows", trigger="strict")
+    table.metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
         execute_fenced(connection, insert(table), {"id": 1}, token=5)
     with shared_engine.connect() as connection:
@@ -273,19 +194,17 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
         with pytest.raises(StaleTokenError) as caught:
             connection.execute(lower)
     assert caught.value.table == name
-    metadata.drop_all(shared_engine)
+    table.metadata.drop_all(shared_engine)
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
 def test_tables_of_another_schema(shared_engine: Engine) -> None:
-    """The trigger is where the table is."""
     schema = "tr_other"
     with shared_engine.begin() as connection:
         connection.execute(text(f"DROP SCHEMA IF EXISTS {schema}{cascade(shared_engine)}"))
         connection.execute(text(f"CREATE SCHEMA {schema}"))
     metadata = MetaData(schema=schema)
-    fence = fence_column(resource="rows", trigger="strict")
-    table = Table("orders", metadata, Column("id", Integer, primary_key=True), fence, write_id_column())
+    table = core_table("orders", metadata=metadata, resource="rows", trigger="strict")
     metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
         assert triggers.installed(connection, "orders", schema=schema) == "strict"
@@ -315,8 +234,8 @@ def test_disabled_trigger_counts_as_none(engine: Engine) -> None:
 def test_mock_engine_prints_the_triggers() -> None:
     """A script of the schema, for whoever makes it by hand."""
     printed: list[str] = []
-    dialect = make_url("postgresql+psycopg://").get_dialect()()
-    mock = create_mock_engine(
+    dialect = sa.make_url("postgresql+psycopg://").get_dialect()()
+    mock = sa.create_mock_engine(
         "postgresql+psycopg://", lambda sql, *_, **__: printed.append(str(sql.compile(dialect=dialect)))
     )
     strict.create(mock, checkfirst=False)
@@ -326,7 +245,6 @@ def test_mock_engine_prints_the_triggers() -> None:
 
 
 def test_mistakes_are_refused_where_they_are_made() -> None:
-    """Another form, another database, what is no table."""
     with pytest.raises(ValueError, match="'Strict'"):
         fence_column(trigger="Strict")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="oracle"):
@@ -344,16 +262,12 @@ def test_mistakes_are_refused_where_they_are_made() -> None:
 
 @pytest.fixture
 def session(engine: Engine) -> Iterator[Session]:
-    """A session of the holder of both rows."""
-    with Session(engine, expire_on_commit=False) as session:
-        bind(session, Lease("order:1", FENCE), Lease("order:2", FENCE))
+    with holding(engine, Lease("order:1", FENCE), Lease("order:2", FENCE), expire_on_commit=False) as session:
         yield session
 
 
 def ids(engine: Engine) -> list[int]:
-    """Return the write ids of the rows."""
-    with Session(engine) as session:
-        return list(session.scalars(select(Plain.last_write_id).order_by(Plain.id)))
+    return rows_of(engine, select(Plain.last_write_id).order_by(Plain.id))
 
 
 class TestWriteIds:
@@ -389,21 +303,7 @@ class TestWriteIds:
         session.commit()
         assert order.status == "back"
 
-    def test_a_claim_reads_back_the_id_that_it_was_given(self, engine: Engine, session: Session) -> None:
-        """The object is written after it; that of another session is not."""
-        with Session(engine) as other:
-            bind(other, Lease("order:1", FENCE))
-            old = other.get_one(Plain, 1)
-            order = claim(session, Plain, 1)
-            assert session.scalar(select(Plain.last_write_id).where(Plain.id == 1)) == order.last_write_id
-            order.status = "paid"
-            session.commit()
-            old.status = "old"
-            with pytest.raises(StaleReadError):
-                other.commit()
-
     def test_many_rows_get_ids_of_their_own(self, engine: Engine) -> None:
-        """One UPDATE of several rows."""
         raw(engine, "UPDATE tr_plain SET status = 'all'")
         first = ids(engine)
         assert len(set(first)) == 2

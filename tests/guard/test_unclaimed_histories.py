@@ -18,33 +18,27 @@ from sqlalchemy import Engine, String, create_engine, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
-from fencelock.errors import StaleReadError, StaleTokenError
-from fencelock.guard import FencedModel, bind, claim
+from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from fencelock.lease import Lease
+from tests.guard.rows import Keyed, bypassed, rows_of
 
 TOKENS = (1, 2, 3)
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Log(FencedModel, Base):
+class Log(FencedModel, Keyed, Base):
     """A row whose text has a mark of each write that it has seen."""
 
     __tablename__ = "uh_logs"
     __fence_resource__ = "log"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     text: Mapped[str] = mapped_column(String(200), default="")
 
 
-class Counted(FencedModel, Base):
-    """The same with SQLAlchemy's version counter."""
-
+class Counted(FencedModel, Keyed, Base):
     __tablename__ = "uh_counted"
     __fence_resource__ = "log"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     text: Mapped[str] = mapped_column(String(200), default="")
     version: Mapped[int] = mapped_column()
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012  SQLAlchemy's declaration
@@ -81,13 +75,11 @@ class Holder:
         self._model = model
 
     def session(self, *, early: bool = False) -> Session:
-        """Return a session, under the lease or as before it."""
         made = Session(self._engine, expire_on_commit=False)
         bind(made, *([] if early else [Lease("log", self.token)]))
         return made
 
     def read(self, *, early: bool = False, claims: bool = False) -> None:
-        """Load the row, and keep it."""
         with self.session(early=early) as session:
             kept = claim(session, self._model, 1) if claims else session.get_one(self._model, 1)
             session.commit()
@@ -95,7 +87,6 @@ class Holder:
         self.kept, self.seen = kept, kept.text
 
     def write(self, mark: str, how: str) -> None:
-        """Write back the text that was read, with a mark more."""
         with self.session() as session:
             self.kept.text = self.seen + mark
             if how == "merge":
@@ -108,7 +99,6 @@ class Holder:
 
 
 def refusal_of(holder: Holder, mark: str, how: str) -> Exception | None:
-    """Let a holder write, and return the refusal if there is one."""
     try:
         holder.write(mark, how)
     except (StaleTokenError, StaleDataError) as refusal:
@@ -122,7 +112,7 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
     Raises:
         AssertionError: if a write was accepted or refused otherwise than the model says.
     """
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(delete(model))
         more = {"version": 1} if model is Counted else {}
         connection.execute(insert(model), {"id": 1, "text": "", **more})
@@ -155,21 +145,15 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
             holder.kept = None
             continue
         text, fence = holder.seen, holder.token
-        with engine.connect() as connection:
-            found = connection.execute(select(model.text, model.last_fencing_token)).one()
+        (found,) = rows_of(engine, select(model.text, model.last_fencing_token))
         assert tuple(found) == (text, fence)
     return happened
 
 
-@pytest.fixture
-def engine(shared_engine: Engine) -> Engine:
-    """An engine on a database with the tables."""
-    Base.metadata.create_all(shared_engine)
-    return shared_engine
+ROWS: dict[Any, Any] = {}  # each history begins anew
 
 
 def played(engine: Engine, model: Any) -> Counter[str]:
-    """Play many histories, and return what happened how often."""
     happened: Counter[str] = Counter()
 
     @QUIET

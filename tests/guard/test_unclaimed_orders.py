@@ -8,40 +8,33 @@ of transactions; all orders are tried, on real databases.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from itertools import combinations
-from typing import cast
+from typing import NamedTuple, cast
 
 import pytest
 from sqlalchemy import Engine, String, delete, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
-from fencelock.errors import StaleTokenError
-from fencelock.guard import FencedModel, bind, claim
+from fencelock import FencedModel, Lease, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from fencelock.lease import Lease
+from tests.guard.rows import Keyed, bypassed
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Page(FencedModel, Base):
+class Page(FencedModel, Keyed, Base):
     """Its log has a mark of each write that it has seen."""
 
     __tablename__ = "eo_pages"
     __fence_resource__ = "page:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     log: Mapped[str] = mapped_column(String(100), default="")
 
 
-class Counted(FencedModel, Base):
-    """With SQLAlchemy's own counter beside the fence."""
-
+class Counted(FencedModel, Keyed, Base):
     __tablename__ = "eo_counted"
     __fence_resource__ = "page:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     log: Mapped[str] = mapped_column(String(100), default="")
     version: Mapped[int] = mapped_column()
     __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
@@ -55,15 +48,8 @@ PROGRAMS = (("LWW", "LWW"), ("LWLW", "LWW"), ("LWW", "LWLW"))
 """What the older and the newer holder do: load, write."""
 
 
-@dataclass(frozen=True)
-class Written:
-    """A write that was acknowledged.
-
-    Attributes:
-        mark: which it has added.
-        token: which it was made with.
-        seen: the log that it was computed from.
-    """
+class Written(NamedTuple):
+    """A write that was acknowledged: which mark it has added to which log, with which token."""
 
     mark: str
     token: int
@@ -94,7 +80,6 @@ class Holder:
             self.session.rollback()
 
     def write(self, mark: str) -> Written | None:
-        """Write what is computed from the object; return None if it was refused, or there is no object."""
         if self._page is None:
             return None
         self._bind()
@@ -129,7 +114,7 @@ def losses(engine: Engine, model: Model, load: Load, *, before: bool = False) ->
     found: list[str] = []
     for programs in PROGRAMS:
         for order in orders(*programs):
-            with engine.execution_options(fencelock="bypass").begin() as connection:
+            with bypassed(engine) as connection:
                 connection.execute(delete(model))
                 connection.execute(insert(model), {"id": 1} | ({"version": 1} if model is Counted else {}))
             acknowledged, log = carry_out(engine, model, load, order, before=before)
@@ -158,10 +143,10 @@ def carry_out(
 
 
 def unclaimed(session: Session, model: Model, key: int) -> Page | Counted:
-    """Load without a claim."""
     return cast("Page | Counted", session.get_one(model, key))
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("load", "before"), [(unclaimed, False), (unclaimed, True), (claim, False)])
 def test_no_order_loses_an_update(shared_engine: Engine, load: Load, *, before: bool) -> None:
     """Whether the row is loaded before the lock is taken or under it, with and without a claim."""

@@ -2,36 +2,24 @@
 
 from __future__ import annotations
 
-import threading
+import time
 import uuid
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, String, delete, insert, select, text
+from sqlalchemy import Engine, String, select, text
 from sqlalchemy.exc import IntegrityError, PendingRollbackError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
-from fencelock import (
-    FencedModel,
-    FenceError,
-    Lease,
-    StaleTokenError,
-    UnfencedWriteError,
-    bind,
-    claim,
-    upsert,
-)
-from tests.guard.rows import on_sqlite_alone
+from fencelock import FencedModel, FenceError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, upsert
+from tests.guard.claims import in_thread
+from tests.guard.rows import holding, on_sqlite_alone, rows_of, turned_away
 
 
-class Base(DeclarativeBase):
-    """Tables of these tests."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
-    """Each row has a resource of its own."""
-
     __tablename__ = "up_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -40,8 +28,6 @@ class Order(FencedModel, Base):
 
 
 class Item(FencedModel, Base):
-    """Rows of an aggregate, whose resource is in no key."""
-
     __tablename__ = "up_items"
     __fence_resource__ = "order:{order_id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -51,8 +37,6 @@ class Item(FencedModel, Base):
 
 
 class Price(FencedModel, Base):
-    """One resource guards the table; the key is text."""
-
     __tablename__ = "up_prices"
     __fence_resource__ = "prices"
     sku: Mapped[str] = mapped_column(String(20), primary_key=True)
@@ -71,8 +55,6 @@ class Page(FencedModel, Base):
 
 
 class Thing(FencedModel, Base):
-    """A key that can be given in several ways, and two kinds of rows in one table."""
-
     __tablename__ = "up_things"
     __fence_resource__ = "things"
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "thing"}  # noqa: RUF012 - as SQLAlchemy has it
@@ -81,38 +63,19 @@ class Thing(FencedModel, Base):
 
 
 class Toy(Thing):
-    """Single-table inheritance."""
-
     __mapper_args__ = {"polymorphic_identity": "toy"}  # noqa: RUF012 - as SQLAlchemy has it
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with one order, item and price, fenced with 5."""
-    with lasting_engine.execution_options(fencelock="bypass").begin() as connection:
-        for table in Base.metadata.tables.values():
-            connection.execute(delete(table))
-        fence = {"last_fencing_token": 5}
-        connection.execute(insert(Order), {"id": 1, "code_": "A", "status": "old", **fence})
-        connection.execute(insert(Item), {"id": 1, "line": 1, "order_id": 1, "amount": 7, **fence})
-        connection.execute(insert(Price), {"sku": "pen", "cents": 100, **fence})
-    return lasting_engine
-
-
-@pytest.fixture
-def session(engine: Engine) -> Iterator[Session]:
-    """A session without a lease; the tests bind what they hold."""
-    with Session(engine) as made:
-        yield made
+ITS = {"last_fencing_token": 5}
+ROWS: dict[Any, Any] = {
+    Order: {"id": 1, "code_": "A", "status": "old", **ITS},
+    Item: {"id": 1, "line": 1, "order_id": 1, "amount": 7, **ITS},
+    Price: {"sku": "pen", "cents": 100, **ITS},
+}
 
 
 def rows(engine: Engine, model: type[Any]) -> list[tuple[Any, ...]]:
-    """Return what the database has, by key."""
-    with engine.connect() as connection:
-        return [
-            tuple(row)
-            for row in connection.execute(select(model.__table__).order_by(*model.__table__.primary_key))
-        ]
+    return rows_of(engine, select(model.__table__).order_by(*model.__table__.primary_key))
 
 
 def test_rows_are_inserted_or_updated_with_the_token(session: Session, engine: Engine) -> None:
@@ -120,104 +83,82 @@ def test_rows_are_inserted_or_updated_with_the_token(session: Session, engine: E
     bind(session, Lease("order:1", 6), Lease("order:2", 9))
     upsert(session, Order, [{"id": 2}, {"id": 1, "status": "paid"}])
     session.commit()
-    with engine.connect() as connection:
-        found = connection.execute(
-            select(Order.id, Order.code, Order.status, Order.last_fencing_token).order_by(Order.id)
-        ).all()
-    assert [tuple(row) for row in found] == [(1, "A", "paid", 6), (2, None, "new", 9)]
+    assert [row[:4] for row in rows(engine, Order)] == [(1, "A", "paid", 6), (2, None, "new", 9)]
 
 
-@pytest.mark.parametrize("model", [Order, Item, Price])
-def test_stale_holder_is_turned_away_and_nothing_is_written(
-    session: Session, engine: Engine, model: type[Any]
-) -> None:
-    """Also the rows of the same call that nobody else has fenced."""
+MINE = {"id": 1, "line": 1, "order_id": 2, "amount": 0}
+BOTH = (Lease("order:1", 5), Lease("order:2", 5))
+NAMED = "order:1"
+#: Also the rows of the same call that nobody else has fenced are not written.
+TURNED_AWAY: dict[str, tuple[tuple[Lease, ...], Any, list[dict[str, Any]], Any, str]] = {
+    "stale": (
+        (Lease("order:1", 4),),
+        Order,
+        [{"id": 1, "status": "stale"}],
+        StaleTokenError,
+        r"orders\(1,\)",
+    ),
+    "stale, composite": (
+        (Lease("order:1", 4),),
+        Item,
+        [{"id": 2, "line": 1, "order_id": 1}, {"id": 1, "line": 1, "order_id": 1, "amount": 0}],
+        StaleTokenError,
+        r"up_items\(1, 1\)",
+    ),
+    "stale, text": (
+        (Lease("prices", 4),),
+        Price,
+        [{"sku": "ink", "cents": 1}, {"sku": "pen", "cents": 1}],
+        StaleTokenError,
+        r"up_prices\('pen',\)",
+    ),
+    # Its key is there, but it belongs to another order, whose tokens are not comparable, even if equal.
+    **{
+        f"of another, token {token}": ((Lease("order:2", token),), Item, [MINE], UnfencedWriteError, NAMED)
+        for token in (4, 5, 900)
+    },
+    "of another of the call": (
+        BOTH,
+        Item,
+        [MINE, {"id": 2, "line": 1, "order_id": 1}],
+        UnfencedWriteError,
+        NAMED,
+    ),
+    # It is no reason to write to that other row, as ON DUPLICATE KEY would.
+    "with a unique value of another": (
+        (Lease("order:3", 9),),
+        Order,
+        [{"id": 3, "code": "A", "status": "mine"}],
+        (IntegrityError, FenceError),
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", TURNED_AWAY)
+def test_holder_is_turned_away_and_nothing_is_written(session: Session, engine: Engine, case: str) -> None:
+    leases, model, given, error, match = TURNED_AWAY[case]
     before = rows(engine, model)
-    stale: dict[type[Any], tuple[str, list[dict[str, Any]]]] = {
-        Order: ("order:1", [{"id": 1, "status": "stale"}]),
-        Item: (
-            "order:1",
-            [{"id": 2, "line": 1, "order_id": 1}, {"id": 1, "line": 1, "order_id": 1, "amount": 0}],
-        ),
-        Price: ("prices", [{"sku": "ink", "cents": 1}, {"sku": "pen", "cents": 1}]),
-    }
-    resource, given = stale[model]
-    bind(session, Lease(resource, 4))
-    with pytest.raises(StaleTokenError) as refused:
+    bind(session, *leases)
+    with turned_away(session, error, match=match or None) as refused:
         upsert(session, model, given)
-    assert (refused.value.token, refused.value.current) == (4, 5)
-    assert refused.value.identity in {(1,), (1, 1), ("pen",)}
-    with pytest.raises(PendingRollbackError):
-        session.commit()
+    if error is StaleTokenError:
+        assert (refused.value.token, refused.value.current) == (4, 5)
     assert rows(engine, model) == before
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
 def test_stale_upsert_that_waits_for_a_newer_holder_is_turned_away(engine: Engine) -> None:
     """The row lock is waited for, and the fence that the newer one has left is what counts."""
-    refused: list[BaseException] = []
-
-    def late() -> None:
-        with Session(engine) as session:
-            bind(session, Lease("prices", 6))
-            try:
-                upsert(session, Price, [{"sku": "pen", "cents": 1}])
-                session.commit()
-            except StaleTokenError as error:
-                refused.append(error)
-
-    with Session(engine) as newer:
-        bind(newer, Lease("prices", 7))
+    late = holding(engine, Lease("prices", 6))
+    with holding(engine, Lease("prices", 7)) as newer, newer.begin():
         claim(newer, Price, "pen").cents = 777
         newer.flush()
-        thread = threading.Thread(target=late)
-        thread.start()
-        thread.join(0.3)
-        assert thread.is_alive()
-        newer.commit()
-    thread.join(10)
-    assert len(refused) == 1
-    with engine.connect() as connection:
-        assert connection.scalar(select(Price.cents)) == 777
-
-
-@pytest.mark.parametrize("token", [4, 5, 900])
-def test_row_that_another_resource_guards_is_left_alone(session: Session, engine: Engine, token: int) -> None:
-    """Its key is there, but it belongs to another order, whose tokens are not comparable, even if equal."""
-    before = rows(engine, Item)
-    bind(session, Lease("order:2", token))
-    with pytest.raises(UnfencedWriteError, match="order:1"):
-        upsert(session, Item, [{"id": 1, "line": 1, "order_id": 2, "amount": 0}])
-    with pytest.raises(PendingRollbackError):
-        session.commit()
-    assert rows(engine, Item) == before
-
-
-def test_a_row_is_left_alone_that_another_resource_of_the_same_call_guards(
-    session: Session, engine: Engine
-) -> None:
-    """Both leases are held, and their tokens and the row's fence happen to be equal."""
-    before = rows(engine, Item)
-    bind(session, Lease("order:1", 5), Lease("order:2", 5))
-    with pytest.raises(UnfencedWriteError, match="order:1"):
-        upsert(
-            session,
-            Item,
-            [{"id": 1, "line": 1, "order_id": 2, "amount": 0}, {"id": 2, "line": 1, "order_id": 1}],
-        )
-    with pytest.raises(PendingRollbackError):
-        session.commit()
-    assert rows(engine, Item) == before
-
-
-def test_another_rows_unique_value_is_an_error(session: Session, engine: Engine) -> None:
-    """It is no reason to write to that other row, as ON DUPLICATE KEY would."""
-    before = rows(engine, Order)
-    bind(session, Lease("order:3", 9))
-    with pytest.raises((IntegrityError, FenceError)):
-        upsert(session, Order, [{"id": 3, "code": "A", "status": "mine"}])
-    session.rollback()
-    assert rows(engine, Order) == before
+        wait = in_thread(lambda: upsert(late, Price, [{"sku": "pen", "cents": 1}]))
+        time.sleep(0.3)
+    with turned_away(late, StaleTokenError):
+        wait()
+    assert rows_of(engine, select(Price.cents)) == [777]
 
 
 def test_key_that_the_database_takes_for_the_same_is_an_error(session: Session, engine: Engine) -> None:
@@ -234,7 +175,6 @@ def test_key_that_the_database_takes_for_the_same_is_an_error(session: Session, 
 
 @on_sqlite_alone
 def test_objects_of_the_session_are_read_anew(session: Session) -> None:
-    """And its pending changes are flushed first."""
     bind(session, Lease("prices", 6))
     pen = session.get_one(Price, "pen")
     session.add(Price(sku="ink", cents=5))
@@ -244,7 +184,6 @@ def test_objects_of_the_session_are_read_anew(session: Session) -> None:
 
 @on_sqlite_alone
 def test_scoped_sessions_are_taken_too(engine: Engine) -> None:
-    """What is bound to one counts, and of a refusal nothing can be committed."""
     scoped = scoped_session(sessionmaker(engine))
     bind(scoped, Lease("prices", 7))
     upsert(scoped, Price, [{"sku": "pen", "cents": 1}])
@@ -269,54 +208,54 @@ def test_keys_may_be_given_as_the_type_takes_them(session: Session) -> None:
 
 
 def test_many_rows(session: Session, engine: Engine) -> None:
-    """More than one query can ask for; in the order of their keys, whatever theirs was."""
     bind(session, Lease("prices", 6))
     upsert(session, Price, [{"sku": f"sku{number:04}", "cents": number} for number in reversed(range(1200))])
     session.commit()
     assert len(rows(engine, Price)) == 1201
 
 
-@on_sqlite_alone
-def test_no_rows_are_no_work(session: Session) -> None:
-    """Not even a lease is needed."""
-    upsert(session, Price, [])
+PATH = {"index_elements": ["path"]}
+MISTAKES: list[tuple[Any, dict[str, Any], dict[str, Any], type[Exception], str]] = [
+    (Order, {"status": "x"}, {}, ValueError, "whole key"),
+    (Order, {"id": None, "status": "x"}, {}, ValueError, "whole key"),
+    (Order, {"id": 1, "nonsense": 2}, {}, ValueError, "'nonsense' is no column"),
+    (Order, {"id": 1, "last_fencing_token": 2}, {}, ValueError, "the guard's"),
+    (Item, {"id": 1, "line": 1}, {}, ValueError, "hangs on order_id"),
+    (Page, {"id": 1, "path": "/", "hits": Page.hits + 1}, {}, ValueError, "'hits' of a row to upsert is SQL"),
+    (Page, {"path": "/"}, {"index_elements": ["title"]}, ValueError, "one unique constraint or index"),
+    (Page, {"path": "/"}, {"index_elements": ["path", "title"]}, ValueError, "one unique constraint"),
+    (Page, {"path": "/"}, {"index_elements": ["nonsense"]}, ValueError, "'nonsense' is no column"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"nonsense": 1}}, ValueError, "'nonsense' is no column"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"last_write_id": 1}}, ValueError, "the guard's"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"path": "/b"}}, ValueError, "'path' of a row .* must not change"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"id": 7}}, ValueError, "'id' of a row .* must not change"),
+    (Page, {"path": "/"}, {**PATH, "set_": {"hits": text("1 --")}}, UnfencedWriteError, "could cut off"),
+    (str, {"id": 1}, {}, TypeError, "expected a mapped class"),
+    (Price, {"sku": "pen", "cents": 1}, {}, UnfencedWriteError, "prices"),  # of which the lease is needed
+]
 
 
 @on_sqlite_alone
-@pytest.mark.parametrize(
-    ("model", "given", "match"),
-    [
-        (Order, [{"status": "x"}], "whole key"),
-        (Order, [{"id": None, "status": "x"}], "whole key"),
-        (Order, [{"id": 1, "nonsense": 2}], "'nonsense' is no column"),
-        (Order, [{"id": 1, "last_fencing_token": 2}], "the guard's"),
-        (Order, [{"id": 1}, {"id": 1}], "given twice"),
-        (Item, [{"id": 1, "line": 1}], "hangs on order_id"),
-        (Page, [{"id": 1, "path": "/", "hits": Page.hits + 1}], "'hits' of a row to upsert is SQL"),
-    ],
-)
-def test_rows_that_do_not_say_enough(
-    session: Session, model: type[Any], given: list[dict[str, Any]], match: str
+@pytest.mark.parametrize(("model", "row", "options", "error", "match"), MISTAKES)
+def test_what_cannot_be_is_refused_before_anything_is_sent(
+    session: Session, *, model: Any, row: Any, options: dict[str, Any], error: type[Exception], match: str
 ) -> None:
-    """A clear error, before anything is sent."""
-    bind(session, Lease("order:1", 6))
-    with pytest.raises(ValueError, match=match):
-        upsert(session, model, given)
+    bind(session, Lease("order:1", 6), Lease("page:/", 6))
+    with pytest.raises(error, match=match):
+        upsert(session, model, [row], **options)
 
 
 @on_sqlite_alone
-def test_lease_is_needed(session: Session) -> None:
-    """None and the wrong one are two messages."""
-    with pytest.raises(UnfencedWriteError, match="no lease"):
+def test_a_lease_is_needed_and_each_row_is_given_once(session: Session) -> None:
+    with turned_away(session, UnfencedWriteError, match="no lease"):
         upsert(session, Price, [{"sku": "pen", "cents": 1}])
-    session.rollback()
-    bind(session, Lease("order:2", 6))
-    with pytest.raises(UnfencedWriteError, match="order:1"):
-        upsert(session, Order, [{"id": 1}])
+    upsert(session, Price, [])
+    bind(session, Lease("order:1", 6))
+    with pytest.raises(ValueError, match="given twice"):
+        upsert(session, Order, [{"id": 1}, {"id": 1}])
 
 
 def count(session: Session, *given: dict[str, Any], **options: Any) -> None:
-    """Count a hit of each of these pages."""
     upsert(session, Page, given, index_elements=["path"], set_={"hits": Page.hits + 1}, **options)
 
 
@@ -336,7 +275,6 @@ def test_another_unique_column_may_be_the_key(session: Session) -> None:
 
 
 def test_stale_holder_of_such_a_row_is_turned_away(session: Session, engine: Engine) -> None:
-    """The error names the row by its primary key."""
     bind(session, Lease("page:/", 6))
     count(session, {"path": "/", "hits": 1})
     session.commit()
@@ -355,51 +293,14 @@ def test_a_row_with_the_primary_key_of_another_is_an_error(session: Session, eng
     count(session, {"path": "/", "hits": 1})
     session.commit()
     before = rows(engine, Page)
-    with pytest.raises((IntegrityError, FenceError)):
+    with turned_away(session, (IntegrityError, FenceError)):
         count(session, {"id": before[0][0], "path": "/b", "hits": 1})
-    session.rollback()
     assert rows(engine, Page) == before
 
 
 def test_with_nothing_to_set_a_row_is_made_or_kept(session: Session, engine: Engine) -> None:
-    """It is fenced all the same."""
     bind(session, Lease("order:1", 6))
     upsert(session, Order, [{"id": 1, "status": "new", "code": "B"}], set_={})
     session.commit()
     assert rows(engine, Order)[0][:3] == (1, "A", "old")
     assert session.get_one(Order, 1).last_fencing_token == 6
-
-
-@on_sqlite_alone
-@pytest.mark.parametrize(
-    ("options", "match"),
-    [
-        ({"index_elements": ["title"]}, "one unique constraint or index"),
-        ({"index_elements": ["path", "title"]}, "one unique constraint or index"),
-        ({"index_elements": ["nonsense"]}, "'nonsense' is no column"),
-        ({"index_elements": ["path"], "set_": {"nonsense": 1}}, "'nonsense' is no column"),
-        ({"index_elements": ["path"], "set_": {"last_write_id": 1}}, "the guard's"),
-        ({"index_elements": ["path"], "set_": {"path": "/b"}}, "'path' of a row .* must not change"),
-        ({"index_elements": ["path"], "set_": {"id": 7}}, "'id' of a row .* must not change"),
-    ],
-)
-def test_keys_and_changes_that_cannot_be(session: Session, options: dict[str, Any], match: str) -> None:
-    """A clear error, before anything is sent."""
-    bind(session, Lease("page:/", 6))
-    with pytest.raises(ValueError, match=match):
-        upsert(session, Page, [{"path": "/"}], **options)
-
-
-@on_sqlite_alone
-def test_text_does_not_cut_off_the_condition(session: Session) -> None:
-    """It would be that of `WHERE`, which comes behind it."""
-    bind(session, Lease("page:/", 6))
-    with pytest.raises(UnfencedWriteError, match="could cut off"):
-        upsert(session, Page, [{"path": "/"}], index_elements=["path"], set_={"hits": text("1 --")})
-
-
-@on_sqlite_alone
-def test_what_has_no_fence_is_no_model_to_upsert(session: Session) -> None:
-    """The error says so."""
-    with pytest.raises(TypeError, match="expected a mapped class"):
-        upsert(session, str, [{"id": 1}])

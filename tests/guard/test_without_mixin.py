@@ -2,53 +2,32 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
+import sqlalchemy as sa
 import sqlmodel
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    create_engine,
-    insert,
-    text,
-    update,
-)
+from sqlalchemy import BigInteger, Column, Engine, ForeignKey, MetaData, String, Table, orm, text, update
 from sqlalchemy.ext.automap import automap_base
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
 
-from fencelock.errors import StaleTokenError, UnfencedWriteError
-from fencelock.guard import FencedModel, bind, claim, fence_column, write_id_column
-from fencelock.lease import Lease
-from tests.guard.rows import InMemory
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, claim
+from fencelock.guard import fence_column, write_id_column
+from tests.guard.rows import InMemory, holding, turned_away
 
 
 def columns(fence: Column[int]) -> list[Column[Any]]:
-    """Return the columns of a fenced table."""
-    key = Column("id", Integer, primary_key=True, autoincrement=False)
+    key = Column("id", sa.Integer, primary_key=True, autoincrement=False)
     return [key, Column("status", String(10)), fence, write_id_column()]
 
 
 def own_column() -> Column[int]:
-    """Return a column like the guard's, written by hand."""
     return Column("last_fencing_token", BigInteger, nullable=False, server_default="0")
 
 
 def with_table(fence: Column[int]) -> tuple[MetaData, Any]:
-    """Return a declarative model of a Core table."""
-
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     class Order(Base):
         __table__ = Table("orders", Base.metadata, *columns(fence))
@@ -58,7 +37,6 @@ def with_table(fence: Column[int]) -> tuple[MetaData, Any]:
 
 
 def imperative(fence: Column[int]) -> tuple[MetaData, Any]:
-    """Return a class that is mapped imperatively."""
     mappers = registry()
 
     class Order:
@@ -75,8 +53,7 @@ def imperative(fence: Column[int]) -> tuple[MetaData, Any]:
 def on_a_base_class(fence: Column[int]) -> tuple[MetaData, Any]:
     """Return a model that gets the column from a class of the project."""
 
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     class Fenced:
         __fence_resource__ = "order:{id}"
@@ -99,12 +76,10 @@ def test_the_resource_counts(
 ) -> None:
     """Of a Core table, a class mapped imperatively, and one whose column comes from a base class."""
     metadata, order = make(fence())
-    engine = in_memory(metadata)
-    check(engine, order)
+    check(in_memory(metadata), order)
 
 
 def test_a_reflected_table(in_memory: InMemory) -> None:
-    """As automap makes its models."""
     metadata, _ = with_table(fence_column())
     engine = in_memory(metadata)
     base: Any = automap_base()
@@ -118,9 +93,7 @@ def test_a_reflected_table(in_memory: InMemory) -> None:
 
 
 def check(engine: Engine, order: Any) -> None:
-    """Write with the right lease, and be refused with another."""
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 5))
+    with holding(engine, Lease("order:1", 5)) as session:
         session.add(order(id=1, status="new"))
         session.commit()
         session.get_one(order, 1).status = "paid"
@@ -132,8 +105,7 @@ def check(engine: Engine, order: Any) -> None:
 def test_links_are_guarded(in_memory: InMemory) -> None:
     """A change of a link alone is refused to a holder whose lease is over, and free for who holds none."""
 
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     link = Table(
         "links",
@@ -152,81 +124,32 @@ def test_links_are_guarded(in_memory: InMemory) -> None:
         tags: Mapped[list[Tag]] = relationship(secondary=link)
 
     engine = in_memory(Base.metadata)
-    with Session(engine) as session:
-        bind(session, Lease("order:1", 5))
+    with holding(engine, Lease("order:1", 5)) as session:
         session.add(Order(id=1))
         session.commit()
         order = session.get_one(Order, 1)
         order.tags.append(Tag(id=1))
         bind(session, Lease("order:1", 4))
-        with pytest.raises(StaleTokenError):
+        with turned_away(session, StaleTokenError):
             session.commit()
-        session.rollback()
         order.tags.append(Tag(id=2))
         bind(session, Lease("order:2", 50))
         session.commit()
         assert session.scalar(text("SELECT last_fencing_token FROM orders")) == 5
 
 
-def test_a_template_that_cannot_be_rendered() -> None:
-    """It is an error when the class is mapped, and names the class."""
-
-    class Base(DeclarativeBase):
-        """Of this one."""
-
-    table = Table("orders", Base.metadata, *columns(fence_column()))
+def test_mistakes_are_told_when_the_class_is_mapped() -> None:
+    """A template that cannot be rendered, and a resource without the column: who names one wants a fence."""
+    base, resource = orm.declarative_base(), {"__fence_resource__": "order:{no_such}"}
+    table = Table("orders", base.metadata, *columns(fence_column()))
     with pytest.raises(ValueError, match=r"Order\.__fence_resource__"):
-        type("Order", (Base,), {"__table__": table, "__fence_resource__": "order:{no_such}"})
-
-
-def test_a_resource_without_the_column() -> None:
-    """Whoever names a resource wants the table fenced."""
-
-    class Base(DeclarativeBase):
-        """Of this one."""
-
+        type("Order", (base,), {"__table__": table, **resource})
+    plain = {"__tablename__": "plain", "id": mapped_column(sa.Integer, primary_key=True)}
     with pytest.raises(ValueError, match=r"fence_column\(\)"):
-
-        class Order(Base):
-            __tablename__ = "orders"
-            __fence_resource__ = "order:{id}"
-            id: Mapped[int] = mapped_column(primary_key=True)
+        type("Plain", (base,), {**plain, "__fence_resource__": "order:{id}"})
 
 
-PROGRAM = """
-from sqlalchemy import BigInteger, create_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
-import fencelock
-
-class Base(DeclarativeBase): ...
-class Order(Base):
-    __tablename__ = "orders"
-    __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
-    last_write_id: Mapped[int] = mapped_column(BigInteger, server_default="0")
-
-engine = create_engine("sqlite://")
-Base.metadata.create_all(engine)
-with Session(engine) as session:
-    session.add(Order(id=1))
-    try:
-        session.commit()
-    except fencelock.UnfencedWriteError as error:
-        print(error)
-"""
-
-
-def test_a_process_that_has_no_other_fenced_table(tmp_path: Path) -> None:
-    """The guard is put in place by the resource that the class names."""
-    (tmp_path / "program.py").write_text(PROGRAM)
-    done = subprocess.run(
-        [sys.executable, tmp_path / "program.py"], capture_output=True, text=True, check=True
-    )
-    assert "order:1" in done.stdout
-
-
-def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
+def test_a_model_of_sqlmodel_has_the_column_alone(in_memory: InMemory) -> None:
     """As the error says that the mixin raises there; its rows are guarded as any other's."""
     with pytest.raises(TypeError, match=r"ClassVar\[Any\] = fence_column\(\)"):
 
@@ -250,41 +173,31 @@ def test_a_model_of_sqlmodel_has_the_column_alone(tmp_path: Path) -> None:
         id: int | None = sqlmodel.Field(default=None, primary_key=True)
         name: str = ""
 
-    engine = create_engine(f"sqlite:///{tmp_path / 'heroes.sqlite'}")
-    Hero.metadata.create_all(engine)
-    with sqlmodel.Session(engine) as session:
+    with sqlmodel.Session(in_memory(Hero.metadata)) as session:
         bind(session, Lease("hero:1", 5))
         session.add(Hero(id=1, name="a"))
         session.commit()
         claim(session, Hero, 1).name = "b"
         session.commit()
-    with sqlmodel.Session(engine) as session:
-        bind(session, Lease("hero:1", 4))
-        session.get_one(Hero, 1).name = "c"
-        with pytest.raises(StaleTokenError):
-            session.commit()
-    with sqlmodel.Session(engine) as session:
-        bind(session, Lease("hero:2", 9))
-        session.get_one(Hero, 1).name = "other"
-        with pytest.raises(UnfencedWriteError, match="'hero:1'"):
-            session.commit()
-    with sqlmodel.Session(engine) as session:
+        for lease, error in ((Lease("hero:1", 4), StaleTokenError), (Lease("hero:2", 9), UnfencedWriteError)):
+            bind(session, lease)
+            session.get_one(Hero, 1).name = "c"
+            with turned_away(session, error, match="'hero:1'|token 4 is stale"):
+                session.commit()
         hero = session.exec(sqlmodel.select(Hero)).one()
         assert (hero.name, hero.last_fencing_token) == ("b", 5)
         assert hero.model_dump() == {"id": 1, "name": "b"}
-    with sqlmodel.Session(engine) as session:  # under no lease
+        bind(session)
         for name in "abc":
             session.merge(Villain(id=1, name=name))
             session.commit()
-    engine.dispose()
 
 
 @pytest.mark.parametrize("way", ["to_metadata", "columns", "Column._copy"])
 def test_a_copy_under_another_name_is_a_plain_table(in_memory: InMemory, way: str) -> None:
     """A history, an archive: its rows are written by whoever likes, the original's are not."""
 
-    class Base(DeclarativeBase):
-        """Of this one."""
+    class Base(DeclarativeBase): ...
 
     class Order(FencedModel, Base):
         __tablename__ = "orders"
@@ -298,23 +211,22 @@ def test_a_copy_under_another_name_is_a_plain_table(in_memory: InMemory, way: st
         __mapper_args__ = {"polymorphic_identity": "rush"}  # noqa: RUF012
         id: Mapped[int] = mapped_column(ForeignKey("orders.id"), primary_key=True)
 
+    copies: dict[str, Callable[[Any, str], Any]] = {
+        "to_metadata": lambda table, name: table.to_metadata(Base.metadata, name=name),
+        "columns": lambda table, name: Table(
+            name, Base.metadata, *(Column(each.name, each.type, info=each.info) for each in table.c)
+        ),
+        "Column._copy": lambda table, name: Table(name, Base.metadata, *(each._copy() for each in table.c)),
+    }
     for table in (Base.metadata.tables["orders"], Base.metadata.tables["rushes"]):
         name = f"{table.name}_history"
-        if way == "to_metadata":
-            copied: Any = table.to_metadata(Base.metadata, name=name)
-        else:
-            columns = [
-                each._copy() if way == "Column._copy" else Column(each.name, each.type, info=each.info)
-                for each in table.c
-            ]
-            copied = Table(name, Base.metadata, *columns)
-
+        copied = copies[way](table, name)
         arguments = {"primary_key": [copied.c.id]}
         history: Any = type(name, (Base,), {"__table__": copied, "__mapper_args__": arguments})
         engine = in_memory(Base.metadata)
         given = {column.name: 1 for column in copied.c}
         with Session(engine) as session:
-            session.execute(insert(copied), given)
+            session.execute(sa.insert(copied), given)
             session.execute(update(copied).values(id=2))
             session.execute(text(f"UPDATE {name} SET id = 3"))  # noqa: S608
             session.get_one(history, 3).id = 4

@@ -11,58 +11,49 @@ from sqlalchemy import Engine, create_engine, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.pool import StaticPool
 
-from fencelock.errors import StaleReadError
-from fencelock.guard import FencedModel, bind
-from fencelock.lease import Lease
+from fencelock import FencedModel, Lease, StaleReadError, bind
+from tests.guard.rows import Keyed
 
 ROOMS = ("leases", "objects", "statements")
 """Those that make ids."""
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class Page(FencedModel, Base):
+class Page(FencedModel, Keyed, Base):
     """Two holders add to its balance."""
 
     __tablename__ = "wm_pages"
     __fence_resource__ = "pages"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=0)
     status: Mapped[int] = mapped_column(default=0)
 
 
 @pytest.fixture
 def database() -> Iterator[Engine]:
-    """Return a database with one page."""
     engine = create_engine("sqlite://", poolclass=StaticPool)
     Base.metadata.create_all(engine)
-    with holder(engine) as session:
+    with holder(engine) as session, session.begin():
         session.add(Page(id=1))
-        session.commit()
     yield engine
     engine.dispose()
 
 
 def holder(engine: Engine) -> Session:
-    """Return a session of one of those that hold the same token."""
     session = Session(engine, expire_on_commit=False)
     bind(session, Lease("pages", 7))
     return session
 
 
 def balance(engine: Engine) -> int:
-    """Return what was committed."""
     with Session(engine) as session:
         return session.get_one(Page, 1).balance
 
 
 def add(engine: Engine) -> None:
-    """Add 100 in a session of its own."""
-    with holder(engine) as session:
+    with holder(engine) as session, session.begin():
         session.get_one(Page, 1).balance += 100
-        session.commit()
 
 
 def statement_follows(engine: Engine) -> None:
@@ -92,7 +83,6 @@ _seeded = Random(1)
 
 
 def restart() -> None:
-    """Begin a process that seeds as the one before."""
     _seeded.seed(1)
 
 
@@ -109,8 +99,8 @@ def absolute_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     def setting(statement: Any, fenced: Any, by: Any) -> Any:
         return statement.values({fenced.write.key: by})
 
-    monkeypatch.setattr("fencelock.guard.conditions.moving", setting)
-    monkeypatch.setattr("fencelock.guard.objects.moved", lambda _found, by: by)
+    monkeypatch.setattr("fencelock.guard.conditions.shift_ids", setting)
+    monkeypatch.setattr("fencelock.guard.objects.shifted", lambda _found, by: by)
 
 
 SCHEDULES = [
@@ -123,7 +113,6 @@ SCHEDULES = [
 def test_the_guard_refuses(
     database: Engine, schedule: Callable[[Engine], None], mutant: Callable[..., None]
 ) -> None:
-    """The addition of the other holder stays."""
     del mutant
     with pytest.raises(StaleReadError):
         schedule(database)
@@ -137,7 +126,6 @@ def test_the_mutant_loses_an_update(
     schedule: Callable[[Engine], None],
     mutant: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    """The last addition of the other holder is gone, without an error."""
     mutant(monkeypatch)
     schedule(database)
     additions = 1 if schedule is statement_follows else 2

@@ -12,50 +12,15 @@ import pytest
 from sqlalchemy import Engine, inspect, select
 from sqlalchemy.orm import Session, defer, load_only, with_polymorphic
 
+from tests.guard import write_ids
 from tests.guard.listening import listening
 from tests.guard.rows import on_sqlite_alone
-from tests.guard.write_ids import (
-    Account,
-    Animal,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    Deferred,
-    DeferredByOption,
-    Dog,
-    Engineer,
-    Entry,
-    Joined,
-    Line,
-    Load,
-    Manager,
-    Row,
-    Single,
-    Staff,
-    Step,
-    Story,
-    Tag,
-    Twin,
-    Versioned,
-    WithProperty,
-    adding,
-    after,
-    fill,
-    get,
-    pay,
-    play,
-    setting,
-    whole,
-)
+from tests.guard.write_ids import Account, Deferred, Dog, Joined, Row, Story, Tag, Versioned, get, whole
+
+ROWS = write_ids.fill
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with the rows."""
-    return fill(lasting_engine)
-
-
-def switch(model: type[Any]) -> Step:
-    """Replace an object by a new one of the same key."""
-
+def switch(model: type[Any]) -> write_ids.Step:
     def write(session: Session, row: Any) -> None:
         session.delete(row)
         other = model(id=1, balance=3)
@@ -67,7 +32,7 @@ def switch(model: type[Any]) -> Step:
 
 def move_up(session: Session, first: Any) -> None:
     """Give the first line another place, and its place to the next line."""
-    second = session.get_one(Line, (1, 2))
+    second = session.get_one(write_ids.Line, (1, 2))
     first.balance, first.place, second.place = 1, 0, 1
 
 
@@ -96,48 +61,37 @@ def by_the_listener_of_another(session: Session, row: Any) -> None:
         session.flush()
 
 
-def refer(_session: Session, row: Any) -> None:
-    """Set what a second UPDATE of the flush writes."""
-    row.favourite = row.entries[1]
-
-
-def refer_and_pay(session: Session, row: Any) -> None:
-    """Set it in a flush that writes the row anyway."""
-    refer(session, row)
-    pay(session, row)
-
-
-def delete_it(session: Session, row: Any) -> None:
-    """Delete the row."""
-    session.delete(row)
-
-
 def load_beside(session: Session, _row: Any) -> None:
     """Have the session keep an object of the base class, which has the same key in another table."""
-    session.info["beside"] = session.get_one(Animal, 1)
+    session.info["beside"] = session.get_one(write_ids.Animal, 1)
 
 
+refer = write_ids.computing("favourite", lambda row: row.entries[1])
 WRITES = {
     "a column": Story(),
-    "DELETE": Story(write=delete_it),
-    "a column of the sub-table": Story(load=get(Joined, 2), model=Joined, key=2, write=setting("extra", 1)),
-    "a column of the base": Story(load=get(Joined, 2), model=Joined, key=2),
-    "a column of the subclass": Story(load=get(Single, 3), model=Single, key=3, write=setting("extra", 1)),
-    "a collection": Story(load=whole(), model=Account, write=adding("entries", lambda: Entry(id=3))),
-    "links": Story(load=whole(), model=Account, write=adding("tags", lambda: Tag(id=7))),
+    "DELETE": Story(write=Session.delete),
+    "a column of the sub-table": Story(model=Joined, key=2, write=write_ids.setting("extra", 1)),
+    "a column of the base": Story(model=Joined, key=2),
+    "a column of the subclass": Story(model=write_ids.Single, key=3, write=write_ids.setting("extra", 1)),
+    "a collection": Story(
+        load=whole(), model=Account, write=write_ids.adding("entries", lambda: write_ids.Entry(id=3))
+    ),
+    "links": Story(load=whole(), model=Account, write=write_ids.adding("tags", lambda: Tag(id=7))),
     "post_update": Story(load=whole(), model=Account, write=refer),
-    "post_update and a column": Story(load=whole(), model=Account, write=refer_and_pay),
+    "post_update and a column": Story(
+        load=whole(), model=Account, write=write_ids.in_turn(refer, write_ids.pay)
+    ),
     "post_update, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=refer),
-    "DELETE with post_update": Story(load=whole(), model=Account, write=delete_it),
-    "DELETE, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=delete_it),
-    "DELETE, concrete": Story(load=after(get(Dog), load_beside), model=Dog, write=delete_it),
-    "row switch": Story(load=get(Versioned), model=Versioned, write=switch(Versioned)),
+    "DELETE with post_update": Story(load=whole(), model=Account, write=Session.delete),
+    "DELETE, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=Session.delete),
+    "DELETE, concrete": Story(load=write_ids.after(get(Dog), load_beside), model=Dog, write=Session.delete),
+    "row switch": Story(model=Versioned, write=switch(Versioned)),
     "row switch, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=switch(Account)),
-    "row switch, concrete": Story(load=after(get(Dog), load_beside), model=Dog, write=switch(Dog)),
-    "row switch, second class": Story(load=get(Twin), write=switch(Twin)),
-    "version counter": Story(load=get(Versioned), model=Versioned),
-    "key": Story(load=get(Versioned), model=Versioned, write=setting("id", 2)),
-    "keys that move up": Story(load=get(Line, (1, 1)), model=Line, key=(1, 1), write=move_up),
+    "row switch, concrete": Story(load=write_ids.after(get(Dog), load_beside), model=Dog, write=switch(Dog)),
+    "row switch, second class": Story(load=get(write_ids.Twin), write=switch(write_ids.Twin)),
+    "version counter": Story(model=Versioned),
+    "key": Story(model=Versioned, write=write_ids.setting("id", 2)),
+    "keys that move up": Story(model=write_ids.Line, key=(1, 1), write=move_up),
     "by a listener": Story(write=by_a_listener),
     "by the listener of another": Story(write=by_the_listener_of_another),
 }
@@ -157,10 +111,10 @@ untouched = [
 @pytest.mark.parametrize(("way", "written"), [*((way, True) for way in WRITES), *untouched])
 def test_every_way_to_write_an_object_compares(engine: Engine, way: str, *, written: bool) -> None:
     """The database compares, and each driver counts rows in its own way."""
-    play(engine, WRITES[way], written=written)
+    write_ids.play(engine, WRITES[way], written=written)
 
 
-def expired(load: Load, *names: str) -> Load:
+def expired(load: write_ids.Load, *names: str) -> write_ids.Load:
     """Load an object, expire it, and load these of its attributes by their names."""
 
     def again(session: Session, row: Any) -> None:
@@ -169,10 +123,10 @@ def expired(load: Load, *names: str) -> Load:
         for name in names:
             getattr(row, name)
 
-    return after(load, again)
+    return write_ids.after(load, again)
 
 
-def refreshed(*names: str) -> Load:
+def refreshed(*names: str) -> write_ids.Load:
     """Load an object, expire it, and refresh these of its attributes."""
 
     def again(session: Session, row: Any) -> None:
@@ -180,78 +134,64 @@ def refreshed(*names: str) -> Load:
         session.expire(row)
         session.refresh(row, names)
 
-    return after(get(Account), again)
+    return write_ids.after(get(Account), again)
 
 
-def append_note(_session: Session, row: Any) -> None:
-    """Add to a deferred text."""
-    row.note += "A"
-
-
-def append_note_and_more(session: Session, row: Any) -> None:
-    """Load, and write, the rest of the object as well."""
-    append_note(session, row)
-    row.status += "A"
-
-
-def count_entries(_session: Session, row: Any) -> None:
-    """Write what was read of a collection."""
-    row.balance = len(row.entries)
-
-
-def add_entry(row: Any) -> None:
-    """Add to the collection."""
-    row.entries.append(Entry(id=9))
-
-
-def subclass(model: type[Any], entity: Any) -> Load:
+def subclass(model: type[Any], entity: Any) -> write_ids.Load:
     """Load a fenced subclass with other objects of a base that is not fenced."""
     return lambda session: next(each for each in session.scalars(select(entity)) if type(each) is model)
 
 
-both = [Engineer, Manager]
+both = [write_ids.Engineer, write_ids.Manager]
+append_note = write_ids.computing("note", lambda row: row.note + "A")
 LOADS = {
     "load_only": Story(load=get(Row, 1, load_only(Row.balance))),
     'defer("*")': Story(load=get(Row, 1, defer("*")), said=None),  # what is written is loaded later
-    "deferred fence": Story(load=get(Deferred), model=Deferred),
+    "deferred fence": Story(model=Deferred),
     "deferred fence, and load_only": Story(
         load=get(Deferred, 1, load_only(Deferred.balance)), model=Deferred
     ),
-    "raiseload": Story(load=get(DeferredByOption), model=Deferred),
+    "raiseload": Story(load=get(write_ids.DeferredByOption), model=Deferred),
     "raiseload, and load_only": Story(
-        load=get(DeferredByOption, 1, load_only(DeferredByOption.balance)),  # type: ignore[attr-defined]
+        load=get(write_ids.DeferredByOption, 1, load_only(write_ids.DeferredByOption.balance)),  # type: ignore[attr-defined]
         model=Deferred,
     ),
-    "column_property": Story(load=get(WithProperty), model=Deferred),
+    "column_property": Story(load=get(write_ids.WithProperty), model=Deferred),
     "column_property, and load_only": Story(
-        load=get(WithProperty, 1, load_only(WithProperty.balance)),  # type: ignore[arg-type]
+        load=get(write_ids.WithProperty, 1, load_only(write_ids.WithProperty.balance)),  # type: ignore[arg-type]
         model=Deferred,
     ),
-    "second class": Story(load=get(Twin)),
-    "by the base": Story(load=get(Account, 2), model=Joined, key=2, write=setting("extra", 1)),
+    "second class": Story(load=get(write_ids.Twin)),
+    "by the base": Story(load=get(Account, 2), model=Joined, key=2, write=write_ids.setting("extra", 1)),
     **{
         f"{model.__name__}, {name}": Story(
-            load=subclass(model, entity), model=model, key=2 if model is Manager else 1
+            load=subclass(model, entity), model=model, key=2 if model is write_ids.Manager else 1
         )
         for model in both
         for name, entity in {
-            "inline": Staff,
-            "with_polymorphic": with_polymorphic(Staff, both),
-            "aliased": with_polymorphic(Staff, both, flat=True, aliased=True),
+            "inline": write_ids.Staff,
+            "with_polymorphic": with_polymorphic(write_ids.Staff, both),
+            "aliased": with_polymorphic(write_ids.Staff, both, flat=True, aliased=True),
         }.items()
     },
     "deferred column": Story(load=expired(get(), "note"), write=append_note),
-    "deferred column, then the rest": Story(load=expired(get(), "note"), write=append_note_and_more),
+    "deferred column, then the rest": Story(
+        load=expired(get(), "note"),
+        write=write_ids.in_turn(append_note, write_ids.computing("status", lambda row: row.status + "A")),
+    ),
     "deferred column of a sub-table": Story(
         load=expired(get(Account, 2), "deep_extra"),
         model=Joined,
         key=2,
-        write=lambda _session, row: setattr(row, "deep_extra", row.deep_extra - 1),
+        write=write_ids.computing("deep_extra", lambda row: row.deep_extra - 1),
     ),
     "refresh": Story(load=refreshed("balance"), model=Account),
     "refresh with the key": Story(load=refreshed("id", "balance"), model=Account),
     "refresh of a collection": Story(
-        load=refreshed("entries"), model=Account, other=add_entry, write=count_entries
+        load=refreshed("entries"),
+        model=Account,
+        other=lambda row: row.entries.append(write_ids.Entry(id=9)),
+        write=write_ids.computing("balance", lambda row: len(row.entries)),
     ),
 }
 
@@ -261,4 +201,4 @@ LOADS = {
 @pytest.mark.parametrize("way", LOADS)
 def test_every_way_to_load_an_object_loads_its_id(engine: Engine, way: str, *, written: bool) -> None:
     """No option leaves the id out, and a part that is loaded by itself brings it."""
-    play(engine, LOADS[way], written=written)
+    write_ids.play(engine, LOADS[way], written=written)

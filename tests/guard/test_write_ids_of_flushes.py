@@ -9,40 +9,22 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Connection, Engine, bindparam, delete, insert, inspect, select, update
-from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
+from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, make_transient_to_detached
 
-from fencelock.errors import StaleReadError, StaleTokenError
-from fencelock.guard import bind, claim, execute_fenced, fenced_delete, fenced_text, fenced_update, upsert
-from fencelock.lease import Lease
-from tests.guard.listening import listening
-from tests.guard.rows import on_sqlite_alone
-from tests.guard.write_ids import (
-    FENCE,
-    MINE,
-    OTHER,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    Numbered,
-    Row,
-    Twin,
-    change,
-    fill,
-    holder,
-    refused,
-    statements,
-    stored,
-)
+import fencelock
+from fencelock import Lease, bind, execute_fenced, fenced_text, fenced_update, upsert
+from tests.guard import write_ids
+from tests.guard.listening import listening, statements
+from tests.guard.rows import ForAsyncio, bypassed, holding, on_sqlite_alone
+from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, loaded, refused, stored
 
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with the rows."""
-    return fill(lasting_engine)
+ROWS = write_ids.fill
 
 
 def fill_many(engine: Engine, number: int) -> None:
     """Add rows from 10, of several fences."""
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         fences = [{"id": 10 + n, "last_fencing_token": n % 6} for n in range(number)]
         connection.execute(insert(Row), fences)
 
@@ -71,70 +53,23 @@ def test_whoever_has_written_and_whenever_the_lock_was_taken(
     assert (str(again), again.loaded) == (str(error), error.loaded)
 
 
-@on_sqlite_alone
-def test_a_claim_of_another_holder_makes_objects_stale(engine: Engine) -> None:
-    """It has decided on the row, although it has written nothing else of it."""
-    with Session(engine, expire_on_commit=False) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
-        change(engine, do=lambda row: claim(inspect(row).session, Row, 1))
-        bind(session, Lease("rows", MINE))
-        row.balance -= 30
-        with refused(engine):
-            session.commit()
-
-
-@on_sqlite_alone
-def test_a_row_above_the_token_is_a_stale_token(engine: Engine) -> None:
-    """The lease is too old, whatever was read."""
-    change(engine, token=MINE + 1)
-    with holder(engine) as session:
-        session.get_one(Row, 1).balance -= 30
-        with pytest.raises(StaleTokenError) as caught:
-            session.commit()
-    assert type(caught.value) is StaleTokenError
-    assert (caught.value.token, caught.value.current, caught.value.identity) == (MINE, MINE + 1, (1,))
-
-
-@on_sqlite_alone
-def test_a_loop_that_begins_again_on_a_stale_token_is_right(engine: Engine) -> None:
-    """A stale read is one, and a rollback has the session load the row again."""
-    with holder(engine) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
-        change(engine)
-        for attempt in range(2):
-            try:
-                row.balance -= 30
-                session.commit()
-            except StaleTokenError:
-                assert attempt == 0
-                session.rollback()
-    assert stored(engine) == 50
-
-
 def by_hand(session: Session, _row: object = None) -> Row:
-    """Make an object without a SELECT."""
     row = Row(id=1)
     make_transient_to_detached(row)
+    return added(session, row)
+
+
+def added(session: Session, row: Row) -> Row:
     session.add(row)
     return row
 
 
-def expired(session: Session, row: Row) -> Row:
-    """Return an object that was loaded, and expired before another holder came."""
-    session.add(row)
-    return row
-
-
-@pytest.mark.parametrize("make", [by_hand, expired, lambda session, _row: session.merge(Row(id=1))])
+@pytest.mark.parametrize("make", [by_hand, added, lambda session, _row: session.merge(Row(id=1))])
 def test_values_that_are_computed_from_nothing_are_written(
     engine: Engine, make: Callable[[Session, Row], Row]
 ) -> None:
     """An unknown write id is never taken for 0, and at most one SELECT is sent beside the UPDATE."""
-    with holder(engine) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
+    with loaded(engine) as (session, row):
         session.expire(row)
         session.expunge(row)
         change(engine)
@@ -149,7 +84,6 @@ def test_values_that_are_computed_from_nothing_are_written(
 
 @pytest.mark.parametrize("written", [False, True])
 def test_objects_of_known_and_unknown_ids_are_one_statement(engine: Engine, *, written: bool) -> None:
-    """The unknown one passes, the known one is compared."""
     with holder(engine) as session:
         known, unknown = session.get_one(Row, 2), by_hand(session)
         session.commit()
@@ -169,7 +103,6 @@ def test_objects_of_known_and_unknown_ids_are_one_statement(engine: Engine, *, w
 @pytest.mark.parametrize("do", ["UPDATE", "DELETE"])
 @pytest.mark.parametrize("written", [True, False])
 def test_many_objects_are_one_statement(engine: Engine, do: str, *, written: bool) -> None:
-    """One old object among them is found."""
     fill_many(engine, 300)
     with holder(engine) as session:
         rows = session.scalars(select(Row).where(Row.id >= 10).order_by(Row.id)).all()
@@ -191,8 +124,7 @@ def test_many_objects_are_one_statement(engine: Engine, do: str, *, written: boo
             assert len([each for each in sent if "wi_rows" in each]) == 1
 
 
-def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
-    """One object and many, on each driver; a flush of many sends few statements, however it counts."""
+def test_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
     fill_many(engine, 99)
 
     async def play() -> None:
@@ -232,7 +164,7 @@ def test_two_objects_of_one_row_are_not_both_written(engine: Engine) -> None:
         bind(session, Lease("rows", MINE))
         older.balance -= 30
         newer.status = "newer"
-        with pytest.raises(StaleReadError):
+        with pytest.raises(fencelock.StaleReadError):
             session.commit()
     assert stored(engine) == 80
 
@@ -243,9 +175,8 @@ def test_a_session_in_a_listener_flushes_between(engine: Engine, name: str) -> N
     """The objects of the flush around it are compared afterwards."""
 
     def note(_mapper: Any, connection: Connection, _row: Row) -> None:
-        with Session(connection, join_transaction_mode="rollback_only") as inner:
-            bind(inner, Lease("rows", MINE))
-            inner.add(Numbered())
+        with holding(connection, Lease("rows", MINE), join_transaction_mode="rollback_only") as inner:
+            inner.add(write_ids.Numbered())
             inner.commit()
 
     with holder(engine) as session, listening(Row, name, note):
@@ -268,7 +199,7 @@ def test_a_listener_of_the_class_undoes_or_makes_a_change(engine: Engine) -> Non
         row: Any = session.get_one(Twin, 1)
         row.status = "NEW"
         session.commit()
-        assert row.last_fencing_token == FENCE
+        assert row.last_fencing_token == write_ids.FENCE
         row.status = "new+"
         session.commit()
         assert (row.status, row.balance, row.last_fencing_token) == ("new", 101, MINE)
@@ -283,8 +214,7 @@ class TestTheSameHolder:
     def test_in_several_transactions_and_leases(self, engine: Engine) -> None:
         """Each write leaves the id that the next one finds: of an object, and of one that it has inserted."""
         hold = Lease("rows", 6)
-        with Session(engine, expire_on_commit=False) as session:
-            bind(session, hold)
+        with holding(engine, hold, expire_on_commit=False) as session:
             row, new = session.get_one(Row, 1), Row(id=9)
             session.add(new)
             session.commit()
@@ -302,8 +232,7 @@ class TestTheSameHolder:
 
     def test_with_other_statements_in_between(self, engine: Engine) -> None:
         """Of Core, text, bulk and upsert the session knows nothing: the object is loaded again."""
-        with Session(engine) as session:
-            bind(session, Lease("rows", MINE))
+        with holding(engine, Lease("rows", MINE)) as session:
             row = session.get_one(Row, 1)
             table: Any = Row.__table__
             session.connection().execute(update(table).where(Row.id == 1).values(status="core"))
@@ -325,16 +254,14 @@ class TestTheSameHolder:
 
     @pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
     def test_with_statements_that_the_session_follows(self, engine: Engine, synchronize: str) -> None:
-        """SQLAlchemy applies them to the objects, whose ids move as the rows' do."""
         options = {"synchronize_session": synchronize}
-        with holder(engine) as session:
+        with holder(engine) as session, session.begin():
             row = session.get_one(Row, 1)
             for status in ("one", "two"):
                 statement = update(Row).where(Row.id == 1).values(status=status)
                 session.execute(statement, execution_options=options)
                 row.balance -= 10
                 session.flush()
-            session.commit()
         assert stored(engine) == 80
 
 
@@ -342,9 +269,7 @@ class TestTheSameHolder:
 @pytest.mark.parametrize("token", [OTHER, MINE])
 def test_an_object_of_another_version_does_not_become_new_by_a_statement(engine: Engine, token: int) -> None:
     """The statement writes the row as it is, and the object was computed from another one."""
-    with holder(engine) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
+    with loaded(engine) as (session, row):
         change(engine, token=token)
         session.execute(update(Row).where(Row.id == 1).values(status="x"))
         row.balance -= 10
@@ -368,9 +293,7 @@ def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(engine: Engi
 
 def test_bulk_and_core_have_no_object(engine: Engine) -> None:
     """They are compared with the token alone, whatever objects the session has of their rows."""
-    with holder(engine) as session:
-        row = session.get_one(Row, 1)
-        session.commit()
+    with loaded(engine) as (session, row):
         change(engine)
         session.execute(update(Row), [{"id": 1, "balance": 1}])
         session.bulk_update_mappings(inspect(Row), [{"id": 1, "balance": 2}])
@@ -385,15 +308,14 @@ class TestStatementsThatSayIt:
     @pytest.mark.parametrize("named", [True, False], ids=["by key", "by criteria"])
     @pytest.mark.parametrize("make", ["update", "delete"])
     def test_refuses_what_came_since(self, engine: Engine, make: str, *, named: bool) -> None:
-        """And writes what has this id."""
         which = Row.id == 1 if named else Row.status == "new"
 
         def statement(loaded: int) -> Any:
             if make == "update":
                 return fenced_update(Row, loaded=loaded).where(which).values(balance=1)
-            return fenced_delete(Row, loaded=loaded).where(which)
+            return fencelock.fenced_delete(Row, loaded=loaded).where(which)
 
-        with engine.execution_options(fencelock="bypass").begin() as connection:
+        with bypassed(engine) as connection:
             connection.execute(delete(Row).where(Row.id == 2))
         with engine.connect() as connection:
             read = connection.scalars(select(Row.last_write_id)).one()
@@ -409,7 +331,6 @@ class TestStatementsThatSayIt:
             connection.commit()
 
     def test_takes_one_for_each_row(self, engine: Engine) -> None:
-        """As a parameter of its own."""
         statement = fenced_update(Row, loaded=bindparam("seen")).where(Row.id == bindparam("key"))
         with engine.connect() as connection:
             read = connection.execute(select(Row.id.label("key"), Row.last_write_id.label("seen")))
@@ -422,6 +343,5 @@ class TestStatementsThatSayIt:
 
     @pytest.mark.parametrize("loaded", [-1, 2**53, "5", 1.5])
     def test_refuses_what_is_no_id(self, loaded: Any) -> None:
-        """Before there is a statement."""
         with pytest.raises((ValueError, TypeError), match="write id"):
             fenced_update(Row, loaded=loaded)

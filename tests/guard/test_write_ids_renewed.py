@@ -8,88 +8,25 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, PickleType, inspect, select, text, update
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    aliased,
-    joinedload,
-    lazyload,
-    load_only,
-    mapped_column,
-    selectinload,
-)
+from sqlalchemy import Engine, PickleType, inspect, orm, select, text, update
+from sqlalchemy.orm import Mapped, Session, aliased, joinedload, lazyload, load_only, mapped_column
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard import bind, claim
-from fencelock.lease import Lease
+from fencelock import Lease, UnfencedWriteError, bind, claim
+from tests.guard import write_ids
 from tests.guard.rows import InMemory, on_sqlite_alone
-from tests.guard.write_ids import (
-    DELETED,
-    FENCE,
-    MINE,
-    MIXED,
-    Account,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    DeferredId,
-    Entry,
-    Fenced,
-    Joined,
-    Load,
-    Note,
-    Pair,
-    Refreshed,
-    Row,
-    Single,
-    Step,
-    Story,
-    Tag,
-    after,
-    change,
-    fill,
-    get,
-    holder,
-    pay,
-    play,
-    query,
-    refused,
-    stored,
-    take,
-    whole,
-)
+from tests.guard.write_ids import NO_VERSION, Account, Joined, Pair, Row, Step, Story, get, holder, whole
+
+ROWS = write_ids.fill
 
 
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with the rows."""
-    return fill(lasting_engine)
-
-
-def detached(load: Load) -> Load:
-    """Load an object as a cache keeps it."""
-    return after(load, lambda session, row: session.expunge(row))
-
-
-def add(session: Session, row: Any) -> Any:
-    """Give the object to the session again."""
-    session.add(row)
-    return row
+def detached(load: write_ids.Load) -> write_ids.Load:
+    return write_ids.after(load, lambda session, row: session.expunge(row))
 
 
 def changed_and_merged(session: Session, row: Any) -> Any:
     """Compute from the detached object, then merge it."""
     row.balance -= 20
     return session.merge(row)
-
-
-def take_too(_session: Session, row: Any) -> None:
-    """Take as much as the other holder, so that the row would look right."""
-    row.balance -= 20
-
-
-def nothing(_session: Session, _row: Any) -> None:
-    """The object is changed already."""
 
 
 def again(do: Callable[[Session, Any], object]) -> Step:
@@ -104,18 +41,10 @@ def again(do: Callable[[Session, Any], object]) -> Step:
 
 
 def populate(statement: Any) -> Step:
-    """Have a query load what it selects into the objects that the session has."""
-
     def then(session: Session, _row: Any) -> None:
         session.scalars(statement, execution_options={"populate_existing": True}).unique().all()
 
     return then
-
-
-def roll_back(session: Session, row: Any) -> None:
-    """Write the object in vain."""
-    row.balance -= 1
-    session.rollback()
 
 
 def insert_again(row: Any) -> None:
@@ -126,65 +55,79 @@ def insert_again(row: Any) -> None:
     session.add(Row(id=1))
 
 
-def delete_row(row: Any) -> None:
-    """Delete the row."""
-    inspect(row).session.delete(row)
+without_id = select(Row).from_statement(select(Row.id, Row.status).where(Row.id == 1))
+part_of_refreshed = select(write_ids.Refreshed).options(load_only(write_ids.Refreshed.status))  # type: ignore[attr-defined]
+
+
+def nothing(_session: Session, _row: Any) -> None:
+    """The object is changed already."""
+
+
+def add(session: Session, row: Any) -> Any:
+    session.add(row)
+    return row
 
 
 def take_and_say(row: Any) -> None:
-    """Change another column, too."""
-    take(row)
-    row.status = "other"
+    row.balance, row.status = row.balance - 20, "other"
 
 
-without_id = select(Row).from_statement(select(Row.id, Row.status).where(Row.id == 1))
-part_of_refreshed = select(Refreshed).options(load_only(Refreshed.status))  # type: ignore[attr-defined]
+def roll_back(session: Session, row: Any) -> None:
+    row.balance -= 1
+    session.rollback()
+
+
+#: As much as the other holder, so that the row would look right.
+take_too = write_ids.computing("balance", lambda row: row.balance - 20)
 THEN = {
     "added": Story(load=detached(get()), then=add),
     "pickled and added": Story(
         load=detached(get()),
         then=lambda session, row: add(session, pickle.loads(pickle.dumps(row))),  # noqa: S301  made here
     ),
-    "merged": Story(load=detached(get()), then=lambda session, row: session.merge(row), said=MIXED),
+    "merged": Story(load=detached(get()), then=lambda session, row: session.merge(row), said=NO_VERSION),
     "merged, to what the row is": Story(
-        load=detached(get()), then=lambda session, row: session.merge(row), write=take_too, said=MIXED
+        load=detached(get()), then=lambda session, row: session.merge(row), write=take_too, said=NO_VERSION
     ),
     "merged without a load": Story(
         load=detached(get()), then=lambda session, row: session.merge(row, load=False)
     ),
-    "changed and merged": Story(load=detached(get()), then=changed_and_merged, write=nothing, said=MIXED),
+    "changed and merged": Story(
+        load=detached(get()), then=changed_and_merged, write=nothing, said=NO_VERSION
+    ),
     "changed and merged, joined": Story(
-        load=detached(get(Joined, 2)), model=Joined, key=2, then=changed_and_merged, write=nothing, said=MIXED
+        load=detached(get(Joined, 2)),
+        model=Joined,
+        key=2,
+        then=changed_and_merged,
+        write=nothing,
+        said=NO_VERSION,
     ),
-    "the rest is loaded": Story(other=take_and_say, then=again(lambda _session, _row: None), said=MIXED),
-    "a part is refreshed": Story(
-        other=take_and_say, then=again(lambda session, row: session.refresh(row, ["status"])), said=MIXED
-    ),
-    "a part is expired": Story(
-        other=take_and_say, then=again(lambda session, row: session.expire(row, ["status"])), said=MIXED
-    ),
-    "the key is expired": Story(
-        other=take_and_say, then=again(lambda session, row: session.expire(row, ["id"])), said=MIXED
-    ),
-    "a part is populated": Story(
-        other=take_and_say,
-        then=again(populate(select(Row).options(load_only(Row.status)))),
-        said=MIXED,
-    ),
+    **{
+        name: Story(other=take_and_say, then=again(do), said=NO_VERSION)
+        for name, do in {
+            "the rest is loaded": nothing,
+            "a part is refreshed": lambda session, row: session.refresh(row, ["status"]),
+            "a part is expired": lambda session, row: session.expire(row, ["status"]),
+            "the key is expired": lambda session, row: session.expire(row, ["id"]),
+            "a part is populated": populate(select(Row).options(load_only(Row.status))),
+        }.items()
+    },
     "a part is populated without the id": Story(
         other=take_and_say,
         then=again(populate(without_id.options(load_only(Row.status)))),
-        said=MIXED,
+        said=NO_VERSION,
         always=True,
     ),
     "a part is always refreshed": Story(
-        load=get(Refreshed),
+        load=get(write_ids.Refreshed),
         other=take_and_say,
         then=again(lambda session, _row: session.scalars(part_of_refreshed).all()),
-        said=MIXED,
+        said=NO_VERSION,
     ),
+    "claimed by the other": Story(other=lambda row: claim(inspect(row).session, Row, 1)),
     "deleted and inserted again": Story(other=insert_again),
-    "deleted": Story(other=delete_row, said=DELETED),
+    "deleted": Story(other=lambda row: inspect(row).session.delete(row), said=write_ids.DELETED),
     "refreshed": Story(then=lambda session, row: session.refresh(row), said=None),
     "expired": Story(then=lambda session, row: session.expire(row), said=None),
     "populated": Story(then=populate(select(Row)), said=None),
@@ -210,7 +153,7 @@ def merging(
 
 def pay_and_merge(session: Session, row: Any) -> None:
     """Change the object before the merge, which flushes nothing."""
-    pay(session, row)
+    write_ids.pay(session, row)
     with session.no_autoflush:
         merging(Row, only=(Row.status,))(session, row)
 
@@ -218,9 +161,13 @@ def pay_and_merge(session: Session, row: Any) -> None:
 def merging_from_an_entry(session: Session, _row: Any) -> None:
     """Merge an account over one of its entries: SQLAlchemy leaves out the relationship that it comes by."""
     with Session(session.get_bind()) as reading:
-        loading = joinedload(Entry.account).selectinload(Account.entries)
-        newer = reading.get_one(Entry, 1, options=[loading])
+        loading = joinedload(write_ids.Entry.account).selectinload(Account.entries)
+        newer = reading.get_one(write_ids.Entry, 1, options=[loading])
     session.merge(newer)
+
+
+def counting(name: str) -> write_ids.Step:
+    return write_ids.computing("balance", lambda row: 10 + len(getattr(row, name)))
 
 
 def with_own_write(session: Session, row: Any) -> None:
@@ -230,48 +177,45 @@ def with_own_write(session: Session, row: Any) -> None:
     session.commit()
 
 
-def from_extra(_session: Session, row: Any) -> None:
-    """Compute from the subclass's column."""
-    row.extra -= 30
-
-
-def from_pair(_session: Session, row: Any) -> None:
-    """Compute from a value of two columns."""
-    row.pair = Pair(row.pair.x - 30, row.pair.y - 30)
-
-
-def add_entry(row: Any) -> None:
-    """Add to the collection."""
-    row.entries.append(Entry(id=9))
-
-
-def counting(name: str) -> Step:
-    """Write what was read of a collection."""
-    return lambda _session, row: setattr(row, "balance", 10 + len(getattr(row, name)))
-
-
-EXTRA: dict[str, Any] = {"other": lambda row: setattr(row, "extra", 50), "write": from_extra}
-NOTES: dict[str, Any] = {"other": lambda row: row.notes.append(Note(id=2)), "write": counting("notes")}
-TAGS: dict[str, Any] = {"other": lambda row: row.tags.append(Tag(id=7)), "write": counting("tags")}
-PAIR: dict[str, Any] = {"other": lambda row: setattr(row, "pair", Pair(50, 50)), "write": from_pair}
+EXTRA: dict[str, Any] = {
+    "other": lambda row: setattr(row, "extra", 50),
+    "write": write_ids.computing("extra", lambda row: row.extra - 30),
+}
+NOTES: dict[str, Any] = {
+    "other": lambda row: row.notes.append(write_ids.Note(id=2)),
+    "write": counting("notes"),
+}
+TAGS: dict[str, Any] = {"other": lambda row: row.tags.append(write_ids.Tag(id=7)), "write": counting("tags")}
+PAIR: dict[str, Any] = {
+    "other": lambda row: setattr(row, "pair", Pair(50, 50)),
+    "write": write_ids.computing("pair", lambda row: Pair(row.pair.x - 30, row.pair.y - 30)),
+}
 AS_JOINED: dict[str, Any] = {"load": whole(2), "model": Joined, "key": 2}
 MERGES = {
-    "all of it": Story(load=get(), then=merging(Row)),
-    "a part": Story(load=get(), then=merging(Row, only=(Row.status,))),
-    "a part, into what is changed": Story(load=get(), then=pay_and_merge, write=nothing),
+    "all of it": Story(then=merging(Row)),
+    "a part": Story(then=merging(Row, only=(Row.status,))),
+    "a part, into what is changed": Story(then=pay_and_merge, write=nothing),
     "joined": Story(**AS_JOINED, **EXTRA, then=merging(Joined, 2, only=(Joined.balance,))),
     "single": Story(
-        load=whole(3), model=Single, key=3, **EXTRA, then=merging(Single, 3, only=(Single.balance,))
+        load=whole(3),
+        model=write_ids.Single,
+        key=3,
+        **EXTRA,
+        then=merging(write_ids.Single, 3, only=(write_ids.Single.balance,)),
     ),
     "by the base": Story(**AS_JOINED, **EXTRA, then=merging(Account, 2)),
     "collection of a subclass": Story(**AS_JOINED, **NOTES, then=merging(Joined, 2)),
     "no cascade": Story(load=whole(), model=Account, **TAGS, then=merging(touched="tags")),
     "after a write": Story(
-        load=after(whole(), with_own_write), model=Account, **TAGS, then=merging(touched="tags")
+        load=write_ids.after(whole(), with_own_write), model=Account, **TAGS, then=merging(touched="tags")
     ),
     "composite": Story(load=whole(), model=Account, **PAIR, then=merging()),
     "where it comes from": Story(
-        load=whole(), model=Account, other=add_entry, then=merging_from_an_entry, write=counting("entries")
+        load=whole(),
+        model=Account,
+        other=lambda row: row.entries.append(write_ids.Entry(id=9)),
+        then=merging_from_an_entry,
+        write=counting("entries"),
     ),
 }
 
@@ -281,7 +225,7 @@ MERGES = {
 @pytest.mark.parametrize("way", THEN)
 def test_what_comes_between_makes_an_object_no_younger(engine: Engine, way: str, *, written: bool) -> None:
     """Save where all of it is loaded again."""
-    play(engine, THEN[way], written=written)
+    write_ids.play(engine, THEN[way], written=written)
 
 
 @on_sqlite_alone
@@ -291,26 +235,31 @@ def test_a_newer_object_merged_into_an_older_one_is_of_two_versions(
     engine: Engine, way: str, *, written: bool
 ) -> None:
     """What the merge does not bring stays as it was."""
-    play(engine, replace(MERGES[way], said=MIXED), written=written)
+    write_ids.play(engine, replace(MERGES[way], said=NO_VERSION), written=written)
 
 
-def without(*columns: Any) -> Load:
+def without(*columns: Any) -> write_ids.Load:
     """Load a row from a statement that leaves its id out."""
-    return query(select(Row).from_statement(select(*columns).where(Row.id == 1)))
+    return write_ids.query(select(Row).from_statement(select(*columns).where(Row.id == 1)))
 
 
 WITHOUT_ID = {
     "columns": without(Row.id, Row.balance),
-    "text": query(select(Row).from_statement(text("SELECT id, balance FROM wi_rows WHERE id = 1"))),
-    "subquery": query(select(aliased(Row, select(Row.id, Row.balance).where(Row.id == 1).subquery()))),
+    "text": write_ids.query(select(Row).from_statement(text("SELECT id, balance FROM wi_rows WHERE id = 1"))),
+    "subquery": write_ids.query(
+        select(aliased(Row, select(Row.id, Row.balance).where(Row.id == 1).subquery()))
+    ),
 }
 
 
 @on_sqlite_alone
-@pytest.mark.parametrize("write", [pay, lambda session, row: session.delete(row)], ids=["UPDATE", "DELETE"])
-@pytest.mark.parametrize("load", [*WITHOUT_ID.values(), get(DeferredId)], ids=[*WITHOUT_ID, "deferred id"])
-def test_an_object_without_its_id_is_not_written(engine: Engine, load: Load, write: Step) -> None:
-    """Its age is not known."""
+@pytest.mark.parametrize(
+    "write", [write_ids.pay, lambda session, row: session.delete(row)], ids=["UPDATE", "DELETE"]
+)
+@pytest.mark.parametrize(
+    "load", [*WITHOUT_ID.values(), get(write_ids.DeferredId)], ids=[*WITHOUT_ID, "deferred id"]
+)
+def test_an_object_without_its_id_is_not_written(engine: Engine, load: write_ids.Load, write: Step) -> None:
     with holder(engine) as session:
         write(session, load(session))
         with pytest.raises(UnfencedWriteError, match="loaded without last_write_id"):
@@ -319,27 +268,27 @@ def test_an_object_without_its_id_is_not_written(engine: Engine, load: Load, wri
 
 @on_sqlite_alone
 @pytest.mark.parametrize("load", WITHOUT_ID.values(), ids=WITHOUT_ID)
-def test_an_object_that_gets_its_id_later_is_of_two_versions(engine: Engine, load: Load) -> None:
+def test_an_object_that_gets_its_id_later_is_of_two_versions(engine: Engine, load: write_ids.Load) -> None:
     """So is the object into which it is merged. After a rollback all is loaded again."""
     with holder(engine) as session:
         row = load(session)
         assert row.note == ""
         row.balance += 1
-        with refused(engine, MIXED, FENCE):
+        with write_ids.refused(engine, NO_VERSION, write_ids.FENCE):
             session.commit()
         session.rollback()
         session.expunge_all()
         kept = load(session)
-    change(engine)
+    write_ids.change(engine)
     with holder(engine) as session:
         row = session.merge(kept)
         row.balance -= 30
-        with refused(engine, MIXED):
+        with write_ids.refused(engine, NO_VERSION):
             session.commit()
         session.rollback()
         row.balance -= 30
         session.commit()
-    assert stored(engine) == 50
+    assert write_ids.stored(engine) == 50
 
 
 RENEWING: dict[str, Step] = {
@@ -350,7 +299,7 @@ RENEWING: dict[str, Step] = {
         name: populate(select(Account).options(option))
         for name, option in {
             "lazyload": lazyload(Account.entries),
-            "selectinload": selectinload(Account.entries),
+            "selectinload": orm.selectinload(Account.entries),
             "joinedload": joinedload(Account.entries),
         }.items()
     },
@@ -367,30 +316,28 @@ RENEWING: dict[str, Step] = {
 def widen(row: Any) -> None:
     """Change a composite, a collection and links."""
     row.z = 50
-    row.entries.append(Entry(id=9))
-    row.tags.append(Tag(id=9))
+    row.entries.append(write_ids.Entry(id=9))
+    row.tags.append(write_ids.Tag(id=9))
 
 
 @on_sqlite_alone
 @pytest.mark.parametrize("key", [1, 2], ids=["base", "joined"])
 @pytest.mark.parametrize("way", RENEWING)
 def test_composites_and_collections_are_as_new_as_the_id(engine: Engine, way: str, key: int) -> None:
-    """However the row is loaded again."""
     with Session(engine, expire_on_commit=False) as session:
         row = whole(key)(session)
         assert (row.z, row.deep.y) == (1, 1)
         session.commit()
-        change(engine, Account, key, widen)
-        bind(session, Lease("rows", MINE))
+        write_ids.change(engine, Account, key, widen)
+        bind(session, Lease("rows", write_ids.MINE))
         RENEWING[way](session, row)
         row.balance = row.deep.y + len(row.entries) + len(row.tags)
         session.commit()
-    assert stored(engine, Account, key) == 50 + (3 + 2 if key == 1 else 1 + 1)
+    assert write_ids.stored(engine, Account, key) == 50 + (3 + 2 if key == 1 else 1 + 1)
 
 
 @on_sqlite_alone
 def test_composites_are_there(engine: Engine) -> None:
-    """Before a flush, after an expiry, and beside a deferred column."""
     assert Account(id=9, x=5, y=6).pair == Pair(5, 6)
     with holder(engine) as session:
         row = session.get_one(Account, 1)
@@ -423,23 +370,21 @@ class Vector:
 def test_merged_values_are_compared_by_their_type(in_memory: InMemory, *, present: bool) -> None:
     """Their own comparison may raise."""
 
-    class Model(DeclarativeBase):
-        pass
+    class Model(orm.DeclarativeBase): ...
 
-    class Measured(Fenced, Model):
+    class Measured(write_ids.Fenced, Model):
         __tablename__ = "wi_measured"
         id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
         vector: Mapped[Any] = mapped_column(PickleType(comparator=lambda x, y: x.number == y.number))
 
     engine = in_memory(Model.metadata)
-    with holder(engine) as session:
+    with holder(engine) as session, session.begin():
         row = Measured(id=1, vector=Vector(1))
         session.add(row)
-        session.commit()
     row.vector = Vector(2)
     with holder(engine) as session:
         kept = session.get(Measured, 1) if present else None
         merged = session.merge(row)
         assert not present or merged is kept
         session.commit()
-        assert (merged.vector.number, merged.last_fencing_token) == (2, MINE)
+        assert (merged.vector.number, merged.last_fencing_token) == (2, write_ids.MINE)

@@ -9,28 +9,12 @@ import pytest
 from sqlalchemy import Engine, create_engine, inspect, select
 from sqlalchemy.orm import Session
 
-from fencelock.guard import bind, claim, claim_all
-from fencelock.lease import Lease
-from tests.guard.rows import on_sqlite_alone
-from tests.guard.write_ids import (
-    MINE,
-    OTHER,
-    Account,
-    Base,  # noqa: F401  the fixture `_tables` makes its tables
-    Row,
-    Step,
-    change,
-    fill,
-    holder,
-    refused,
-    stored,
-)
+from fencelock import Lease, bind, claim, claim_all
+from tests.guard import write_ids
+from tests.guard.rows import Act, holding, on_sqlite_alone
+from tests.guard.write_ids import MINE, OTHER, Account, Row, Step, change, holder, refused, stored
 
-
-@pytest.fixture
-def engine(lasting_engine: Engine) -> Engine:
-    """An engine on a database with the rows."""
-    return fill(lasting_engine)
+ROWS = write_ids.fill
 
 
 def assert_refused(engine: Engine, row: Any, current: int = OTHER) -> None:
@@ -58,7 +42,6 @@ UNDOING: dict[str, Callable[[Session, Any], object]] = {
 
 
 def written(session: Session) -> Row:
-    """Write a row."""
     row = session.get_one(Row, 1)
     row.balance -= 30
     session.flush()
@@ -123,8 +106,7 @@ def test_a_copy_of_an_undone_write_is_not_what_was_loaded(
 @on_sqlite_alone
 def test_an_undone_write_is_loaded_again_before_the_next(engine: Engine) -> None:
     """Also where nothing came in between, and after several flushes."""
-    with Session(engine) as session:
-        bind(session, Lease("rows", OTHER))
+    with holding(engine, Lease("rows", OTHER)) as session:
         row = written(session)
         written(session)
     with holder(engine) as session:
@@ -155,14 +137,12 @@ def test_a_write_in_a_transaction_of_another_that_is_undone(engine: Engine) -> N
 
 @on_sqlite_alone
 def test_an_insert_that_was_undone(engine: Engine) -> None:
-    """A second INSERT makes another row."""
     with holder(engine, OTHER) as session:
         row = Row(id=9)
         session.add(row)
         session.flush()
-    with holder(engine, OTHER) as session:
+    with holder(engine, OTHER) as session, session.begin():
         session.add(Row(id=9))
-        session.commit()
     assert_refused(engine, row)
 
 
@@ -185,7 +165,7 @@ def test_an_insert_that_was_undone_is_made_again(engine: Engine, *, nested: bool
     assert stored(engine, Row, 9) == 90
 
 
-SAVED: dict[str, Callable[[Session], object]] = {
+SAVED: dict[str, Act] = {
     "written": written,
     "claimed": lambda session: claim(session, Row, 1),
     "all claimed": lambda session: claim_all(session, select(Row)),
@@ -193,9 +173,7 @@ SAVED: dict[str, Callable[[Session], object]] = {
 
 
 @pytest.mark.parametrize("do", SAVED.values(), ids=SAVED)
-def test_after_a_savepoint_is_undone_the_row_is_as_it_was_loaded(
-    engine: Engine, do: Callable[[Session], object]
-) -> None:
+def test_after_a_savepoint_is_undone_the_row_is_as_it_was_loaded(engine: Engine, do: Act) -> None:
     """Whatever has raised its fence in the savepoint."""
     with holder(engine) as session:
         row = session.get_one(Row, 1)

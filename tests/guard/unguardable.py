@@ -2,42 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import (
-    DDL,
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    delete,
-    insert,
-    lambda_stmt,
-    literal,
-    select,
-    text,
-    update,
-)
-from sqlalchemy import column as sql_column
-from sqlalchemy import table as sql_table
+import sqlalchemy as sa
+from sqlalchemy import DDL, Column, MetaData, String, Table, delete, insert, lambda_stmt, select, text, update
 from sqlalchemy.dialects import mysql, sqlite
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock.guard import FencedModel
-from tests.guard.rows import empty
+from fencelock import FencedModel
+from tests.guard.rows import Act, refill
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
-    """Guarded as a whole table."""
-
     __tablename__ = "re_orders"
     __fence_resource__ = "orders"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -47,17 +26,13 @@ class Order(FencedModel, Base):
 
 
 class Gift(Order):
-    """Joined to it."""
-
     __tablename__ = "re_gifts"
-    id: Mapped[int] = mapped_column(ForeignKey("re_orders.id"), primary_key=True)
+    id: Mapped[int] = mapped_column(sa.ForeignKey("re_orders.id"), primary_key=True)
     ribbon: Mapped[str] = mapped_column(String(20), default="none")
     __mapper_args__ = {"polymorphic_identity": "gift"}  # noqa: RUF012
 
 
 class Free(Base):
-    """Not fenced."""
-
     __tablename__ = "re_free"
     id: Mapped[int] = mapped_column(primary_key=True)
     note: Mapped[str] = mapped_column(String(20), default="none")
@@ -66,20 +41,22 @@ class Free(Base):
 orders: Any = Order.__table__
 gifts: Any = Gift.__table__
 free: Any = Free.__table__
+#: An order, a gift and something unfenced; the fences are 5.
+ROWS: dict[Any, Any] = {
+    Order: [
+        {"id": 1, "last_fencing_token": 5, "kind": "order"},
+        {"id": 2, "last_fencing_token": 5, "kind": "gift"},
+    ],
+    Gift: {"id": 2},
+    Free: {"id": 1},
+}
 
 
-def seed(engine: Engine) -> None:
-    """Make an order, a gift and something unfenced; the fences are 5."""
-    with engine.begin() as connection:
-        empty(connection, Base.metadata)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(orders), {"id": 1, "last_fencing_token": 5})
-        connection.execute(insert(orders), {"id": 2, "last_fencing_token": 5, "kind": "gift"})
-        connection.execute(insert(gifts), {"id": 2})
-        connection.execute(insert(free), {"id": 1})
+def seed(engine: sa.Engine) -> None:
+    refill(engine, Base.metadata, ROWS)
 
 
-UNGUARDABLE: dict[str, Callable[[Session], object]] = {
+UNGUARDABLE: dict[str, Act] = {
     "text UPDATE": lambda s: s.execute(text("UPDATE re_orders SET status = 'x'")),
     "text DELETE": lambda s: s.execute(text("delete\nfrom re_orders where id = :id"), {"id": 1}),
     "text INSERT": lambda s: s.execute(text("INSERT INTO re_orders (id, status, kind) VALUES (9, 'x', 'y')")),
@@ -88,7 +65,7 @@ UNGUARDABLE: dict[str, Callable[[Session], object]] = {
     "text, upper case": lambda s: s.execute(text("UPDATE RE_ORDERS SET status = 'x'")),
     "text, sub-table": lambda s: s.execute(text("UPDATE re_gifts SET ribbon = 'x'")),
     "text with columns": lambda s: s.execute(
-        text("UPDATE re_orders SET status = 'x' RETURNING id").columns(id=Integer)
+        text("UPDATE re_orders SET status = 'x' RETURNING id").columns(id=sa.Integer)
     ),
     "text, TRUNCATE": lambda s: s.execute(text("TRUNCATE re_orders")),
     "text, MERGE": lambda s: s.execute(
@@ -105,13 +82,13 @@ UNGUARDABLE: dict[str, Callable[[Session], object]] = {
     "driver SQL": lambda s: s.connection().exec_driver_sql("UPDATE re_orders SET status = 'x'"),
     "DDL": lambda s: s.execute(DDL("UPDATE re_orders SET status = 'x'")),  # type: ignore[no-untyped-call]
     "sqlalchemy.table()": lambda s: s.execute(
-        update(sql_table("re_orders", sql_column("status"))).values(status="x")
+        update(sa.table("re_orders", sa.column("status"))).values(status="x")
     ),
     "another Table object": lambda s: s.execute(
         update(Table("re_orders", MetaData(), Column("status", String(20)))).values(status="x")
     ),
     "reflected Table": lambda s: s.execute(
-        delete(Table("re_orders", MetaData(), autoload_with=s.connection())).where(literal(value=True))
+        delete(Table("re_orders", MetaData(), autoload_with=s.connection())).where(sa.literal(value=True))
     ),
     "DML in a CTE of a SELECT": lambda s: s.execute(
         select(update(orders).values(status="x").returning(orders.c.id).cte("gone"))

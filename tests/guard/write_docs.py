@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Final, TypeAlias
 
 DOCS: Final = Path(__file__).parents[2] / "docs" / "write-paths.md"
-
 Outcomes: TypeAlias = tuple[str, tuple[str, ...]]
 """A way to write, and what became of it under each condition."""
 

@@ -12,54 +12,34 @@ from itertools import count
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import Column, Engine, ForeignKey, String, Table, delete, event, insert, update
+from sqlalchemy import Column, Engine, ForeignKey, String, Table, delete, event, insert, orm, update
 from sqlalchemy.ext.orderinglist import ordering_list
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    Mapped,
-    Session,
-    column_property,
-    composite,
-    deferred,
-    mapped_column,
-    registry,
-    relationship,
-)
+from sqlalchemy.orm import Mapped, Session, composite, deferred, mapped_column, registry, relationship
 
-from fencelock.errors import StaleReadError
-from fencelock.guard import FencedModel, bind, fence_column, write_id_column
-from fencelock.lease import Lease
-from tests.guard.rows import contents
+from fencelock import FencedModel, Lease, StaleReadError, bind
+from fencelock.guard import fence_column, write_id_column
+from tests.guard.rows import Keyed, bypassed, contents, holding
 
 FENCE, OTHER, MINE = 5, 7, 9
-WRITTEN, MIXED, DELETED = "was written since", "is of two versions", "was deleted since"
+WRITTEN, NO_VERSION, DELETED = "was written since", "is of two versions", "was deleted since"
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
-
+class Base(orm.DeclarativeBase):
     type_annotation_map = {str: String(20)}  # noqa: RUF012  SQLAlchemy's declaration
 
 
 class Fenced(FencedModel):
-    """One lease guards them all."""
-
     __fence_resource__ = "rows"
 
 
-class Row(Fenced, Base):
-    """Columns alone, one of them deferred."""
-
+class Row(Fenced, Keyed, Base):
     __tablename__ = "wi_rows"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     status: Mapped[str] = mapped_column(default="new")
     note: Mapped[str] = mapped_column(default="", deferred=True)
 
 
 class Twin(Fenced, Base):
-    """A second class for the same rows."""
-
     __table__ = Row.__table__
 
 
@@ -72,17 +52,12 @@ def on_update(_mapper: object, _connection: object, twin: Any) -> None:
 
 
 class Refreshed(Fenced, Base):
-    """A third, which every query loads again."""
-
     __table__ = Row.__table__
     __mapper_args__ = {"always_refresh": True}  # noqa: RUF012
 
 
-class Deferred(Fenced, Base):
-    """Says that the fence is loaded when it is asked for."""
-
+class Deferred(Fenced, Keyed, Base):
     __tablename__ = "wi_deferred"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     last_fencing_token: Mapped[int] = deferred(fence_column())
 
@@ -95,8 +70,6 @@ class DeferredByOption(Base):
 
 
 class DeferredId(Base):
-    """Says so of the write id."""
-
     __table__ = Deferred.__table__
     last_write_id = deferred(Deferred.__table__.c.last_write_id)
 
@@ -111,23 +84,18 @@ class WithProperty:
 registry(metadata=Base.metadata).map_imperatively(
     WithProperty,
     Deferred.__table__,
-    properties={"last_fencing_token": column_property(Deferred.__table__.c.last_fencing_token)},
+    properties={"last_fencing_token": orm.column_property(Deferred.__table__.c.last_fencing_token)},
 )
 
 
-class Versioned(Fenced, Base):
-    """With SQLAlchemy's own counter beside the write id."""
-
+class Versioned(Fenced, Keyed, Base):
     __tablename__ = "wi_versioned"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
     version: Mapped[int] = mapped_column()
     __mapper_args__ = {"version_id_col": version, "eager_defaults": True}  # noqa: RUF012
 
 
 class Line(Fenced, Base):
-    """The rows of a list, which their places name."""
-
     __tablename__ = "wi_lines"
     listed: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     place: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -135,23 +103,16 @@ class Line(Fenced, Base):
 
 
 class Numbered(Fenced, Base):
-    """The database gives its key."""
-
     __tablename__ = "wi_numbered"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
-class Animal(Fenced, Base):
-    """The base of a hierarchy with a table for each class."""
-
+class Animal(Fenced, Keyed, Base):
     __tablename__ = "wi_animals"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
 
 
 class Dog(Animal):
-    """Has the other table."""
-
     __tablename__ = "wi_dogs"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     balance: Mapped[int] = mapped_column(default=100)
@@ -160,18 +121,15 @@ class Dog(Animal):
     __mapper_args__ = {"concrete": True}  # noqa: RUF012
 
 
-class Staff(Base):
+class Staff(Keyed, Base):
     """Not fenced, though its subclasses are, in tables of their own."""
 
     __tablename__ = "wi_staff"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[int]
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
 
 
 class Engineer(Fenced, Staff):
-    """The first that is fenced."""
-
     __tablename__ = "wi_engineers"
     id: Mapped[int] = mapped_column(ForeignKey(Staff.id), primary_key=True)
     balance: Mapped[int] = mapped_column(default=100)
@@ -179,8 +137,6 @@ class Engineer(Fenced, Staff):
 
 
 class Manager(Fenced, Staff):
-    """The second, whose key has another name than its parent's."""
-
     __tablename__ = "wi_managers"
     staff_id: Mapped[int] = mapped_column(ForeignKey(Staff.id), primary_key=True)
     balance: Mapped[int] = mapped_column(default=100)
@@ -195,26 +151,18 @@ links = Table(
 )
 
 
-class Tag(Base):
-    """Not fenced."""
-
+class Tag(Keyed, Base):
     __tablename__ = "wi_tags"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
 @dataclass
 class Pair:
-    """Two columns as one value."""
-
     x: int
     y: int
 
 
-class Account(Fenced, Base):
-    """With composites, relationships of several kinds, and subclasses."""
-
+class Account(Fenced, Keyed, Base):
     __tablename__ = "wi_accounts"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     kind: Mapped[int] = mapped_column(default=0)
     balance: Mapped[int] = mapped_column(default=100)
     x: Mapped[int] = mapped_column(default=1)
@@ -237,19 +185,16 @@ class Account(Fenced, Base):
     __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": 0}  # noqa: RUF012
 
 
-class Entry(Base):
+class Entry(Keyed, Base):
     """Has its place in the list of its account."""
 
     __tablename__ = "wi_entries"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     place: Mapped[int] = mapped_column(default=0)
     account_id: Mapped[int | None] = mapped_column(ForeignKey(Account.id))
     account: Mapped[Account | None] = relationship(foreign_keys=account_id, back_populates="entries")
 
 
 class Joined(Account):
-    """Has another table, and a collection."""
-
     __tablename__ = "wi_joined"
     id: Mapped[int] = mapped_column(ForeignKey(Account.id), primary_key=True)
     extra: Mapped[int] = mapped_column(default=100)
@@ -265,11 +210,8 @@ class Single(Account):
     __mapper_args__ = {"polymorphic_identity": 2}  # noqa: RUF012
 
 
-class Note(Base):
-    """Not fenced."""
-
+class Note(Keyed, Base):
     __tablename__ = "wi_notes"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     joined_id: Mapped[int | None] = mapped_column(ForeignKey(Joined.id))
 
 
@@ -292,38 +234,36 @@ ROWS: dict[str, list[dict[str, int]]] = {
 }
 
 
-def fence_of(table: Table, write_id: int) -> dict[str, int]:
-    """Return what the guard's columns of a row have, if the table has these columns."""
-    return {"last_fencing_token": FENCE, "last_write_id": write_id} if "last_write_id" in table.c else {}
-
-
 def fill(engine: Engine) -> Engine:
-    """Have a database contain ROWS and nothing else."""
+    """Have a database contain ROWS and nothing else, each fenced row with an id of its own."""
     ids = count(11)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(update(Account).values(favourite_id=None))
         for table in reversed(Base.metadata.sorted_tables):
             connection.execute(delete(table))
         for name, rows in ROWS.items():
             table = Base.metadata.tables[name]
-            is_fenced = "last_write_id" in table.c
-            fences = [
-                {"last_fencing_token": FENCE, "last_write_id": next(ids)} if is_fenced else {} for _ in rows
-            ]
-            connection.execute(insert(table), [row | fence for row, fence in zip(rows, fences, strict=True)])
+            for row in rows:
+                its = {"last_fencing_token": FENCE, "last_write_id": next(ids)}
+                connection.execute(insert(table), row | (its if "last_write_id" in table.c else {}))
         connection.execute(update(Account).where(Account.id == 1).values(favourite_id=1))
     return engine
 
 
 def holder(engine: Engine, token: int = MINE) -> Session:
-    """Return a session that writes under a token, and keeps its objects after a COMMIT."""
-    session = Session(engine, expire_on_commit=False)
-    bind(session, Lease("rows", token))
-    return session
+    return holding(engine, Lease("rows", token), expire_on_commit=False)
+
+
+@contextmanager
+def loaded(engine: Engine) -> Iterator[tuple[Session, Row]]:
+    """Load the row in a transaction of its own, in a session of the test's holder."""
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        session.commit()
+        yield session, row
 
 
 def take(row: Any) -> None:
-    """Take 20 from the balance, as another holder does."""
     row.balance -= 20
 
 
@@ -334,14 +274,11 @@ def change(
     do: Callable[[Any], object] = take,
     token: int = OTHER,
 ) -> None:
-    """Write a row as another holder does."""
-    with holder(engine, token) as session:
+    with holder(engine, token) as session, session.begin():
         do(session.get_one(model, key))
-        session.commit()
 
 
 def stored(engine: Engine, model: type[Any] = Row, key: int = 1) -> int:
-    """Return the balance that was committed."""
     with Session(engine) as session:
         return int(session.get_one(model, key).balance)
 
@@ -350,7 +287,6 @@ def stored(engine: Engine, model: type[Any] = Row, key: int = 1) -> int:
 def refused(
     engine: Engine, match: str = WRITTEN, current: int | None = OTHER
 ) -> Iterator[pytest.ExceptionInfo[StaleReadError]]:
-    """Expect a `StaleReadError`, and nothing written."""
     before = contents(engine, Base.metadata)
     with pytest.raises(StaleReadError, match=match) as caught:
         yield caught
@@ -358,29 +294,12 @@ def refused(
     assert contents(engine, Base.metadata) == before
 
 
-@contextmanager
-def statements(engine: Engine) -> Iterator[list[str]]:
-    """Collect the statements that are sent."""
-    sent: list[str] = []
-
-    def note(_connection: Any, _cursor: Any, statement: str, *_: Any) -> None:
-        sent.append(statement)
-
-    event.listen(engine, "before_cursor_execute", note)
-    yield sent
-    event.remove(engine, "before_cursor_execute", note)
-
-
 Load: TypeAlias = Callable[[Session], Any]
 Step: TypeAlias = Callable[[Session, Any], Any]
 
 
 def get(model: type[Any] = Row, key: Any = 1, *options: Any, **given: Any) -> Load:
-    """Load an object by its key."""
     return lambda session: session.get_one(model, key, options=options, **given)
-
-
-get_row = get()
 
 
 def whole(key: int = 1, **given: Any) -> Load:
@@ -407,22 +326,30 @@ def after(load: Load, do: Step) -> Load:
 
 
 def query(statement: Any) -> Load:
-    """Load the one object that a query finds."""
     return lambda session: session.scalars(statement).one()
 
 
-def pay(_session: Session, row: Any) -> None:
-    """Take 30 from the balance."""
-    row.balance -= 30
+def computing(name: str, value: Callable[[Any], object]) -> Step:
+    """Assign what is computed from the object."""
+    return lambda _session, row: setattr(row, name, value(row))
+
+
+def in_turn(*steps: Step) -> Step:
+    def both(session: Session, row: Any) -> None:
+        for step in steps:
+            step(session, row)
+
+    return both
+
+
+pay = computing("balance", lambda row: row.balance - 30)
 
 
 def setting(name: str, value: object) -> Step:
-    """Assign a value."""
     return lambda _session, row: setattr(row, name, value)
 
 
 def adding(name: str, made: Callable[[], Any]) -> Step:
-    """Add to a collection."""
     return lambda _session, row: getattr(row, name).append(made())
 
 
@@ -431,11 +358,12 @@ class Story:
     """How an object is loaded, what the other holder does to its row, what comes then, and how it is written.
 
     Attributes:
+        load: where it is not plainly by its key.
         said: by the refusal, where the other holder has written; None where the write is accepted.
         always: the write is refused without the other holder's, too.
     """
 
-    load: Load = get_row
+    load: Load | None = None
     model: type[Any] = Row
     key: Any = 1
     other: Callable[[Any], object] = take
@@ -446,14 +374,13 @@ class Story:
 
 
 def play(engine: Engine, story: Story, *, written: bool) -> None:
-    """Play a story, with or without the other holder's write."""
     with Session(engine, expire_on_commit=False) as session:
-        loaded = story.load(session)
+        found = (story.load or get(story.model, story.key))(session)
         session.commit()
         if written:
             change(engine, story.model, story.key, story.other)
         bind(session, Lease("rows", MINE))
-        row = story.then(session, loaded) or loaded
+        row = story.then(session, found) or found
 
         def act() -> None:
             story.write(session, row)

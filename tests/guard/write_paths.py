@@ -2,60 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
-from sqlalchemy import (
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    String,
-    Table,
-    bindparam,
-    delete,
-    insert,
-    select,
-    text,
-    update,
-)
-from sqlalchemy.orm import (
-    DeclarativeBase,
-    DynamicMapped,
-    Mapped,
-    MappedAsDataclass,
-    Session,
-    WriteOnlyMapped,
-    aliased,
-    mapped_column,
-    registry,
-    relationship,
-)
+import sqlalchemy as sa
+from sqlalchemy import Column, ForeignKey, Integer, String, Table, bindparam, delete, insert, orm, update
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, registry, relationship
 
-from fencelock.guard import (
-    FencedDataclassModel,
-    FencedModel,
-    execute_fenced,
-    fence_column,
-    fenced_delete,
-    fenced_update,
-    write_id_column,
-)
+from fencelock import FencedDataclassModel, FencedModel, execute_fenced, fenced_delete, fenced_update
 from fencelock.tokens import MAX_TOKEN
-from tests.guard.rows import empty
+from tests.guard.rows import Act, Keyed, bypassed, core_table, empty
 
 FENCE = 5
 STALE = 4
 FRESH = 6
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
+class Base(DeclarativeBase): ...
 
 
-class DataclassBase(MappedAsDataclass, DeclarativeBase):
-    """The same, for dataclasses."""
-
+class DataclassBase(orm.MappedAsDataclass, DeclarativeBase):
     metadata = Base.metadata
 
 
@@ -68,41 +33,32 @@ labels = Table(
 
 
 class Tag(Base):
-    """Not fenced; linked to orders."""
-
     __tablename__ = "wp_tags"
     id: Mapped[int] = mapped_column(primary_key=True)
 
 
 class Item(Base):
-    """Not fenced; in the collection of an order."""
-
     __tablename__ = "wp_items"
     id: Mapped[int] = mapped_column(primary_key=True)
     order_id: Mapped[int | None] = mapped_column(ForeignKey("wp_orders.id"))
     order: Mapped[Order | None] = relationship(back_populates="items", foreign_keys=order_id)
 
 
-class Order(FencedModel, Base):
-    """Guarded row by row."""
-
+class Order(FencedModel, Keyed, Base):
     __tablename__ = "wp_orders"
     __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     status: Mapped[str] = mapped_column(String(20))
     first_item_id: Mapped[int | None] = mapped_column(
         ForeignKey("wp_items.id", use_alter=True, name="wp_first_item")
     )
     tags: Mapped[list[Tag]] = relationship(secondary=labels)
-    later_tags: WriteOnlyMapped[Tag] = relationship(secondary=labels, overlaps="tags,tags_by_query")
-    tags_by_query: DynamicMapped[Tag] = relationship(secondary=labels, overlaps="tags,later_tags")
+    later_tags: orm.WriteOnlyMapped[Tag] = relationship(secondary=labels, overlaps="tags,tags_by_query")
+    tags_by_query: orm.DynamicMapped[Tag] = relationship(secondary=labels, overlaps="tags,later_tags")
     items: Mapped[list[Item]] = relationship(back_populates="order", foreign_keys=Item.order_id)
     first_item: Mapped[Item | None] = relationship(foreign_keys=first_item_id, post_update=True)
 
 
 class Employee(FencedModel, Base):
-    """Guarded as a whole table; the base of joined and single-table inheritance."""
-
     __tablename__ = "wp_employees"
     __fence_resource__ = "order:1"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -112,8 +68,6 @@ class Employee(FencedModel, Base):
 
 
 class Engineer(Employee):
-    """Joined inheritance: the fence is in the base table."""
-
     __tablename__ = "wp_engineers"
     id: Mapped[int] = mapped_column(ForeignKey("wp_employees.id"), primary_key=True)
     tool: Mapped[str] = mapped_column(String(20))
@@ -121,15 +75,11 @@ class Engineer(Employee):
 
 
 class Manager(Employee):
-    """Single-table inheritance."""
-
     office: Mapped[str | None] = mapped_column(String(20))
     __mapper_args__ = {"polymorphic_identity": "manager"}  # noqa: RUF012
 
 
 class Place(FencedModel, Base):
-    """A composite key, of which the resource is made, and nothing generated."""
-
     __tablename__ = "wp_places"
     __fence_resource__ = "order:{row}"
     row: Mapped[int] = mapped_column(primary_key=True)
@@ -138,8 +88,6 @@ class Place(FencedModel, Base):
 
 
 class Point(FencedDataclassModel, DataclassBase):
-    """A dataclass."""
-
     __tablename__ = "wp_points"
     __fence_resource__ = "order:1"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -147,8 +95,6 @@ class Point(FencedDataclassModel, DataclassBase):
 
 
 class Box(FencedModel):
-    """Mapped imperatively."""
-
     __fence_resource__ = "order:1"
 
     def __init__(self, id: int, size: int) -> None:  # noqa: A002  as the column is called
@@ -156,28 +102,19 @@ class Box(FencedModel):
         self.size = size
 
 
-boxes = Table(
-    "wp_boxes",
-    Base.metadata,
-    Column("id", Integer, primary_key=True),
-    Column("size", Integer),
-    fence_column(),
-    write_id_column(),
-)
+boxes = core_table("wp_boxes", Column("size", Integer), metadata=Base.metadata)
 registry().map_imperatively(Box, boxes)
-
 orders: Table = Order.__table__  # type: ignore[assignment]
 employees: Table = Employee.__table__  # type: ignore[assignment]
 engineers: Table = Engineer.__table__  # type: ignore[assignment]
 
 
-def seed(engine: Engine) -> None:
-    """Make one row of each table, all with the same fence."""
+def seed(engine: sa.Engine) -> None:
     fence = {"last_fencing_token": FENCE}
     with engine.begin() as connection:
         execute_fenced(connection, fenced_update(orders).values(first_item_id=None), token=MAX_TOKEN)
         empty(connection, Base.metadata)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
+    with bypassed(engine) as connection:
         connection.execute(insert(Tag), [{"id": 1}, {"id": 2}])
         connection.execute(insert(Order), {"id": 1, "status": "new", **fence})
         connection.execute(insert(Item), [{"id": 1, "order_id": 1}, {"id": 2, "order_id": None}])
@@ -186,48 +123,36 @@ def seed(engine: Engine) -> None:
             connection.execute(insert(employees), {"id": number, "kind": kind, "name": "new", **fence})
         connection.execute(insert(engineers), {"id": 2, "tool": "new"})
         if connection.dialect.name == "postgresql":
-            connection.execute(text("SELECT setval('wp_employees_id_seq', 100)"))
+            connection.execute(sa.text("SELECT setval('wp_employees_id_seq', 100)"))
         connection.execute(insert(Place), {"row": 1, "seat": "a", "taken": 0, **fence})
         connection.execute(insert(Point), {"id": 1, "x": 0, **fence})
         connection.execute(insert(boxes), {"id": 1, "size": 0, **fence})
 
 
 def get(session: Session, model: type[Any], identity: Any = 1) -> Any:
-    """Return an object that the session keeps."""
     found = session.get_one(model, identity)
     session.info.setdefault("kept", []).append(found)
     return found
 
 
-def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Callable[[Session], object]:
-    """Return the unit of work's plain update."""
-
-    def write(session: Session) -> None:
-        setattr(get(session, model, identity), attribute, value)
-        session.flush()
-
-    return write
+def setting(model: type[Any], attribute: str, value: Any, identity: Any = 1) -> Act:
+    return lambda session: setattr(get(session, model, identity), attribute, value)
 
 
-def deleting(model: type[Any], identity: Any = 1) -> Callable[[Session], object]:
-    """Return the unit of work's plain delete."""
-
-    def write(session: Session) -> None:
-        session.delete(get(session, model, identity))
-        session.flush()
-
-    return write
+def deleting(model: type[Any], identity: Any = 1) -> Act:
+    return lambda session: session.delete(get(session, model, identity))
 
 
-def merge(session: Session) -> None:
-    """Merge a detached object that brings an old fence along."""
-    session.merge(Order(id=1, status="paid", last_fencing_token=3))
-    session.flush()
+def executing(statement: Any, **options: Any) -> Act:
+    return lambda session: session.execute(statement, execution_options=options)
 
 
-def change_primary_key(session: Session) -> None:
-    """Move a row to another key."""
-    get(session, Employee).id = 77
+def on_connection(statement: Any, *rows: dict[str, Any]) -> Act:
+    return lambda session: session.connection().execute(statement, [*rows] or None)
+
+
+def add(session: Session, *objects: object) -> None:
+    session.add_all(objects)
     session.flush()
 
 
@@ -235,65 +160,6 @@ def switch_row(session: Session) -> None:
     """Delete and add the same key in one flush."""
     session.delete(get(session, Employee))
     session.add(Employee(id=1, name="switched"))
-    session.flush()
-
-
-def update_after_the_fact(session: Session) -> None:
-    """Set a post_update relationship."""
-    get(session, Order).first_item = get(session, Item)
-    session.flush()
-
-
-def link(session: Session) -> None:
-    """Add to a many-to-many collection."""
-    order = get(session, Order)
-    order.tags.append(get(session, Tag, 2))
-    session.flush()
-
-
-def unlink(session: Session) -> None:
-    """Empty a many-to-many collection."""
-    order = get(session, Order)
-    order.tags.clear()
-    session.flush()
-
-
-def link_unloaded(session: Session) -> None:
-    """Add to a write-only collection."""
-    order = get(session, Order)
-    order.later_tags.add(get(session, Tag, 2))
-    session.flush()
-
-
-def link_by_query(session: Session) -> None:
-    """Add to a dynamic collection."""
-    order = get(session, Order)
-    order.tags_by_query.append(get(session, Tag, 2))
-    session.flush()
-
-
-def append_to_collection(session: Session) -> None:
-    """Add to a one-to-many collection."""
-    order = get(session, Order)
-    order.items.append(get(session, Item, 2))
-    session.flush()
-
-
-def append_from_the_other_side(session: Session) -> None:
-    """Add to a collection that is not loaded."""
-    get(session, Item, 2).order = get(session, Order)
-    session.flush()
-
-
-def set_by_expression(session: Session) -> None:
-    """Assign a SQL expression."""
-    get(session, Employee).name = Employee.name + "!"
-    session.flush()
-
-
-def bulk_update_mappings(session: Session) -> None:
-    """Update without the unit of work, by mappings."""
-    session.bulk_update_mappings(Order, [{"id": 1, "status": "paid"}])
 
 
 def bulk_save_objects(session: Session) -> None:
@@ -304,143 +170,77 @@ def bulk_save_objects(session: Session) -> None:
     session.bulk_save_objects([order])
 
 
-def update_where(session: Session) -> None:
-    """Update by key."""
-    session.execute(update(Order).where(Order.id == 1).values(status="paid"))
-
-
-def update_with_more_criteria(session: Session) -> None:
-    """Update by key and more."""
-    paid = update(Order).where((Order.id == 1) & Order.status.in_(["new", "old"])).values(status="paid")
-    session.execute(paid)
-
-
-def update_many_rows(session: Session) -> None:
-    """Update whatever matches."""
-    session.execute(update(Employee).where(Employee.name == "new").values(name="old"))
-
-
-def update_by_key_list(session: Session) -> None:
-    """Update by a list of keys."""
-    session.execute(update(Order), [{"id": 1, "status": "paid"}])
-
-
-def update_query(session: Session) -> None:
-    """Update the legacy way."""
-    session.query(Order).filter(Order.id == 1).update({"status": "paid"})
-
-
-def update_alias(session: Session) -> None:
-    """Update through an alias."""
-    other = aliased(Order)
-    statement = update(other).where(other.id == 1).values(status="paid")
-    session.execute(statement, execution_options={"synchronize_session": False})
-
-
-def update_in_order(session: Session) -> None:
-    """Update with the order of SET given."""
-    session.execute(update(orders).where(orders.c.id == 1).ordered_values((orders.c.status, "paid")))
-
-
-def update_from(session: Session) -> None:
-    """Update with a second table."""
-    statement = update(Order).where(Order.id == 1, Item.order_id == Order.id).values(status="paid")
-    session.execute(statement, execution_options={"synchronize_session": False})
-
-
-def update_from_subquery(session: Session) -> None:
-    """Update with a correlated subquery."""
-    has_items = select(Item.id).where(Item.order_id == Order.id).exists()
-    statement = update(Order).where(Order.id == 1, has_items).values(status="paid")
-    session.execute(statement, execution_options={"synchronize_session": False})
-
-
-def core_update(session: Session) -> None:
-    """Update on the session's connection."""
-    session.connection().execute(update(orders).where(orders.c.id == 1).values(status="paid"))
-
-
-def core_executemany(session: Session) -> None:
-    """Update many, one of which is not there."""
-    places: Table = Place.__table__  # type: ignore[assignment]
-    statement = update(places).where(places.c.row == bindparam("r"), places.c.seat == bindparam("s"))
-    session.connection().execute(
-        statement, [{"r": 1, "s": "a", "taken": 1}, {"r": 1, "s": "none", "taken": 1}]
-    )
-
-
-def core_fenced_update(session: Session) -> None:
-    """Update with the fenced construct."""
-    execute_fenced(session, fenced_update(Order).where(Order.id == 1).values(status="paid"))
-
-
-def core_fenced_delete(session: Session) -> None:
-    """Delete with the fenced construct."""
-    execute_fenced(session.connection(), fenced_delete(boxes).where(boxes.c.id == 1))
-
-
-def delete_where(session: Session) -> None:
-    """Delete by key."""
-    session.execute(delete(Point).where(Point.id == 1))
-
-
-def delete_many_rows(session: Session) -> None:
-    """Delete whatever matches."""
-    session.execute(delete(Box).where(boxes.c.size == 0))
-
-
-def delete_query(session: Session) -> None:
-    """Delete the legacy way."""
-    session.query(Place).filter(Place.row == 1).delete()
-
-
-UPDATES: dict[str, Callable[[Session], object]] = {
+alias = aliased(Order)
+places: Table = Place.__table__  # type: ignore[assignment]
+pay = update(Order).where(Order.id == 1).values(status="paid")
+has_items = sa.select(Item.id).where(Item.order_id == Order.id).exists()
+of_a_place = update(places).where(places.c.row == bindparam("r"), places.c.seat == bindparam("s"))
+#: What is still pending behind them is flushed by the COMMIT.
+UPDATES: dict[str, Act] = {
     "unit of work": setting(Order, "status", "paid"),
-    "expression": set_by_expression,
+    "expression": setting(Employee, "name", Employee.name + "!"),
     "composite key": setting(Place, "taken", 1, (1, "a")),
     "dataclass": setting(Point, "x", 1),
     "imperative mapping": setting(Box, "size", 1),
     "joined, base table": setting(Engineer, "name", "old", 2),
     "joined, sub-table only": setting(Engineer, "tool", "old", 2),
     "single-table": setting(Manager, "office", "old", 3),
-    "merge": merge,
-    "primary key change": change_primary_key,
+    "merge": lambda session: session.merge(Order(id=1, status="paid", last_fencing_token=3)),
+    "primary key change": setting(Employee, "id", 77),
     "row switch": switch_row,
-    "post_update": update_after_the_fact,
-    "link": link,
-    "unlink": unlink,
-    "link, write-only": link_unloaded,
-    "link, dynamic": link_by_query,
-    "collection": append_to_collection,
-    "collection, by backref": append_from_the_other_side,
-    "bulk_update_mappings": bulk_update_mappings,
+    "post_update": lambda session: setattr(get(session, Order), "first_item", get(session, Item)),
+    "link": lambda session: get(session, Order).tags.append(get(session, Tag, 2)),
+    "unlink": lambda session: get(session, Order).tags.clear(),
+    "link, write-only": lambda session: get(session, Order).later_tags.add(get(session, Tag, 2)),
+    "link, dynamic": lambda session: get(session, Order).tags_by_query.append(get(session, Tag, 2)),
+    "collection": lambda session: get(session, Order).items.append(get(session, Item, 2)),
+    "collection, by backref": lambda session: setattr(get(session, Item, 2), "order", get(session, Order)),
+    "bulk_update_mappings": lambda session: session.bulk_update_mappings(
+        Order, [{"id": 1, "status": "paid"}]
+    ),
     "bulk_save_objects": bulk_save_objects,
-    "session.execute(update)": update_where,
-    "session.execute(update), more criteria": update_with_more_criteria,
-    "session.execute(update), many rows": update_many_rows,
-    "session.execute(update), key list": update_by_key_list,
-    "Query.update": update_query,
-    "aliased target": update_alias,
-    "ordered_values": update_in_order,
-    "UPDATE … FROM": update_from,
-    "UPDATE … WHERE EXISTS": update_from_subquery,
-    "Core": core_update,
-    "Core executemany": core_executemany,
-    "fenced_update": core_fenced_update,
+    "session.execute(update)": executing(pay),
+    "session.execute(update), more criteria": executing(pay.where(Order.status.in_(["new", "old"]))),
+    "session.execute(update), many rows": executing(
+        update(Employee).where(Employee.name == "new").values(name="old")
+    ),
+    "session.execute(update), key list": lambda session: session.execute(
+        update(Order), [{"id": 1, "status": "paid"}]
+    ),
+    "Query.update": lambda session: session.query(Order).filter(Order.id == 1).update({"status": "paid"}),
+    "aliased target": executing(
+        update(alias).where(alias.id == 1).values(status="paid"), synchronize_session=False
+    ),
+    "ordered_values": executing(
+        update(orders).where(orders.c.id == 1).ordered_values((orders.c.status, "paid"))
+    ),
+    "UPDATE … FROM": executing(pay.where(Item.order_id == Order.id), synchronize_session=False),
+    "UPDATE … WHERE EXISTS": executing(pay.where(has_items), synchronize_session=False),
+    "Core": on_connection(update(orders).where(orders.c.id == 1).values(status="paid")),
+    "Core executemany": on_connection(
+        of_a_place,
+        {"r": 1, "s": "a", "taken": 1},
+        {"r": 1, "s": "none", "taken": 1},  # is not there
+    ),
+    "fenced_update": lambda session: execute_fenced(
+        session, fenced_update(Order).where(Order.id == 1).values(status="paid")
+    ),
 }
 
-DELETES: dict[str, Callable[[Session], object]] = {
+DELETES: dict[str, Act] = {
     "unit of work": deleting(Point),
     "joined": deleting(Engineer, 2),
     "single-table": deleting(Manager, 3),
     "composite key": deleting(Place, (1, "a")),
-    "session.execute(delete)": delete_where,
-    "session.execute(delete), many rows": delete_many_rows,
-    "Query.delete": delete_query,
-    "fenced_delete": core_fenced_delete,
+    "session.execute(delete)": executing(delete(Point).where(Point.id == 1)),
+    "session.execute(delete), many rows": executing(delete(Box).where(boxes.c.size == 0)),
+    "Query.delete": lambda session: session.query(Place).filter(Place.row == 1).delete(),
+    "fenced_delete": lambda session: execute_fenced(
+        session.connection(), fenced_delete(boxes).where(boxes.c.id == 1)
+    ),
 }
 
-INSERTS: dict[str, Callable[[Session], object]] = {
+INSERTS: dict[str, Act] = {
     "unit of work": lambda session: add(session, Place(row=1, seat="b", taken=0)),
     "unit of work, many": lambda session: add(session, *[Box(id=n, size=0) for n in range(2, 9)]),
     "generated key": lambda session: add(session, Employee(name="new"), Employee(name="new")),
@@ -448,15 +248,9 @@ INSERTS: dict[str, Callable[[Session], object]] = {
     "joined": lambda session: add(session, Engineer(name="new", tool="new")),
     "bulk_insert_mappings": lambda session: session.bulk_insert_mappings(Point, [{"id": 2, "x": 1}]),
     "session.execute(insert)": lambda session: session.execute(insert(Point), [{"id": 2, "x": 1}]),
-    "insert().values()": lambda session: session.execute(insert(Point).values(id=2, x=1)),
-    "Core": lambda session: session.connection().execute(insert(boxes), [{"id": 2}, {"id": 3}]),
+    "insert().values()": executing(insert(Point).values(id=2, x=1)),
+    "Core": on_connection(insert(boxes), {"id": 2}, {"id": 3}),
     "insert().returning()": lambda session: session.execute(
         insert(Employee).returning(Employee), [{"name": "a", "kind": "employee"}] * 3
     ),
 }
-
-
-def add(session: Session, *objects: object) -> None:
-    """Add objects and flush."""
-    session.add_all(objects)
-    session.flush()

@@ -36,6 +36,7 @@ def play(seed: int, node_class: type[ModelNode] = ModelNode, *, nodes: int = 3) 
     return world.run(STEPS)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("nodes", [1, 2, 3, 4, 5])
 def test_random_schedules_break_no_promise(nodes: int) -> None:
     """Delays, losses, duplicates, reordering, expiry at any time and epochs that rise: P1 and P2 hold."""

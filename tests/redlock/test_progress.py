@@ -18,6 +18,7 @@ from tests.redlock.stage import Bidder, node_set_of
 pytestmark = pytest.mark.timed
 
 
+@pytest.mark.long
 @pytest.mark.complaint(
     "node-redlock#168", "two clients with a vote each, or four with two and two, retry for ever"
 )
@@ -66,6 +67,7 @@ def test_contenders_all_get_their_turns(
     assert time.monotonic() - began < 15
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
 def test_nobody_starves(nodes: Nodes, count: int) -> None:
     """Eight who take the lock back at once, again and again: each gets it often, and waits but a moment."""

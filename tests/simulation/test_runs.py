@@ -25,6 +25,7 @@ FAULTS = {
 }
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [3, 5])
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.kind or "storm")
 def test_no_promise_is_broken(kind: type[Run], size: int) -> None:

@@ -17,13 +17,13 @@ from sqlalchemy.orm import Session, scoped_session
 
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard._connecting import begin_claim, tokens_to_claim
 from fencelock.guard._install import install
-from fencelock.guard.dialects import LOCKING_READS, newest
-from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
+from fencelock.guard.exact import LOCKING_READS, newest
 from fencelock.guard.fences import FENCES, fences_of
-from fencelock.guard.leases import NOT_INHERITED, Writing, report_refusal, writing_on
+from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, report_refusal, writing_on
+from fencelock.guard.refused import refusing
+from fencelock.guard.routing import begin_claim, tokens_to_claim
 from fencelock.guard.sessions import BYPASS, of_task, session_of
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_table, new_write_id
 from fencelock.lease import check_resource
@@ -125,7 +125,7 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     return made.returning(fence) if returns else made  # type: ignore[no-any-return]
 
 
-_at_gates: WeakKeyDictionary[Writing, None] = WeakKeyDictionary()
+_at_gates: WeakKeyDictionary[TransactionLeases, None] = WeakKeyDictionary()
 """Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
 
 

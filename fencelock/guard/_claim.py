@@ -18,12 +18,12 @@ from sqlalchemy.exc import NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import UnfencedWriteError
-from fencelock.guard._connecting import Target, begin_claim, tokens_to_claim
 from fencelock.guard._sqlalchemy import locks_rows
 from fencelock.guard.conditions import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_raising
-from fencelock.guard.dialects import LOCKING_READS, TOKEN_BIND, SameText, is_text, newest
-from fencelock.guard.endings import refusing
 from fencelock.guard.events import report_claim
+from fencelock.guard.exact import LOCKING_READS, TOKEN_BIND, SameText, is_text, newest
+from fencelock.guard.refused import refusing
+from fencelock.guard.routing import Target, begin_claim, tokens_to_claim
 from fencelock.guard.sessions import BYPASS, note_claimed, of_task, session_of
 from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, new_write_id
 from fencelock.guard.verdict import is_one_of

@@ -17,13 +17,13 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
-from fencelock.guard._connecting import target_of
+from fencelock.guard._claim import fenced_model
 from fencelock.guard._install import install
-from fencelock.guard.claim import fenced_model
 from fencelock.guard.conditions import passes, raised, refuse_cutting_off
-from fencelock.guard.dialects import LOCKING_READS, holds, is_text, newest
-from fencelock.guard.endings import refusing
-from fencelock.guard.leases import Tokens, begin_writing, report_refusal
+from fencelock.guard.exact import LOCKING_READS, holds, is_text, newest
+from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
+from fencelock.guard.refused import refusing
+from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import BYPASS, session_of
 from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, WRITE_COLUMN, FencedTable, new_write_id, spelling
 from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
@@ -90,7 +90,7 @@ def upsert(
     target = target_of(session, fenced.table, mapper, bind_arguments, () if index_elements else by_key)
     connection = target.connection
     begin_writing(connection, connection.get_execution_options(), fenced)
-    tokens = Tokens(connection, fenced)
+    tokens = TokenLookup(connection, fenced)
     token_of = {each: _token(tokens, row) for each, row in by_key.items()}
     changes = None if set_ is None else _changes(mapper, fenced, key, set_)
 
@@ -187,7 +187,7 @@ def _by_key(
     return known
 
 
-def _token(tokens: Tokens, row: Mapping[str, Any]) -> int:
+def _token(tokens: TokenLookup, row: Mapping[str, Any]) -> int:
     template = tokens.fenced.template
     for name, column in template.columns.items():
         if row.get(column.key) is None:
