@@ -1,7 +1,7 @@
-"""Which leases a transaction writes under: those that it was first written under, noted on its connection.
+"""The leases that a transaction writes under: those of its first writes, noted on its connection.
 
 The context variable does not reach other threads, leaks out of generators, and is empty once the block was
-left. An older lease stays in use where the context holds a newer one: another holder may have come between,
+left. An older lease stays in use even if the context holds a newer one: another holder may have come between,
 and only the older token lets the database see it.
 """
 
@@ -32,26 +32,26 @@ if TYPE_CHECKING:
     from fencelock.guard.sessions import AnySession
 
 _bound: WeakKeyDictionary[Session | Connection, tuple[Lease, ...]] = WeakKeyDictionary()
-"""What sessions and connections were bound to."""
+"""The leases that sessions and connections were bound to."""
 
 _WRITING: Final = "_fencelock_writing"
-"""Where a connection has what its transaction writes under, or an earlier one did."""
+"""The attribute of a connection with the `TransactionLeases` of its transaction, or of an earlier one."""
 
 
 def bind(target: AnySession, *leases: Lease) -> None:
     """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
 
-    For code that the held leases do not reach by themselves: other threads, executors, generators; and for
-    tokens that come from elsewhere (`Lease("order:1", token)`). It lasts as long as the session or
-    connection, or until the next `bind`; without leases it undoes an earlier one. A transaction that is
-    already open forgets the leases that it was written under before. Sessions that share a connection want
-    the same leases, because the one that has begun or flushed on it last counts.
+    Use it in code that the held leases do not reach: other threads, executors, generators; and for tokens of
+    other sources (`Lease("order:1", token)`). It lasts as long as the session or connection, or until the
+    next `bind`; without leases it undoes an earlier one. An open transaction forgets the leases that it was
+    written under before. Sessions that share a connection need the same leases, because the one that has
+    begun or flushed on it last counts.
 
-    It does not keep the lock: whoever took the lease still releases it, which waits for transactions that
-    have been written under it by then, and for no others.
+    It does not keep the lock. The holder of the lease still releases it. The release waits for transactions
+    that were written under the lease by then, and for no others.
 
     Raises:
-        TypeError: if it is no lease, or bound to something else than a session or connection.
+        TypeError: an argument is no lease, or `target` is no session or connection.
     """
     for lease in leases:
         if not isinstance(lease, Lease):
@@ -64,7 +64,7 @@ def bind(target: AnySession, *leases: Lease) -> None:
 
 
 class TransactionLeases:
-    """What one database transaction writes under; SQLAlchemy's object may be gone."""
+    """The leases that one database transaction writes under; SQLAlchemy's object may be gone."""
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction = ref(transaction)
@@ -77,13 +77,13 @@ class TransactionLeases:
         )  # resources of rows that it has inserted before they could be locked
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
-        # Stands for it in the leases: if they referred to it, it would never be thrown away.
+        # Represents this object in the leases: if they referred to it, it would never be thrown away.
         self._mark = object()
 
     def __del__(self) -> None:
-        """End with a connection that was thrown away; in a thread, for this runs amidst anything."""
+        """Let go of the leases when the connection is thrown away; in a thread, as this may run anywhere."""
         if calls := self._let_go(committed=False):
-            with suppress(RuntimeError):  # the interpreter is on its way out, and gives everything back
+            with suppress(RuntimeError):  # the interpreter is on its way out, and releases everything
                 _thread.start_new_thread(_call_each, (calls,))
 
     def candidates(self, connection: Connection) -> dict[str, Lease]:
@@ -96,7 +96,7 @@ class TransactionLeases:
 
     @property
     def bound_instead(self) -> str:
-        """What to say where leases that are held do not count, because others were bound; else nothing."""
+        """A hint, if held leases do not count because others were bound; else an empty text."""
         if self._bound is None or not (held := _usable(None)):
             return ""
         bound = ", ".join(repr(lease.resource) for lease in self._bound)
@@ -106,13 +106,13 @@ class TransactionLeases:
         )
 
     def need(self, lease: Lease) -> None:
-        """Note that a lease must not be given back before the transaction ends."""
+        """Note that a lease must not be released before the transaction ends."""
         if lease not in self._needs:
             self._needs.add(lease)
             lease.need(self._mark)
 
     def remember(self, resource: str, lease: Lease) -> None:
-        """Note that the transaction is written under the lease of a resource, unless that was given back."""
+        """Note that the transaction is written under a lease; raise UnfencedWriteError if it was released."""
         if self.used.get(resource) is not lease:
             self.need(lease)
             if not lease.usable:  # it was when the flush began
@@ -137,13 +137,13 @@ class TransactionLeases:
 
 
 def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
-    """Return the leases under which work may begin, by resource: those bound, or else those held."""
+    """Return the leases under which work may begin, by resource: the bound leases, else the held ones."""
     found = held_leases() if bound is None else [lease for lease in bound if lease.usable]
     return {lease.resource: lease for lease in found}
 
 
 def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
-    """Return what the session of a connection's statements is bound to, or else the connection itself."""
+    """Return the leases that a connection's session is bound to, or else the connection itself."""
     session = owner_of(connection)
     leases = None if session is None else _bound.get(session)
     return leases or _bound.get(connection)
@@ -155,7 +155,7 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def writing_on(connection: Connection) -> TransactionLeases:
-    """Return what the connection's transaction writes under, beginning one as executing would do."""
+    """Return the `TransactionLeases` of the connection's transaction; begin one, as executing would do."""
     transaction = connection.get_transaction() or connection.begin()
     if not transaction.is_active:
         refuse_inactive(connection)  # what executing would do, before anything is noted
@@ -167,21 +167,21 @@ def writing_on(connection: Connection) -> TransactionLeases:
 
 
 def open_writing(connection: Connection) -> TransactionLeases | None:
-    """Return what the connection's transaction writes under, if it has written."""
+    """Return the `TransactionLeases` of the connection's transaction, if it has one."""
     writing: TransactionLeases | None = getattr(connection, _WRITING, None)
     transaction = None if writing is None else writing.transaction()
     return writing if transaction is not None and transaction is connection.get_transaction() else None
 
 
 def on_end(transaction: Transaction, error: BaseException | None, *, commits: bool) -> None:
-    """Hear how any transaction or savepoint has ended, or that an attempt to end it has failed."""
+    """Note that a transaction or savepoint has ended, or that an attempt to end it has failed."""
     writing: TransactionLeases | None = getattr(transaction.connection, _WRITING, None)
     if writing is None or transaction.is_active or writing.transaction() is not transaction:
         return
     connection = transaction.connection
     refused = error if commits else None
     if refused is not None and not (connection.invalidated or isinstance(transaction, TwoPhaseTransaction)):
-        # SQLite leaves the transaction open where a deferred foreign key is not met. The connection's next
+        # SQLite leaves the transaction open if a deferred foreign key is not met. The connection's next
         # COMMIT would write it after all.
         with suppress(Exception):
             connection.dialect.do_rollback(connection.connection)
@@ -191,7 +191,7 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
-    """Note that a transaction is written with this token, of whichever lease it is."""
+    """Note that a transaction is written with this token: it needs each lease that has it."""
     if isinstance(target, Session):
         connection = target.connection(bind_arguments={"clause": statement})
         join(connection, target)
@@ -204,7 +204,7 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
 
 
 def report_refusal(connection: Connection, error: FenceError) -> None:
-    """Tell of what the database has turned away, with the resource of the token that was refused."""
+    """Report a refusal of the database, with the resource of the refused token."""
     writing, token = open_writing(connection), getattr(error, "token", None)
     leases = () if writing is None else writing.used.values()
     report(error, resource=next((each.resource for each in leases if each.fencing_token == token), None))
@@ -213,7 +213,7 @@ def report_refusal(connection: Connection, error: FenceError) -> None:
 def begin_writing(
     connection: Connection, options: Mapping[str, Any], fenced: FencedTable
 ) -> TransactionLeases:
-    """Return what the connection's transaction writes under; refuse a connection that has none."""
+    """Return the `TransactionLeases` of the connection's transaction; refuse AUTOCOMMIT connections."""
     writing = writing_on(connection)
     if not writing.has_transaction:
         if _commits_by_itself(connection, options):
@@ -226,7 +226,7 @@ def begin_writing(
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
-    """Tell whether the database commits each statement by itself, as SQLAlchemy knows, or only the driver."""
+    """Return whether each statement commits by itself, by the settings of SQLAlchemy or of the driver."""
     if (options.get("isolation_level") or isolation_on_connect(connection.dialect)) == "AUTOCOMMIT":
         return True
     driver: Any = connection.connection.dbapi_connection
@@ -243,7 +243,7 @@ NOT_INHERITED: Final = (
     "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
     "one over with bind(session, lock.lease)"
 )
-"""What to say where no lease is held."""
+"""The hint of errors if no lease is held."""
 
 
 _SEEDS: Final = (
@@ -261,8 +261,8 @@ class TokenLookup:
     """Finds the tokens for the rows of one statement, or of one flush.
 
     Args:
-        claiming: whether a lease of each row has to be held.
-        optional: whether a model with optional leases may do without.
+        claiming: each row needs a held lease.
+        optional: a model with optional leases may do without.
         given: the token that the program gives for all rows.
     """
 
@@ -292,7 +292,7 @@ class TokenLookup:
         self._used: list[Lease] = []
 
     def check(self) -> None:
-        """Refuse to go on under a lease that has ended meanwhile: LockLostError."""
+        """Raise LockLostError if a used lease has ended meanwhile."""
         for lease in self._used:
             lease.token_to_write()
 
@@ -302,9 +302,10 @@ class TokenLookup:
         return any(map(self.fenced.template.match, self._candidates))
 
     def does_without(self, resource: str | None) -> bool:
-        """Tell whether a row is written under no lease: it may be, and none is held that should guard it.
+        """Return whether a row is written without a lease, as its model allows.
 
-        That is one of another row, most likely a wrong name; or one whose block was left in this transaction.
+        Not if the lease of another row is held, most likely by a wrong name. Not if the block of its lease
+        was left in this transaction.
         """
         is_free = (
             self.is_optional
@@ -316,7 +317,7 @@ class TokenLookup:
         return is_free
 
     def need_some(self, resource: str | None = None, *, is_new: bool = False) -> None:
-        """Refuse a write under no lease at all; the resource that it needed is named where it is known."""
+        """Raise UnfencedWriteError if there is no lease at all; it names the resource, if that is known."""
         if self._candidates:
             return
         template = self.fenced.template
@@ -335,10 +336,10 @@ class TokenLookup:
         )
 
     def of_new_row(self) -> int:
-        """Return the fence 0 for a row whose resource cannot have been locked yet: the database names it.
+        """Return the fence 0 for a row whose resource cannot be locked yet, because the database names it.
 
-        That is a row without a key so far, and until the transaction ends what hangs on it. All leases are
-        waited for, because it cannot be told which of them it is written under.
+        It is a row without a key so far, or, until the transaction ends, a row that hangs on it. The
+        transaction needs all leases, because it is unknown which of them guards the row.
         """
         if self._candidates or not self.does_without(None):
             self.need_some(is_new=True)
