@@ -1,7 +1,7 @@
-"""What each database does in its own way: comparing text exactly, reading the newest row, beginning.
+"""Operations that differ by database: comparing text exactly, reading the newest row, beginning.
 
-"stock:abc" and "stock:ABC" are two leases, and a collation may take the rows for one. So the guard compares
-once more, exactly. The looser `=` stays and finds the row by its index.
+"stock:abc" and "stock:ABC" are two leases, but a collation may treat them as equal. So the guard compares
+once more, exactly. The looser `=` stays, because it finds the row by its index.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _FORMS["mariadb"] = _FORMS["mysql"]
 
 
 class SameText(FunctionElement[bool]):
-    """True where a column holds exactly these characters: `SameText(column, value)`."""
+    """True if a column holds exactly these characters: `SameText(column, value)`."""
 
     type = Boolean()
     inherit_cache = True
@@ -50,7 +50,7 @@ def _compile_same(element: SameText, compiler: SQLCompiler, **options: Any) -> s
 
 
 def is_text(column: ColumnElement[Any]) -> bool:
-    """Tell whether a column holds text, which databases compare as its collation says."""
+    """Return whether a column holds text, which databases compare by its collation."""
     kind: Any = column.type.impl_instance if isinstance(column.type, TypeDecorator) else column.type
     return isinstance(kind, String) and not isinstance(kind, Enum)
 
@@ -68,12 +68,12 @@ TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Make a query read committed rows of now, not of when the transaction's snapshot was taken."""
+    """Make a query read the rows that are committed now, not those of the transaction's snapshot."""
     return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
 
 
 def keeps_snapshot(connection: Connection) -> bool:
-    """Tell whether what a transaction reads is as it was when it began. On SQLite such a one cannot write."""
+    """Return whether a transaction reads an old snapshot; False on SQLite, where it could not write then."""
     if connection.dialect.name == "sqlite":
         return False
     level = connection.get_isolation_level()

@@ -1,7 +1,7 @@
 """Why a guarded write has not written a row: the fence, another resource, another write, or no row at all.
 
-It is only asked where a count is short, or a driver does not count. One query then fetches the keys, fences
-and write ids of the rows that the statement has named, and they are compared here.
+It is only asked if a count is short, or if a driver does not count. Then one query fetches the keys, fences
+and write ids of the rows that the statement has named, and this module compares them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KEYS_PER_QUERY: Final = 500
 class Verdict:
     """Asks the database why executions of a guarded write have written fewer rows than they named.
 
-    It is asked before it where `of_objects` says that a flush executes it, whose rows should all be there.
+    `of_objects` means that a flush executes the write. Then all of its rows should be there.
     """
 
     form: GuardedStatement
@@ -36,7 +36,7 @@ class Verdict:
     of_objects: bool
 
     def of(self, result: CursorResult[Any]) -> FenceError | None:
-        """Return the error to raise for what was executed; None where it has written all that it should."""
+        """Return the error to raise for an executed statement; None if it has written all of its rows."""
         dialect: Any = result.dialect
         is_counted = self._counts(dialect) and (
             dialect.supports_sane_rowcount_returning or not result.returns_rows
@@ -48,7 +48,7 @@ class Verdict:
         there = self._rows_present()
         by_key = {self.form.identity(row): row for row in self.rows}
         for found in there:
-            row = by_key.get(found[: len(self.form.key)])  # None where the key has another spelling
+            row = by_key.get(found[: len(self.form.key)])  # None if the key has another spelling
             for each in self.rows if row is None else [row]:
                 if (refusal := self._error(found, each)) is not None:
                     return refusal
@@ -59,11 +59,11 @@ class Verdict:
         return self._missing_rows(there) if is_missed else None
 
     def check_before(self) -> FenceError | None:
-        """Return the error to raise before a statement is executed that would tell too little afterwards.
+        """Return the error to raise before a statement is executed, if its result would tell too little.
 
-        One kind may change by what it writes which rows its WHERE clause is about: a child that was turned
-        away while its parent was changed, say. Another is a DELETE of objects that the driver does not count.
-        The rows are locked, so the verdict stays true; SQLite has no such locks, and no second writer.
+        The writes of one kind may change which rows the WHERE clause matches, such as a refused child of a
+        changed parent. Another kind is a DELETE of objects that the driver does not count. The rows are
+        locked, so the verdict stays true. SQLite has no such locks, but also no second writer.
         """
         if self.form.reads_more:
             query = self._asked().where(*self.form.where).with_for_update(of=self.form.source)
@@ -78,12 +78,12 @@ class Verdict:
         return None
 
     def _counts(self, dialect: Any) -> bool:
-        """Tell whether the driver says how many rows these executions have written."""
+        """Return whether the driver counts the rows that these executions have written."""
         is_sane = dialect.supports_sane_rowcount
         return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
 
     def _find_refused(self) -> FenceError | None:
-        """Return the error for a row that matches the WHERE clause and that the condition turns away."""
+        """Return the error for a row that matches the WHERE clause, but not the guard's condition."""
         fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
             accepted, named = self.form.accepts(row), self._naming()
@@ -102,7 +102,7 @@ class Verdict:
         return None
 
     def _rows_present(self, *, lock: bool = False) -> list[tuple[Any, ...]]:
-        """Return what `_asked` tells of those rows that are there."""
+        """Return the results of the `_asked` query for the rows that are there."""
         found: list[tuple[Any, ...]] = []
         key = [self.form.source.c[column.key] for column in self.form.fenced.table.primary_key]
         for start in range(0, len(self.rows), KEYS_PER_QUERY):
@@ -113,7 +113,7 @@ class Verdict:
         return found
 
     def _is_free(self, row: Row) -> bool:
-        """Tell whether a row was to be written under no lease."""
+        """Return whether a row was to be written without a lease."""
         return self.form.is_optional and row[TOKEN_BIND] == NO_LEASE
 
     def _naming(self) -> list[ColumnElement[Any]]:
@@ -123,7 +123,7 @@ class Verdict:
         return [self.form.source.c[column.key] for column in self.form.fenced.template.columns.values()]
 
     def _asked(self) -> Select[Any]:
-        """Return a query of what `_error` wants to know of rows, without any criteria."""
+        """Return a query for the columns that `_error` needs, without criteria."""
         source, fenced = self.form.source, self.form.fenced
         fence, write = source.c[fenced.fence.key], self.form.write
         return select(
@@ -135,7 +135,7 @@ class Verdict:
         return [tuple(found) for found in self.connection.execute(query, row, execution_options=options)]
 
     def _error(self, found: tuple[Any, ...], row: Row) -> FenceError | None:
-        """Return why this row was turned away; None if it was not."""
+        """Return the error for a row that was refused; None if it was not."""
         fenced, token = self.form.fenced, row[TOKEN_BIND]
         width = len(fenced.table.primary_key)
         identity, (current, write_id), named = found[:width], found[width : width + 2], found[width + 2 :]
