@@ -42,7 +42,7 @@ LIMITS = {
     "be inside": (uses("be inside"), 0),
     "of each there is": (uses("of each there is"), 0),
     "the same of it": (uses("the same of it"), 0),
-    "have it be": (uses(r"have (?!to )(?:\w+ ){1,3}be"), 2),
+    "have it be": (uses(r"have (?!to )(?:\w+ ){1,3}be"), 1),
 }
 
 

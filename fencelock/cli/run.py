@@ -112,7 +112,7 @@ class _Command:
     def end_what_is_left(self) -> None:
         """Kill the processes that the command has left after a while, because another may hold the lock."""
         until = time.monotonic() + _GRACE
-        with suppress(ProcessLookupError):
+        with suppress(ProcessLookupError, PermissionError):
             while self._program is not None and self._group is not None:
                 os.killpg(self._program.pid, 0 if time.monotonic() < until else signal.SIGKILL)
                 time.sleep(0.1)

@@ -30,11 +30,11 @@ Options: TypeAlias = Mapping[str, Any]
 """Execution options."""
 
 SHIFT_BIND: Final = "fencelock_move"
-"""Carries by how much a statement moves the write ids of what it writes."""
+"""The parameter with the number by which a statement shifts write ids."""
 _LOOKED_UP: Final = "fencelock_of_"
-"""How the parameters begin that carry what the session knows of a row."""
+"""The prefix of parameters with values that the session knows of a row."""
 LOADED_BIND: Final = "fencelock_loaded"
-"""Carries the write id that was loaded into the condition; NULL lets any pass."""
+"""The parameter with the write id that was loaded; NULL lets every id pass."""
 
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
@@ -60,7 +60,7 @@ def values_of(binds: Iterable[sa.BindParameter[Any]], row: Row) -> tuple[Any, ..
 
 
 def criteria_of(clauses: Iterable[Any]) -> Iterator[Any]:
-    """Yield the parts of a WHERE clause, all of which must be true for a row to be written."""
+    """Yield the parts of a WHERE clause that are joined by AND."""
     for clause in clauses:
         if isinstance(clause, sa.Grouping):
             yield from criteria_of([clause.element])
@@ -90,7 +90,7 @@ def parenthesised(part: Any) -> Any:
 def equality_binds(
     parts: Iterable[Any], source: sa.FromClause, columns: Iterable[sa.Column[Any]]
 ) -> dict[str, sa.BindParameter[Any]]:
-    """Return, by the column's key, the parameter that a WHERE clause says one of these columns equals."""
+    """Return the parameters that a WHERE clause compares these columns with by ==, by the column's key."""
     keys: dict[Any, str] = {source.c[column.key]: column.key for column in columns}
     found = {}
     for part in parts:
@@ -105,7 +105,7 @@ def equality_binds(
 
 
 def compared(part: Any, column: sa.ColumnElement[int], operator: object) -> sa.BindParameter[int] | None:
-    """Return the parameter that a part of a WHERE clause compares a column with, if it does that alone."""
+    """Return the parameter of a part such as `column = parameter`; None for any other part."""
     is_so = (
         isinstance(part, sa.BinaryExpression)
         and part.operator is operator
@@ -132,7 +132,7 @@ def reads_more(parts: Iterable[Any], source: sa.FromClause) -> bool:
 
 
 def unchanged_by_raising(table: sa.Table) -> dict[sa.Column[Any], sa.Column[Any]]:
-    """Return what an UPDATE assigns that only raises a fence, so that `onupdate` changes nothing."""
+    """Return assignments that keep the columns with `onupdate`, for an UPDATE that only raises a fence."""
     return {
         column: column
         for column in table.c
@@ -141,7 +141,7 @@ def unchanged_by_raising(table: sa.Table) -> dict[sa.Column[Any], sa.Column[Any]
 
 
 def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
-    """Tell whether an UPDATE or DELETE has the condition, and lacks its token."""
+    """Tell whether a statement has the condition of the guard, but no token for it."""
     return any(
         getattr(element, "key", None) == TOKEN_BIND and not all(TOKEN_BIND in row for row in rows)
         for part in where_of(statement)
@@ -150,7 +150,7 @@ def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
 
 
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
-    """Refuse a statement that assigns what the guard writes; where objects bring it along it is replaced."""
+    """Refuse a statement that assigns the fence or the write id."""
     found = {FENCE_COLUMN, WRITE_COLUMN, fenced.fence.key}.intersection(keys)
     if found:
         raise ValueError(
@@ -160,7 +160,7 @@ def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
 
 
 def refuse_moving(fenced: FencedTable, keys: Container[str], names: Container[str] = ()) -> None:
-    """Refuse to change a column that the resource's name is made of, given by its key or its attribute."""
+    """Refuse an UPDATE of a column that is part of the resource's name."""
     template = fenced.template
     for name, column in template.columns.items():
         if column.key in keys or name in names:
@@ -171,7 +171,7 @@ def refuse_moving(fenced: FencedTable, keys: Container[str], names: Container[st
 
 
 def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClause) -> None:
-    """Refuse an UPDATE or DELETE that could write rows which the condition says nothing of."""
+    """Refuse an UPDATE or DELETE that could write rows to which the condition does not apply."""
     if prefixes_of(statement) or any(
         isinstance(each, sa.UpdateBase) and each is not statement for each in visitors.iterate(statement)
     ):
@@ -211,7 +211,7 @@ def refuse_cutting_off(clauses: Iterable[Any]) -> None:
 
 
 def _texts_in(clause: Any) -> Iterator[str]:
-    """Yield what goes into the statement as it is written."""
+    """Yield the texts that stand in the statement as the program wrote them."""
     for element in visitors.iterate(clause) if isinstance(clause, sa.ClauseElement) else ():
         if isinstance(element, sa.TextClause):
             yield element.text
@@ -261,7 +261,7 @@ class GuardedStatement:
         return values_of(self.key, row)
 
     def accepts(self, row: Row) -> tuple[int, ...] | None:
-        """Return which write ids a row may have, once it may have been written; None where any will do."""
+        """Return the write ids that the row may have after the statement; None if any will do."""
         loaded = row.get(LOADED_BIND) if self.loaded is None else values_of([self.loaded], row)[0]
         if loaded is None:
             return None
@@ -363,17 +363,17 @@ _NONE: Final[sa.ColumnElement[int]] = sa.literal_column(str(NO_LEASE), sa.BigInt
 
 
 def passes(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[bool]:
-    """Return the criterion for a row whose fence lets a token pass; or none, where a lease is optional."""
+    """Return the criterion: the fence is not above the token, or the row needs no lease."""
     return sa.or_(fence <= token, token == _NONE) if optional else fence <= token
 
 
 def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
-    """Return what the fence of such a row becomes."""
+    """Return the new fence of a row that the criterion of `passes` lets through."""
     return sa.case((token == _NONE, fence), else_=token) if optional else token
 
 
 def shift_ids(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
-    """Have a statement move the ids of what it writes: an object follows if it was of the version found."""
+    """Return the statement with write ids shifted by a number, so that loaded objects can follow it."""
     source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
     write = source.c[fenced.write.key]
     return statement.values({write.key: (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)})

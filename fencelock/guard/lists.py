@@ -48,7 +48,7 @@ def _is_row(columns: Iterable[Any], values: Iterable[Any]) -> sa.ColumnElement[b
 
 
 def _listed(form: GuardedStatement, row: Row) -> list[tuple[Any, ...]]:
-    """Return the values that name the resources of all rows that a WHERE clause allows, if it tells them."""
+    """Return the values of the resource's columns for each row that a WHERE clause lists."""
     names = [column.key for column in form.fenced.template.columns.values()]
     found = _together(form.where, form, row)
     if not all(each.keys() >= set(names) for each in found):
@@ -69,7 +69,7 @@ def _together(parts: Iterable[Any], form: GuardedStatement, row: Row) -> list[di
 
 
 def _allowed(part: Any, form: GuardedStatement, row: Row) -> list[dict[str, Any]]:
-    """Return the values that one part lets columns have; none where it does not tell them."""
+    """Return the values of the columns that one part lists; none if it lists no values."""
     if isinstance(part, sa.BooleanClauseList):  # an OR, because `criteria_of` takes an AND apart
         return [each for clause in part.clauses for each in _together([clause], form, row)]
     columns = form.fenced.template.columns.values()

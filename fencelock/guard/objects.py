@@ -38,10 +38,10 @@ if TYPE_CHECKING:
     _State: TypeAlias = InstanceState[Any]
 
 _CHANGES_ONLY: Final = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
-"""Ask an attribute for its changes without loading anything."""
+"""Asks an attribute for its changes, and loads nothing."""
 
 _FLUSH: Final = "fencelock.flush"
-"""Where a session has the tokens of its flush, by table and connection; None where that is bypassed."""
+"""The key in `session.info` of the flush's lookups, by table and connection; None if it is bypassed."""
 
 
 class Stamp(int):
@@ -65,7 +65,7 @@ def on_flush(session: Session, *_: object) -> None:
 
 
 def on_undone(_session: Session, instance: object) -> None:
-    """Have an object whose row is not there have no fence."""
+    """Take the fence off an object whose row was not written."""
     state: _State = inspect(instance)
     if any(map(fenced_table, state.mapper.tables)):
         for name in (FENCE_COLUMN, WRITE_COLUMN):
@@ -147,7 +147,7 @@ class _Watch:
         self._naming = tuple(own[column] for column in fenced.template.columns.values())
 
     def on_configured(self, mapper: Mapper[Any], model: Any) -> None:
-        """Have UPDATEs looked at after all listeners that are there by now: they may change more."""
+        """Move our listener for UPDATEs behind all others, because those may change more columns."""
         event.remove(mapper, "before_update", self.before_update)
         event.listen(mapper, "before_update", self.before_update, raw=True, retval=True)
         always_load(mapper, mapper.columns[WRITE_COLUMN])
@@ -191,7 +191,7 @@ class _Watch:
             state.dict[WRITE_COLUMN] = self._stamp(tokens, state, state.dict)
 
     def _holds(self, tokens: TokenLookup | None, state: _State) -> bool:
-        """Tell whether the lease of the row is held: to all others collections are no part of it."""
+        """Tell whether the lease of the row is held."""
         values = None if tokens is None else loaded_values(self._naming, state)
         return tokens is not None and values is not None and tokens.holds(values)
 
@@ -230,7 +230,7 @@ class _Watch:
             raise
 
     def _unnamed(self, tokens: TokenLookup, state: _State) -> int:
-        """Return the token of a row that defaults or the database name; refuse one that will have no name."""
+        """Return the token of a row whose resource gets its name from a default or from the database."""
         template, is_new, values = self._fenced.template, state.key is None, []
         for name, column in zip(self._naming, template.columns.values(), strict=True):
             value = state.dict.get(name)
@@ -263,7 +263,7 @@ def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | No
 
 
 def _drop_assigned_fence(state: _State, current: dict[str, Any]) -> None:
-    """Have an object keep the fence of its row, whatever a form, a dump or a merge has assigned."""
+    """Restore the fence of the row, because a form, a dump or a merge may have assigned another."""
     loaded = state.committed_state.pop(FENCE_COLUMN)
     if loaded is NO_VALUE:
         del current[FENCE_COLUMN]
@@ -272,12 +272,12 @@ def _drop_assigned_fence(state: _State, current: dict[str, Any]) -> None:
 
 
 def _was_loaded(state: _State, key: str) -> bool:
-    """Tell whether an object has, or had before it was assigned to, an attribute's value of the database."""
+    """Tell whether an attribute's value was loaded from the database, also if it was changed since."""
     return key in state.dict and state.committed_state.get(key) is not NO_VALUE
 
 
 def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a collection"] | None:
-    """Tell what of a dirty object is to be written: its row, or only what others refer to it by."""
+    """Return which part of an object has changed: its row, or only a collection."""
     manager, found = state.manager, False
     for key, loaded in tuple(state.committed_state.items()):
         impl: Any = manager[key].impl
@@ -293,21 +293,21 @@ def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a co
 
 
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
-    """Have an assignment, or a merge, of another version leave an object that is of neither."""
+    """Return `NO_VERSION` if another version's write id is assigned to an object, or merged into it."""
     if not isinstance(value, int):
         return NO_VERSION
     return value if value == old or not isinstance(old, int) else NO_VERSION
 
 
 def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: dict[str, Any]) -> None:
-    """Have an object be of no version into which one was merged that had been loaded without its write id."""
+    """Mark an object as of no version if the object that was merged into it has no write id."""
     is_unknown = WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables))
     if is_unknown and any(_was_loaded(given, key) for key in _aging_of(into.mapper)):
         current[WRITE_COLUMN] = NO_VERSION
 
 
 def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
-    """Note that a row is of another version than the object of which it brings something."""
+    """Note that the row which fills in an object is of another version than the object."""
     if type(before) is Stamp and found == before.loaded:
         return before  # the object is being written, and the row is not yet
     context.attributes[WRITE_COLUMN, state] = found
@@ -315,7 +315,7 @@ def on_row(context: Any, state: _State, before: int | None, found: int | None) -
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Have an object of which only a part is loaded again be of two versions; or follow a statement."""
+    """Mark an object as of no version if only a part was loaded again; shift its id behind an UPDATE."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
         by = None if state.session is None else state.session.info.get(SHIFTED)

@@ -23,7 +23,9 @@ _T = TypeVar("_T")
 class Nodes(Protocol):
     """The part of a `Redlock` that `AsyncRedlock` uses."""
 
-    def init(self, *, base: int | None, max_ttl: float | None, allow_eviction: bool) -> bool: ...
+    def init(
+        self, *, base: int | None, max_ttl: float | None, above: int | None, allow_eviction: bool
+    ) -> bool: ...
     def status(self) -> tuple[NodeStatus, ...]: ...
     def check_process(self) -> None: ...
     def acquire_gen(
@@ -71,11 +73,17 @@ class AsyncRedlock(AsyncView):
         return run_async(steps, do, tell)
 
     async def init(
-        self, *, base: int | None = None, max_ttl: float | None = None, allow_eviction: bool = False
+        self,
+        *,
+        base: int | None = None,
+        max_ttl: float | None = None,
+        above: int | None = None,
+        allow_eviction: bool = False,
     ) -> bool:
         """Initialise N blank nodes, once in their life: see `Redlock.init`, also for the errors."""
-        init = self._nodes.init
-        return await asyncio.to_thread(init, base=base, max_ttl=max_ttl, allow_eviction=allow_eviction)
+        return await asyncio.to_thread(
+            self._nodes.init, base=base, max_ttl=max_ttl, above=above, allow_eviction=allow_eviction
+        )
 
     async def status(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node: see `Redlock.status`."""

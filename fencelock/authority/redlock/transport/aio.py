@@ -182,7 +182,8 @@ class LoopConnections(Connections):
             if self._nodes.absent and place:
                 due = min(due, self._nodes.open_absent(now) + _SLACK)
             woken = loop.create_future()
-            self._in_line[place] = woken
+            if place:
+                self._in_line[place] = woken
             alarm = loop.call_later(due - now, resume, woken)
             try:
                 await woken

@@ -196,7 +196,8 @@ class SharedConnections(Connections):
         try:
             self._inside[stack] = waiting
             with self._mutex:
-                self._in_line[place] = waiting
+                if place:
+                    self._in_line[place] = waiting
                 if self._nodes.listen(time.monotonic()):
                     self._write_all()
             self._wait(waiting)
