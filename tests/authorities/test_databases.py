@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import psycopg
 import pytest
@@ -32,6 +33,8 @@ from fencelock import (
     fenced_lock,
     lease_table,
 )
+from fencelock.authority.database.connecting import Work
+from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.guard import trigger_sql
 from tests.authorities.children import run
@@ -172,6 +175,25 @@ def test_many_threads_use_few_connections(on_server: Engine) -> None:
             list(threads.map(lambda number: _lock_together(authority, meet, number), range(60)))
         assert 1 < len(opened) <= 30  # 10 at a time; what is more than 5 is closed in between
     listened.dispose()
+
+
+def test_a_connection_that_is_in_use_while_its_pool_is_given_up_is_closed(on_server: Engine) -> None:
+    """SQLAlchemy closes the idle ones only, and the pool that is gone would keep this one."""
+    opened: list[Any] = []
+    listened = create_engine(on_server.url)
+    event.listen(listened, "connect", lambda connection, _record: opened.append(connection))
+    authority = Database(listened)
+    authority.init()
+
+    def work(connection: Lent) -> int:
+        authority.close()
+        return int(connection.execute("SELECT 1").rows[0][0])
+
+    assert authority.run(authority.asking(Work(work))) == 1
+    authority.close()
+    listened.dispose()
+    assert opened
+    assert all(each.closed if hasattr(each, "closed") else not each.open for each in opened)
 
 
 @pytest.mark.timed

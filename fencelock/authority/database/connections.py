@@ -231,6 +231,7 @@ class Connections:
     def run(self, work: Callable[[Lent], _T], seconds: float, until: float) -> _T:
         """Return the result of work of `seconds` at most, on a connection that is open by `until`."""
         _until.set(until)
+        pool = self._engine.pool
         try:
             connection = Lent(self._engine)
             driver, hang_up = connection.lent.driver_connection, self._hang_up
@@ -241,6 +242,10 @@ class Connections:
             finally:
                 end()
                 connection.lent.close()
+                if (
+                    pool is not self._engine.pool
+                ):  # it was disposed of meanwhile, and would keep this connection
+                    pool.dispose()
         except self._expected:
             raise
         except BaseException:
