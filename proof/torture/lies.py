@@ -73,7 +73,7 @@ class Liar:
         self._authority.run(self._send(rng, name, nonce))
 
     def _send(self, rng: random.Random, name: str, nonce: str) -> Generator[Broadcast, Any, None]:
-        node_set = self._authority._see()
+        node_set = self._authority._current()
         attempt = Attempt.of(node_set, (name,), nonce, 1.0)
         pairs = tuple(in_pairs(attempt.stripes, [_number(rng)]))
         epoch = rng.choice((0, 0, 1, 524287))

@@ -14,6 +14,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from typing import Any, NoReturn, TypeVar, Unpack
 
 import redis
 from redis.backoff import NoBackoff
@@ -21,9 +22,13 @@ from redis.retry import Retry
 from sqlalchemy import BigInteger, Column, Double, MetaData, String, Table, insert, select, update
 from sqlalchemy.exc import DBAPIError
 
-from fencelock.authority.base import AsyncAuthority, Grant, Wish
+from fencelock._generators import Steps, run
+from fencelock.authority.base import AsyncAuthority, Grant, Terms, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockTimeoutError, NotHeldError
+from fencelock.holder import LockInfo
 from proof.torture.table import engine_on
+
+_T = TypeVar("_T")
 
 _COUNT = """
 if redis.call('SET', KEYS[1], ARGV[1], 'NX', 'PX', ARGV[2]) then return redis.call('INCR', KEYS[2]) end
@@ -42,6 +47,10 @@ _LEASES = Table(
 )
 
 
+def _refuse(step: Any) -> NoReturn:
+    raise TypeError(f"nothing here is a step: {step!r}")
+
+
 class _Naive(ABC):
     """An `Authority` that must not be used."""
 
@@ -49,14 +58,11 @@ class _Naive(ABC):
     def _take(self, resource: str, nonce: str, ttl: float) -> int:
         """Return a token; 0 where another holds the resource."""
 
-    def acquire(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool = False,  # noqa: ARG002 - this one has no queue
-    ) -> Grant:
+    @abstractmethod
+    def release(self, grant: Grant) -> bool | None:
+        """See `Authority.release_gen`."""
+
+    def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:
         (resource,) = resources
         deadline = time.monotonic() + (3600.0 if timeout is None else timeout)
         while True:
@@ -74,6 +80,29 @@ class _Naive(ABC):
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
         raise NotHeldError(f"{grant.resources} cannot be minted anew for {ttl} s")
+
+    def run(self, steps: Steps[_T]) -> _T:
+        return run(steps, _refuse)
+
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+        yield from ()
+        return self.acquire(resources, ttl=terms["ttl"], timeout=terms["timeout"])
+
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        yield from ()
+        return self.extend_many(wishes)
+
+    def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
+        yield from ()
+        return self.remint(grant, ttl)
+
+    def release_gen(self, grant: Grant) -> Steps[bool | None]:
+        yield from ()
+        return self.release(grant)
+
+    def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+        yield from ()
+        raise AuthorityError(f"nothing is known of {resources}")
 
     @property
     def aio(self) -> AsyncAuthority:

@@ -430,3 +430,43 @@ def test_nodes_are_initialised_on_demand_only_where_asked_for(
             assert not await aio.init()
 
     run(main())
+
+
+def test_a_look_that_a_signal_handler_strikes_is_planned_again(nodes: Nodes, run: Run) -> None:
+    """By the next broadcast; and looks do not become more, however busy the loop is."""
+    looks: list[float] = []
+
+    async def main() -> None:
+        authority = Redlock(nodes.urls[:1], node_timeout=0.3, outage_grace=0)
+        authority.init(base=0)
+        connections = authority.aio.here()
+        look = connections._look
+        asyncio.get_running_loop().set_exception_handler(lambda *_: None)
+
+        def strike(due: float) -> None:
+            looks.append(due)
+            if len(looks) == 1:
+                raise InterruptedError
+            look(due)
+
+        connections._look = strike  # type: ignore[method-assign]
+        await authority.aio.release(await authority.aio.acquire(("a",), ttl=9, timeout=0))
+        looks.clear()
+        nodes[0].pause()
+        try:
+            async with asyncio.timeout(5):
+                first = asyncio.ensure_future(authority.aio.acquire(("a",), ttl=9, timeout=0))
+                await asyncio.sleep(0.05)
+                for _ in range(10):
+                    time.sleep(0.03)  # noqa: ASYNC251 - a busy loop
+                    second = asyncio.ensure_future(authority.aio.acquire(("b",), ttl=9, timeout=0))
+                    await asyncio.sleep(0)
+                results = await asyncio.gather(first, second, return_exceptions=True)
+        finally:
+            nodes[0].resume()
+        assert [type(each) for each in results] == [QuorumError, QuorumError]
+        assert 1 < len(looks) < 60
+        await authority.aio.close()
+        authority.close()
+
+    run(main())

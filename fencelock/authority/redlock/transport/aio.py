@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import os
 import socket
 import time
@@ -74,7 +75,8 @@ class LoopConnections(Connections):
         self._in_line: weakref.WeakValueDictionary[str, asyncio.Future[None]] = weakref.WeakValueDictionary()
         self._flush_is_due = False
         self._pending: set[PendingOfTask] = set()
-        self._looks = False
+        #: When the next look is due. If a signal handler strikes in a look, a later broadcast plans another.
+        self._looks_at = -math.inf
         #: When sockets were read last. Answers lie unread while tasks run, and must not count as missing.
         self._last_read = 0.0
         #: Whether these connections cannot be used any more.
@@ -148,7 +150,7 @@ class LoopConnections(Connections):
             if not pending.complete:
                 pending.deadline = began + request.patience
                 self._pending.add(pending)
-                if not self._looks:
+                if self._looks_at < began:
                     self._look_later(loop)
                 await woken
         finally:
@@ -276,12 +278,12 @@ class LoopConnections(Connections):
 
     def _look_later(self, loop: asyncio.AbstractEventLoop | None) -> None:
         """Look again and again for broadcasts whose patience has ended, as long as any are pending."""
-        if self._pending and not self._looks and loop is not None:
-            loop.call_later(_LOOK, self._look)
-            self._looks = True  # last: after an interruption, there is only one look too many
+        if self._pending and loop is not None:
+            due = time.monotonic() + _LOOK
+            loop.call_later(_LOOK, self._look, due)
+            self._looks_at = due
 
-    def _look(self) -> None:
-        self._looks = False
+    def _look(self, due: float) -> None:
         now = time.monotonic()
         try:
             self._read_all(now)  # answers may have arrived while the loop was busy with other work
@@ -289,7 +291,8 @@ class LoopConnections(Connections):
             for pending in tuple(self._pending):
                 if pending.deadline <= now:
                     pending.wake()
-            self._look_later(self._open_loop())
+            if due == self._looks_at:  # or else a later look is planned
+                self._look_later(self._open_loop())
 
     # The `Transport` for `NodeConnections`.
 
