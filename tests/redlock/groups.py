@@ -379,7 +379,9 @@ class Cluster(_Servers):
         assert eventually(lambda: self.is_whole() and self._all_name(replica), 30.0)
 
     def _replica_of(self, primary: Node) -> Node:
-        lines: list[bytes] = ask(primary, "CLUSTER", "REPLICAS", self.id_of(primary))
+        asked = (primary, "CLUSTER", "REPLICAS", self.id_of(primary))
+        assert eventually(lambda: bool(ask(*asked)), 10)  # the servers tell one another of replicas
+        lines: list[bytes] = ask(*asked)
         address = lines[0].decode().split()[1].partition("@")[0]
         return next(node for node in self.nodes if address.endswith(f":{node.port}"))
 
