@@ -72,9 +72,8 @@ class TransactionLeases:
         self.shard: object = None  # of the objects that are written in it
         self.used: dict[str, Lease] = {}  # by resource
         self.gates: set[tuple[str, object]] = set()  # that it has passed, by resource and owner
-        self.unlockable: set[str] = (
-            set()
-        )  # resources of rows that it has inserted before they could be locked
+        # Resources of rows that it has inserted before they could be locked.
+        self.unlockable: set[str] = set()
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
         # Represents this object in the leases: if they referred to it, it would never be thrown away.

@@ -14,7 +14,7 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar, Unpack
+from typing import TypeVar, Unpack
 
 import redis
 from redis.backoff import NoBackoff
@@ -22,10 +22,11 @@ from redis.retry import Retry
 from sqlalchemy import BigInteger, Column, Double, MetaData, String, Table, insert, select, update
 from sqlalchemy.exc import DBAPIError
 
-from fencelock._generators import Steps, run
+from fencelock._generators import Steps
 from fencelock.authority.base import AsyncAuthority, Grant, Terms, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockTimeoutError, NotHeldError
 from fencelock.holder import LockInfo
+from proof.torture.steps import run
 from proof.torture.table import engine_on
 
 _T = TypeVar("_T")
@@ -47,10 +48,6 @@ _LEASES = Table(
 )
 
 
-def _refuse(step: Any) -> NoReturn:
-    raise TypeError(f"nothing here is a step: {step!r}")
-
-
 class _Naive(ABC):
     """An `Authority` that must not be used."""
 
@@ -59,10 +56,12 @@ class _Naive(ABC):
         """Return a token; 0 where another holds the resource."""
 
     @abstractmethod
-    def release(self, grant: Grant) -> bool | None:
-        """See `Authority.release_gen`."""
+    def _give_back(self, grant: Grant) -> bool | None:
+        """Release the lease: see `Authority.release_gen`."""
 
-    def acquire(self, resources: tuple[str, ...], *, ttl: float, timeout: float | None) -> Grant:
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+        yield from ()
+        ttl, timeout = terms["ttl"], terms["timeout"]
         (resource,) = resources
         deadline = time.monotonic() + (3600.0 if timeout is None else timeout)
         while True:
@@ -75,30 +74,20 @@ class _Naive(ABC):
                 raise LockTimeoutError(f"{resource!r} is held by another")
             time.sleep(random.uniform(*_PAUSES))
 
-    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        return [NotHeldError(f"{grant.resources} cannot be extended by {ttl} s") for grant, ttl in wishes]
-
-    def remint(self, grant: Grant, ttl: float) -> Grant:
-        raise NotHeldError(f"{grant.resources} cannot be minted anew for {ttl} s")
-
-    def run(self, steps: Steps[_T]) -> _T:
-        return run(steps, _refuse)
-
-    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
-        yield from ()
-        return self.acquire(resources, ttl=terms["ttl"], timeout=terms["timeout"])
-
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         yield from ()
-        return self.extend_many(wishes)
+        return [NotHeldError(f"{grant.resources} cannot be extended by {ttl} s") for grant, ttl in wishes]
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         yield from ()
-        return self.remint(grant, ttl)
+        raise NotHeldError(f"{grant.resources} cannot be minted anew for {ttl} s")
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         yield from ()
-        return self.release(grant)
+        return self._give_back(grant)
+
+    def run(self, steps: Steps[_T]) -> _T:
+        return run(steps)
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         yield from ()
@@ -144,7 +133,7 @@ class NaiveLeases(_Naive):
             raise AuthorityError(str(error.orig)) from error
         return int(lease.token) + 1
 
-    def release(self, grant: Grant) -> bool | None:
+    def _give_back(self, grant: Grant) -> bool | None:
         its = (_LEASES.c.resource == grant.resources[0]) & (_LEASES.c.nonce == grant.proof)
         try:
             with self._engine.begin() as connection:
@@ -167,7 +156,7 @@ class NaiveRedlock(_Naive):
         self._ask(_RELEASE, keys[:1], nonce)
         return 0
 
-    def release(self, grant: Grant) -> bool | None:
+    def _give_back(self, grant: Grant) -> bool | None:
         return 2 * len(self._ask(_RELEASE, [f"naive:l:{grant.resources[0]}"], grant.proof)) > len(self._nodes)
 
     def _ask(self, script: str, keys: Sequence[str], *arguments: str) -> list[int]:

@@ -55,7 +55,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Sleep,
 )
 from fencelock.authority.redlock.protocol.queue import WaitQueue
-from fencelock.authority.redlock.protocol.refusals import check_max_ttl, raise_no_quorum, raise_timeout
+from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout, raise_ttl_too_long
 from fencelock.errors import FencelockError
 from fencelock.lease import validity
 from fencelock.tokens import compose
@@ -253,7 +253,7 @@ class Acquisition:
             ValueError: the ttl is longer than these nodes allow.
         """
         if self._ttl > node_set.max_ttl:
-            check_max_ttl(self._ttl, node_set)
+            raise_ttl_too_long(self._ttl, node_set)
         nonce = self._new_nonce()
         position = self._waiter.position() if self._waiter is not None else None
         attempt = Attempt.of(node_set, self._canonical, nonce, self._ttl, position)

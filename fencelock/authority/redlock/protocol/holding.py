@@ -28,7 +28,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Request,
     Sleep,
 )
-from fencelock.authority.redlock.protocol.refusals import by_name, check_max_ttl, report_of
+from fencelock.authority.redlock.protocol.refusals import by_name, raise_ttl_too_long, report_of
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.lease import validity
 
@@ -46,7 +46,8 @@ def extend_many(
         try:
             while True:
                 node_set = current()
-                check_max_ttl(max(ttl for _, ttl in batch), node_set)
+                if (longest := max(ttl for _, ttl in batch)) > node_set.max_ttl:
+                    raise_ttl_too_long(longest, node_set)
                 ends = yield from extend(node_set, [(grant.proof, ttl) for grant, ttl in batch])
                 if (
                     current() == node_set

@@ -96,18 +96,13 @@ def _when_back(node_set: NodeSet, answers: NodeReplies) -> str:
     return f"what restarted votes again when the longest lease{longest} has passed since a client met it"
 
 
-def check_max_ttl(ttl: float, node_set: NodeSet) -> None:
-    """Refuse a ttl for which a node that lost its memory would not stay out.
-
-    Raises:
-        ValueError: the ttl is longer than the nodes allow.
-    """
-    if ttl > node_set.max_ttl:
-        raise ValueError(
-            f"a ttl of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes allow: one that "
-            "lost its memory stays out for no longer. Use a shorter one, which is renewed, or type: "
-            + node_set.init_command.replace("init", f"nodes set --max-ttl {math.ceil(ttl)}", 1)
-        )
+def raise_ttl_too_long(ttl: float, node_set: NodeSet) -> NoReturn:
+    """Raise the ValueError of a ttl for which a node that lost its memory would not stay out."""
+    raise ValueError(
+        f"a ttl of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes allow: one that "
+        "lost its memory stays out for no longer. Use a shorter one, which is renewed, or type: "
+        + node_set.init_command.replace("init", f"nodes set --max-ttl {math.ceil(ttl)}", 1)
+    )
 
 
 def by_name(names: Sequence[str], answers: NodeReplies) -> dict[str, str]:
