@@ -27,7 +27,7 @@ class Nodes(Protocol):
         self, *, base: int | None, max_ttl: float | None, above: int | None, allow_eviction: bool
     ) -> bool: ...
     def status(self) -> tuple[NodeStatus, ...]: ...
-    def check_process(self) -> None: ...
+    def begin_in_child(self) -> None: ...
     def acquire_gen(
         self, resources: tuple[str, ...], *, queue: WaitQueue, **terms: Unpack[Terms]
     ) -> Steps[Grant]: ...
@@ -98,7 +98,7 @@ class AsyncRedlock(AsyncView):
 
     def here(self) -> LoopConnections:
         if self._pid != os.getpid():
-            self._nodes.check_process()
+            self._nodes.begin_in_child()
         loop = asyncio.get_running_loop()
         connections = self._by_loop.get(loop)
         if connections is None or connections.closed:

@@ -123,7 +123,8 @@ class Redlock(GeneratorAuthority):
 
     def close(self) -> None:
         """Close the connections. Held leases end with their ttl; the next use connects again."""
-        self.check_process()
+        if self._pid != os.getpid():
+            self.begin_in_child()
         self._connections.close()
         recoverer, self._recoverer = self._recoverer, Recoverer(self._connect, self._recovering)
         recoverer.close()
@@ -222,7 +223,7 @@ class Redlock(GeneratorAuthority):
 
     def run(self, steps: Steps[_T]) -> _T:
         if self._pid != os.getpid():
-            self._begin_in_child()
+            self.begin_in_child()
         return run(steps, self._connections.do)
 
     def init(
@@ -321,12 +322,8 @@ class Redlock(GeneratorAuthority):
         finally:
             connections.close()
 
-    def check_process(self) -> None:
+    def begin_in_child(self) -> None:
         """In a forked child, begin with connections of its own."""
-        if self._pid != os.getpid():
-            self._begin_in_child()
-
-    def _begin_in_child(self) -> None:
         self._connections.leave_to_parent()
         self._recoverer.leave_to_parent()
         self.aio.leave_to_parent()
