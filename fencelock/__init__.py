@@ -1,5 +1,6 @@
 """fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
 
+from fencelock._fenced_once import fenced_once
 from fencelock._locking import configure, fenced_lock, take_over
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
@@ -18,6 +19,7 @@ from fencelock.errors import (
     NodesNotInitialisedError,
     NotHeldError,
     QuorumError,
+    ReceiptMismatchError,
     StaleReadError,
     StaleTokenError,
     UnfencedWriteError,
@@ -26,6 +28,7 @@ from fencelock.guard import (
     FencedDataclassModel,
     FencedModel,
     GuardEvent,
+    Receipt,
     begin_immediate,
     bind,
     bypass,
@@ -45,6 +48,10 @@ from fencelock.guard import (
     on_claim,
     on_stale,
     on_unfenced,
+    once,
+    once_async,
+    prune_receipts,
+    receipt_table,
     upsert,
 )
 from fencelock.lease import Lease, assert_held
@@ -76,6 +83,8 @@ __all__ = [
     "NodesNotInitialisedError",
     "NotHeldError",
     "QuorumError",
+    "Receipt",
+    "ReceiptMismatchError",
     "Redlock",
     "StaleReadError",
     "StaleTokenError",
@@ -97,6 +106,7 @@ __all__ = [
     "fenced",
     "fenced_delete",
     "fenced_lock",
+    "fenced_once",
     "fenced_text",
     "fenced_transaction",
     "fenced_update",
@@ -106,6 +116,10 @@ __all__ = [
     "on_claim",
     "on_stale",
     "on_unfenced",
+    "once",
+    "once_async",
+    "prune_receipts",
+    "receipt_table",
     "take_over",
     "upsert",
 ]

@@ -20,10 +20,12 @@ RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
 )
 """Resources differ where their characters differ: MariaDB's default collations would merge "A" and "a"."""
 
-#: What databases say of a lock that was waited for too long, of a deadlock, of a snapshot that is too old, of
+#: What databases say of a lock that was waited for too long; of a deadlock, of a snapshot that is too old, of
 #: a statement that took too long.
-_BUSY_STATES: Final = frozenset({"55P03", "40001", "40P01", "57014"})
-_BUSY_NUMBERS: Final = frozenset({1020, 1205, 1213, 1969})
+_LOCK_TIMEOUT: Final = "55P03"
+_LOCK_TIMEOUT_NUMBER: Final = 1205
+_BUSY_STATES: Final = frozenset({"40001", "40P01", "57014"})
+_BUSY_NUMBERS: Final = frozenset({1020, 1213, 1969})
 _SQLITE_BUSY: Final = frozenset({5, 6})
 #: What a standby says, a server that was the primary, and a node of Galera that has left its group.
 _ELSEWHERE_STATES: Final = frozenset({"25006"})
@@ -51,14 +53,19 @@ def is_busy(error: BaseException) -> bool:
     """Tell whether another transaction was in the way, and may be out of it next time."""
     if not isinstance(error, DBAPIError):
         return False
-    original: Any = error.orig
-    if sqlstate(error) in _BUSY_STATES:
-        return True
-    if getattr(original, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY:
-        return True
-    if "database is locked" in str(original):
+    if sqlstate(error) in _BUSY_STATES or waited_in_vain(error):
         return True
     return error_number(error) in _BUSY_NUMBERS
+
+
+def waited_in_vain(error: DBAPIError) -> bool:
+    """Tell whether the database waits no longer for the end of another transaction."""
+    original: Any = error.orig
+    if getattr(original, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY:
+        return True
+    if "database is locked" in str(original) or sqlstate(error) == _LOCK_TIMEOUT:
+        return True
+    return error_number(error) == _LOCK_TIMEOUT_NUMBER
 
 
 def is_lost(error: BaseException | None) -> bool:

@@ -13,7 +13,7 @@ from sqlalchemy import URL, Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import ArgumentError
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine, async_scoped_session, async_sessionmaker
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 
 #: With which driver a URL is for blocking code.
 _FOR_BLOCKING = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
@@ -36,6 +36,10 @@ def is_async_maker(thing: object) -> TypeGuard[async_sessionmaker[Any]]:
 
 def is_async_scoped(thing: object) -> TypeGuard[async_scoped_session[Any]]:
     return _is(thing, "async_scoped_session")
+
+
+def is_async_session(thing: object) -> TypeGuard[AsyncSession]:
+    return _is(thing, "AsyncSession")
 
 
 def blocking_engine(url: str) -> Engine:

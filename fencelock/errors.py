@@ -12,6 +12,7 @@ FencelockError
 │   ├── MembershipError                        nodes disagree on the list of nodes
 │   ├── CountersExhaustedError                 the nodes can count no further: begin the next epoch
 │   └── LeaseTableMissingError                 the database has no table of leases: migrate
+├── ReceiptMismatchError                       a key of `once` was used for something else; .key
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
     ├── StaleTokenError                        a newer holder has written; .table .identity .token .current
     │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
@@ -53,6 +54,7 @@ __all__ = [
     "NodesNotInitialisedError",
     "NotHeldError",
     "QuorumError",
+    "ReceiptMismatchError",
     "StaleReadError",
     "StaleTokenError",
     "UnfencedWriteError",
@@ -155,6 +157,28 @@ class CountersExhaustedError(AuthorityError):
 
 class LeaseTableMissingError(AuthorityError):
     """The database has no table of leases. The message says how to make it."""
+
+
+class ReceiptMismatchError(FencelockError):
+    """The key of a receipt was used for something else: its fingerprint is another one.
+
+    The transaction can only be rolled back.
+
+    Attributes:
+        key: the key.
+    """
+
+    written = False
+
+    def __init__(self, key: str) -> None:
+        super().__init__(key)
+        self.key = key
+
+    def __str__(self) -> str:
+        return (
+            f"the receipt {self.key!r} belongs to another request, whose fingerprint differs. Nothing was done: "
+            "send a new request with a new key, and a repeated one exactly as it was"
+        )
 
 
 class FenceError(DontWrapMixin, FencelockError):

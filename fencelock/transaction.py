@@ -26,7 +26,7 @@ from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session, sessionmaker
 
 from fencelock._databases import leaves_doubt
-from fencelock._engines import is_async_engine, is_async_maker, is_async_scoped
+from fencelock._engines import is_async_engine, is_async_maker, is_async_scoped, is_async_session
 from fencelock._locking import fenced_lock
 from fencelock._owners import current_owner
 from fencelock.errors import CommitInDoubtError, FenceError
@@ -159,7 +159,7 @@ def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
     session = _blocking(made)
     if plan.shared and session.in_transaction():
         raise FenceError(
-            "this scoped session has a transaction open that began before the lock was acquired: commit it "
+            "this session has a transaction open that began before the lock was acquired: commit it "
             "or roll it back first, and read again inside the block"
         )
     try:
@@ -470,21 +470,32 @@ def fenced_transaction(
         fenced_transaction(Session, "order:1", retries=2).run(pay)
         ```
     """
-    if is_async_engine(session):
+    if isinstance(session, type | Session) or is_async_session(session):
+        raise TypeError(
+            f"fenced_transaction makes a session of its own, so give it the engine, or what "
+            f"sessionmaker(engine) returns, not {session!r}"
+        )
+    return transaction_of(session, resources, retries=retries, gate=gate, settings=settings)
+
+
+def transaction_of(
+    source: Any, resources: tuple[str, ...], *, retries: int, gate: bool, settings: AllLockSettings
+) -> FencedTransaction[Any] | AsyncFencedTransaction[Any]:
+    """Return a fenced transaction in a session of `source`. A session itself is used, and is not closed."""
+    make, shared = source, isinstance(source, scoped_session) or is_async_scoped(source)
+    if isinstance(source, Session) or is_async_session(source):
+        make, shared = (lambda: source), True
+    elif isinstance(source, Engine):
+        make = sessionmaker(source)
+    elif is_async_engine(source):
         from sqlalchemy.ext.asyncio import async_sessionmaker  # noqa: PLC0415 - needs greenlet
 
-        session = async_sessionmaker(session)
-    if is_async_maker(session) or is_async_scoped(session):
-        shared = is_async_scoped(session)
-        return AsyncFencedTransaction(_Plan(session, shared, resources, retries, gate, settings))
-    if isinstance(session, Engine):
-        session = sessionmaker(session)
-    if isinstance(session, sessionmaker | scoped_session):
-        shared = isinstance(session, scoped_session)
-        return FencedTransaction(_Plan(session, shared, resources, retries, gate, settings))
-    hint = ""
-    if isinstance(session, type) or hasattr(session, "get_bind"):
-        hint = ": it makes a session of its own, so give it the engine, or what sessionmaker(engine) returns"
-    raise TypeError(
-        f"fenced_transaction takes a sessionmaker, a scoped_session or an engine, not {session!r}{hint}"
-    )
+        make = async_sessionmaker(source)
+    elif not (isinstance(source, sessionmaker) or shared or is_async_maker(source)):
+        raise TypeError(
+            f"a fenced transaction takes a sessionmaker, a scoped_session or an engine, not {source!r}"
+        )
+    plan = _Plan(make, shared, resources, retries, gate, settings)
+    if any(is_its(source) for is_its in (is_async_engine, is_async_maker, is_async_scoped, is_async_session)):
+        return AsyncFencedTransaction(plan)
+    return FencedTransaction(plan)

@@ -15,10 +15,12 @@ __all__ = [
     "create_fence_table",
     "create_fence_trigger",
     "create_lease_table",
+    "create_receipt_table",
     "drop_fence",
     "drop_fence_table",
     "drop_fence_trigger",
     "drop_lease_table",
+    "drop_receipt_table",
     "drop_write_id",
 ]
 
@@ -81,3 +83,13 @@ def create_lease_table(*, schema: str | None = None) -> None:
 def drop_lease_table(*, schema: str | None = None) -> None:
     """Do as `op.drop_lease_table`."""
     _do("drop_lease_table", schema=schema)
+
+
+def create_receipt_table(*, schema: str | None = None) -> None:
+    """Do as `op.create_receipt_table`."""
+    _do("create_receipt_table", schema=schema)
+
+
+def drop_receipt_table(*, schema: str | None = None) -> None:
+    """Do as `op.drop_receipt_table`."""
+    _do("drop_receipt_table", schema=schema)

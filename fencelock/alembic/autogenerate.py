@@ -25,15 +25,18 @@ from fencelock.alembic.operations import (
     CreateFenceTableOp,
     CreateFenceTriggerOp,
     CreateLeaseTableOp,
+    CreateReceiptTableOp,
     DropFenceOp,
     DropFenceTableOp,
     DropFenceTriggerOp,
+    DropReceiptTableOp,
     DropWriteIdOp,
     FenceOperation,
     FoundTrigger,
 )
 from fencelock.authority.database.table import LEASE_TABLE
 from fencelock.guard import triggers
+from fencelock.guard.receipts import RECEIPT_TABLE
 from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_MARK,
@@ -115,6 +118,8 @@ _OWN = {
     (FENCE_TABLE, CreateTableOp): CreateFenceTableOp,
     (FENCE_TABLE, DropTableOp): DropFenceTableOp,
     (LEASE_TABLE, CreateTableOp): CreateLeaseTableOp,
+    (RECEIPT_TABLE, CreateTableOp): CreateReceiptTableOp,
+    (RECEIPT_TABLE, DropTableOp): DropReceiptTableOp,
 }
 
 

@@ -20,6 +20,7 @@ from sqlalchemy import Column, MetaData, Table
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import triggers
 from fencelock.guard.fences import fence_table
+from fencelock.guard.receipts import RECEIPT_TABLE, receipt_table
 from fencelock.guard.sessions import migrating
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, new_column
 
@@ -31,7 +32,11 @@ FoundTrigger: TypeAlias = FenceTrigger | Literal["fence"]
 
 BY_NAME: Final[dict[str, type[FenceOperation]]] = {}
 
-OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {FENCE_TABLE: fence_table, LEASE_TABLE: lease_table}
+OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {
+    FENCE_TABLE: fence_table,
+    LEASE_TABLE: lease_table,
+    RECEIPT_TABLE: receipt_table,
+}
 """How each of fencelock's own tables is defined."""
 
 
@@ -199,6 +204,18 @@ class DropLeaseTableOp(
     """Drop the table `fencelock_leases`; the database has forgotten every token then."""
 
 
+class CreateReceiptTableOp(
+    FenceOperation, name="create_receipt_table", opposite="drop_receipt_table", own=RECEIPT_TABLE
+):
+    """Make the table `fencelock_receipts`, as `fencelock.receipt_table` describes it."""
+
+
+class DropReceiptTableOp(
+    FenceOperation, name="drop_receipt_table", opposite="create_receipt_table", own=RECEIPT_TABLE
+):
+    """Drop the table `fencelock_receipts`; a retry does its work once more then."""
+
+
 class _InBatch:
     """The operations of `op.batch_alter_table`, which knows its table."""
 
@@ -280,6 +297,7 @@ def _drop_renamed(operations: Operations | BatchOperations, op: FenceOperation) 
 
 @Operations.implementation_for(CreateFenceTableOp)
 @Operations.implementation_for(CreateLeaseTableOp)
+@Operations.implementation_for(CreateReceiptTableOp)
 def _create_table(operations: Operations, op: FenceOperation) -> None:
     target = operations.migration_context.opts.get("target_metadata")
     convention = target.naming_convention if isinstance(target, MetaData) else None
@@ -294,6 +312,7 @@ def _create_table(operations: Operations, op: FenceOperation) -> None:
 
 @Operations.implementation_for(DropFenceTableOp)
 @Operations.implementation_for(DropLeaseTableOp)
+@Operations.implementation_for(DropReceiptTableOp)
 def _drop_table(operations: Operations, op: FenceOperation) -> None:
     operations.invoke(DropTableOp(op.table_name, schema=op.schema))
 

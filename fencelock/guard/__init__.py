@@ -14,6 +14,7 @@ from fencelock.guard.exact import begin_immediate
 from fencelock.guard.fences import fence_table
 from fencelock.guard.leases import bind
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
+from fencelock.guard.receipts import Receipt, once, once_async, prune_receipts, receipt_table
 from fencelock.guard.sessions import bypass
 from fencelock.guard.sql import (
     conditional_delete,
@@ -29,6 +30,7 @@ __all__ = [
     "FencedDataclassModel",
     "FencedModel",
     "GuardEvent",
+    "Receipt",
     "begin_immediate",
     "bind",
     "bypass",
@@ -50,6 +52,10 @@ __all__ = [
     "on_claim",
     "on_stale",
     "on_unfenced",
+    "once",
+    "once_async",
+    "prune_receipts",
+    "receipt_table",
     "upsert",
     "write_id_column",
 ]

@@ -97,7 +97,7 @@ def _guarding(_execute: Callable[..., CursorResult[Any]]) -> Callable[..., Curso
         )
         try:
             refuse_bypass(merged, connection)
-            begin_writing(connection, merged, fenced)
+            begin_writing(connection, merged, fenced.name)
             stamped = [_stamped(statement, connection, row) for row in rows or [{}]]
         except (FenceError, LockLostError) as error:
             report(error, table=fenced.name)

@@ -89,7 +89,7 @@ def upsert(
     by_key = _by_key(mapper, fenced, rows, key)
     target = target_of(session, fenced.table, mapper, bind_arguments, () if index_elements else by_key)
     connection = target.connection
-    begin_writing(connection, connection.get_execution_options(), fenced)
+    begin_writing(connection, connection.get_execution_options(), fenced.name)
     tokens = TokenLookup(connection, fenced)
     token_of = {each: _token(tokens, row) for each, row in by_key.items()}
     changes = None if set_ is None else _changes(mapper, fenced, key, set_)

@@ -22,7 +22,7 @@ from fencelock._events import (
     WrittenWithoutLease,
     forget,
 )
-from fencelock.errors import FenceError, LockLostError, StaleTokenError, UnfencedWriteError
+from fencelock.errors import FencelockError, StaleTokenError, UnfencedWriteError
 
 __all__ = ["GuardEvent", "forget", "on_claim", "on_stale", "on_unfenced", "report", "report_claim"]
 
@@ -78,9 +78,7 @@ def on_claim(callback: _C) -> _C:
     return _add("on_claim", RowClaimed, callback)
 
 
-def report(
-    error: FenceError | LockLostError, *, table: str | None = None, resource: str | None = None
-) -> None:
+def report(error: FencelockError, *, table: str | None = None, resource: str | None = None) -> None:
     if getattr(error, _REPORTED, False):
         return
     setattr(error, _REPORTED, True)

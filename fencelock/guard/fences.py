@@ -46,10 +46,7 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
 
 def fences_of(connection: Connection) -> Table:
     """Return the fence table that a connection's gates are in."""
-    translated = connection.get_execution_options().get(tables.TRANSLATED) or {}
-    if len(_schemas) != 1 or None in translated:
-        return FENCES
-    (schema,) = _schemas
+    schema = tables.schema_of(connection, _schemas)
     return FENCES if schema is None else _define(FENCES.metadata, schema)
 
 

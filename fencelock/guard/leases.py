@@ -209,15 +209,13 @@ def report_refusal(connection: Connection, error: FenceError) -> None:
     report(error, resource=next((each.resource for each in leases if each.fencing_token == token), None))
 
 
-def begin_writing(
-    connection: Connection, options: Mapping[str, Any], fenced: FencedTable
-) -> TransactionLeases:
+def begin_writing(connection: Connection, options: Mapping[str, Any], table: str) -> TransactionLeases:
     """Return the `TransactionLeases` of the connection's transaction; refuse AUTOCOMMIT connections."""
     writing = writing_on(connection)
     if not writing.has_transaction:
         if _commits_by_itself(connection, options):
             raise UnfencedWriteError(
-                f"a write to {fenced.name!r} needs a transaction: on an AUTOCOMMIT connection the rows "
+                f"a write to {table!r} needs a transaction: on an AUTOCOMMIT connection the rows "
                 f"before a refused one would stay written"
             )
         writing.has_transaction = True

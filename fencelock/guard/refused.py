@@ -16,7 +16,7 @@ from sqlalchemy import event
 from sqlalchemy.engine import Connection, Transaction, TwoPhaseTransaction
 from sqlalchemy.exc import PendingRollbackError
 
-from fencelock.errors import FenceError, LockLostError
+from fencelock.errors import FenceError, FencelockError, LockLostError, ReceiptMismatchError
 from fencelock.guard.events import report
 from fencelock.guard.sessions import connections_of, owner_of, session_of
 
@@ -40,7 +40,7 @@ A transaction that was here itself would keep its connection, and that would nev
 """
 
 
-def refuse(connection: Connection, refusal: FenceError | LockLostError) -> None:
+def refuse(connection: Connection, refusal: FencelockError) -> None:
     """Have nothing come of the innermost savepoint, or else of the transaction, but a rollback.
 
     That is the same in all databases of the session whose transaction it is.
@@ -74,7 +74,7 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
         try:
             return function(*args, **kwargs)
-        except (FenceError, LockLostError) as error:
+        except (FenceError, LockLostError, ReceiptMismatchError) as error:
             report(error)
             session: Any = args[0] if args else kwargs["session"]
             for connection in connections_of(session_of(session, function.__name__)):

@@ -103,5 +103,5 @@ def begin_claim(
 
 def tokens_to_claim(connection: Connection, fenced: FencedTable) -> TokenLookup:
     """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
-    begin_writing(connection, connection.get_execution_options(), fenced)
+    begin_writing(connection, connection.get_execution_options(), fenced.name)
     return TokenLookup(connection, fenced, claiming=True)

@@ -72,7 +72,7 @@ def session_of(target: Any, function: str, *, or_connection: bool = False) -> Se
     if type(target).__module__.startswith("sqlalchemy.ext.asyncio"):
         way = "connection" if or_connection and hasattr(target, "sync_connection") else "session"
         call = f"{way}{'()' if hasattr(target, 'registry') else ''}.run_sync({function}, …)"
-        twin = f"{function}_async(…)" if function in {"claim", "claim_all", "gate"} else call
+        twin = f"{function}_async(…)" if function in {"claim", "claim_all", "gate", "once"} else call
         hint = f"; in coroutines write `await {twin}`"
     wanted = "a Session or a Connection" if or_connection else "a Session"
     raise TypeError(f"{function} takes {wanted}, not {type(target).__name__}{hint}")

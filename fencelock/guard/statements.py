@@ -119,7 +119,7 @@ def _around(
 def _guarded(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Rows, options: Options
 ) -> tuple[Any, Rows, Verdict | None]:
-    begin_writing(connection, options, fenced)
+    begin_writing(connection, options, fenced.name)
     given: int | None = options.get(conditions.TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if given is None else None
     lookup = flush or TokenLookup(connection, fenced, given=given)

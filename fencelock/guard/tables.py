@@ -39,6 +39,7 @@ from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.lease import OBJECT_IN_NAME, check_resource
 
 if TYPE_CHECKING:
+    from sqlalchemy.engine import Connection
     from sqlalchemy.orm import Mapper
 
 FENCE_COLUMN: Final = "last_fencing_token"
@@ -50,6 +51,15 @@ LIMIT: Final = 2**53
 """Write ids are below it, so that JSON and web forms bring them back as they were."""
 NO_VERSION: Final = -1
 """The write id of an object that is of two versions: no row has it."""
+
+
+def schema_of(connection: Connection, named: set[str | None]) -> str | None:
+    """Return the schema of one of fencelock's tables, by the schemas that the program has named for it.
+
+    None for the connection's default schema; also if its `schema_translate_map` says where that is.
+    """
+    translated = connection.get_execution_options().get(TRANSLATED) or {}
+    return next(iter(named)) if len(named) == 1 and None not in translated else None
 
 
 def new_write_id() -> int:

@@ -49,18 +49,12 @@ def fenced(
     fenced_lock("checks the settings", **settings)
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
-        signature = _check(function, templates)
+        signature = check_function(function, templates)
 
         def lock_for(*args: _P.args, **kwargs: _P.kwargs) -> FencedLock[Any]:
             call = signature.bind(*args, **kwargs)
             call.apply_defaults()
-            resources = (
-                _Filling().vformat(template, (), call.arguments)
-                if isinstance(template, str)
-                else template(*call.args, **call.kwargs)
-                for template in templates
-            )
-            lock: FencedLock[Any] = fenced_lock(*dict.fromkeys(resources), **settings)
+            lock: FencedLock[Any] = fenced_lock(*dict.fromkeys(fill(templates, call)), **settings)
             lock.template = ", ".join(each if isinstance(each, str) else _name(each) for each in templates)
             return lock
 
@@ -83,6 +77,16 @@ def fenced(
     return decorate
 
 
+def fill(templates: Sequence[str | Callable[..., str]], call: inspect.BoundArguments) -> list[str]:
+    """Return the names that templates make of the arguments of a call."""
+    return [
+        _Filling().vformat(template, (), call.arguments)
+        if isinstance(template, str)
+        else template(*call.args, **call.kwargs)
+        for template in templates
+    ]
+
+
 class _Filling(string.Formatter):
     """Fills a template as str.format does, but refuses None: all calls with None would share one lock."""
 
@@ -93,7 +97,7 @@ class _Filling(string.Formatter):
         return found, key
 
 
-def _check(function: Any, templates: tuple[str | Callable[..., str], ...]) -> inspect.Signature:
+def check_function(function: Any, templates: tuple[str | Callable[..., str], ...]) -> inspect.Signature:
     """Return a function's signature; raise TypeError if a field of the templates is no parameter of it."""
     if isinstance(function, (staticmethod, classmethod)):
         raise TypeError(f"write @{type(function).__name__} above @fenced, not below it")

@@ -1,0 +1,155 @@
+"""`fenced_once`: a function that is one transaction under a lock, and is done once for each key."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack, overload
+
+from sqlalchemy import Engine
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
+
+from fencelock._locking import fenced_lock
+from fencelock.guard import once, once_async
+from fencelock.lock.decorator import check_function, fill
+from fencelock.lock.options import AllLockSettings
+from fencelock.transaction import transaction_of
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
+
+    Source: TypeAlias = Engine | sessionmaker[Any] | scoped_session[Any] | Session
+    AsyncSource: TypeAlias = AsyncEngine | async_sessionmaker[Any] | async_scoped_session[Any] | AsyncSession
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
+
+
+class _Decorator(Protocol):
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[AsyncSession, _P], Awaitable[_R]], /
+    ) -> Callable[Concatenate[AsyncSource, _P], Awaitable[_R]]: ...
+    @overload
+    def __call__(
+        self, function: Callable[Concatenate[Session, _P], _R], /
+    ) -> Callable[Concatenate[Source, _P], _R]: ...
+
+
+def fenced_once(
+    key: str | Callable[..., str],
+    *resources: str | Callable[..., str],
+    fingerprint: Callable[..., Any] | None = None,
+    retries: int = 2,
+    gate: bool = True,
+    **settings: Unpack[AllLockSettings],
+) -> _Decorator:
+    """Decorate a function or coroutine function, so that its work is done once for each key.
+
+    ```python
+    @fenced_once("deposit:{request_id}", "account:{account}")
+    def deposit(session: Session, request_id: str, account: int, cents: int) -> dict[str, int]:
+        its = session.get_one(Account, account)
+        its.balance += cents
+        return {"balance": its.balance}
+
+    deposit(engine, "r-17", 1, 500)              # {"balance": 500}
+    deposit(engine, "r-17", 1, 500)              # the same, and nothing was added
+    ```
+
+    The first parameter of the function is a session. A call gives an engine, a sessionmaker or a session in
+    its place. The call locks the resources, begins a transaction, and asks for the receipt of the key. If the
+    work was done before, the stored result is returned, and the function is not called. Else the receipt is
+    committed with what the function has written, and so is its result, which must be plain data of JSON. If
+    the outcome of the COMMIT is unknown, all of this is done again, up to `retries` times.
+
+    Args:
+        key: names the receipt: a template of the arguments, as for `fenced`, or a function of them.
+        *resources: what to lock: likewise.
+        fingerprint: returns what a repeated call must have in common with the first, from the same arguments.
+            By default it is all arguments but the session, so these must be plain data.
+        retries: how often to try again after a COMMIT in doubt.
+        gate: as for `fenced_transaction`.
+        **settings: as for `fenced_lock`.
+
+    Raises:
+        TypeError: for arguments of the wrong kind, and for a method. Calling raises the errors of
+            `fenced_transaction` and `once`.
+        ValueError: for arguments out of range.
+    """
+    if not resources:
+        raise TypeError(
+            'fenced_once needs the name of what to lock: write @fenced_once("deposit:{request_id}", '
+            '"account:{account}"). For a receipt without a lock, call once(session, key)'
+        )
+    fenced_lock("checks the settings", **settings)
+
+    def decorate(function: Any) -> Any:
+        signature = check_function(function, (key, *resources))
+        if next(iter(signature.parameters), "self") in {"self", "cls"}:
+            raise TypeError(f"fenced_once takes a function whose first parameter is a session, not {function!r}")
+        work = _Work(function, signature, (key, *resources), fingerprint)
+
+        def transaction_for(source: object, names: list[str]) -> Any:
+            return transaction_of(source, tuple(names), retries=retries, gate=gate, settings=settings)
+
+        @functools.wraps(function)
+        def function_once(*args: Any, **kwargs: Any) -> Any:
+            call = work.bind(*args, **kwargs)
+            return transaction_for(call.source, call.resources).run(call.in_session)
+
+        @functools.wraps(function)
+        async def coroutine_once(*args: Any, **kwargs: Any) -> Any:
+            call = work.bind(*args, **kwargs)
+            return await transaction_for(call.source, call.resources).run(call.in_async_session)
+
+        return coroutine_once if inspect.iscoroutinefunction(function) else function_once
+
+    return decorate  # type: ignore[return-value]
+
+
+class _Work(NamedTuple):
+    """A decorated function, with the templates of its receipt's key and of its resources."""
+
+    function: Callable[..., Any]
+    signature: inspect.Signature
+    templates: tuple[str | Callable[..., str], ...]
+    fingerprint: Callable[..., Any] | None
+
+    def bind(self, *args: Any, **kwargs: Any) -> _Call:
+        bound = self.signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        key, *resources = fill(self.templates, bound)
+        first, *others = bound.arguments
+        asked = {name: bound.arguments[name] for name in others}
+        if self.fingerprint is not None:
+            asked = self.fingerprint(*bound.args, **bound.kwargs)
+        return _Call(self.function, bound, bound.arguments[first], resources, key, asked)
+
+
+class _Call(NamedTuple):
+    """One call of a decorated function: `source` stands where the function gets its session."""
+
+    function: Callable[..., Any]
+    bound: inspect.BoundArguments
+    source: object
+    resources: list[str]
+    key: str
+    fingerprint: Any
+
+    def in_session(self, session: Session) -> Any:
+        receipt = once(session, self.key, fingerprint=self.fingerprint)
+        if not receipt.done:
+            receipt.result = self._work(session)
+        return receipt.result
+
+    async def in_async_session(self, session: AsyncSession) -> Any:
+        receipt = await once_async(session, self.key, fingerprint=self.fingerprint)
+        if not receipt.done:
+            receipt.result = await self._work(session)
+        return receipt.result
+
+    def _work(self, session: object) -> Any:
+        self.bound.arguments[next(iter(self.bound.arguments))] = session
+        return self.function(*self.bound.args, **self.bound.kwargs)

@@ -1,0 +1,326 @@
+"""Receipts: a row that is committed together with the work that it stands for, so the work is done once.
+
+The key is inserted first. Of two transactions with one key the second waits until the first has ended, and
+then finds its receipt, or makes its own. So no receipt is ever "pending", and a crash leaves none.
+"""
+
+from __future__ import annotations
+
+import enum
+import hashlib
+import json
+from collections.abc import Mapping
+from datetime import UTC, date, datetime, time, timedelta
+from decimal import Decimal
+from typing import TYPE_CHECKING, Any, Final
+from uuid import UUID
+from weakref import ref
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    DateTime,
+    MetaData,
+    String,
+    Table,
+    delete,
+    event,
+    func,
+    select,
+    update,
+)
+from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import DBAPIError
+from sqlalchemy.orm import Session, SessionTransaction, scoped_session
+from sqlalchemy.types import JSON
+
+from fencelock._checks import check_seconds
+from fencelock._databases import MYSQL, RESOURCE, waited_in_vain
+from fencelock.errors import LockTimeoutError, ReceiptMismatchError
+from fencelock.guard._install import install
+from fencelock.guard.exact import newest
+from fencelock.guard.leases import begin_writing
+from fencelock.guard.refused import refusing
+from fencelock.guard.routing import target_of
+from fencelock.guard.sessions import of_task, session_of
+from fencelock.guard.tables import schema_of
+from fencelock.lease import check_resource
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+
+RECEIPT_TABLE: Final = "fencelock_receipts"
+MAX_RESULT: Final = 65_536
+"""Bytes of a result's JSON."""
+
+_TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), *MYSQL)
+_schemas: set[str | None] = set()
+"""Those that `receipt_table` was asked for."""
+
+_RECEIPTS: Final = "fencelock.receipts"
+"""Where a session has the receipts that its transaction has made."""
+
+
+def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
+    """Return the table of receipts as part of `metadata`, defining it there at the first call.
+
+    A row has the `key` of `once`, the SHA-256 of its `fingerprint`, the fencing `token` of the work (NULL
+    without a lease), its `result`, and the time `at` which it was made, on MariaDB and SQLite in UTC.
+
+    Args:
+        metadata: the metadata of the models. Where all calls of a program name one schema, `once` looks for
+            the table there, else in the default schema of the connection.
+        schema: the schema of the table.
+    """
+    table = _define(metadata, schema)
+    _schemas.add(table.schema)
+    return table
+
+
+def _define(metadata: MetaData, schema: str | None) -> Table:
+    return Table(
+        RECEIPT_TABLE,
+        metadata,
+        Column("key", RESOURCE, primary_key=True),
+        Column("fingerprint", String(64)),
+        Column("token", BigInteger, autoincrement=False),
+        Column("result", JSON(none_as_null=True)),
+        Column("at", _TIME, nullable=False),
+        schema=schema,
+        keep_existing=True,
+    )
+
+
+_DEFAULT: Final = _define(MetaData(), None)
+
+
+def _table_of(connection: Connection) -> Table:
+    schema = schema_of(connection, _schemas)
+    return _DEFAULT if schema is None else _define(_DEFAULT.metadata, schema)
+
+
+class Receipt:
+    """What `once` returns: whether the work was done before, and its result.
+
+    Attributes:
+        key: as given to `once`.
+        done: whether an earlier transaction has committed the work; then return `result`, and do nothing.
+    """
+
+    __slots__ = ("_changed", "_result", "done", "key")
+
+    def __init__(self, key: str, *, done: bool, result: Any = None) -> None:
+        self.key = key
+        self.done = done
+        self._result = result
+        self._changed = False
+
+    def __repr__(self) -> str:
+        return f"<Receipt {self.key!r} {'done' if self.done else 'new'}>"
+
+    @property
+    def result(self) -> Any:
+        """The result of the work: plain data of JSON, as later calls get it; None if none was assigned.
+
+        Assign it before the COMMIT, which stores it. A later change of the assigned object is not noticed.
+
+        Raises:
+            TypeError: the assigned value is no plain data of JSON.
+            ValueError: its JSON is longer than 64 KiB; or the work was done before.
+        """
+        return self._result
+
+    @result.setter
+    def result(self, value: Any) -> None:
+        if self.done:
+            raise ValueError(f"the receipt {self.key!r} was committed before, and its result stays")
+        try:
+            text = json.dumps(value, allow_nan=False)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise TypeError(f"the result of {self.key!r} is no plain data of JSON: {error}") from None
+        if len(text) > MAX_RESULT:
+            raise ValueError(
+                f"the result of {self.key!r} takes {len(text)} bytes of JSON, and a receipt keeps 64 KiB: "
+                "store it in a table of your own, and its key in the receipt"
+            )
+        self._result = json.loads(text)
+        self._changed = True
+
+
+class _Made:
+    """The receipts that one transaction of a session has made."""
+
+    def __init__(self, transaction: SessionTransaction) -> None:
+        self.transaction = ref(transaction)
+        self.receipts: dict[str, tuple[Connection, Receipt]] = {}
+
+
+def _made_in(session: Session) -> _Made:
+    transaction = session.get_transaction()
+    assert transaction is not None  # noqa: S101  its connection was asked for
+    found: _Made | None = session.info.get(_RECEIPTS)
+    if found is None or found.transaction() is not transaction:
+        found = session.info[_RECEIPTS] = _Made(transaction)
+        if not event.contains(Session, "before_commit", _store_results):
+            event.listen(Session, "before_commit", _store_results)
+    return found
+
+
+def _store_results(session: Session) -> None:
+    made: _Made | None = session.info.get(_RECEIPTS)
+    if made is None or made.transaction() is not session.get_transaction():
+        return
+    for connection, receipt in made.receipts.values():
+        if receipt._changed:  # noqa: SLF001  the class is this module's
+            table = _table_of(connection)
+            # There is no such row if it was rolled back, with all of its savepoint.
+            connection.execute(update(table).where(table.c.key == receipt.key).values(result=receipt.result))
+            receipt._changed = False  # noqa: SLF001  the same
+
+
+@refusing
+def once(
+    session: Session | scoped_session[Any],
+    key: str,
+    *,
+    fingerprint: Any = None,
+    bind_arguments: Mapping[str, Any] | None = None,
+) -> Receipt:
+    """Return the receipt of some work, which is done once for each key, however often it is called.
+
+    ```python
+    with fenced_transaction(engine, "account:1") as session:
+        receipt = once(session, f"deposit:{request_id}", fingerprint={"account": 1, "cents": 500})
+        if receipt.done:
+            return receipt.result
+        account = session.get_one(Account, 1)
+        account.balance += 500
+        receipt.result = {"balance": account.balance}
+    ```
+
+    The receipt is written in the transaction of the session, so it is committed with the work, or not at all.
+    Another transaction with the same key waits for the end of this one, as long as the database lets it.
+    No lease is needed. If one is held, its token is kept in the receipt.
+
+    Call it before the work and before any read that decides on it. The table is part of your metadata once
+    `receipt_table(Base.metadata)` was called; migrate then.
+
+    Args:
+        session: in whose transaction the work is done.
+        key: 1 to 255 characters, the same in each try: an idempotency key, the id of a task, a slot of a
+            schedule.
+        fingerprint: what was asked for, as plain data (also dates, Decimal, UUID). A call with the same key
+            and another fingerprint is refused. None is not compared.
+        bind_arguments: which database, for a session that has several: what `Session.connection` takes.
+
+    Raises:
+        ReceiptMismatchError: the key was used for something else. The transaction can only be rolled back.
+        LockTimeoutError: another transaction with the key is still open, and the database waits no longer.
+        LockLostError: the lease is known to be lost.
+        UnfencedWriteError: each statement of the connection commits by itself.
+        sqlalchemy.exc.DBAPIError: another transaction with the key has committed, and the isolation of this
+            one may not see it (a serialization failure): begin again.
+        TypeError, ValueError: for a key that is none, and a fingerprint that is no plain data.
+    """
+    install()
+    its = session_of(session, "once")
+    name, digest = check_resource(key), _digest(fingerprint)
+    connection = target_of(its, _DEFAULT, None, bind_arguments, ()).connection
+    table = _table_of(connection)
+    values = {"key": name, "fingerprint": digest, "token": _token(connection), "at": datetime.now(UTC)}
+    made = _made_in(its)
+    while not _insert(connection, table, values):
+        query = select(table.c.fingerprint, table.c.result).where(table.c.key == name)
+        row = connection.execute(newest(query, connection)).one_or_none()
+        if row is not None:  # it may just have been pruned
+            if None not in {digest, row.fingerprint} and digest != row.fingerprint:
+                raise ReceiptMismatchError(name)
+            ours = made.receipts.get(name)
+            return Receipt(name, done=True, result=row.result if ours is None else ours[1].result)
+    receipt = Receipt(name, done=False)
+    made.receipts[name] = connection, receipt
+    return receipt
+
+
+async def once_async(
+    session: AsyncSession | async_scoped_session[Any],
+    key: str,
+    *,
+    fingerprint: Any = None,
+    bind_arguments: Mapping[str, Any] | None = None,
+) -> Receipt:
+    """Return the receipt of some work: `once`, for an `AsyncSession`."""
+    options = {"fingerprint": fingerprint, "bind_arguments": bind_arguments}
+    return await of_task(session).run_sync(lambda its: once(its, key, **options))
+
+
+def _token(connection: Connection) -> int | None:
+    """Return the token of the first lease that is held here, which the transaction needs from now on."""
+    writing = begin_writing(connection, connection.get_execution_options(), RECEIPT_TABLE)
+    for resource, lease in writing.candidates(connection).items():
+        token = lease.token_to_write()
+        writing.remember(resource, lease)
+        return token
+    return None
+
+
+def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> bool:
+    """Insert a receipt unless there is one; return whether it was inserted."""
+    try:
+        if connection.dialect.name in MYSQL:
+            # An UPDATE of nothing: InnoDB's INSERT IGNORE leaves shared locks, with which two would deadlock.
+            made: Any = mysql.insert(table).values(values)
+            key = table.c.key
+            result = connection.execute(
+                made.on_duplicate_key_update(key=func.if_(func.last_insert_id(1), key, key))
+            )
+            return not result.lastrowid
+        insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
+        made = insert(table).values(values).on_conflict_do_nothing(index_elements=["key"])
+        return connection.execute(made.returning(table.c.key)).first() is not None
+    except DBAPIError as error:
+        if not waited_in_vain(error):
+            raise
+        raise LockTimeoutError(
+            f"another transaction with the receipt {values['key']!r} is still open, and the database waits "
+            "no longer: roll back, and try again later"
+        ) from error
+
+
+def prune_receipts(session: Session | Connection, older_than: float) -> int:
+    """Delete the receipts that were made longer than `older_than` seconds ago; return how many.
+
+    A key is free again then, so a retry that is older does its work once more.
+
+    Raises:
+        ValueError: the number is negative, or none.
+    """
+    age = timedelta(seconds=check_seconds("older_than", older_than, zero=True))
+    its = session_of(session, "prune_receipts", or_connection=True)
+    connection = target_of(its, _DEFAULT, None, None, ()).connection if isinstance(its, Session) else its
+    table = _table_of(connection)
+    return connection.execute(delete(table).where(table.c.at < datetime.now(UTC) - age)).rowcount
+
+
+def _digest(fingerprint: Any) -> str | None:
+    """Return the SHA-256 of a fingerprint, the same for equal data whatever the order of its keys."""
+    if fingerprint is None:
+        return None
+    try:
+        text = json.dumps(fingerprint, sort_keys=True, allow_nan=False, default=_plain)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(
+            f"a fingerprint is plain data, such as {{'account': 1, 'cents': 500}}: {error}"
+        ) from None
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _plain(value: object) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if isinstance(value, Decimal):
+        return str(value.normalize())
+    if isinstance(value, date | time | UUID):  # a datetime is a date
+        return str(value)
+    raise TypeError(f"{type(value).__name__} is none")

@@ -1,0 +1,422 @@
+"""Receipts: work that is done once for each key, in the COMMIT that does it."""
+
+from __future__ import annotations
+
+import asyncio
+import enum
+import threading
+import uuid
+from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
+from decimal import Decimal
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, MetaData, insert, select, text, update
+from sqlalchemy.exc import DBAPIError, PendingRollbackError
+from sqlalchemy.ext.asyncio import AsyncSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.schema import CreateSchema, DropSchema
+
+from fencelock import (
+    Lease,
+    LockLostError,
+    LockTimeoutError,
+    ReceiptMismatchError,
+    UnfencedWriteError,
+    once,
+    once_async,
+    prune_receipts,
+    receipt_table,
+)
+from fencelock._databases import is_busy
+from tests.guard.rows import ForAsyncio, holding, on_sqlite_alone
+from tests.polling import eventually
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Counter(Base):
+    """What the work adds to; it is not fenced."""
+
+    __tablename__ = "once_counters"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[int]
+
+
+RECEIPTS = receipt_table(Base.metadata)
+ROWS: dict[Any, Any] = {Counter: [{"id": 1, "value": 0}]}
+
+
+def add(session: Session, key: str = "k", result: Any = None, **options: Any) -> Any:
+    """Add one, once for each key."""
+    receipt = once(session, key, **options)
+    if not receipt.done:
+        session.execute(update(Counter).values(value=Counter.value + 1))
+        receipt.result = result
+    return receipt.result
+
+
+def value(engine: Engine) -> int:
+    with Session(engine) as session:
+        return session.get_one(Counter, 1).value
+
+
+def receipts(engine: Engine) -> list[Any]:
+    with engine.connect() as connection:
+        return list(connection.execute(select(RECEIPTS)))
+
+
+def test_second_call_gets_the_result_and_does_nothing(engine: Engine) -> None:
+    for _ in range(2):
+        with Session(engine) as session, session.begin():
+            assert add(session, result={"balance": 7, "ok": [True, None]}) == {"balance": 7, "ok": [True, None]}
+    with Session(engine) as session, session.begin():
+        again = once(session, "k")
+        assert (again.key, again.done, repr(again)) == ("k", True, "<Receipt 'k' done>")
+        with pytest.raises(ValueError, match="its result stays"):
+            again.result = 1
+    assert (value(engine), [row.key for row in receipts(engine)]) == (1, ["k"])
+
+
+def test_what_is_rolled_back_leaves_no_receipt(engine: Engine) -> None:
+    with Session(engine) as session:
+        add(session)
+        session.rollback()
+        add(session)
+        session.commit()
+    assert value(engine) == 1
+
+
+def test_without_the_receipt_it_is_done_twice(engine: Engine) -> None:
+    """The control."""
+    for _ in range(2):
+        with Session(engine) as session, session.begin():
+            session.execute(update(Counter).values(value=Counter.value + 1))
+    assert value(engine) == 2
+
+
+@pytest.mark.parametrize("commits", [True, False], ids=["commits", "rolls back"])
+def test_second_waits_for_the_end_of_the_first(engine: Engine, commits: bool) -> None:
+    """It then finds the receipt of the first, or does the work itself."""
+    if engine.dialect.name == "mysql":
+        engine = engine.execution_options(isolation_level="READ COMMITTED")
+    began = threading.Event()
+
+    def second() -> Any:
+        with Session(engine) as session, session.begin():
+            began.set()
+            return add(session, result="second")
+
+    with Session(engine) as first, ThreadPoolExecutor() as pool:
+        assert add(first, result="first") == "first"
+        waits = pool.submit(second)
+        began.wait()
+        with pytest.raises(TimeoutError):
+            waits.result(0.3)
+        if commits:
+            first.commit()
+        else:
+            first.rollback()
+        assert waits.result(10) == ("first" if commits else "second")
+    assert value(engine) == 1
+
+
+@pytest.mark.parametrize("level", ["READ COMMITTED", "REPEATABLE READ", "SERIALIZABLE"])
+def test_many_at_once_at_each_isolation_level(engine: Engine, level: str) -> None:
+    """Where the isolation hides the receipt, or two deadlock, the error is one that may be tried again."""
+    if engine.dialect.name == "sqlite" and level != "SERIALIZABLE":
+        pytest.skip("SQLite has one isolation level")
+    its = engine.execution_options(isolation_level=level)
+    barrier = threading.Barrier(6)
+
+    def work(number: int) -> list[Any]:
+        found = []
+        for turn in range(5):
+            barrier.wait(30)
+            while True:
+                try:
+                    with Session(its) as session, session.begin():
+                        session.scalar(select(Counter.value))  # begins the snapshot
+                        found.append(add(session, f"turn {turn}", result=[turn, number]))
+                    break
+                except DBAPIError as error:
+                    assert is_busy(error), error
+                except LockTimeoutError:
+                    pass
+        return found
+
+    with ThreadPoolExecutor(6) as pool:
+        results = list(pool.map(work, range(6)))
+    for turn, seen in enumerate(zip(*results, strict=True)):
+        assert len({str(each) for each in seen}) == 1, f"all see one result in turn {turn}"
+    assert (value(engine), len(receipts(engine))) == (5, 5)
+
+
+def test_transactions_with_one_key_do_not_deadlock(engine: Engine) -> None:
+    """On MariaDB an INSERT IGNORE would leave shared locks, and all but one of the waiters would fail."""
+    its = engine if engine.dialect.name == "sqlite" else engine.execution_options(isolation_level="READ COMMITTED")
+    begun = threading.Barrier(4)
+
+    def waiter() -> Any:
+        begun.wait(10)
+        with Session(its) as session, session.begin():
+            return add(session, result="theirs")
+
+    with Session(its) as first, ThreadPoolExecutor(3) as pool:
+        add(first)
+        waiters = [pool.submit(waiter) for _ in range(3)]
+        begun.wait(10)
+        with pytest.raises(TimeoutError):
+            waiters[0].result(0.3)
+        first.rollback()
+        assert [each.result(10) for each in waiters] == ["theirs"] * 3
+    assert value(engine) == 1
+
+
+def test_another_fingerprint_is_refused(engine: Engine) -> None:
+    asked = {"account": 1, "cents": Decimal("5.00"), "at": datetime(2026, 11, 27, tzinfo=UTC)}
+    same = {"at": datetime(2026, 11, 27, tzinfo=UTC), "cents": Decimal("5.0"), "account": 1}
+    with Session(engine) as session, session.begin():
+        add(session, fingerprint=asked)
+    with Session(engine) as session, session.begin():
+        assert once(session, "k", fingerprint=same).done
+        assert once(session, "k").done, "without a fingerprint nothing is compared"
+    with Session(engine) as session:
+        session.execute(update(Counter).values(value=99))
+        with pytest.raises(ReceiptMismatchError, match="'k' belongs to another request") as caught:
+            once(session, "k", fingerprint={**asked, "cents": 600})
+        assert (caught.value.key, caught.value.written) == ("k", False)
+        with pytest.raises(PendingRollbackError):
+            session.commit()
+        session.rollback()
+    assert value(engine) == 1
+
+
+class Colour(enum.Enum):
+    """A value of plain data."""
+
+    RED = "red"
+
+
+@on_sqlite_alone
+def test_fingerprints_are_of_plain_data(engine: Engine) -> None:
+    with Session(engine) as session:
+        for plain in (0, "", [], {"id": uuid.UUID(int=1), "in": Colour.RED, "by": (1, 2.5, None)}):
+            assert not once(session, f"of {plain}", fingerprint=plain).done
+            assert once(session, f"of {plain}", fingerprint=plain).done
+        for odd in (object(), float("nan"), {1, 2}, b"bytes"):
+            with pytest.raises(TypeError, match="a fingerprint is plain data"):
+                once(session, "odd", fingerprint=odd)
+
+
+@on_sqlite_alone
+def test_results_are_plain_data_of_at_most_64_kib(engine: Engine) -> None:
+    with Session(engine) as session:
+        receipt = once(session, "k")
+        receipt.result = given = {"pair": (1, 2), 3: "drei", "text": "ü"}
+        assert receipt.result == {"pair": [1, 2], "3": "drei", "text": "ü"}, "as a later call gets it"
+        given["pair"] = (0, 0)
+        assert receipt.result["pair"] == [1, 2]
+        for odd in (object(), float("inf"), {1}, datetime.now(UTC)):
+            with pytest.raises(TypeError, match="no plain data of JSON"):
+                receipt.result = odd
+        receipt.result = "x" * (65_536 - 2)
+        with pytest.raises(ValueError, match="65537 bytes of JSON, and a receipt keeps 64 KiB"):
+            receipt.result = "x" * (65_536 - 1)
+        session.commit()
+    with Session(engine) as session:
+        assert once(session, "k").result == "x" * (65_536 - 2)
+
+
+@pytest.mark.parametrize("key", ["", " k", "k" * 256, "a\nb"])
+@on_sqlite_alone
+def test_keys_are_names(engine: Engine, key: str) -> None:
+    with Session(engine) as session, pytest.raises(ValueError, match="name"):
+        once(session, key)
+
+
+def test_keys_differ_where_their_characters_differ(engine: Engine) -> None:
+    keys = ["a", "A", "ä", "ａ", "é", "e\u0301", "😀" * 255]
+    with Session(engine) as session, session.begin():
+        assert [once(session, key).done for key in keys] == [False] * len(keys)
+        assert [once(session, key).done for key in keys] == [True] * len(keys)
+
+
+def test_twice_in_one_transaction(engine: Engine) -> None:
+    """The second call must not do the work again, and gets what the first has assigned so far."""
+    with Session(engine) as session, session.begin():
+        assert (add(session, result=1), add(session, result=2)) == (1, 1)
+    assert value(engine) == 1
+
+
+def test_savepoint_that_fails_takes_its_receipt_along(engine: Engine) -> None:
+    with Session(engine) as session, session.begin():
+        for key in ("good", "bad", "fine"):
+            try:
+                with session.begin_nested():
+                    add(session, key, result=key)
+                    if key == "bad":
+                        raise ArithmeticError
+            except ArithmeticError:
+                pass
+        assert not once(session, "bad").done
+    assert {row.key: row.result for row in receipts(engine)} == {"good": "good", "bad": None, "fine": "fine"}
+
+
+def test_result_of_a_later_savepoint(engine: Engine) -> None:
+    with Session(engine) as session, session.begin():
+        receipt = once(session, "k")
+        receipt.result = 1
+        with session.begin_nested():
+            receipt.result = 2
+        receipt.result = 3
+    assert [row.result for row in receipts(engine)] == [3]
+
+
+def test_receipt_keeps_the_token(engine: Engine) -> None:
+    lease = Lease("order:1", 77)
+    with holding(engine, lease) as session:
+        once(session, "k")
+        assert lease.needed, "the lock outlives the COMMIT"
+        session.commit()
+    assert not lease.needed
+    with Session(engine) as session, session.begin():
+        once(session, "without")
+    rows = {row.key: row for row in receipts(engine)}
+    assert (rows["k"].token, rows["without"].token) == (77, None)
+    at = rows["k"].at.replace(tzinfo=UTC) if rows["k"].at.tzinfo is None else rows["k"].at
+    assert abs(datetime.now(UTC) - at) < timedelta(minutes=1)
+
+
+@on_sqlite_alone
+def test_lost_lease_writes_no_receipt(engine: Engine) -> None:
+    with holding(engine, Lease("order:1", 77, expires_at=0.0)) as session:
+        with pytest.raises(LockLostError):
+            once(session, "k")
+        with pytest.raises(PendingRollbackError):
+            session.commit()
+    assert receipts(engine) == []
+
+
+def test_transaction_that_never_ends(engine: Engine) -> None:
+    """As long as the database waits; then the error says what is in the way, and may be tried again."""
+    short = {
+        "postgresql": "SET LOCAL lock_timeout = '200ms'",
+        "mysql": "SET innodb_lock_wait_timeout = 1",
+        "sqlite": "PRAGMA busy_timeout = 200",
+    }
+    with Session(engine) as first, Session(engine) as second:
+        once(first, "k")
+        second.execute(text(short[engine.dialect.name]))
+        with pytest.raises(LockTimeoutError, match="another transaction with the receipt 'k' is still open"):
+            once(second, "k")
+        second.rollback()
+        if engine.dialect.name == "mysql":
+            second.execute(text("SET innodb_lock_wait_timeout = DEFAULT"))
+
+
+def test_connection_that_commits_by_itself_is_refused(engine: Engine) -> None:
+    with Session(engine.execution_options(isolation_level="AUTOCOMMIT")) as session:
+        with pytest.raises(UnfencedWriteError, match="'fencelock_receipts' needs a transaction"):
+            once(session, "k")
+    assert receipts(engine) == []
+
+
+def test_old_receipts_are_pruned(engine: Engine) -> None:
+    old = datetime.now(UTC) - timedelta(days=31)
+    with engine.begin() as connection:
+        connection.execute(insert(RECEIPTS), [{"key": f"old {n}", "at": old} for n in range(3)])
+    with Session(engine) as session, session.begin():
+        once(session, "new")
+        assert prune_receipts(session, older_than=30 * 86_400) == 3
+    with engine.begin() as connection:
+        assert prune_receipts(connection, older_than=30 * 86_400) == 0
+    assert [row.key for row in receipts(engine)] == ["new"]
+    with engine.begin() as connection, pytest.raises(ValueError, match="number of seconds"):
+        prune_receipts(connection, older_than=-1)
+
+
+def test_receipt_that_is_pruned_while_another_looks_for_it(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the INSERT that finds it, and the SELECT: the INSERT is tried again."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("no other transaction writes meanwhile")
+    its = engine.execution_options(isolation_level="READ COMMITTED")
+    with Session(its) as session, session.begin():
+        once(session, "k")
+    from fencelock.guard import receipts as module
+
+    insert_once, pruned = module._insert, []
+
+    def insert_and_prune(*args: Any) -> bool:
+        inserted = insert_once(*args)
+        if not inserted and not pruned and engine.dialect.name == "postgresql":
+            with its.begin() as connection:
+                pruned.append(prune_receipts(connection, older_than=0))
+        return inserted
+
+    monkeypatch.setattr(module, "_insert", insert_and_prune)
+    with Session(its) as session, session.begin():
+        assert once(session, "k").done is (engine.dialect.name != "postgresql"), "MariaDB has locked the row"
+
+
+@pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
+def test_schema_that_the_program_names(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("fencelock.guard.receipts._schemas", set())
+    table = receipt_table(MetaData(schema="once_app"))
+    with engine.begin() as connection:
+        connection.execute(DropSchema("once_app", cascade=True, if_exists=True))
+        connection.execute(CreateSchema("once_app"))
+        table.create(connection)
+    with Session(engine) as session, session.begin():
+        once(session, "k").result = 5
+    with engine.connect() as connection:
+        assert connection.scalars(select(table.c.result)).all() == [5]
+    assert receipts(engine) == []
+
+
+def test_coroutines(engine: Engine, for_asyncio: ForAsyncio) -> None:
+    async def main() -> list[Any]:
+        its = for_asyncio(engine)
+        if engine.dialect.name != "sqlite":
+            its = its.execution_options(isolation_level="READ COMMITTED")
+
+        async def work(number: int) -> Any:
+            async with AsyncSession(its) as session, session.begin():
+                receipt = await once_async(session, "k", fingerprint={"a": 1})
+                if not receipt.done:
+                    await session.execute(update(Counter).values(value=Counter.value + 1))
+                    receipt.result = number
+                return receipt.result
+
+        found = [await work(0)] if engine.dialect.name == "sqlite" else []
+        found += await asyncio.gather(*(work(number) for number in range(1, 5)))
+        async with AsyncSession(its) as session:
+            with pytest.raises(TypeError, match=r"await once_async\(…\)"):
+                once(session, "k")  # type: ignore[arg-type]
+            with pytest.raises(ReceiptMismatchError):
+                await once_async(session, "k", fingerprint={"a": 2})
+        await its.dispose()
+        return found
+
+    assert len(set(asyncio.run(main()))) == 1
+    assert value(engine) == 1
+
+
+def test_the_wait_is_over_when_the_first_commits(engine: Engine) -> None:
+    """Many keys at once: no transaction waits for one with another key."""
+    if engine.dialect.name == "sqlite":
+        pytest.skip("one transaction writes at a time")
+    its = engine.execution_options(isolation_level="READ COMMITTED")
+    with Session(its) as first, ThreadPoolExecutor(1) as pool:
+        once(first, "one")
+
+        def other() -> bool:
+            with Session(its) as session, session.begin():
+                return once(session, "two").done
+
+        assert eventually(lambda: pool.submit(other).result(5) is not None)
