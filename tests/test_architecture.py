@@ -72,11 +72,13 @@ ARROWS = {
     "guard": "values",
     "max_fence": "guard",
     "transaction": "values guard lock _locking",
+    "_fenced_once": "_locking guard lock lock.decorator transaction",
+    "integrations": "values",
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
     "cli": f"values _locking authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
     "__main__": "cli",
-    "": f"values _locking authority.database {REDLOCK} guard lock lock.decorator transaction",
+    "": f"values _locking _fenced_once authority.database {REDLOCK} guard lock lock.decorator transaction",
 }
 """The house from the ground up."""
 
@@ -89,7 +91,7 @@ STOREYS_OF_GUARD = (
     "statements",
     "_install",
     "fences model sql",
-    "_fenced_text _claim _gate",
+    "_fenced_text _claim _gate receipts",
     "_upsert",
 )
 """The rooms of the guard from the ground up: each one knows only rooms below it."""

@@ -23,12 +23,14 @@ import redis
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
-from sqlalchemy.exc import DBAPIError, OperationalError
+from sqlalchemy.exc import DBAPIError, OperationalError, PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import (
+    once,
+    receipt_table,
     CommitInDoubtError,
     Database,
     FencedModel,
@@ -82,6 +84,7 @@ class Note(Base):
 
 
 fence_table(Base.metadata)
+receipt_table(Base.metadata)
 
 
 @pytest.fixture
@@ -363,6 +366,20 @@ def hand_over_what_is_entered_twice(stage: Stage) -> None:
             inner.hand_over()
 
 
+def ask_for_something_else(stage: Stage) -> None:
+    """Use the key of another request, and go on."""
+    with Session(stage.engine) as session:
+        once(session, "k", fingerprint=1)
+        session.commit()
+        session.add(Note(id=1))
+        session.flush()
+        try:
+            once(session, "k", fingerprint=2)
+        finally:
+            with suppress(PendingRollbackError):
+                session.commit()
+
+
 def be_late(stage: Stage) -> None:
     """Write under the token of an earlier holder."""
     with stage.authority.lock("account:1") as token:
@@ -444,6 +461,7 @@ PROVOKED: Final[dict[str, tuple[Callable[[Stage], None], ...]]] = {
     "StaleTokenError": (be_late,),
     "StaleReadError": (write_what_is_old,),
     "UnfencedWriteError": (write_without_a_lock,),
+    "ReceiptMismatchError": (ask_for_something_else,),
     "FenceError": (go_on_after_a_rollback,),
     "LockLostError": (be_refused_late, be_left_with_nothing, work_without_the_guard),
     "CommitInDoubtError": (),  # below, with a door before the database

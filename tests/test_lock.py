@@ -571,6 +571,7 @@ def test_errors_survive_pickling() -> None:
         errors.StaleTokenError("orders", (1,), 3, 4, detail="x"),
         errors.StaleReadError("orders", (1,), 5, 4, 3),
         errors.UnfencedWriteError("none"),
+        errors.ReceiptMismatchError("deposit:1"),
         errors.CommitInDoubtError("who knows"),
     ]
     assert {type(sample).__name__ for sample in samples} | {

@@ -38,6 +38,8 @@ from fencelock import (
     NodesNotInitialisedError,
     NotHeldError,
     QuorumError,
+    Receipt,
+    ReceiptMismatchError,
     Redlock,
     StaleReadError,
     StaleTokenError,
@@ -59,6 +61,7 @@ from fencelock import (
     fenced,
     fenced_delete,
     fenced_lock,
+    fenced_once,
     fenced_text,
     fenced_transaction,
     fenced_update,
@@ -68,6 +71,10 @@ from fencelock import (
     on_claim,
     on_stale,
     on_unfenced,
+    once,
+    once_async,
+    prune_receipts,
+    receipt_table,
     take_over,
     upsert,
 )
@@ -298,8 +305,40 @@ def errors() -> dict[str, list[type[FencelockError]]]:
         "lock": [LockError, LockLostError, NotHeldError],
         "authority": [AuthorityError, NodesNotInitialisedError, MembershipError, LeaseTableMissingError],
         "exhausted": [CountersExhaustedError],
+        "receipt": [ReceiptMismatchError],
         "fence": [FenceError, UnfencedWriteError, CommitInDoubtError],
     }
+
+
+@fenced_once("deposit:{key}", "account:{number}", fingerprint=lambda *_: None, retries=3, gate=False, ttl=15)
+def deposit(session: Session, key: str, number: int = 1) -> dict[str, int]:
+    """Be done once for each key."""
+    return {"balance": number}
+
+
+@fenced_once("deposit:{key}", "account:1")
+async def deposit_async(session: AsyncSession, key: str) -> int:
+    """The same, for coroutines."""
+    return 5
+
+
+async def receipts(engine: Engine, its: AsyncEngine, maker: sessionmaker[Session]) -> None:
+    """Do work once."""
+    assert_type(receipt_table(MetaData(), schema="shop"), Table)
+    assert_type(deposit(engine, "r1"), dict[str, int])
+    assert_type(deposit(maker, "r1", number=2), dict[str, int])
+    assert_type(await deposit_async(its, "r1"), int)
+    with Session(engine) as session:
+        assert_type(deposit(session, "r1"), dict[str, int])
+        receipt = once(session, "k", fingerprint={"cents": 500})
+        assert_type(receipt, Receipt)
+        if not receipt.done:
+            receipt.result = 5
+        assert_type(prune_receipts(session, older_than=86_400.0), int)
+    async with AsyncSession(its) as waiting:
+        assert_type(await once_async(waiting, "k"), Receipt)
+        assert_type(await deposit_async(waiting, "r1"), int)
+    deposit("no engine", "r1")  # type: ignore[arg-type]
 
 
 def databases(engine: Engine) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import os
 import re
 import time
 from collections.abc import Sequence
@@ -29,6 +30,7 @@ from fencelock.cli import shared
 from fencelock.errors import FencelockError, StaleTokenError
 from fencelock.guard._gate import gate
 from fencelock.guard.leases import bind
+from fencelock.guard.receipts import RECEIPT_TABLE, prune_receipts
 from fencelock.guard.sql import conditional_update
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
 from fencelock.holder import LockInfo
@@ -358,16 +360,31 @@ def prune(
     *,
     older_than: Annotated[str, typer.Option(help="Days or hours since the last lock, such as 30d or 12h.")],
     url: shared.Url = "",
+    database: Annotated[
+        str, typer.Option(help="The database of the receipts, if it is not the one that grants the locks.")
+    ] = "",
 ) -> None:
-    """Delete a database's rows of resources that nothing holds, and that were last locked long ago.
+    """Delete what has not been used for long: a database's rows of free resources, and receipts of `once`.
 
-    The fence table and the models' fences stay as they are: they refuse late writers.
+    A key whose receipt is gone can be used again. The fence table and the models' fences stay as they are:
+    they refuse late writers.
     """
     found = re.fullmatch(r"(\d+)([dh])", older_than.strip())
     if found is None:
         shared.fail(f"{older_than!r} is no time such as 30d or 12h")
+    seconds = int(found[1]) * (86400 if found[2] == "d" else 3600)
+    url = url or os.environ.get("FENCELOCK_URL", "")
     with shared.authority_of(url) as authority:
-        if isinstance(authority, Redlock):
-            shared.fail("nodes keep no rows: a name that is not locked takes no memory there")
-        count = authority.prune(int(found[1]) * (86400 if found[2] == "d" else 3600))
-    shared.say(f"{count} rows deleted")
+        if isinstance(authority, Database):
+            shared.say(f"{authority.prune(seconds)} rows of free resources deleted")
+            database = database or url
+        elif not database:
+            shared.fail(
+                "nodes keep no rows: a name that is not locked takes no memory there. For the receipts of once, "
+                "name their database: --database URL"
+            )
+    if (file := shared.file_of_sqlite(database)) and not os.path.exists(file):
+        return  # the locks have a file of their own
+    with shared.database_at(database) as engine, engine.begin() as connection:
+        if sqlalchemy.inspect(connection).has_table(RECEIPT_TABLE):
+            shared.say(f"{prune_receipts(connection, seconds)} receipts deleted")

@@ -67,11 +67,15 @@ def without_password(urls: str) -> str:
 
 def check_file(url: str) -> None:
     """Refuse a file of SQLite that is not there. SQLite would make an empty one."""
-    file = make_url(url).database if url.startswith("sqlite") else None
-    if file in {None, "", ":memory:"}:
-        return
-    if not any(map(os.path.exists, (str(file), str(file_of(make_url(url), None).database)))):
+    file = file_of_sqlite(url)
+    if file and not any(map(os.path.exists, (file, str(file_of(make_url(url), None).database)))):
         fail(f"there is no file {file}; for a new one: fencelock init {url}")
+
+
+def file_of_sqlite(url: str) -> str:
+    """Return the file of a database of SQLite; empty for one in memory and for other databases."""
+    file = make_url(url).database if url.startswith("sqlite") else ""
+    return "" if file in {None, ":memory:"} else str(file)
 
 
 def say(sentence: str, style: str = "none") -> None:

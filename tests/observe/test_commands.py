@@ -11,15 +11,17 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import redis
-from sqlalchemy import Engine, create_engine, text
+from sqlalchemy import Engine, MetaData, create_engine, delete, insert, select, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
+    receipt_table,
     Database,
     FencedModel,
     Lease,
@@ -654,11 +656,36 @@ def test_prune_deletes_what_was_locked_long_ago(tmp_path: Path) -> None:
     with Database(url) as database:
         database.release(database.acquire(("order:1",), ttl=5, timeout=0))
     found = fencelock("prune", "--url", url, "--older-than", "12h")
-    assert (found.returncode, found.stderr) == (0, "0 rows deleted\n")
+    assert (found.returncode, found.stderr) == (0, "0 rows of free resources deleted\n")
+    assert not (tmp_path / "app.db").exists()
     for older, said in (("soon", "is no time such as 30d"), ("0h", "an hour at least")):
         found = fencelock("prune", "--url", url, "--older-than", older)
         assert found.returncode == 1
         assert said in found.stderr
+
+
+def test_prune_deletes_old_receipts(tmp_path: Path, node_urls: list[str]) -> None:
+    """In the database that grants the locks, or in the one that is named."""
+    url, metadata = f"sqlite:///{tmp_path}/app.db", MetaData()
+    receipts, engine = receipt_table(metadata), create_engine(f"sqlite:///{tmp_path}/app.db")
+    metadata.create_all(engine)
+    nodes = ("--url", ",".join(node_urls))
+    for where, said in (
+        (("--url", url), "0 rows of free resources deleted\n1 receipts deleted\n"),
+        ((*nodes, "--database", url), "1 receipts deleted\n"),
+    ):
+        with engine.begin() as connection:
+            connection.execute(delete(receipts))
+            for days in (10, 40):
+                at = datetime.now(UTC) - timedelta(days=days)
+                connection.execute(insert(receipts), {"key": f"{days} days", "at": at})
+        found = fencelock("prune", *where, "--older-than", "30d")
+        assert (found.returncode, found.stderr) == (0, said)
+        with engine.connect() as connection:
+            assert connection.scalars(select(receipts.c.key)).all() == ["10 days"]
+    engine.dispose()
+    found = fencelock("prune", *nodes, "--older-than", "30d")
+    assert (found.returncode, "--database URL" in found.stderr) == (1, True)
 
 
 def test_commands_take_the_url_of_a_program_for_coroutines(tmp_path: Path) -> None:

@@ -1,0 +1,1 @@
+"""Modules for other packages. Each imports only the package that it is named after."""

@@ -1,0 +1,40 @@
+"""FastAPI: the header `Idempotency-Key` as a dependency, for the key of `once` and `fenced_once`."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Final
+
+from fastapi import Header, HTTPException
+
+from fencelock.errors import LockTimeoutError, ReceiptMismatchError
+from fencelock.lease import check_resource
+
+#: Characters of a header, so that a prefix such as "deposit:" has room in the key of a receipt.
+MAX_KEY: Final = 200
+
+
+async def idempotency_key(
+    header: Annotated[str | None, Header(alias="Idempotency-Key")] = None,
+) -> AsyncIterator[str]:
+    """Yield the `Idempotency-Key` of a request, for `Annotated[str, Depends(idempotency_key)]`.
+
+    The answer is 400 without the header, 422 if the key was used for another request
+    (`ReceiptMismatchError`), and 409 with `Retry-After` if another request with it, or for the same resource,
+    is under way (`LockTimeoutError`). See the draft "The Idempotency-Key HTTP Header Field" of the IETF. A key
+    in quotes, as the draft has it, is the same key.
+    """
+    key = (header or "").strip().strip('"')
+    try:
+        check_resource(key)
+    except ValueError as error:
+        raise HTTPException(400, f"the header Idempotency-Key is missing or malformed: {error}") from None
+    if len(key) > MAX_KEY:
+        raise HTTPException(400, f"an Idempotency-Key has at most {MAX_KEY} characters")
+    try:
+        yield key
+    except ReceiptMismatchError:
+        raise HTTPException(422, "this Idempotency-Key was used for another request") from None
+    except LockTimeoutError:
+        wait = {"Retry-After": "1"}
+        raise HTTPException(409, "another request is under way: try again", wait) from None

@@ -1,0 +1,222 @@
+"""`fenced_once`: receipt, lock and transaction in one; a retry returns the stored result."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from sqlalchemy import Engine, insert
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+
+from fencelock import (
+    CommitInDoubtError,
+    FencedModel,
+    FenceError,
+    LockTimeoutError,
+    ReceiptMismatchError,
+    Redlock,
+    fence_table,
+    fenced_lock,
+    fenced_once,
+    receipt_table,
+)
+from tests.door import Door
+from tests.redlock.views import is_free
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that is paid into."""
+
+    __tablename__ = "fenced_once_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+
+
+fence_table(Base.metadata)
+receipt_table(Base.metadata)
+
+
+@pytest.fixture
+def accounts(engine: Engine) -> Engine:
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), {"id": 1, "balance": 100})
+    return engine
+
+
+@pytest.fixture
+def on_sqlite(tmp_path: Any) -> Iterator[Engine]:
+    from sqlalchemy import create_engine
+
+    engine = create_engine(f"sqlite:///{tmp_path / 'once.sqlite'}")
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), {"id": 1, "balance": 100})
+    yield engine
+    engine.dispose()
+
+
+def balance(engine: Engine) -> int:
+    with Session(engine) as session:
+        return session.get_one(Account, 1).balance
+
+
+Deposit = Callable[..., Any]
+
+
+def depositing(authority: Redlock, **options: Any) -> Deposit:
+    @fenced_once("deposit:{request_id}", "account:{account}", authority=authority, **options)
+    def deposit(session: Session, request_id: str, account: int, cents: int = 500) -> dict[str, Any]:
+        its = session.get_one(Account, account)
+        its.balance += cents
+        return {"balance": its.balance, "pair": (1, 2)}
+
+    return deposit
+
+
+def test_retry_returns_the_stored_result(accounts: Engine, authority: Redlock) -> None:
+    deposit = depositing(authority)
+    expected = {"balance": 600, "pair": [1, 2]}
+    assert deposit(accounts, "r1", 1) == expected, "the first call returns what later ones will"
+    assert deposit(accounts, request_id="r1", account=1, cents=500) == expected
+    assert deposit(accounts, "r2", 1, 1) == {"balance": 601, "pair": [1, 2]}
+    assert balance(accounts) == 601
+    assert is_free(authority, "account:1")
+
+
+@pytest.mark.parametrize("kind", [Engine, sessionmaker, scoped_session, Session])
+def test_where_its_session_comes_from(on_sqlite: Engine, authority: Redlock, kind: type) -> None:
+    deposit = depositing(authority)
+    source = on_sqlite if kind is Engine else kind(on_sqlite) if kind is not scoped_session else None
+    source = scoped_session(sessionmaker(on_sqlite)) if source is None else source
+    for _ in range(2):
+        assert deposit(source, "r1", 1)["balance"] == 600
+    assert balance(on_sqlite) == 600
+    if kind is Session:
+        source.get_one(Account, 1)
+        with pytest.raises(FenceError, match="has a transaction open that began before the lock"):
+            deposit(source, "r2", 1)
+        source.close()
+
+
+def test_an_error_leaves_no_receipt(on_sqlite: Engine, authority: Redlock) -> None:
+    calls: list[int] = []
+
+    @fenced_once("k", "account:1", authority=authority)
+    def work(session: Session) -> None:
+        session.get_one(Account, 1).balance += 1
+        calls.append(1)
+        if len(calls) == 1:
+            raise ArithmeticError
+
+    with pytest.raises(ArithmeticError):
+        work(on_sqlite)
+    for _ in range(2):
+        work(on_sqlite)
+    assert (len(calls), balance(on_sqlite)) == (2, 101)
+
+
+def test_another_request_with_the_key(on_sqlite: Engine, authority: Redlock) -> None:
+    """All arguments are compared, unless a fingerprint says which."""
+    deposit = depositing(authority)
+    deposit(on_sqlite, "r1", 1, 500)
+    with pytest.raises(ReceiptMismatchError):
+        deposit(on_sqlite, "r1", 1, 600)
+    its_own = depositing(authority, fingerprint=lambda session, request_id, account, cents: account)
+    its_own(on_sqlite, "r3", 1, 500)
+    assert its_own(on_sqlite, "r3", 1, 600)["balance"] == 1100
+    with pytest.raises(TypeError, match="a fingerprint is plain data"):
+        deposit(on_sqlite, "r4", 1, object())
+
+
+def test_an_answer_to_the_commit_that_was_lost(accounts: Engine, authority: Redlock) -> None:
+    """The COMMIT took place: the second try finds the receipt, and returns its result."""
+    if accounts.dialect.name == "sqlite":
+        pytest.skip("SQLite has no connection that could be lost")
+    door = Door(accounts)
+    try:
+        door.loses_answers = True
+        deposit = depositing(authority, retries=0)
+        with pytest.raises(CommitInDoubtError):
+            deposit(door.engine, "r1", 1)
+        assert deposit(door.engine, "r1", 1)["balance"] == 600
+    finally:
+        door.close()
+    door = Door(accounts)
+    try:
+        door.loses_answers = True
+        assert depositing(authority)(door.engine, "r2", 1)["balance"] == 1100
+    finally:
+        door.close()
+    assert balance(accounts) == 1100
+
+
+def test_another_holder_is_waited_for(on_sqlite: Engine, authority: Redlock, rival: Redlock) -> None:
+    deposit = depositing(authority, timeout=0.1)
+    with rival.lock("account:1"), pytest.raises(LockTimeoutError):
+        deposit(on_sqlite, "r1", 1)
+
+
+@pytest.mark.parametrize("kind", ["engine", "maker", "scoped", "session"])
+def test_coroutines(on_sqlite: Engine, authority: Redlock, kind: str) -> None:
+    from sqlalchemy.ext.asyncio import create_async_engine
+
+    @fenced_once("deposit:{request_id}", "account:{account}", authority=authority)
+    async def deposit(session: AsyncSession, request_id: str, account: int) -> dict[str, int]:
+        its = await session.get_one(Account, account)
+        its.balance += 500
+        return {"balance": its.balance}
+
+    async def main() -> None:
+        engine = create_async_engine(f"sqlite+aiosqlite:///{on_sqlite.url.database}")
+        maker = async_sessionmaker(engine)
+        source: Any = {
+            "engine": lambda: engine,
+            "maker": lambda: maker,
+            "scoped": lambda: async_scoped_session(maker, asyncio.current_task),
+            "session": maker,
+        }[kind]()
+        for _ in range(2):
+            assert await deposit(source, "r1", account=1) == {"balance": 600}
+        if kind in {"scoped", "session"}:
+            await source.close()
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert balance(on_sqlite) == 600
+
+
+def test_settings_are_checked_at_once() -> None:
+    with pytest.raises(TypeError, match=r"call once\(session, key\)"):
+        fenced_once("k")
+    with pytest.raises(ValueError, match="ttl"):
+        fenced_once("k", "r", ttl=-1)
+    with pytest.raises(TypeError, match="which is no parameter"):
+
+        @fenced_once("{x}", "r")
+        def lacks(session: Session) -> None: ...
+
+    with pytest.raises(TypeError, match="whose first parameter is a session"):
+
+        @fenced_once("k", "r")
+        def method(self: Any, session: Session) -> None: ...
+
+    @fenced_once("k", "r")
+    def work(session: Session) -> None: ...
+
+    with pytest.raises(TypeError, match="takes a sessionmaker, a scoped_session or an engine, not 1"):
+        work(1)  # type: ignore[arg-type]
+
+
+def test_inside_a_lock_of_its_caller(on_sqlite: Engine, authority: Redlock) -> None:
+    with fenced_lock("account:1", authority=authority):
+        assert depositing(authority)(on_sqlite, "r1", 1)["balance"] == 600
+        assert depositing(authority)(on_sqlite, "r1", 1)["balance"] == 600

@@ -1,0 +1,123 @@
+"""The header `Idempotency-Key` in FastAPI: 400, 409 and 422, and the stored answer."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import pytest
+from fastapi import Depends, FastAPI
+from fastapi.testclient import TestClient
+from sqlalchemy import Engine, create_engine, insert, text
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock import Database, FencedModel, fence_table, fenced_once, once, receipt_table
+from fencelock.integrations.fastapi import idempotency_key
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Account(FencedModel, Base):
+    """The row that is paid into."""
+
+    __tablename__ = "key_accounts"
+    __fence_resource__ = "account:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    balance: Mapped[int]
+
+
+fence_table(Base.metadata)
+receipt_table(Base.metadata)
+Key = Annotated[str, Depends(idempotency_key)]
+
+
+@pytest.fixture
+def engine(tmp_path: Path) -> Iterator[Engine]:
+    made = create_engine(f"sqlite:///{tmp_path / 'shop.db'}", connect_args={"timeout": 0.2})
+    Base.metadata.create_all(made)
+    with made.execution_options(fencelock="bypass").begin() as connection:
+        connection.execute(insert(Account), {"id": 1, "balance": 0})
+    yield made
+    made.dispose()
+
+
+@pytest.fixture
+def locks(tmp_path: Path) -> Iterator[Database]:
+    with Database(f"sqlite:///{tmp_path / 'shop.db'}") as made:
+        yield made
+
+
+@pytest.fixture
+def client(engine: Engine, locks: Database) -> TestClient:
+    app = FastAPI()
+
+    @fenced_once("deposit:{key}", "account:1", timeout=0.1, authority=locks)
+    def add(session: Session, key: str, cents: int) -> dict[str, int]:
+        account = session.get_one(Account, 1)
+        account.balance += cents
+        return {"balance": account.balance}
+
+    @app.post("/deposits")
+    def deposit(cents: int, key: Key) -> dict[str, int]:
+        return add(engine, key, cents)
+
+    @app.post("/plain")
+    def plain(key: Key) -> bool:
+        with Session(engine) as session, session.begin():
+            return once(session, key).done
+
+    return TestClient(app)
+
+
+def post(client: TestClient, cents: int, key: str | None) -> tuple[int, object]:
+    headers = {} if key is None else {"Idempotency-Key": key}
+    answer = client.post(f"/deposits?cents={cents}", headers=headers)
+    return answer.status_code, answer.json()
+
+
+def test_repeated_request_gets_the_first_answer(client: TestClient) -> None:
+    assert post(client, 500, "a7") == (200, {"balance": 500})
+    assert post(client, 1, "b8") == (200, {"balance": 501})
+    assert post(client, 500, "a7") == (200, {"balance": 500})
+    assert post(client, 500, '"a7"') == (200, {"balance": 500}), "in quotes, as the draft has it"
+
+
+@pytest.mark.parametrize("key", [None, "", '""', "k" * 201])
+def test_request_without_a_usable_key_is_refused(client: TestClient, key: str | None) -> None:
+    status, answer = post(client, 500, key)
+    assert status == 400
+    assert "Idempotency-Key" in str(answer)
+
+
+def test_another_request_with_the_key_is_refused(client: TestClient) -> None:
+    post(client, 500, "a7")
+    assert post(client, 600, "a7") == (422, {"detail": "this Idempotency-Key was used for another request"})
+
+
+def test_request_that_is_under_way(client: TestClient, locks: Database) -> None:
+    """The lock is held for longer than its timeout."""
+    with locks.lock("account:1"):
+        answer = client.post("/deposits?cents=1", headers={"Idempotency-Key": "a7"})
+    assert (answer.status_code, answer.headers["Retry-After"]) == (409, "1")
+    assert post(client, 1, "a7") == (200, {"balance": 1})
+
+
+def test_transaction_that_is_open(client: TestClient, engine: Engine) -> None:
+    """Another transaction has inserted the key, and does not end in time."""
+    with Session(engine) as session:
+        once(session, "a7")
+        answers: list[int] = []
+        ask = threading.Thread(
+            target=lambda: answers.append(client.post("/plain", headers={"Idempotency-Key": "a7"}).status_code)
+        )
+        ask.start()
+        ask.join(10)
+        assert answers == [409]
+        session.rollback()
+    assert client.post("/plain", headers={"Idempotency-Key": "a7"}).json() is False
+    with engine.connect() as connection:
+        assert connection.scalar(text("SELECT count(*) FROM fencelock_receipts")) == 1
