@@ -5,7 +5,18 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeAlias, TypeVar, Unpack, overload
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Concatenate,
+    NamedTuple,
+    ParamSpec,
+    Protocol,
+    TypeAlias,
+    TypeVar,
+    Unpack,
+    overload,
+)
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -88,7 +99,9 @@ def fenced_once(
     def decorate(function: Any) -> Any:
         signature = check_function(function, (key, *resources))
         if next(iter(signature.parameters), "self") in {"self", "cls"}:
-            raise TypeError(f"fenced_once takes a function whose first parameter is a session, not {function!r}")
+            raise TypeError(
+                f"fenced_once takes a function whose first parameter is a session, not {function!r}"
+            )
         work = _Work(function, signature, (key, *resources), fingerprint)
 
         def transaction_for(source: object, names: list[str]) -> Any:
@@ -106,7 +119,7 @@ def fenced_once(
 
         return coroutine_once if inspect.iscoroutinefunction(function) else function_once
 
-    return decorate  # type: ignore[return-value]
+    return decorate
 
 
 class _Work(NamedTuple):

@@ -176,8 +176,8 @@ class ReceiptMismatchError(FencelockError):
 
     def __str__(self) -> str:
         return (
-            f"the receipt {self.key!r} belongs to another request, whose fingerprint differs. Nothing was done: "
-            "send a new request with a new key, and a repeated one exactly as it was"
+            f"the receipt {self.key!r} belongs to another request, whose fingerprint differs. Nothing was "
+            "done: send a new request with a new key, and a repeated one exactly as it was"
         )
 
 

@@ -111,10 +111,9 @@ _open: list[_Open] = []
 
 
 def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
-    """Return the session whose transaction a block is to be part of: one that it would wait for, or none.
+    """Return the session whose transaction a block is to be part of, because it would wait for it; or None.
 
-    That is of a block that the same thread, task or greenlet is inside of, for one of the same resources, and
-    in the same database.
+    It is in another block of the same thread, task or greenlet, for one of the same resources.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):
@@ -289,9 +288,8 @@ class FencedTransaction(Generic[_S]):
 
         Where the connection is lost, and it is not known whether the COMMIT took place, a new token is
         minted, the gates are passed with it, and the body is called again, up to `retries` times. What the
-        first one did may have been committed: the body finds out by looking, which it can once it is called.
-        Without gates (`gate=False`), an object that it
-        has loaded before the first one's commit is refused with `StaleReadError`.
+        first one did may have been committed: the body looks, most simply by `once`. Without gates, an object
+        that it has loaded before the first one's commit is refused with `StaleReadError`.
 
         Raises:
             CommitInDoubtError: the outcome of the COMMIT is unknown, and no retries are left.
@@ -496,6 +494,7 @@ def transaction_of(
             f"a fenced transaction takes a sessionmaker, a scoped_session or an engine, not {source!r}"
         )
     plan = _Plan(make, shared, resources, retries, gate, settings)
-    if any(is_its(source) for is_its in (is_async_engine, is_async_maker, is_async_scoped, is_async_session)):
-        return AsyncFencedTransaction(plan)
-    return FencedTransaction(plan)
+    is_async = any(
+        its(source) for its in (is_async_engine, is_async_maker, is_async_scoped, is_async_session)
+    )
+    return AsyncFencedTransaction(plan) if is_async else FencedTransaction(plan)

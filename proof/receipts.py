@@ -28,6 +28,7 @@ from typing import Any
 from sqlalchemy import Engine, NullPool, create_engine, event, func, insert, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
+from benchmarks.guard import mariadb
 from fencelock import (
     Database,
     FencedModel,
@@ -39,7 +40,6 @@ from fencelock import (
     receipt_table,
 )
 from proof.servers import Postgres
-from proof.torture.trials import mariadb
 
 _TTL = 0.3
 _LOCKED_EVERY = 5
@@ -110,13 +110,14 @@ class _Killer:
         for name in ("before_cursor_execute", "after_cursor_execute"):
             event.listen(engine, name, self._pass)
         event.listen(engine, "commit", self._pass)
-        do_commit = engine.dialect.do_commit
+        dialect: Any = engine.dialect
+        do_commit = dialect.do_commit
 
         def commit_and_pass(connection: Any) -> None:
             do_commit(connection)
             self._pass()
 
-        engine.dialect.do_commit = commit_and_pass  # type: ignore[method-assign]
+        dialect.do_commit = commit_and_pass
 
     def _pass(self, *_: Any) -> None:
         self._left -= 1

@@ -29,8 +29,6 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import (
-    once,
-    receipt_table,
     CommitInDoubtError,
     Database,
     FencedModel,
@@ -47,6 +45,8 @@ from fencelock import (
     fenced,
     fenced_lock,
     fenced_transaction,
+    once,
+    receipt_table,
 )
 from fencelock.tokens import MAX_COUNTER
 from proof.servers import Nodes

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated, Any, Final
 
 import sqlalchemy
@@ -380,10 +381,10 @@ def prune(
             database = database or url
         elif not database:
             shared.fail(
-                "nodes keep no rows: a name that is not locked takes no memory there. For the receipts of once, "
-                "name their database: --database URL"
+                "nodes keep no rows: a name that is not locked takes no memory there. For the receipts of "
+                "once, name their database: --database URL"
             )
-    if (file := shared.file_of_sqlite(database)) and not os.path.exists(file):
+    if (file := shared.file_of_sqlite(database)) and not Path(file).exists():
         return  # the locks have a file of their own
     with shared.database_at(database) as engine, engine.begin() as connection:
         if sqlalchemy.inspect(connection).has_table(RECEIPT_TABLE):

@@ -297,8 +297,11 @@ def prune_receipts(session: Session | Connection, older_than: float) -> int:
         ValueError: the number is negative, or none.
     """
     age = timedelta(seconds=check_seconds("older_than", older_than, zero=True))
-    its = session_of(session, "prune_receipts", or_connection=True)
-    connection = target_of(its, _DEFAULT, None, None, ()).connection if isinstance(its, Session) else its
+    if isinstance(session, Connection):
+        connection = session
+    else:
+        its = session_of(session, "prune_receipts")
+        connection = target_of(its, _DEFAULT, None, None, ()).connection
     table = _table_of(connection)
     return connection.execute(delete(table).where(table.c.at < datetime.now(UTC) - age)).rowcount
 

@@ -19,10 +19,10 @@ async def idempotency_key(
 ) -> AsyncIterator[str]:
     """Yield the `Idempotency-Key` of a request, for `Annotated[str, Depends(idempotency_key)]`.
 
-    The answer is 400 without the header, 422 if the key was used for another request
-    (`ReceiptMismatchError`), and 409 with `Retry-After` if another request with it, or for the same resource,
-    is under way (`LockTimeoutError`). See the draft "The Idempotency-Key HTTP Header Field" of the IETF. A key
-    in quotes, as the draft has it, is the same key.
+    The answer is 400 without the header; 422 if the key was used for another request
+    (`ReceiptMismatchError`); 409 with `Retry-After` if another request with it, or for the same resource, is
+    under way (`LockTimeoutError`). The draft "The Idempotency-Key HTTP Header Field" of the IETF writes the
+    key in quotes: with them it is the same key.
     """
     key = (header or "").strip().strip('"')
     try:

@@ -7,6 +7,7 @@ import enum
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -30,6 +31,7 @@ from fencelock import (
     receipt_table,
 )
 from fencelock._databases import is_busy
+from fencelock.guard import receipts as module
 from tests.guard.rows import ForAsyncio, holding, on_sqlite_alone
 
 
@@ -63,6 +65,11 @@ def value(engine: Engine) -> int:
         return session.get_one(Counter, 1).value
 
 
+def reading_committed(engine: Engine) -> Engine:
+    level = "SERIALIZABLE" if engine.dialect.name == "sqlite" else "READ COMMITTED"
+    return engine.execution_options(isolation_level=level)
+
+
 def receipts(engine: Engine) -> list[Any]:
     with engine.connect() as connection:
         return list(connection.execute(select(RECEIPTS)))
@@ -71,7 +78,10 @@ def receipts(engine: Engine) -> list[Any]:
 def test_second_call_gets_the_result_and_does_nothing(engine: Engine) -> None:
     for _ in range(2):
         with Session(engine) as session, session.begin():
-            assert add(session, result={"balance": 7, "ok": [True, None]}) == {"balance": 7, "ok": [True, None]}
+            assert add(session, result={"balance": 7, "ok": [True, None]}) == {
+                "balance": 7,
+                "ok": [True, None],
+            }
     with Session(engine) as session, session.begin():
         again = once(session, "k")
         assert (again.key, again.done, repr(again)) == ("k", True, "<Receipt 'k' done>")
@@ -100,16 +110,15 @@ def test_without_the_receipt_it_is_done_twice(engine: Engine) -> None:
 @pytest.mark.parametrize("commits", [True, False], ids=["commits", "rolls back"])
 def test_second_waits_for_the_end_of_the_first(engine: Engine, commits: bool) -> None:
     """It then finds the receipt of the first, or does the work itself."""
-    if engine.dialect.name == "mysql":
-        engine = engine.execution_options(isolation_level="READ COMMITTED")
+    its = reading_committed(engine)
     began = threading.Event()
 
     def second() -> Any:
-        with Session(engine) as session, session.begin():
+        with Session(its) as session, session.begin():
             began.set()
             return add(session, result="second")
 
-    with Session(engine) as first, ThreadPoolExecutor() as pool:
+    with Session(its) as first, ThreadPoolExecutor() as pool:
         assert add(first, result="first") == "first"
         waits = pool.submit(second)
         began.wait()
@@ -142,7 +151,8 @@ def test_many_at_once_at_each_isolation_level(engine: Engine, level: str) -> Non
                         found.append(add(session, f"turn {turn}", result=[turn, number]))
                     break
                 except DBAPIError as error:
-                    assert is_busy(error), error
+                    if not is_busy(error):
+                        raise
                 except LockTimeoutError:
                     pass
         return found
@@ -154,9 +164,9 @@ def test_many_at_once_at_each_isolation_level(engine: Engine, level: str) -> Non
     assert (value(engine), len(receipts(engine))) == (5, 5)
 
 
-def test_transactions_with_one_key_do_not_deadlock(engine: Engine) -> None:
-    """On MariaDB an INSERT IGNORE would leave shared locks, and all but one of the waiters would fail."""
-    its = engine if engine.dialect.name == "sqlite" else engine.execution_options(isolation_level="READ COMMITTED")
+def test_those_who_wait_for_a_commit_do_not_deadlock(engine: Engine) -> None:
+    """On MariaDB an INSERT IGNORE would leave them shared locks, and all but one would fail."""
+    its = reading_committed(engine)
     begun = threading.Barrier(4)
 
     def waiter() -> Any:
@@ -165,13 +175,13 @@ def test_transactions_with_one_key_do_not_deadlock(engine: Engine) -> None:
             return add(session, result="theirs")
 
     with Session(its) as first, ThreadPoolExecutor(3) as pool:
-        add(first)
+        add(first, result="ours")
         waiters = [pool.submit(waiter) for _ in range(3)]
         begun.wait(10)
         with pytest.raises(TimeoutError):
             waiters[0].result(0.3)
-        first.rollback()
-        assert [each.result(10) for each in waiters] == ["theirs"] * 3
+        first.commit()
+        assert [each.result(10) for each in waiters] == ["ours"] * 3
     assert value(engine) == 1
 
 
@@ -203,7 +213,8 @@ class Colour(enum.Enum):
 @on_sqlite_alone
 def test_fingerprints_are_of_plain_data(engine: Engine) -> None:
     with Session(engine) as session:
-        for plain in (0, "", [], {"id": uuid.UUID(int=1), "in": Colour.RED, "by": (1, 2.5, None)}):
+        plain: Any
+        for plain in (0, 1.5, [], {"id": uuid.UUID(int=1), "in": Colour.RED, "by": (1, 2.5, None)}):
             assert not once(session, f"of {plain}", fingerprint=plain).done
             assert once(session, f"of {plain}", fingerprint=plain).done
         for odd in (object(), float("nan"), {1, 2}, b"bytes"):
@@ -238,7 +249,7 @@ def test_keys_are_names(engine: Engine, key: str) -> None:
 
 
 def test_keys_differ_where_their_characters_differ(engine: Engine) -> None:
-    keys = ["a", "A", "ä", "ａ", "é", "e\u0301", "😀" * 255]
+    keys = ["a", "A", "ä", "\uff41", "é", "e\u0301", "😀" * 255]
     with Session(engine) as session, session.begin():
         assert [once(session, key).done for key in keys] == [False] * len(keys)
         assert [once(session, key).done for key in keys] == [True] * len(keys)
@@ -254,13 +265,9 @@ def test_twice_in_one_transaction(engine: Engine) -> None:
 def test_savepoint_that_fails_takes_its_receipt_along(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
         for key in ("good", "bad", "fine"):
-            try:
-                with session.begin_nested():
-                    add(session, key, result=key)
-                    if key == "bad":
-                        raise ArithmeticError
-            except ArithmeticError:
-                pass
+            with suppress(ZeroDivisionError), session.begin_nested():
+                add(session, key, result=key)
+                assert 1 / (key != "bad") == 1
         assert not once(session, "bad").done
     assert {row.key: row.result for row in receipts(engine)} == {"good": "good", "bad": None, "fine": "fine"}
 
@@ -279,9 +286,9 @@ def test_receipt_keeps_the_token(engine: Engine) -> None:
     lease = Lease("order:1", 77)
     with holding(engine, lease) as session:
         once(session, "k")
-        assert lease.needed, "the lock outlives the COMMIT"
+        was_needed = lease.needed
         session.commit()
-    assert not lease.needed
+    assert (was_needed, lease.needed) == (True, False), "the lock outlives the COMMIT"
     with Session(engine) as session, session.begin():
         once(session, "without")
     rows = {row.key: row for row in receipts(engine)}
@@ -318,9 +325,11 @@ def test_transaction_that_never_ends(engine: Engine) -> None:
 
 
 def test_connection_that_commits_by_itself_is_refused(engine: Engine) -> None:
-    with Session(engine.execution_options(isolation_level="AUTOCOMMIT")) as session:
-        with pytest.raises(UnfencedWriteError, match="'fencelock_receipts' needs a transaction"):
-            once(session, "k")
+    with (
+        Session(engine.execution_options(isolation_level="AUTOCOMMIT")) as session,
+        pytest.raises(UnfencedWriteError, match="'fencelock_receipts' needs a transaction"),
+    ):
+        once(session, "k")
     assert receipts(engine) == []
 
 
@@ -347,9 +356,7 @@ def test_receipt_that_is_pruned_while_another_looks_for_it(
     its = engine.execution_options(isolation_level="READ COMMITTED")
     with Session(its) as session, session.begin():
         once(session, "k")
-    from fencelock.guard import receipts as module
-
-    insert_once, pruned = module._insert, []
+    insert_once, pruned = module._insert, list[int]()
 
     def insert_and_prune(*args: Any) -> bool:
         inserted = insert_once(*args)

@@ -21,7 +21,6 @@ from sqlalchemy import Engine, MetaData, create_engine, delete, insert, select, 
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
-    receipt_table,
     Database,
     FencedModel,
     Lease,
@@ -32,6 +31,7 @@ from fencelock import (
     claim,
     fence_table,
     gate,
+    receipt_table,
 )
 from fencelock.cli.shared import without_password
 from proof.servers import Nodes

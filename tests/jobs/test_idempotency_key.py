@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import threading
+import asyncio
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated
 
+import httpx
 import pytest
 from fastapi import Depends, FastAPI
-from fastapi.testclient import TestClient
 from sqlalchemy import Engine, create_engine, insert, text
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -52,72 +53,73 @@ def locks(tmp_path: Path) -> Iterator[Database]:
 
 
 @pytest.fixture
-def client(engine: Engine, locks: Database) -> TestClient:
-    app = FastAPI()
+def app(engine: Engine, locks: Database) -> FastAPI:
+    made = FastAPI()
 
     @fenced_once("deposit:{key}", "account:1", timeout=0.1, authority=locks)
-    def add(session: Session, key: str, cents: int) -> dict[str, int]:
+    def add(session: Session, key: str, cents: int) -> dict[str, int]:  # noqa: ARG001
         account = session.get_one(Account, 1)
         account.balance += cents
         return {"balance": account.balance}
 
-    @app.post("/deposits")
+    @made.post("/deposits")
     def deposit(cents: int, key: Key) -> dict[str, int]:
         return add(engine, key, cents)
 
-    @app.post("/plain")
+    @made.post("/plain")
     def plain(key: Key) -> bool:
         with Session(engine) as session, session.begin():
             return once(session, key).done
 
-    return TestClient(app)
+    return made
 
 
-def post(client: TestClient, cents: int, key: str | None) -> tuple[int, object]:
-    headers = {} if key is None else {"Idempotency-Key": key}
-    answer = client.post(f"/deposits?cents={cents}", headers=headers)
+def ask(app: FastAPI, path: str, key: str | None) -> httpx.Response:
+    async def main() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as client:
+            return await client.post(path, headers={} if key is None else {"Idempotency-Key": key})
+
+    return asyncio.run(main())
+
+
+def post(app: FastAPI, cents: int, key: str | None) -> tuple[int, object]:
+    answer = ask(app, f"/deposits?cents={cents}", key)
     return answer.status_code, answer.json()
 
 
-def test_repeated_request_gets_the_first_answer(client: TestClient) -> None:
-    assert post(client, 500, "a7") == (200, {"balance": 500})
-    assert post(client, 1, "b8") == (200, {"balance": 501})
-    assert post(client, 500, "a7") == (200, {"balance": 500})
-    assert post(client, 500, '"a7"') == (200, {"balance": 500}), "in quotes, as the draft has it"
+def test_repeated_request_gets_the_first_answer(app: FastAPI) -> None:
+    assert post(app, 500, "a7") == (200, {"balance": 500})
+    assert post(app, 1, "b8") == (200, {"balance": 501})
+    assert post(app, 500, "a7") == (200, {"balance": 500})
+    assert post(app, 500, '"a7"') == (200, {"balance": 500}), "in quotes, as the draft has it"
 
 
 @pytest.mark.parametrize("key", [None, "", '""', "k" * 201])
-def test_request_without_a_usable_key_is_refused(client: TestClient, key: str | None) -> None:
-    status, answer = post(client, 500, key)
+def test_request_without_a_usable_key_is_refused(app: FastAPI, key: str | None) -> None:
+    status, answer = post(app, 500, key)
     assert status == 400
     assert "Idempotency-Key" in str(answer)
 
 
-def test_another_request_with_the_key_is_refused(client: TestClient) -> None:
-    post(client, 500, "a7")
-    assert post(client, 600, "a7") == (422, {"detail": "this Idempotency-Key was used for another request"})
+def test_another_request_with_the_key_is_refused(app: FastAPI) -> None:
+    post(app, 500, "a7")
+    assert post(app, 600, "a7") == (422, {"detail": "this Idempotency-Key was used for another request"})
 
 
-def test_request_that_is_under_way(client: TestClient, locks: Database) -> None:
+def test_request_that_is_under_way(app: FastAPI, locks: Database) -> None:
     """The lock is held for longer than its timeout."""
-    with locks.lock("account:1"):
-        answer = client.post("/deposits?cents=1", headers={"Idempotency-Key": "a7"})
+    with locks.lock("account:1"), ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask, app, "/deposits?cents=1", "a7").result(10)
     assert (answer.status_code, answer.headers["Retry-After"]) == (409, "1")
-    assert post(client, 1, "a7") == (200, {"balance": 1})
+    assert post(app, 1, "a7") == (200, {"balance": 1})
 
 
-def test_transaction_that_is_open(client: TestClient, engine: Engine) -> None:
+def test_transaction_that_is_open(app: FastAPI, engine: Engine) -> None:
     """Another transaction has inserted the key, and does not end in time."""
-    with Session(engine) as session:
+    with Session(engine) as session, ThreadPoolExecutor(1) as pool:
         once(session, "a7")
-        answers: list[int] = []
-        ask = threading.Thread(
-            target=lambda: answers.append(client.post("/plain", headers={"Idempotency-Key": "a7"}).status_code)
-        )
-        ask.start()
-        ask.join(10)
-        assert answers == [409]
+        assert pool.submit(ask, app, "/plain", "a7").result(10).status_code == 409
         session.rollback()
-    assert client.post("/plain", headers={"Idempotency-Key": "a7"}).json() is False
+    assert ask(app, "/plain", "a7").json() is False
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM fencelock_receipts")) == 1

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, insert
-from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
+from sqlalchemy import Engine, create_engine, insert
+from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from fencelock import (
@@ -54,8 +54,6 @@ def accounts(engine: Engine) -> Engine:
 
 @pytest.fixture
 def on_sqlite(tmp_path: Any) -> Iterator[Engine]:
-    from sqlalchemy import create_engine
-
     engine = create_engine(f"sqlite:///{tmp_path / 'once.sqlite'}")
     Base.metadata.create_all(engine)
     with engine.execution_options(fencelock="bypass").begin() as connection:
@@ -74,7 +72,7 @@ Deposit = Callable[..., Any]
 
 def depositing(authority: Redlock, **options: Any) -> Deposit:
     @fenced_once("deposit:{request_id}", "account:{account}", authority=authority, **options)
-    def deposit(session: Session, request_id: str, account: int, cents: int = 500) -> dict[str, Any]:
+    def deposit(session: Session, request_id: str, account: int, cents: int = 500) -> dict[str, Any]:  # noqa: ARG001
         its = session.get_one(Account, account)
         its.balance += cents
         return {"balance": its.balance, "pair": (1, 2)}
@@ -95,8 +93,13 @@ def test_retry_returns_the_stored_result(accounts: Engine, authority: Redlock) -
 @pytest.mark.parametrize("kind", [Engine, sessionmaker, scoped_session, Session])
 def test_where_its_session_comes_from(on_sqlite: Engine, authority: Redlock, kind: type) -> None:
     deposit = depositing(authority)
-    source = on_sqlite if kind is Engine else kind(on_sqlite) if kind is not scoped_session else None
-    source = scoped_session(sessionmaker(on_sqlite)) if source is None else source
+    ways: dict[type, Callable[[], Any]] = {
+        Engine: lambda: on_sqlite,
+        sessionmaker: lambda: sessionmaker(on_sqlite),
+        scoped_session: lambda: scoped_session(sessionmaker(on_sqlite)),
+        Session: lambda: Session(on_sqlite),
+    }
+    source = ways[kind]()
     for _ in range(2):
         assert deposit(source, "r1", 1)["balance"] == 600
     assert balance(on_sqlite) == 600
@@ -130,7 +133,7 @@ def test_another_request_with_the_key(on_sqlite: Engine, authority: Redlock) -> 
     deposit(on_sqlite, "r1", 1, 500)
     with pytest.raises(ReceiptMismatchError):
         deposit(on_sqlite, "r1", 1, 600)
-    its_own = depositing(authority, fingerprint=lambda session, request_id, account, cents: account)
+    its_own = depositing(authority, fingerprint=lambda *arguments: arguments[2])
     its_own(on_sqlite, "r3", 1, 500)
     assert its_own(on_sqlite, "r3", 1, 600)["balance"] == 1100
     with pytest.raises(TypeError, match="a fingerprint is plain data"):
@@ -167,10 +170,8 @@ def test_another_holder_is_waited_for(on_sqlite: Engine, authority: Redlock, riv
 
 @pytest.mark.parametrize("kind", ["engine", "maker", "scoped", "session"])
 def test_coroutines(on_sqlite: Engine, authority: Redlock, kind: str) -> None:
-    from sqlalchemy.ext.asyncio import create_async_engine
-
     @fenced_once("deposit:{request_id}", "account:{account}", authority=authority)
-    async def deposit(session: AsyncSession, request_id: str, account: int) -> dict[str, int]:
+    async def deposit(session: AsyncSession, request_id: str, account: int) -> dict[str, int]:  # noqa: ARG001
         its = await session.get_one(Account, account)
         its.balance += 500
         return {"balance": its.balance}
@@ -178,12 +179,13 @@ def test_coroutines(on_sqlite: Engine, authority: Redlock, kind: str) -> None:
     async def main() -> None:
         engine = create_async_engine(f"sqlite+aiosqlite:///{on_sqlite.url.database}")
         maker = async_sessionmaker(engine)
-        source: Any = {
+        ways: dict[str, Callable[[], Any]] = {
             "engine": lambda: engine,
             "maker": lambda: maker,
             "scoped": lambda: async_scoped_session(maker, asyncio.current_task),
             "session": maker,
-        }[kind]()
+        }
+        source = ways[kind]()
         for _ in range(2):
             assert await deposit(source, "r1", account=1) == {"balance": 600}
         if kind in {"scoped", "session"}:
