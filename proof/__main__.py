@@ -129,6 +129,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
         naive = (*where, *NAIVE_TABLE, "--duration", "10")
         yield _torture(f"a naive table in {name}", folder, *naive, breaks="P1")
         yield _torture(f"no guard, leases in {name}", folder, *where, *no_guard, breaks="lost update")
+    yield Proof("receipts, and a control", _python("proof.receipts", "--runs", "40"))
     yield Proof("retries, and a control", _python("proof.retries", "--seconds", "60"))
 
 
@@ -141,6 +142,7 @@ LONG = (
     Proof("torture", ["make", "torture"]),
     Proof("torture-databases", ["make", "torture-databases"]),
     Proof("torture-edges", ["make", "torture-edges"]),
+    Proof("receipts", _python("proof.receipts")),
     Proof("retries", ["make", "retries"]),
 )
 
