@@ -84,7 +84,7 @@ class BaseLock(Generic[Token]):
         reentrant: bool = True,
         if_lost: IfLost = "raise",
     ) -> None:
-        self._resources = _check_resources(resources)
+        self._names = self._resources = _check_resources(resources)
         self._find_authority = find_authority
         self._ttl = check_ttl(ttl)
         self._timeout = check_timeout(timeout)
@@ -113,7 +113,7 @@ class BaseLock(Generic[Token]):
         is_try: bool = False,
     ) -> Block:
         seconds = self._timeout if timeout is ... else check_timeout(timeout)
-        return Block(self._find_authority(), seconds, is_with, is_try)
+        return Block(self._find_authority(), seconds, is_with, is_try, self._names)
 
     def _acquire_gen(self, block: Block, *, in_loop: bool = False) -> Steps[Any]:
         """Enter the lock; return the tokens for `with`, and else the first lease."""
@@ -128,8 +128,9 @@ class BaseLock(Generic[Token]):
                 block.grant = yield from self._grant_gen(block, missing, in_loop=in_loop)
                 for hold in block.holds:
                     _check_still_held(hold)  # it may have ended during the wait for the others
-                new = self._new_hold(block, block.grant, in_loop=in_loop)
-                block.enter([*block.holds, new], self._resources)
+                if block.grant is not None:
+                    new = self._new_hold(block, block.grant, in_loop=in_loop)
+                block.enter(block.holds if new is None else [*block.holds, new])
             except BaseException as caught:
                 under_way.pop(block, None)
                 error = yield from self._explain_gen(caught, block, missing, began)
@@ -138,7 +139,7 @@ class BaseLock(Generic[Token]):
                 raise error from None
             under_way.pop(block, None)
         else:
-            block.enter(block.holds, self._resources)
+            block.enter(block.holds)
         self._entered.append(block)
         if block.is_with:
             self._with_blocks.append(block)
@@ -151,8 +152,11 @@ class BaseLock(Generic[Token]):
             hold.tell_when_lost(self._listeners)
         return block.tokens if block.is_with else block.leases[0]
 
-    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
-        """Return the generator that acquires the lease, or takes over one that was handed over."""
+    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant | None]:
+        """Return the generator that acquires the lease, or takes over one that was handed over.
+
+        It returns None if the block has entered holds of its own instead.
+        """
         if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
             raise LockError(f"{named(missing)} is not acquired any more: the process ends")
         handed, self._handed = self._handed, None

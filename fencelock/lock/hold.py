@@ -234,6 +234,7 @@ class Block:
         timeout: seconds to wait for another holder; None for ever.
         is_with: whether `with` or `async with` enters it.
         is_try: whether the error need not name the holder, as for `try_acquire`.
+        names: the resources whose leases and tokens it shows.
         owner: the thread, task or greenlet that enters it.
         mark: represents it in `Hold.blocks`. A hold must not refer to a block, because the cycle would keep a
             lock that was thrown away alive, and renewed, until the garbage collector runs.
@@ -242,13 +243,14 @@ class Block:
         had_to_wait: whether its acquisition has waited.
         grant: a grant that has not become a hold yet.
         holds: the holds that it has entered.
-        leases: in the order of the lock's resources.
+        leases: in the order of `names`.
     """
 
     authority: Authority
     timeout: float | None = None
     is_with: bool = False
     is_try: bool = False
+    names: tuple[str, ...] = ()
     owner: object = field(default_factory=current_owner)
     mark: object = field(default_factory=object)
     thread: int = field(default_factory=threading.get_ident)
@@ -270,8 +272,8 @@ class Block:
                 lease.left = False
         return True
 
-    def enter(self, holds: Sequence[Hold], resources: Iterable[str]) -> None:
-        """Enter holds that together have all of the resources, and note the leases in this context."""
+    def enter(self, holds: Sequence[Hold]) -> None:
+        """Enter holds that together have all of the names, and note the leases in this context."""
         self.holds = tuple(dict.fromkeys(holds))
         self.grant = None
         by_name: dict[str, Lease] = {}
@@ -279,7 +281,7 @@ class Block:
             hold.blocks.add(self.mark)
             add(hold)
             by_name.update(zip(hold.grant.resources, hold.leases, strict=True))
-        self.leases = tuple([by_name[resource] for resource in resources])
+        self.leases = tuple([by_name[resource] for resource in self.names])
 
     @property
     def tokens(self) -> Any:
