@@ -47,6 +47,7 @@ from fencelock.guard import (
     on_unfenced,
     upsert,
 )
+from fencelock.leader import Leader, Term, leader
 from fencelock.lease import Lease, assert_held
 from fencelock.lock.at_exit import exit_on_signals
 from fencelock.lock.decorator import fenced
@@ -67,6 +68,7 @@ __all__ = [
     "FencedTransaction",
     "FencelockError",
     "GuardEvent",
+    "Leader",
     "Lease",
     "LeaseTableMissingError",
     "LockError",
@@ -79,6 +81,7 @@ __all__ = [
     "Redlock",
     "StaleReadError",
     "StaleTokenError",
+    "Term",
     "UnfencedWriteError",
     "assert_held",
     "begin_immediate",
@@ -102,6 +105,7 @@ __all__ = [
     "fenced_update",
     "gate",
     "gate_async",
+    "leader",
     "lease_table",
     "on_claim",
     "on_stale",

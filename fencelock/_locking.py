@@ -20,7 +20,7 @@ from fencelock.authority.redlock.transport.endpoints import Source
 from fencelock.errors import AuthorityError
 from fencelock.lock.base import HANDED
 from fencelock.lock.lock import FencedLock
-from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
+from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfHeld, IfLost
 from fencelock.tokens import check as check_token
 
 if TYPE_CHECKING:
@@ -154,6 +154,8 @@ def fenced_lock(
     fair: bool = False,
     reentrant: bool = True,
     if_lost: IfLost = "raise",
+    if_held: IfHeld = "wait",
+    at_least: float | None = None,
     authority: Authority | None = None,
 ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
     """Return a lock on a resource, to be entered with `with` or `async with`: it yields the fencing token.
@@ -182,6 +184,11 @@ def fenced_lock(
         reentrant: let a thread, task or greenlet enter again what it holds. False: LockTimeoutError at once.
         if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
             used if work was committed under the lease, or if the body raised an error.
+        if_held: "wait" for another holder, or "skip": `timeout` is not used, and as soon as a holder is known
+            a function below `@fenced` returns None, and `with` raises LockTimeoutError.
+        at_least: seconds since its grant for which the lease is kept, also if the block is left earlier. This
+            process cannot enter again meanwhile, either. If it dies, the lease ends with its ttl. None to
+            release when the block is left.
         authority: grants the lease; by default the one of `configure()` or FENCELOCK_URL.
 
     Raises:
@@ -200,6 +207,8 @@ def fenced_lock(
         fair=fair,
         reentrant=reentrant,
         if_lost=if_lost,
+        if_held=if_held,
+        at_least=at_least,
     )
     return lock
 

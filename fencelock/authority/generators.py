@@ -39,6 +39,14 @@ class GeneratorAuthority(abc.ABC):
         """See `Authority.release_gen`."""
 
     @abc.abstractmethod
+    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
+        """Move the end of the leases: see `Authority`."""
+
+    def is_held_gen(self, resources: tuple[str, ...]) -> Steps[bool]:
+        """Return whether a resource is known to have a holder: see `Authority`."""
+        return bool((yield from self.inspect_gen(resources)))
+
+    @abc.abstractmethod
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """See `Authority.inspect_gen`."""
 

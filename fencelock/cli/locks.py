@@ -363,11 +363,9 @@ def prune(
 
     The fence table and the models' fences stay as they are: they refuse late writers.
     """
-    found = re.fullmatch(r"(\d+)([dh])", older_than.strip())
-    if found is None:
-        shared.fail(f"{older_than!r} is no time such as 30d or 12h")
+    seconds = shared.seconds_of(older_than)
     with shared.authority_of(url) as authority:
         if isinstance(authority, Redlock):
             shared.fail("nodes keep no rows: a name that is not locked takes no memory there")
-        count = authority.prune(int(found[1]) * (86400 if found[2] == "d" else 3600))
+        count = authority.prune(seconds)
     shared.say(f"{count} rows deleted")
