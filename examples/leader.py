@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import suppress
 
 from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
-from fencelock import FencedModel, Term
+from fencelock import FencedModel, StaleReadError, Term
 
 
 class Base(DeclarativeBase):
@@ -33,7 +34,7 @@ def work(term: Term) -> None:
     """Count, until the term ends. A late write is refused, and `run` waits for the next term."""
     print(f"{os.getpid()} leads with token {term.token}", flush=True)
     while term.wait(0.1):
-        with Session(engine) as session:
+        with Session(engine) as session, suppress(StaleReadError):  # the leader before has written meanwhile
             report = session.get(Report, 1) or Report(id=1, count=0)
             report.count += 1
             session.add(report)

@@ -133,6 +133,9 @@ class Leader:
         terms = self._terms  # and not `self`: a leader that was thrown away must not be renewed
         self._lock.on_lost(lambda lease: terms[lease]._end() if lease in terms else None)
 
+    def __repr__(self) -> str:
+        return f"<leader {self._name!r} {'elected' if self._terms else 'not elected'}>"
+
     def __enter__(self) -> Term:
         self._lock.__enter__()
         return self._elected()

@@ -17,7 +17,7 @@ import tempfile
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -26,7 +26,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
-from fencelock import Database, FencedModel, Redlock, Term, exit_on_signals, leader
+from fencelock import Database, FencedModel, Redlock, StaleReadError, Term, exit_on_signals, leader
 from proof.servers import Nodes, Postgres
 
 KINDS: Final = ("quorum", "postgresql", "sqlite")
@@ -65,12 +65,12 @@ def candidate(authority: str, database: str, log: str, ttl: float, *, ignores_cl
                 if not term.is_current:
                     return
                 notes.write(f"current {term.token} {at}\n")
-                with Session(engine) as session:
+                with Session(engine) as session, suppress(StaleReadError):  # the leader before has written
                     number = session.get_one(Number, 1)
                     number.last += 1
                     written = number.last
                     session.commit()
-                notes.write(f"wrote {term.token} {written}\n")
+                    notes.write(f"wrote {term.token} {written}\n")
                 time.sleep(0.01)
 
         leader("numbers", ttl=ttl).run(work)

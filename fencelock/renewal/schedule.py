@@ -45,11 +45,12 @@ class Renewable(Protocol):
     last_error: str
     extended_after_release: bool
     release_finished: bool
-    give_back: Callable[[Grant], Steps[bool | None]]
     template: str
 
     @property
     def authority(self) -> Authority: ...
+    @property
+    def give_back(self) -> Callable[[Grant], Steps[bool | None]]: ...
     @property
     def itself(self) -> Callable[[], Renewable | None]: ...
     @property

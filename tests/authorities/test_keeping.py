@@ -13,6 +13,7 @@ from fencelock import Redlock
 from fencelock.errors import LockLostError, LockTimeoutError
 from fencelock.renewal.schedule import release_again
 from tests.authorities.faces import is_held
+from tests.authorities.kinds import BLOCKING
 from tests.authorities.stage import Stage
 
 pytestmark = pytest.mark.timed
@@ -121,7 +122,15 @@ def test_keeping_what_another_has_changes_nothing(stage: Stage) -> None:
     grant = mine.acquire("r", ttl=0.3)
     time.sleep(0.5)
     newer = other.acquire("r", ttl=10.0)
-    assert client.run(client.keep_gen(grant, time.monotonic() + 0.1)) is False
+
+    def keep() -> Any:
+        return client.keep_gen(grant, time.monotonic() + 0.1)
+
+    async def keep_async() -> Any:
+        return await client.aio.run(keep())
+
+    kept = client.run(keep()) if stage.world == "blocking" else stage.run(keep_async())
+    assert kept is False
     time.sleep(0.3)
     assert is_held(mine, "r")
     assert other.release(newer) is True
@@ -138,6 +147,7 @@ with fencelock.fenced_lock("r", ttl=1.0, at_least=float(sys.argv[2])):
 """
 
 
+@pytest.mark.parametrize("stage", BLOCKING, indirect=True)
 def test_lease_outlives_its_process(stage: Stage) -> None:
     """It exits at once, and the lease stays; one that is killed keeps nothing beyond its ttl."""
     ended = subprocess.run(

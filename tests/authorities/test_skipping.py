@@ -187,4 +187,4 @@ def test_nodes_that_do_not_answer_are_no_holder(nodes: Nodes) -> None:
 def test_other_words_are_refused(authority: Redlock) -> None:
     """When the lock is made."""
     with pytest.raises(ValueError, match="if_held is 'wait' or 'skip', not 'fail'"):
-        authority.lock("r", if_held="fail")  # type: ignore[arg-type]
+        authority.lock("r", if_held="fail")  # type: ignore[call-overload]
