@@ -1,7 +1,7 @@
 """fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
 
 from fencelock._fenced_once import fenced_once
-from fencelock._locking import configure, fenced_lock, take_over
+from fencelock._locking import configure, fenced_lock, fenced_semaphore, take_over
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
 from fencelock.authority.redlock.redlock import Redlock
@@ -54,10 +54,12 @@ from fencelock.guard import (
     receipt_table,
     upsert,
 )
+from fencelock.leader import Leader, Term, leader
 from fencelock.lease import Lease, assert_held
 from fencelock.lock.at_exit import exit_on_signals
 from fencelock.lock.decorator import fenced
 from fencelock.lock.lock import AsyncLock, FencedLock
+from fencelock.lock.slots import FencedSemaphore
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 
 __all__ = [
@@ -71,9 +73,11 @@ __all__ = [
     "FencedDataclassModel",
     "FencedLock",
     "FencedModel",
+    "FencedSemaphore",
     "FencedTransaction",
     "FencelockError",
     "GuardEvent",
+    "Leader",
     "Lease",
     "LeaseTableMissingError",
     "LockError",
@@ -88,6 +92,7 @@ __all__ = [
     "Redlock",
     "StaleReadError",
     "StaleTokenError",
+    "Term",
     "UnfencedWriteError",
     "assert_held",
     "begin_immediate",
@@ -107,11 +112,13 @@ __all__ = [
     "fenced_delete",
     "fenced_lock",
     "fenced_once",
+    "fenced_semaphore",
     "fenced_text",
     "fenced_transaction",
     "fenced_update",
     "gate",
     "gate_async",
+    "leader",
     "lease_table",
     "on_claim",
     "on_stale",

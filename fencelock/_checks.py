@@ -35,6 +35,16 @@ def check_timeout(value: object) -> float | None:
     return None if value is None else check_seconds("timeout", value, zero=True, more=more)
 
 
+def check_at_least(value: object) -> float:
+    """Return `value` as the seconds for which a lease is kept; 0 for None."""
+    seconds = 0.0 if value is None else check_seconds("at_least", value, more=", or None")
+    if seconds > MAX_TTL:
+        raise ValueError(
+            f"at_least of {seconds:g} s is longer than a week: no block would end the lease before"
+        )
+    return seconds
+
+
 def check_max_hold(value: object, ttl: float) -> float | None:
     """Return `value` as the longest hold in seconds, which is at least the ttl; None for no limit."""
     if value is None:

@@ -20,7 +20,8 @@ from fencelock.authority.redlock.transport.endpoints import Source
 from fencelock.errors import AuthorityError
 from fencelock.lock.base import HANDED
 from fencelock.lock.lock import FencedLock
-from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfLost
+from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfHeld, IfLost, LockSettings
+from fencelock.lock.slots import FencedSemaphore, check_slots, make_lock
 from fencelock.tokens import check as check_token
 
 if TYPE_CHECKING:
@@ -154,6 +155,10 @@ def fenced_lock(
     fair: bool = False,
     reentrant: bool = True,
     if_lost: IfLost = "raise",
+    if_held: IfHeld = "wait",
+    at_least: float | None = None,
+    shared: bool = False,
+    readers: int | None = None,
     authority: Authority | None = None,
 ) -> FencedLock[int] | FencedLock[tuple[int, ...]]:
     """Return a lock on a resource, to be entered with `with` or `async with`: it yields the fencing token.
@@ -182,6 +187,14 @@ def fenced_lock(
         reentrant: let a thread, task or greenlet enter again what it holds. False: LockTimeoutError at once.
         if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
             used if work was committed under the lease, or if the body raised an error.
+        if_held: "wait" for another holder, or "skip": `timeout` is not used, and as soon as a holder is known
+            a function below `@fenced` returns None, and `with` raises LockTimeoutError.
+        at_least: seconds since its grant for which the lease is kept, also if the block is left earlier. This
+            process cannot enter again meanwhile, either. If it dies, the lease ends with its ttl. None to
+            release when the block is left.
+        shared: read beside other readers, while no writer holds the lock. The guard accepts no writes then.
+        readers: how many may read at once, the same number in all programs. Without it, a lock that is not
+            shared does not know of readers.
         authority: grants the lease; by default the one of `configure()` or FENCELOCK_URL.
 
     Raises:
@@ -190,7 +203,7 @@ def fenced_lock(
     """
     if authority is not None and not hasattr(authority, "acquire_gen"):
         raise TypeError(f"authority= is a Redlock(…) or a Database(…), not {type(authority).__name__}")
-    lock: FencedLock[int] = FencedLock(
+    return make_lock(
         resources,
         default_authority if authority is None else lambda: authority,
         ttl=ttl,
@@ -200,8 +213,44 @@ def fenced_lock(
         fair=fair,
         reentrant=reentrant,
         if_lost=if_lost,
+        if_held=if_held,
+        at_least=at_least,
+        shared=shared,
+        readers=readers,
     )
-    return lock
+
+
+def fenced_semaphore(
+    name: str,
+    /,
+    slots: int = 4,
+    *,
+    authority: Authority | None = None,
+    **settings: Unpack[LockSettings],
+) -> FencedSemaphore:
+    """Return a lock that `slots` holders may have at once; it yields the number of the slot, and its token.
+
+    ```python
+    with fenced_semaphore("gpu", slots=4) as (slot, token):
+        ...                                      # the token guards rows of the resource "gpu#2", if slot is 2
+    ```
+
+    Each slot is a lock of its own, `name#0` and so on, and its tokens rise. A thread, task or greenlet that
+    has a slot enters it again. `slots` may grow at any time. After it was lowered, programs with the lower number
+    wait until the higher slots are free.
+
+    Args:
+        name: as for `fenced_lock`, without `#` and a number at its end.
+        slots: from 1 to 1000, the same number in all programs.
+        authority: grants the leases; by default the one of `configure()` or FENCELOCK_URL.
+        **settings: as for `fenced_lock`, except `shared` and `readers`. Slots are tried by chance, so `fair`
+            is only among those that wait for one slot.
+
+    Raises:
+        TypeError, ValueError: as `fenced_lock` does.
+    """
+    find_authority = default_authority if authority is None else lambda: authority
+    return FencedSemaphore(name, check_slots("slots", slots), find_authority, **settings)
 
 
 def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:

@@ -74,11 +74,13 @@ ARROWS = {
     "transaction": "values guard lock _locking",
     "_fenced_once": "_locking guard lock lock.decorator transaction",
     "integrations": "values",
+    "leader": "values authority.base _locking",
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
     "cli": f"values _locking authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
     "__main__": "cli",
-    "": f"values _locking _fenced_once authority.database {REDLOCK} guard lock lock.decorator transaction",
+    "": f"values _locking _fenced_once authority.database {REDLOCK} guard leader lock lock.decorator "
+    "transaction",
 }
 """The house from the ground up."""
 

@@ -187,7 +187,7 @@ def _on(servers: tuple[tuple[str, str], ...], text: str) -> str:
 
 @pytest.mark.parametrize("page", PAGES)
 def test_blocks_name_their_language(page: str) -> None:
-    """What no reader could run is tagged as what it is: text, sql, ini."""
+    """What no reader could run is tagged as what it is: text, sql, ini, yaml."""
     assert [
         (block.line, block.language) for block in blocks(read(page)) if block.language not in RUN + SHOWN
     ] == []

@@ -29,6 +29,7 @@ from fencelock import (
     FenceError,
     FencelockError,
     GuardEvent,
+    Leader,
     Lease,
     LeaseTableMissingError,
     LockError,
@@ -43,6 +44,7 @@ from fencelock import (
     Redlock,
     StaleReadError,
     StaleTokenError,
+    Term,
     UnfencedWriteError,
     assert_held,
     begin_immediate,
@@ -67,6 +69,7 @@ from fencelock import (
     fenced_update,
     gate,
     gate_async,
+    leader,
     lease_table,
     on_claim,
     on_stale,
@@ -124,11 +127,39 @@ def ship(order_id: int) -> str:
     fair=True,
     reentrant=False,
     if_lost="warn",
+    if_held="skip",
+    at_least=60.0,
     authority=None,
 )
 async def ship_soon(order_id: int) -> str:
     """Run under the lock, in a task."""
     return f"shipped {order_id}"
+
+
+def lead(term: Term) -> str:
+    """Work while the term goes on."""
+    assert_type(term.is_current, bool)
+    assert_type(term.wait(0.1), bool)
+    assert_type(term.lease, Lease)
+    term.on_end(lambda ended: print(ended.token))
+    return "done"
+
+
+async def lead_async(term: Term) -> int:
+    """Work in a task."""
+    assert_type(await term.wait_async(0.1), bool)
+    return term.token
+
+
+async def leaders() -> None:
+    """Be elected, in each way."""
+    assert_type(leader("reports"), Leader)
+    assert_type(leader("reports").run(lead), str)
+    assert_type(await leader("reports", ttl=5).run(lead_async), int)
+    with leader("reports") as term:
+        assert_type(term, Term)
+    async with leader("reports") as term:
+        assert_type(term, Term)
 
 
 def with_blocks(engine: Engine) -> None:

@@ -102,6 +102,7 @@ class Terms(TypedDict):
     timeout: float | None
     fair: NotRequired[bool]
     go_on: NotRequired[Callable[[], None]]
+    at_least: NotRequired[float]
 
 
 class AsyncAuthority(Protocol):
@@ -133,6 +134,10 @@ class Authority(Protocol):
     - `close()` closes its connections; the next use opens them again. The authorities in `in_use` are closed
       when the interpreter exits, after leases were released.
     - `settle()` sends the releases that are owed; it is called before that.
+    - `keep_gen(grant, until)` moves the end of the leases to `until`, on the clock of `time.monotonic`,
+      earlier or later, and returns as `release_gen` does. This process may end then. `at_least=` needs it.
+    - `is_held_gen(resources)` returns whether one of the resources is known to have a holder: not while
+      contenders have divided the votes. `if_held="skip"` needs it.
     - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` makes the grant again,
       whose end is unknown until it is extended. `vouch_gen(grant)` returns whether its tokens are those that
       were granted.
@@ -152,7 +157,8 @@ class Authority(Protocol):
             resources: what to lock.
             **terms: `ttl`: seconds that the leases last. `timeout`: seconds to wait for other holders; None
                 for ever, 0 one try. `fair`: the client that has waited longest comes first, as far as the
-                authority can tell. `go_on`: called after each wait; may raise `GivenUp`.
+                authority can tell. `go_on`: called after each wait; may raise `GivenUp`. `at_least`: for
+                how many seconds from its grant `keep_gen` may keep the lease.
 
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.

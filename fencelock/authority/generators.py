@@ -13,6 +13,7 @@ from fencelock.holder import LockInfo
 from fencelock.lease import check_resource
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import LockSettings
+from fencelock.lock.slots import make_lock
 
 _T = TypeVar("_T")
 
@@ -37,6 +38,14 @@ class GeneratorAuthority(abc.ABC):
     @abc.abstractmethod
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         """See `Authority.release_gen`."""
+
+    @abc.abstractmethod
+    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
+        """Move the end of the leases: see `Authority`."""
+
+    def is_held_gen(self, resources: tuple[str, ...]) -> Steps[bool]:
+        """Return whether a resource is known to have a holder: see `Authority`."""
+        return bool((yield from self.inspect_gen(resources)))
 
     @abc.abstractmethod
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
@@ -76,7 +85,7 @@ class GeneratorAuthority(abc.ABC):
         Raises:
             TypeError, ValueError: as `fenced_lock` does.
         """
-        return FencedLock(resources, lambda: self, **settings)
+        return make_lock(resources, lambda: self, **settings)
 
     def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         return self.run(self.acquire_gen(resources, **terms))

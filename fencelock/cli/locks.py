@@ -35,13 +35,16 @@ from fencelock.guard.receipts import RECEIPT_TABLE, prune_receipts
 from fencelock.guard.sql import conditional_update
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
 from fencelock.holder import LockInfo
-from fencelock.lease import Lease
+from fencelock.lease import Lease, check_resource
+from fencelock.lock.slots import slot_names
 from fencelock.observe.history import EVENT_TABLE, note, read
 
 logger = logging.getLogger("fencelock.command")
 
 #: Rows that a person reads; `--json` has them all.
 _MOST_ROWS: Final = 100
+#: Slots of a name that are looked at.
+_SLOTS: Final = 100
 _FENCES: Final = table(FENCE_TABLE, column("resource"), column(FENCE_COLUMN))
 
 
@@ -55,10 +58,13 @@ def inspect(
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
-    """Show which locks are held: by whom, since when, for how long still. Status 3: that one is free."""
+    """Show which locks are held: by whom, since when, for how long still. Status 3: that one is free.
+
+    With a name it shows the slots of a semaphore, and the readers of a lock, too.
+    """
     with shared.authority_of(url, namespace) as authority:
-        found = authority.inspect() if resource is None else [authority.inspect(resource)]
-    held = [info for info in found if info is not None]
+        names = () if resource is None else (check_resource(resource), *slot_names(resource, 0, _SLOTS))
+        held = authority.run(authority.inspect_gen(names))
     fences = _fences_of(database, [info.resource for info in held]) if database else None
     if as_json:
         shared.print_json([_as_json(info, fences) for info in held])
@@ -370,10 +376,7 @@ def prune(
     A key whose receipt is gone can be used again. The fence table and the models' fences stay as they are:
     they refuse late writers.
     """
-    found = re.fullmatch(r"(\d+)([dh])", older_than.strip())
-    if found is None:
-        shared.fail(f"{older_than!r} is no time such as 30d or 12h")
-    seconds = int(found[1]) * (86400 if found[2] == "d" else 3600)
+    seconds = shared.seconds_of(older_than)
     url = url or os.environ.get("FENCELOCK_URL", "")
     with shared.authority_of(url) as authority:
         if isinstance(authority, Database):

@@ -19,6 +19,7 @@ from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE
 from fencelock.cli import shared
 from fencelock.errors import LockLostError, LockTimeoutError
 from fencelock.lock.lock import FencedLock
+from fencelock.lock.options import IfHeld
 
 #: Our own statuses, which few commands use, from `sysexits.h`: the nodes or the database failed; another
 #: holder kept the lock; the lock was lost.
@@ -36,6 +37,13 @@ def run(
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     ttl: Annotated[float, typer.Option(help="Seconds that the lease lasts; it is extended.")] = 30.0,
     timeout: Annotated[float, typer.Option(help="Seconds to wait for another holder; 0 for one try.")] = 10.0,
+    at_least: Annotated[
+        str,
+        typer.Option(help="Keep the lock for that long, such as 90s, 15m or 1h, if the command ends before."),
+    ] = "",
+    if_held: Annotated[
+        IfHeld, typer.Option(help="Where another holds it: wait, or skip the command.")
+    ] = "wait",
     keep_url: Annotated[
         bool,
         typer.Option("--keep-url", help="Give FENCELOCK_URL to the command; it may have a password."),
@@ -43,9 +51,9 @@ def run(
 ) -> None:
     """Run a command under a lock: fencelock run RESOURCE -- COMMAND. Its token is in FENCELOCK_TOKEN.
 
-    The status is the command's; 75 where another holder kept the lock, 74 where it could not be decided, and
-    76 where the lock was lost: then the command is terminated, with all that it has started (but for what a
-    terminal has begun). On Linux the command is killed where this process is.
+    The status is the command's; 75 where another holder kept the lock (0 with --if-held skip), 74 where it
+    could not be decided, and 76 where the lock was lost: then the command is terminated, with all that it has
+    started (but for what a terminal has begun). On Linux the command is killed where this process is.
     """
     if not context.args:
         shared.say("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", "red")
@@ -53,25 +61,29 @@ def run(
     if not hasattr(os, "killpg"):
         shared.say("fencelock run needs process groups, which this system has not", "red")
         raise typer.Exit(FAILED)
+    kept = shared.seconds_of(at_least) if at_least else None
     sys.argv[0] = context.args[0]  # as which the holder is shown
     command = _Command(context.args, keep_url=keep_url)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, command.on_signal)
     try:
         with shared.authority_of(url, namespace) as authority:
-            status = _run(command, authority.lock(resource, ttl=ttl, timeout=timeout, max_hold=None))
+            lock = authority.lock(
+                resource, ttl=ttl, timeout=timeout, max_hold=None, if_held=if_held, at_least=kept
+            )
+            status = _run(command, lock, skips=if_held == "skip")
     except typer.Exit:  # the reason was printed
         status = FAILED
     raise typer.Exit(status)
 
 
-def _run(command: _Command, lock: FencedLock[int]) -> int:
+def _run(command: _Command, lock: FencedLock[int], *, skips: bool) -> int:
     try:
         with lock:
             return command.run(lock)
     except LockTimeoutError as error:
-        shared.say(str(error))
-        return NOT_ACQUIRED
+        shared.say(f"skipped: the lock is held by {error.holder or 'another'}" if skips else str(error))
+        return 0 if skips else NOT_ACQUIRED
     except LockLostError as error:  # maybe found only now
         shared.say(str(error))
         command.end_what_is_left()

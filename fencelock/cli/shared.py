@@ -48,6 +48,14 @@ def fail(sentence: str) -> NoReturn:
     raise typer.Exit(1) from None
 
 
+def seconds_of(text: str) -> float:
+    """Return the seconds that a text such as 90, 90s, 15m, 1h or 2d names; print an error for any other."""
+    found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip())
+    if found is None:
+        fail(f"{text!r} is no time such as 30d, 12h, 15m or 90s")
+    return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
+
+
 @contextmanager
 def refusing_databases(shown: str, done: str) -> Iterator[None]:
     """Say in a sentence why a database cannot be used."""

@@ -374,9 +374,12 @@ class TokenLookup:
             if self.does_without(resource):
                 return NO_LEASE
             self.need_some(resource)
+            how = "acquire"
+            if any(name.rpartition("#")[0] == resource for name in self._candidates):
+                how = "a shared lock is for reading, so acquire"
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
-                f"{', '.join(map(repr, self._candidates))}; acquire fenced_lock({resource!r}) around it"
+                f"{', '.join(map(repr, self._candidates))}; {how} fenced_lock({resource!r}) around it"
                 f"{self.writing.bound_instead and '. '}{self.writing.bound_instead}"
             )
         token = lease.token_to_write()

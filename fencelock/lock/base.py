@@ -17,14 +17,14 @@ from typing import Any, Final, Generic, TypeVar, cast
 from weakref import ref
 
 from fencelock import _events
-from fencelock._checks import check_max_hold, check_timeout, check_ttl
+from fencelock._checks import check_at_least, check_max_hold, check_timeout, check_ttl
 from fencelock._events import LockNotAcquired, Outcome
 from fencelock._generators import Steps
-from fencelock.authority.base import Authority, GivenUp, Grant, named
+from fencelock.authority.base import Authority, GivenUp, Grant, Terms, named
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
 from fencelock.lock.hold import Block, Hold, find, last_of_ours, remove
-from fencelock.lock.options import DEFAULT_TTL, IfLost
+from fencelock.lock.options import DEFAULT_TTL, IfHeld, IfLost
 from fencelock.lock.releasing import (
     LostLease,
     leave_gen,
@@ -32,18 +32,23 @@ from fencelock.lock.releasing import (
     stop_renewal_gen,
     wait_for_releases,
 )
-from fencelock.lock.waiting import go_on_waiting, name_holder_gen, with_reason
+from fencelock.lock.waiting import acquire_unless_held_gen, go_on_waiting, name_holder_gen, with_reason
 from fencelock.renewal.loop import for_loop
 from fencelock.renewal.schedule import tell
 from fencelock.renewal.thread import for_thread
 
 logger = logging.getLogger("fencelock.lock")
 
-Token = TypeVar("Token", int, tuple[int, ...])
+Token = TypeVar("Token", bound="int | tuple[int, ...]")
 
 _ITSELF: Final = (
     "this very thread, task or greenlet holds it, and reentrant=False forbids to enter it again. Leave the "
     "outer block first, or write reentrant=True"
+)
+
+_NOT_SKIPPED: Final = (
+    "if_held='skip' does not wait, and the body of a `with` cannot be skipped: write "
+    "`if lock.try_acquire():`, or give the work to a function below @fenced(…, if_held='skip')"
 )
 
 #: Braces that an f-string would have filled.
@@ -83,11 +88,19 @@ class BaseLock(Generic[Token]):
         fair: bool = False,
         reentrant: bool = True,
         if_lost: IfLost = "raise",
+        if_held: IfHeld = "wait",
+        at_least: float | None = None,
     ) -> None:
         self._names = self._resources = _check_resources(resources)
         self._find_authority = find_authority
         self._ttl = check_ttl(ttl)
         self._timeout = check_timeout(timeout)
+        if if_held not in {"wait", "skip"}:
+            raise ValueError(f"if_held is 'wait' or 'skip', not {if_held!r}")
+        self._skips = if_held == "skip"
+        if self._skips:
+            self._timeout = 0.0
+        self._at_least = check_at_least(at_least)
         self._renew = bool(renew)
         most = check_max_hold(max_hold, self._ttl) if self._renew else None
         self._max_hold = math.inf if most is None else most
@@ -128,9 +141,8 @@ class BaseLock(Generic[Token]):
                 block.grant = yield from self._grant_gen(block, missing, in_loop=in_loop)
                 for hold in block.holds:
                     _check_still_held(hold)  # it may have ended during the wait for the others
-                if block.grant is not None:
-                    new = self._new_hold(block, block.grant, in_loop=in_loop)
-                block.enter(block.holds if new is None else [*block.holds, new])
+                new = self._new_hold(block, block.grant, in_loop=in_loop)
+                block.enter([*block.holds, new])
             except BaseException as caught:
                 under_way.pop(block, None)
                 error = yield from self._explain_gen(caught, block, missing, began)
@@ -148,15 +160,17 @@ class BaseLock(Generic[Token]):
             if new.renewer is not None:
                 # Not earlier: if an interruption comes before, the traceback must not keep a renewed hold.
                 new.renewer.add(new)
-        for hold in block.holds if self._listeners else ():
-            hold.tell_when_lost(self._listeners)
+        if self._at_least or self._listeners:
+            self._note_wishes(block)
         return block.tokens if block.is_with else block.leases[0]
 
-    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant | None]:
-        """Return the generator that acquires the lease, or takes over one that was handed over.
+    def _note_wishes(self, block: Block) -> None:
+        for hold in block.holds:
+            hold.keep_at_least(self._at_least)
+            hold.tell_when_lost(self._listeners)
 
-        It returns None if the block has entered holds of its own instead.
-        """
+    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+        """Return the generator that acquires the lease, or takes over one that was handed over."""
         if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
             raise LockError(f"{named(missing)} is not acquired any more: the process ends")
         handed, self._handed = self._handed, None
@@ -164,7 +178,13 @@ class BaseLock(Generic[Token]):
             return _take_over_gen(block.authority, handed, self._ttl)
         its = block.authority.aio if in_loop else block.authority
         go_on = functools.partial(go_on_waiting, block, missing, self.template)
-        return its.acquire_gen(missing, ttl=self._ttl, timeout=block.timeout, fair=self._fair, go_on=go_on)
+        terms: Terms = {"ttl": self._ttl, "timeout": block.timeout, "fair": self._fair, "go_on": go_on}
+        if self._at_least:
+            terms["at_least"] = self._at_least
+        if self._skips and block.timeout == 0:
+            acquire = functools.partial(its.acquire_gen, missing, **terms)
+            return acquire_unless_held_gen(block.authority, missing, acquire)
+        return its.acquire_gen(missing, **terms)
 
     def _new_hold(self, block: Block, grant: Grant, *, in_loop: bool) -> Hold:
         authority = block.authority
@@ -207,6 +227,8 @@ class BaseLock(Generic[Token]):
             error = with_reason(error, block.authority, missing)
         if type(error) is LockTimeoutError and not (block.is_try or block.given_up):
             yield from name_holder_gen(block.authority, missing, error)
+            if self._skips and block.is_with:
+                error.args = (f"{error}. {_NOT_SKIPPED}",)
         if _events.listeners:
             outcome = "cancelled" if block.given_up else _outcome_of(error)
             facts = time.monotonic() - began, block.had_to_wait, outcome, error

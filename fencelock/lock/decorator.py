@@ -5,10 +5,12 @@ from __future__ import annotations
 import functools
 import inspect
 import string
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, ParamSpec, TypeVar, Unpack, cast
 
 from fencelock._locking import fenced_lock
+from fencelock.errors import LockTimeoutError
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import AllLockSettings
 
@@ -36,7 +38,8 @@ def fenced(
         *templates: names of resources. {name} is replaced by an argument of the call, or its default;
             {name.attribute}, {name[key]} and {name:format} work as in str.format, {self.id} in methods. A
             function is called with all arguments, defaults too, and returns the name.
-        **settings: as for `fenced_lock`; the default authority is the one at the time of the call.
+        **settings: as for `fenced_lock`; the default authority is the one at the time of the call. With
+            `if_held="skip"` a call returns None if another holds the lock, and the function is not called.
 
     Raises:
         TypeError: for a field that is no parameter of the function, for a setting that `fenced_lock` does not
@@ -47,6 +50,7 @@ def fenced(
     if not templates or not all(isinstance(template, str) or callable(template) for template in templates):
         raise TypeError('fenced needs the name of what to lock: write @fenced("order:{order_id}")')
     fenced_lock("checks the settings", **settings)
+    skips = settings.get("if_held") == "skip"
 
     def decorate(function: Callable[_P, _R]) -> Callable[_P, _R]:
         signature = check_function(function, templates)
@@ -62,15 +66,19 @@ def fenced(
 
             @functools.wraps(function)
             async def fenced_coroutine(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-                async with lock_for(*args, **kwargs):
-                    return await cast("Callable[_P, Awaitable[Any]]", function)(*args, **kwargs)
+                with _skipping(skips) as held:
+                    async with lock_for(*args, **kwargs):
+                        held.append(True)
+                        return await cast("Callable[_P, Awaitable[Any]]", function)(*args, **kwargs)
 
             return cast("Callable[_P, _R]", fenced_coroutine)
 
         @functools.wraps(function)
         def fenced_function(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with lock_for(*args, **kwargs):
+            with _skipping(skips) as held, lock_for(*args, **kwargs):
+                held.append(True)
                 return _done(function(*args, **kwargs), function)
+            return cast("_R", None)
 
         return fenced_function
 
@@ -85,6 +93,17 @@ def fill(templates: Sequence[str | Callable[..., str]], call: inspect.BoundArgum
         else template(*call.args, **call.kwargs)
         for template in templates
     ]
+
+
+@contextmanager
+def _skipping(skips: bool) -> Iterator[list[bool]]:
+    """Let a block end if its lock is held by another; the body notes that it has begun."""
+    held: list[bool] = []
+    try:
+        yield held
+    except LockTimeoutError:
+        if held or not skips:
+            raise
 
 
 class _Filling(string.Formatter):

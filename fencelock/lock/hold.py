@@ -19,6 +19,7 @@ from weakref import ReferenceType, WeakValueDictionary, ref
 
 from fencelock import _events
 from fencelock._events import LeaseLost, LockAcquired, LockEnd, LockReleased, LossReason, TokenReminted
+from fencelock._generators import Steps
 from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, Grant, named
 from fencelock.lease import Lease, note_ended, note_held, stands_here
@@ -45,6 +46,9 @@ class Hold:
         release_finished: whether the release was answered, or given up. Only then an extension may release
             once more, because the release would otherwise report a loss.
         given_back: whether the release has succeeded, so that none is sent again.
+        keep_until: until when its lease is kept although the last block was left, on the clock of
+            `time.monotonic`.
+        give_back: releases its grant, or keeps it until then.
         template: the template of `@fenced`; empty for other locks.
         since: when listeners heard that it is held; None before that, and after its end.
         place: the line of the program that acquired it: code and line number.
@@ -67,6 +71,8 @@ class Hold:
     extended_after_release: bool = False
     release_finished: bool = False
     given_back: bool = False
+    keep_until: float = -math.inf
+    give_back: Callable[[Grant], Steps[bool | None]] = field(init=False)
     template: str = ""
     since: float | None = None
     loss: LossReason | Literal[""] = ""
@@ -80,7 +86,12 @@ class Hold:
         self.leases = tuple([Lease(resource, token, self.grant.expires_at) for resource, token in granted])
         for lease in self.leases:
             lease.granted_at = time.monotonic()
+        self.give_back = self.authority.release_gen
         self.itself = ref(self)
+
+    def keep_at_least(self, seconds: float) -> None:
+        """Keep the lease for these seconds since its grant; the longest time of all its blocks counts."""
+        self.keep_until = max(self.keep_until, self.leases[0].granted_at + seconds)
 
     def wait_for_transactions(self) -> None:
         """Note that the last block was left, and that the end of open transactions releases the hold."""

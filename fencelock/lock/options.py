@@ -7,6 +7,7 @@ from typing import Final, Literal, TypedDict
 from fencelock.authority.base import Authority
 
 IfLost = Literal["raise", "warn"]
+IfHeld = Literal["wait", "skip"]
 DEFAULT_TTL: Final = 30.0
 
 
@@ -20,6 +21,10 @@ class LockSettings(TypedDict, total=False):
     fair: bool
     reentrant: bool
     if_lost: IfLost
+    if_held: IfHeld
+    at_least: float | None
+    shared: bool
+    readers: int | None
 
 
 class AllLockSettings(LockSettings, total=False):

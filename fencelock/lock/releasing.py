@@ -9,7 +9,7 @@ import functools
 import logging
 import threading
 import time
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
 from fencelock import _threads
 from fencelock._generators import Call, Steps
@@ -141,8 +141,8 @@ def stop_renewal_gen(hold: Hold) -> Steps[None]:
 def resume_renewal_gen(hold: Hold) -> Steps[None]:
     """Extend a hold again after a stop; release it if another thread has released it meanwhile."""
     if hold.released:
-        for grant in release_again(hold):
-            yield from hold.authority.release_gen(grant)
+        for steps in release_again(hold):
+            yield from steps
     elif hold.renewer is not None and not hold.over:
         hold.renewer.add(hold)
 
@@ -166,10 +166,15 @@ def leave_gen(block: Block) -> Steps[LostLease | None]:
 
 
 def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
-    """Release a hold; return how to report a loss that came before, else None."""
+    """Release a hold; return how to report a loss that came before, else None.
+
+    With `at_least`, its lease stays on the authority until then. In this process it is released all the same.
+    """
     if hold.given_back:
         return None
     lost = hold.leases[0].lost
+    if hold.keep_until > time.monotonic() and not lost:
+        hold.give_back = functools.partial(cast("Any", hold.authority).keep_gen, until=hold.keep_until)
     remove(hold)
     if lost and hold.leases[0].inherited:
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
@@ -183,16 +188,16 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
         finally:
             hold.extended_after_release = False  # this release covers the extensions until now
             try:
-                released = yield from hold.authority.release_gen(hold.grant)
+                released = yield from hold.give_back(hold.grant)
             finally:
                 hold.release_finished = True
                 if hold.extended_after_release:
-                    yield from hold.authority.release_gen(hold.grant)
+                    yield from hold.give_back(hold.grant)
         if released is None:
-            logger.warning("%s: too few answers to its release; it ends by itself at the latest", hold.name)
+            logger.warning("%s: too few answers to its release; it ends with its ttl", hold.name)
     except AuthorityError as error:
         failure = error
-        logger.warning("%s was not released, and ends by itself at the latest: %s", hold.name, error)
+        logger.warning("%s was not released, and ends with its ttl: %s", hold.name, error)
     except BaseException:  # a cancellation, or a signal handler's error; the release was sent
         hold.note_released()
         raise

@@ -1,4 +1,4 @@
-"""Locks of several holders: a semaphore, and readers beside each other with writers alone.
+"""Locks of several holders: a semaphore; and readers beside each other, with writers alone.
 
 They have no protocol of their own. A slot is a resource, such as `gpu#2`. A holder of a semaphore, or a
 reader, has one of the slots. A writer has the resource itself and all slots.
@@ -6,35 +6,78 @@ reader, has one of the slots. A writer has the resource itself and all slots.
 
 from __future__ import annotations
 
-import functools
+import asyncio
+import math
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Final
+from weakref import WeakKeyDictionary
 
-from fencelock._generators import Steps
+from fencelock._generators import Call, Steps
 from fencelock.authority.base import Authority, Grant
-from fencelock.errors import LockTimeoutError
+from fencelock.errors import LockError, LockTimeoutError
 from fencelock.lock.base import Token
 from fencelock.lock.hold import Block, Hold
 from fencelock.lock.lock import FencedLock
-from fencelock.lock.waiting import go_on_waiting
 
 MAX_SLOTS: Final = 1000
 _PATIENCE: Final = 0.1
 """Seconds to wait for one slot before the others are tried again."""
+_LOOKED_AT: Final = 64
+"""How many slots above the last one are looked at, for programs that have more."""
+
+_checked: WeakKeyDictionary[Authority, set[tuple[str, int]]] = WeakKeyDictionary()
+"""The names and numbers of slots whose higher slots were found free, once in a process."""
 
 
-def slot_names(name: str, count: int) -> tuple[str, ...]:
-    return tuple([f"{name}#{number}" for number in range(count)])
+def make_lock(
+    resources: tuple[str, ...],
+    find_authority: Callable[[], Authority],
+    *,
+    shared: bool = False,
+    readers: int | None = None,
+    **settings: Any,
+) -> FencedLock[Any]:
+    """Return a lock on resources; on one with readers if their number is given."""
+    if not shared and readers is None:
+        return FencedLock(resources, find_authority, **settings)
+    if len(resources) != 1:
+        raise TypeError(f"a lock with readers is of one resource, not of {len(resources)}")
+    if readers is None:
+        raise ValueError("how many may read at once? Write shared=True, readers=16, in all programs the same")
+    kind = ReaderLock if shared else WriterLock
+    return kind(resources[0], checkslot_names("readers", readers), find_authority, **settings)
 
 
-def check_slots(setting: str, value: object) -> int:
+def checkslot_names(setting: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{setting} is a whole number, not {value!r}")
     if not 1 <= value <= MAX_SLOTS:
         raise ValueError(f"{setting} is a number from 1 to {MAX_SLOTS}, not {value}")
     return value
+
+
+def slot_names(name: str, first: int, end: int) -> tuple[str, ...]:
+    return tuple([f"{name}#{number}" for number in range(first, end)])
+
+
+def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
+    """Wait until the slots of programs with a larger number are free."""
+    checked = _checked.setdefault(block.authority, set())
+    end = math.inf if block.timeout is None else time.monotonic() + block.timeout
+    while (name, count) not in checked:
+        higher = yield from block.authority.inspect_gen(slot_names(name, count, count + _LOOKED_AT))
+        if not higher:
+            checked.add((name, count))
+        elif time.monotonic() >= end:
+            raise LockTimeoutError(
+                f"{higher[0].resource!r} is held, and this program has {count} slots of {name!r}: give all "
+                "programs the same number (slots=, readers=), or wait until those with more have ended",
+                holder_ttl=higher[0].remaining,
+            )
+        else:
+            yield Call(lambda: time.sleep(_PATIENCE), lambda: asyncio.sleep(_PATIENCE))
 
 
 class OneOf(FencedLock[Token]):
@@ -43,51 +86,60 @@ class OneOf(FencedLock[Token]):
     def __init__(
         self, name: str, count: int, find_authority: Callable[[], Authority], **settings: Any
     ) -> None:
-        super().__init__(slot_names(name, count), find_authority, **settings)
+        super().__init__(slot_names(name, 0, count), find_authority, **settings)
         self._name = name
 
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
     ) -> Steps[tuple[str, ...]]:
-        """Enter the slot that the owner has already."""
-        if not self._reentrant or self._handed is not None:
+        """Enter the slot that the owner has already; a writer has all of them."""
+        if not self._reentrant:
             return names
         yield from super()._enter_again_gen(block, held[:1], names)
         if not block.holds:  # it was released meanwhile
             return names
-        block.names = block.holds[0].grant.resources
+        its = block.holds[0].grant.resources
+        block.names = (next(name for name in its if name in names),)
         return ()
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
-        if self._handed is not None:
-            return (yield from super()._grant_gen(block, missing, in_loop=in_loop))
-        its = block.authority.aio if in_loop else block.authority
-        go_on = functools.partial(go_on_waiting, block, missing, self.template)
-        for name, patience in _tries(missing, block.timeout):
-            try:
-                grant = yield from its.acquire_gen(
-                    (name,), ttl=self._ttl, timeout=patience, fair=self._fair, go_on=go_on
-                )
-            except LockTimeoutError as error:
-                failed = error
-            else:
-                block.names = grant.resources
-                return grant
-        raise LockTimeoutError(
-            f"all {len(missing)} slots of {self._name!r} are held by others", holder_ttl=failed.holder_ttl
-        )
+        yield from _wait_for_higher_gen(block, self._name, len(missing))
+        timeout, ttl = block.timeout, None
+        try:
+            for name, block.timeout in _tries(missing, timeout):
+                try:
+                    grant = yield from super()._grant_gen(block, (name,), in_loop=in_loop)
+                except LockTimeoutError as error:
+                    ttl = error.holder_ttl
+                else:
+                    block.names = (name,)
+                    return grant
+        finally:
+            block.timeout = timeout
+        held = f"all {len(missing)} slots of {self._name!r} are held by others"
+        raise LockTimeoutError(held, holder_ttl=ttl)
+
+    def _locked_gen(self, authority: Authority) -> Steps[bool]:
+        return len((yield from authority.inspect_gen(self._resources))) == len(self._resources)
 
 
 def _tries(names: Sequence[str], timeout: float | None) -> Iterator[tuple[str, float]]:
     """Yield which slot to try next, and for how many seconds: each at once, then one for a while."""
-    end = None if timeout is None else time.monotonic() + timeout
+    end = math.inf if timeout is None else time.monotonic() + timeout
     while True:
         order = random.sample(names, len(names))
         yield from ((name, 0.0) for name in order)
-        left = _PATIENCE if end is None else min(_PATIENCE, end - time.monotonic())
+        left = min(_PATIENCE, end - time.monotonic())
         if left <= 0:
             return
         yield order[0], left
+
+
+class ReaderLock(OneOf[int]):
+    """A shared lock: one of the slots that a writer takes all of."""
+
+    def __repr__(self) -> str:
+        return f"<fenced_lock {self._name!r} shared, {'held' if self._entered else 'not held'}>"
 
 
 class FencedSemaphore(OneOf[tuple[int, int]]):
@@ -125,38 +177,70 @@ class WriterLock(FencedLock[int]):
     def __init__(
         self, name: str, readers: int, find_authority: Callable[[], Authority], **settings: Any
     ) -> None:
-        super().__init__((name, *slot_names(name, readers)), find_authority, **settings)
+        super().__init__((name, *slot_names(name, 0, readers)), find_authority, **settings)
         self._names = (name,)
+        #: The locks with which acquisitions collect slot after slot.
+        self._parts: list[FencedLock[int]] = []
 
-    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant | None]:
+    def __repr__(self) -> str:
+        return f"<fenced_lock {self._names[0]!r} beside readers, {'held' if self._entered else 'not held'}>"
+
+    def cancel(self) -> None:
+        """Cancel the acquisitions of this lock that wait: see `FencedLock.cancel`."""
+        super().cancel()
+        for part in tuple(self._parts):
+            part.cancel()
+
+    def _enter_again_gen(
+        self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
+    ) -> Steps[tuple[str, ...]]:
+        if self._names[0] not in held[0].grant.resources:
+            raise LockError(
+                f"{self!r}: this thread, task or greenlet reads under a shared lock of it, and would wait "
+                "for itself: leave that first, then lock, and read again"
+            )
+        return (yield from super()._enter_again_gen(block, held, names))
+
+    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
         """Acquire all at once; else the resource, so that no other writer begins, and slot after slot."""
-        its = block.authority.aio if in_loop else block.authority
+        yield from _wait_for_higher_gen(block, self._names[0], len(self._resources) - 1)
+        timeout, block.timeout = block.timeout, 0
+        end = math.inf if timeout is None else time.monotonic() + timeout
         try:
-            return (yield from its.acquire_gen(missing, ttl=self._ttl, timeout=0))
-        except LockTimeoutError:
-            if block.timeout == 0:
-                raise
-        end = None if block.timeout is None else time.monotonic() + block.timeout
-        for name in missing:
-            left = None if end is None else max(0.0, end - time.monotonic())
-            yield from self._collect_gen(block, name, left, in_loop=in_loop)
-        return None
+            try:
+                return (yield from super()._grant_gen(block, missing, in_loop=in_loop))
+            except LockTimeoutError:
+                if timeout == 0:
+                    raise
+            for name in missing[:-1]:
+                yield from self._collect_gen(block, name, end, in_loop=in_loop)
+            block.timeout = _left_until(end)
+            return (yield from super()._grant_gen(block, missing[-1:], in_loop=in_loop))
+        finally:
+            block.timeout = timeout
 
-    def _collect_gen(self, block: Block, name: str, timeout: float | None, *, in_loop: bool) -> Steps[None]:
-        """Acquire one resource, renewed from now on, and enter it with the block."""
+    def _collect_gen(self, block: Block, name: str, end: float, *, in_loop: bool) -> Steps[None]:
+        """Acquire one resource, which is renewed from now on, and enter it with the block."""
         part = FencedLock[int](
             (name,),
             self._find_authority,
             ttl=self._ttl,
-            timeout=timeout,
+            timeout=_left_until(end),
             renew=self._renew,
-            max_hold=self._max_hold,
+            max_hold=None if self._max_hold == math.inf else self._max_hold,
+            at_least=self._at_least or None,
             fair=self._fair,
         )
         own = part._new_block()  # noqa: SLF001 - the modules of a lock share private names
         own.had_to_wait = block.had_to_wait
+        self._parts.append(part)
         try:
             yield from part._acquire_gen(own, in_loop=in_loop)  # noqa: SLF001 - the same
             block.enter_again(own.holds[0])
         finally:
+            self._parts.remove(part)
             yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
+
+
+def _left_until(end: float) -> float | None:
+    return None if end == math.inf else max(0.0, end - time.monotonic())

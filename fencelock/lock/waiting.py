@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 import shlex
 import threading
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from types import CodeType
-from typing import Final
+from typing import Any, Final
 
 from fencelock import _events
 from fencelock._events import LockWaiting
 from fencelock._generators import Steps
 from fencelock._owners import running_loop
-from fencelock.authority.base import Authority, GivenUp, named
+from fencelock.authority.base import Authority, GivenUp, Grant, named
 from fencelock.errors import AuthorityError, LockTimeoutError
 from fencelock.lease import held_leases, latest_session
 from fencelock.lock.hold import Block, holds_of
@@ -22,6 +23,11 @@ logger = logging.getLogger("fencelock.lock")
 
 #: The resources whose acquisition kept a connection while it waited, as the log told once.
 _warned: list[tuple[str, ...]] = []
+
+#: Seconds after which an acquisition gives up that does not wait for holders, if it cannot learn of one.
+_UNDECIDED: Final = 10.0
+#: Seconds for which it contends before it looks again for a holder.
+_CONTEST: Final = 0.1
 
 _OTHER_CALLER: Final = (
     "this very thread has taken it, {}, for a caller of another context. A lock is entered again only where "
@@ -43,6 +49,24 @@ def go_on_waiting(block: Block, resources: tuple[str, ...], template: str) -> No
         _warn_of_connection(resources)
         if _events.listeners:
             _events.tell(LockWaiting(block.authority, resources, template))
+
+
+def acquire_unless_held_gen(
+    authority: Any, resources: tuple[str, ...], acquire: Callable[..., Steps[Grant]]
+) -> Steps[Grant]:
+    """Acquire, but raise LockTimeoutError as soon as another holder is known.
+
+    Contenders that begin together may divide the votes of the nodes. Each of them goes on until one of them
+    holds the lock, because otherwise all of them could give up.
+    """
+    until, timeout = time.monotonic() + _UNDECIDED, 0.0
+    while True:
+        try:
+            return (yield from acquire(timeout=timeout))
+        except LockTimeoutError:
+            if time.monotonic() > until or (yield from authority.is_held_gen(resources)):
+                raise
+        timeout = _CONTEST
 
 
 def _warn_of_connection(resources: tuple[str, ...]) -> None:

@@ -18,10 +18,11 @@ LabelFunction = Callable[[LockEvent], str]
 def kind_of_lock(event: LockEvent) -> str:
     """Return the template that `@fenced` was given, or else what stands before the first `:`.
 
-    A name without one may be a person's, and is "other".
+    A name without one may be a person's, and is "other". A slot of a semaphore is called by the semaphore.
     """
-    constant, colon, _ = event.resources[0].partition(":")
-    return event.template or (constant if colon else OTHER)
+    name, slot, _ = event.resources[0].rpartition("#")
+    constant, colon, _ = (name or event.resources[0]).partition(":")
+    return event.template or (constant if colon or slot else OTHER)
 
 
 class Labels:

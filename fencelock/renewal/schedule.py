@@ -50,6 +50,8 @@ class Renewable(Protocol):
     @property
     def authority(self) -> Authority: ...
     @property
+    def give_back(self) -> Callable[[Grant], Steps[bool | None]]: ...
+    @property
     def itself(self) -> Callable[[], Renewable | None]: ...
     @property
     def over(self) -> bool: ...
@@ -127,7 +129,7 @@ class Renewer(abc.ABC):
         """Extend the holds that are due, give up those that have ended, and plan the rest."""
         authority = due[0].authority
         calls: Calls = []
-        ended: list[Grant] = []
+        ended: list[Steps[Any]] = []
         wanted = list(self._look(due, now, calls, ended))
         wishes = [wish for _, wish, _ in wanted]
         outcomes = (yield from _tried(authority.extend_gen(wishes), len(wanted))) if wanted else ()
@@ -138,14 +140,14 @@ class Renewer(abc.ABC):
             elif hold.grant is grant:  # else its holder has extended or reminted it, and plans it again
                 calls += self._note(hold, outcome, late, now())
                 if hold.over:
-                    ended.append(hold.grant)
+                    ended.append(authority.release_gen(hold.grant))
         if calls:
             tell(calls)
         for each in ended:
-            yield from _tried(authority.release_gen(each))
+            yield from _tried(each)
 
     def _look(
-        self, due: Iterable[Renewable], now: Callable[[], float], calls: Calls, ended: list[Grant]
+        self, due: Iterable[Renewable], now: Callable[[], float], calls: Calls, ended: list[Steps[Any]]
     ) -> Iterator[tuple[Renewable, Wish, float]]:
         """Yield each hold to extend, its wish, and the seconds that it is late; give up ended holds."""
         for hold in due:
@@ -154,7 +156,7 @@ class Renewer(abc.ABC):
                 continue
             if moment >= hold.grant.expires_at:
                 calls += _give_up(hold, moment)
-                ended.append(hold.grant)
+                ended.append(hold.authority.release_gen(hold.grant))
             elif _is_final(hold):
                 self.reschedule(hold, moment)
             else:
@@ -210,11 +212,11 @@ def _tell(hold: Renewable, outcome: Grant | FencelockError, late: float) -> None
             _events.tell(LeaseExtended(*names, word, late, hold.ttl, outcome))
 
 
-def release_again(hold: Renewable) -> Iterator[Grant]:
-    """Yield the grant to release once more, because an extension may have made its locks again."""
+def release_again(hold: Renewable) -> Iterator[Steps[Any]]:
+    """Yield the steps that give a hold back once more, because an extension may have made its locks again."""
     hold.extended_after_release = True  # if the release is still under way, it releases once more itself
     if hold.release_finished:
-        yield hold.grant
+        yield hold.give_back(hold.grant)
 
 
 def tell(calls: Iterable[Callable[[], object]]) -> None:

@@ -401,15 +401,16 @@ class ModelNode:
         return refused.kind is ReplyKind.AMNESIA or (restarted and "next" not in self.hash)
 
     def _extend(self, keys: Sequence[str], nonce: str, ttl: int, value: str) -> int:
+        ends = self.now + abs(ttl)
         locks = {key: self.lock(key) for key in keys}
         missing = [key for key, lock in locks.items() if lock is None or _is_claim(lock, nonce)]
         if any(lock is not None and lock.nonce != nonce for key, lock in locks.items() if key not in missing):
             return 0
         for key, lock in locks.items():
             if key in missing:
-                self.locks[key] = self.made_again(nonce, value, self.now + ttl)
-            elif lock is not None and lock.ends < self.now + ttl:
-                self.locks[key] = lock._replace(ends=self.now + ttl)
+                self.locks[key] = self.made_again(nonce, value, ends)
+            elif lock is not None and (ttl < 0 or lock.ends < ends):
+                self.locks[key] = lock._replace(ends=ends)
         return self.after_making_again if missing else 2
 
     def made_again(self, nonce: str, value: str, ends: float) -> Lock:

@@ -13,7 +13,7 @@ PAGES: Final = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "do
 
 #: Languages whose blocks run, and those that only show something: output, or what another program reads.
 RUN: Final = ("python", "sh")
-SHOWN: Final = ("text", "sql", "ini")
+SHOWN: Final = ("text", "sql", "ini", "yaml")
 
 _FENCE: Final = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
 _FILE: Final = re.compile(r"# (?P<name>[\w/.-]+\.py)$")

@@ -20,7 +20,7 @@ PAGE: Final = ROOT / "docs" / "names.md"
 
 LOCKS: Final = (
     *("fenced_lock", "take_over", "fenced_transaction", "fenced", "configure", "exit_on_signals"),
-    *("assert_held", "Database", "lease_table", "Redlock"),
+    *("assert_held", "Database", "lease_table", "Redlock", "leader"),
 )
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
 WRITING: Final = (
@@ -29,7 +29,15 @@ WRITING: Final = (
     *("claim_async", "claim_all_async", "gate_async"),
 )
 WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
-OBJECTS: Final = ("FencedLock", "AsyncLock", "FencedTransaction", "AsyncFencedTransaction", "Lease")
+OBJECTS: Final = (
+    "FencedLock",
+    "AsyncLock",
+    "FencedTransaction",
+    "AsyncFencedTransaction",
+    "Lease",
+    "Leader",
+    "Term",
+)
 MEMBERS: Final = {
     "Lease": ("resource", "fencing_token", "expires_at", "remaining", "lost", "in_doubt"),
     "Database": ("lock", "inspect", "force_release", "init", "close"),

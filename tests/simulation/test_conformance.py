@@ -82,7 +82,8 @@ class LockCommand:
         keys = [f"{NODE_KEY}:l:{name}" for _, names in grants for name in names]
         parts: list[str | int] = []
         for nonce, names in grants:
-            parts += [nonce, _LONG, len(names), f"{nonce}|{self.epoch}|restored"]
+            ttl = -_SHORT if self.flag else _LONG  # below zero: exactly
+            parts += [nonce, ttl, len(names), f"{nonce}|{self.epoch}|restored"]
         return Command("extend", "", (NODE_KEY, *keys), (self.fingerprint, "", *parts))
 
 

@@ -63,6 +63,7 @@ class Acquiring(Releasing):
         timeout: float | None,
         fair: bool = False,
         go_on: Callable[[], None] = lambda: None,
+        at_least: float = 0.0,  # noqa: ARG002 - a database keeps every lease
     ) -> Steps[Grant]:
         if fair:
             raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")

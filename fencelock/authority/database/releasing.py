@@ -21,7 +21,7 @@ from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.loops import Abandon, Later, Wait, pauses
 from fencelock.authority.database.queues import QUEUES, Place, Queues
 from fencelock.authority.database.statements import Statement
-from fencelock.errors import AuthorityError, QuorumError
+from fencelock.errors import AuthorityError, FencelockError, QuorumError
 from fencelock.lease import validity
 
 logger = logging.getLogger("fencelock.authority")
@@ -83,6 +83,24 @@ class Releasing(Connecting):
         owed = Owed(grant.resources, grant.expires_at, in_doubt=False)
         self._confirmed.append((time.monotonic(), grant.proof, owed))
         return done
+
+    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
+        def keep(connection: Lent) -> int:
+            asked = {"nonce": grant.proof, "ttl": max(until - time.monotonic(), 0.0)}
+            return sum(
+                connection.execute(self._says.keep, {**asked, "resources": part}).changed
+                for part in parts(grant.resources)
+            )
+
+        count: int
+        try:
+            count = yield from self.asking(Work(keep), until=grant.expires_at)
+        except (FencelockError, GeneratorExit):
+            raise
+        except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+            yield Abandon(functools.partial(self.asking, Work(keep), until=grant.expires_at))
+            raise
+        return count == len(grant.resources)
 
     def _transferring(self, grant: Grant, nonce: str, queues: Queues, place: Place) -> Steps[bool | None]:
         """Release a lease and acquire it for the next caller of this world, by one statement."""

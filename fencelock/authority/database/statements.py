@@ -235,6 +235,8 @@ class Statements:
             "WHERE nonce IS NOT NULL AND nonce <> :world AND expires_at > {now} AND resource IN (:resources…)"
         )
         self.extend = said("UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}")
+        #: Moves the end of a lease, earlier or later.
+        self.keep = said("UPDATE {table} SET expires_at = {until} WHERE {ours}{durably}")
         self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
         #: Joins the queue of a held resource; PostgreSQL returns the seconds and the place, too.
         self.queue_up = said(words["queue_up"])

@@ -148,6 +148,7 @@ class Redlock(GeneratorAuthority):
         timeout: float | None,
         fair: bool = False,
         go_on: Callable[[], None] = lambda: None,
+        at_least: float = 0.0,
     ) -> Steps[Grant]:
         """See `Authority.acquire_gen`.
 
@@ -156,11 +157,11 @@ class Redlock(GeneratorAuthority):
             QuorumError: too few nodes answered.
             NodesNotInitialisedError: too many nodes are blank.
             MembershipError: nodes and client disagree on which the N nodes are.
-            ValueError: the ttl is longer than these nodes allow.
+            ValueError: the ttl, or `at_least`, is longer than these nodes allow.
         """
         queue = queue or self._connections.queue
         waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        acquisition = Acquisition(resources, ttl, self._new_nonce, waiter)
+        acquisition = Acquisition(resources, ttl, self._new_nonce, waiter, at_least=at_least)
         initialised = False
         while True:
             try:
@@ -190,6 +191,12 @@ class Redlock(GeneratorAuthority):
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         return attempts.release(self._current, grant.proof)
+
+    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
+        return holding.keep(self._current(), grant.proof, until - time.monotonic())
+
+    def is_held_gen(self, resources: tuple[str, ...]) -> Steps[bool]:
+        return inspecting.is_held(self._current, resources)
 
     def vouch_gen(self, grant: Grant) -> Steps[bool]:
         tokens = dict(zip(grant.resources, grant.tokens, strict=True))

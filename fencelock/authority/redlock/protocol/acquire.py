@@ -131,6 +131,7 @@ class Acquisition:
         new_nonce: makes a nonce when it is needed. If two processes that were restored from one snapshot
             shared a prepared nonce, a node would take the attempt of one for that of the other, sent again.
         waiter: knows its place in line; None without waiting.
+        at_least: for how many seconds the holder may keep the lease at its end.
         instead_of: the grant whose locks the attempts take over.
     """
 
@@ -141,8 +142,11 @@ class Acquisition:
         new_nonce: Callable[[], str],
         waiter: Waiter | None = None,
         instead_of: Granted | None = None,
+        *,
+        at_least: float = 0.0,
     ) -> None:
         self._resources = resources
+        self._longest = max(ttl, at_least)
         self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
         self._ttl = ttl
         self._new_nonce = new_nonce
@@ -252,8 +256,8 @@ class Acquisition:
         Raises:
             ValueError: the ttl is longer than these nodes allow.
         """
-        if self._ttl > node_set.max_ttl:
-            raise_ttl_too_long(self._ttl, node_set)
+        if self._longest > node_set.max_ttl:
+            raise_ttl_too_long(self._longest, node_set)
         nonce = self._new_nonce()
         position = self._waiter.position() if self._waiter is not None else None
         attempt = Attempt.of(node_set, self._canonical, nonce, self._ttl, position)

@@ -1,4 +1,4 @@
-"""Operations on a lock that is held: extend and remint."""
+"""Operations on a lock that is held: extend, keep and remint."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
 from typing import Any, Final, NoReturn
 
+from fencelock._checks import MIN_TTL
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.redlock.protocol.acquire import Acquisition, make_attempt, next_pause
 from fencelock.authority.redlock.protocol.attempts import (
@@ -154,6 +155,25 @@ def _extended(
             nodes=by_name(node_set.names, answers),
         )
     return max(expires_at, granted.expires_at)
+
+
+def keep(node_set: NodeSet, granted: Granted, seconds: float) -> Generator[Broadcast, Replies, bool | None]:
+    """Have a grant end after these seconds, sooner or later than it would; the tokens stay.
+
+    Returns True if a majority has it until then, False if none can any more, None if too few answered. Those
+    that did not answer have it for its ttl.
+    """
+    attempt = replace(granted.attempt, ttl=-max(seconds, MIN_TTL))
+    command = _extend_command(node_set, [attempt], [granted.epoch])
+    request = Broadcast(command, node_set.all_nodes, _are_clear(node_set, 1), node_set.patience)
+    try:
+        done = yield request
+    except (FencelockError, GeneratorExit):
+        raise
+    except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+        yield request._replace(enough=lambda _: True, patience=0.0)
+        raise
+    return _still_extended(node_set, done.answers, 0)
 
 
 def _of_one(answers: NodeReplies, index: int) -> NodeReplies:

@@ -76,6 +76,17 @@ def look(
     ]
 
 
+def is_held(current: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Broadcast, Any, bool]:
+    """Return whether one holder has one of these resources on a majority of the nodes.
+
+    Raises:
+        QuorumError: too few nodes vote.
+    """
+    node_set, seen, _ = yield from _seen_by_nodes(current, resources)
+    votes = (Counter(each.nonce for each in its.values()) for its in seen.values())
+    return any(max(each.values()) >= node_set.quorum for each in votes)
+
+
 def force(
     current: Callable[[], NodeSet], resource: str, token: int | None
 ) -> Generator[Broadcast, Any, LockInfo | None]:

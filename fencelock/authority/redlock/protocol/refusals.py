@@ -99,8 +99,8 @@ def _when_back(node_set: NodeSet, answers: NodeReplies) -> str:
 def raise_ttl_too_long(ttl: float, node_set: NodeSet) -> NoReturn:
     """Raise the ValueError of a ttl for which a node that lost its memory would not stay out."""
     raise ValueError(
-        f"a ttl of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes allow: one that "
-        "lost its memory stays out for no longer. Use a shorter one, which is renewed, or type: "
+        f"a ttl (or at_least) of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes allow: "
+        "one that lost its memory stays out for no longer. Use a shorter one (a ttl is renewed), or type: "
         + node_set.init_command.replace("init", f"nodes set --max-ttl {math.ceil(ttl)}", 1)
     )
 

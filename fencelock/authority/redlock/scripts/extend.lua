@@ -1,6 +1,6 @@
 -- include marker
 -- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. The
--- tokens stay. A lock that is missing here is made again with a mark that no CONFIRM accepts: this node had
+-- tokens stay, and no lock is shortened. A ttl below zero is exact: the lock ends after so many ms, sooner or later. A lock that is missing here is made again with a mark that no CONFIRM accepts: this node had
 -- missed it, or lost it. That is not counted in this round: another holder may have had it in between.
 -- A node that does not vote, for it is blank or has restarted, makes locks as well, and counts for nothing: when it
 -- is admitted, it has the locks of all leases that are extended.
@@ -21,7 +21,8 @@ end
 local answer, key = {'EXTENDED', tonumber(state[1] or 0)}, 2
 for at = 3, #ARGV - 5, 4 do
   local nonce, ttl, last = ARGV[at], tonumber(ARGV[at + 1]), key + tonumber(ARGV[at + 2]) - 1
-  local code, missing = 2, {}
+  local code, missing, is_exact = 2, {}, ttl < 0
+  ttl = math.abs(ttl)
   for i = key, last do
     local holder, epoch = read_lock(KEYS[i])
     if not holder or (holder ~= nonce and is_claim(KEYS[i], holder, epoch)) then
@@ -35,7 +36,7 @@ for at = 3, #ARGV - 5, 4 do
       if missing[i] then
         redis.call('SET', KEYS[i], ARGV[at + 3], 'PX', ttl)
         code = 1
-      elseif redis.call('PTTL', KEYS[i]) < ttl then
+      elseif is_exact or redis.call('PTTL', KEYS[i]) < ttl then
         redis.call('PEXPIRE', KEYS[i], ttl)
       end
     end

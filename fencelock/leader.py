@@ -1,0 +1,249 @@
+"""One leader among several processes: the one that holds a lock, term after term.
+
+It stands on `fenced_lock`, and has no protocol of its own: a *term* is one lease, which is renewed until the
+leader resigns or the lease is lost. The next leader has a larger token, so the database refuses the late
+writes of the one before.
+"""
+
+# ruff: noqa: SLF001 - a leader ends its terms
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import random
+import threading
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, TypeVar, final, overload
+
+from fencelock._locking import fenced_lock
+from fencelock.authority.base import Authority
+from fencelock.errors import AuthorityError, FenceError, LockLostError, QuorumError
+from fencelock.lease import Lease
+
+_R = TypeVar("_R")
+
+logger = logging.getLogger("fencelock.leader")
+
+#: The part of its ttl by which a term ends before its lease, so that the work under it can stop.
+_MARGIN: Final = 0.1
+#: Seconds between two looks of a task that sleeps until a term ends.
+_LOOK: Final = 0.05
+_FIRST_PAUSE: Final = 0.1
+_LONGEST_PAUSE: Final = 5.0
+
+
+@final
+class Term:
+    """The time for which a leader is elected; it ends once.
+
+    Threads may share it. A term of a forked child is not current.
+
+    Attributes:
+        lease: guards the writes of this term: `bind(session, term.lease)` in other threads and executors.
+    """
+
+    def __init__(self, lease: Lease, ttl: float) -> None:
+        self.lease = lease
+        self._margin = ttl * _MARGIN
+        self._over = threading.Event()
+        #: Whether it was when its block was left.
+        self._was_current = False
+        self._callbacks: list[Callable[[Term], object]] = []
+
+    def __repr__(self) -> str:
+        state = "current" if self.is_current else "over"
+        return f"<Term of {self.lease.resource!r} token={self.token} {state}>"
+
+    @property
+    def token(self) -> int:
+        """The fencing token: the terms after this one have larger ones."""
+        return self.lease.fencing_token
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the term goes on, by this process' clock; no server is asked.
+
+        False a tenth of the ttl before the lease ends, and from then on; also when the loss of the lease is
+        known, and when the block was left.
+        """
+        lease = self.lease
+        if not self._over.is_set() and (self._seconds_left() <= 0 or lease.lost or not lease.usable):
+            self._end()
+        return not self._over.is_set()
+
+    def wait(self, seconds: float) -> bool:
+        """Sleep until the seconds are over or the term ends; return whether the term goes on."""
+        until = time.monotonic() + seconds
+        while self.is_current and (left := until - time.monotonic()) > 0:
+            self._over.wait(min(left, self._seconds_left()))
+        return self.is_current
+
+    async def wait_async(self, seconds: float) -> bool:
+        """Sleep as `wait` does, while other tasks run."""
+        until = time.monotonic() + seconds
+        while self.is_current and (left := until - time.monotonic()) > 0:  # noqa: ASYNC110 - threads end it
+            await asyncio.sleep(min(left, self._seconds_left(), _LOOK))
+        return self.is_current
+
+    def on_end(self, callback: Callable[[Term], object]) -> None:
+        """Call a function with the term once it is found to have ended; at once if it has.
+
+        The renewal finds a lost lease at its end at the latest. It calls from a new thread, or from the event
+        loop. Errors are logged.
+
+        Raises:
+            TypeError: `callback` is not a plain function.
+        """
+        given: object = callback
+        if not callable(given) or inspect.iscoroutinefunction(given):
+            raise TypeError(f"on_end calls a plain function with the term, and {callback!r} is none")
+        self._callbacks.append(callback)
+        if self._over.is_set():
+            self._end()
+
+    def _end(self) -> None:
+        self._over.set()
+        with contextlib.suppress(IndexError):
+            while True:
+                call = self._callbacks.pop(0)  # in one step of Python: each is called once
+                try:
+                    call(self)
+                except Exception:
+                    logger.exception("a callback of on_end failed")
+
+    def _seconds_left(self) -> float:
+        return self.lease.expires_at - self._margin - time.monotonic()
+
+
+@final
+class Leader:
+    """A candidate, and the leader while it is elected: `with`, `async with`, or `run`."""
+
+    def __init__(self, name: str, ttl: float, authority: Authority | None) -> None:
+        self._lock = fenced_lock(
+            name, ttl=ttl, timeout=None, max_hold=None, reentrant=False, authority=authority
+        )
+        self._name = name
+        self._ttl = ttl
+        self._terms: dict[Lease, Term] = {}
+        terms = self._terms  # and not `self`: a leader that was thrown away must not be renewed
+        self._lock.on_lost(lambda lease: terms[lease]._end() if lease in terms else None)
+
+    def __repr__(self) -> str:
+        return f"<leader {self._name!r} {'elected' if self._terms else 'not elected'}>"
+
+    def __enter__(self) -> Term:
+        self._lock.__enter__()
+        return self._elected()
+
+    def __exit__(self, *error: object) -> None:
+        try:
+            self._resign()
+        finally:
+            self._lock.__exit__(*error)
+
+    async def __aenter__(self) -> Term:
+        await self._lock.__aenter__()
+        return self._elected()
+
+    async def __aexit__(self, *error: object) -> None:
+        try:
+            self._resign()
+        finally:
+            await self._lock.__aexit__(*error)
+
+    def _elected(self) -> Term:
+        term = self._terms[self._lock.lease] = Term(self._lock.lease, self._ttl)
+        logger.info("%s: elected with token %d", self._name, term.token)
+        return term
+
+    def _resign(self) -> None:
+        term = self._terms.pop(self._lock.lease)
+        term._was_current = term.is_current
+        term._end()
+
+    @overload
+    def run(self, work: Callable[[Term], Awaitable[_R]]) -> Awaitable[_R]: ...
+    @overload
+    def run(self, work: Callable[[Term], _R]) -> _R: ...
+    def run(self, work: Callable[[Term], Any]) -> Any:
+        """Call `work(term)` in each term, until it returns in a term that is current; return its result.
+
+        It is called again if its term was over when it returned or raised a FenceError, and after
+        LockLostError. Other errors are raised. `work` must stop when `term.wait` or `term.is_current` tells.
+        For a coroutine function, `run` returns an awaitable.
+
+        Raises:
+            AuthorityError: the nodes or the database need an operator. While they do not answer, it tries
+                again.
+        """
+        if inspect.iscoroutinefunction(work):
+            return self._run_async(work)
+        pause = 0.0
+        while True:
+            term = None
+            try:
+                with self as term:
+                    result = work(term)
+                    if term.is_current:
+                        return result
+            except (AuthorityError, FenceError, LockLostError) as error:
+                self._check_passing(error, term)
+            pause = self._next_pause(term, pause)
+            time.sleep(pause)
+
+    async def _run_async(self, work: Callable[[Term], Awaitable[_R]]) -> _R:
+        pause = 0.0
+        while True:
+            term = None
+            try:
+                async with self as term:
+                    result = await work(term)
+                    if term.is_current:
+                        return result
+            except (AuthorityError, FenceError, LockLostError) as error:
+                self._check_passing(error, term)
+            pause = self._next_pause(term, pause)
+            await asyncio.sleep(pause)
+
+    def _check_passing(self, error: Exception, term: Term | None) -> None:
+        """Raise an error again, unless the next term or the next try can end it."""
+        if term is None:
+            if not isinstance(error, QuorumError):
+                raise error
+            logger.warning("%s: no election, and another try soon: %s", self._name, error)
+        elif isinstance(error, LockLostError) or (isinstance(error, FenceError) and not term._was_current):
+            logger.warning("%s: the term with token %d is over: %s", self._name, term.token, error)
+        else:
+            raise error
+
+    def _next_pause(self, term: Term | None, last: float) -> float:
+        """Return the seconds until the next campaign: longer than the last ones, unless a term has lasted."""
+        has_lasted = term is not None and time.monotonic() - term.lease.granted_at > self._ttl
+        longest = _FIRST_PAUSE if has_lasted else min(_LONGEST_PAUSE, _FIRST_PAUSE + 2 * last)
+        return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+
+
+def leader(name: str, *, ttl: float = 15.0, authority: Authority | None = None) -> Leader:
+    """Return a candidate for the one leader of this name among all processes.
+
+    ```python
+    with leader("reports") as term:              # waits until elected; async with, too
+        while term.wait(60):
+            write_report(term.token)
+    leader("reports").run(work)                  # work(term), again in each term
+    ```
+
+    Args:
+        name: of the lock, so the lease guards rows that name it.
+        ttl: seconds of a lease, which is renewed. If the leader dies, another is elected after that.
+        authority: grants the leases; by default the one of `configure()` or FENCELOCK_URL.
+
+    Raises:
+        TypeError, ValueError: for arguments that `fenced_lock` refuses, too.
+    """
+    return Leader(name, ttl, authority)

@@ -1,0 +1,145 @@
+"""Jobs of timers: each command of docs/cron.md, and what `--if-held` and `--at-least` do to it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from proof.torture.clocks import MISSING, find_library
+from tests.pages.blocks import blocks, read
+
+pytestmark = pytest.mark.timed
+
+#: Stands for a machine of the page: it has the command on its path, and a script of its own.
+SCRIPT = "#!/bin/sh\necho ran >> runs\nexit ${STATUS:-0}\n"
+
+
+@pytest.fixture
+def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with `report.sh`, where `FENCELOCK_URL` names a database."""
+    script = tmp_path / "report.sh"
+    script.write_text(SCRIPT)
+    script.chmod(0o755)
+    (tmp_path / "runs").touch()
+    monkeypatch.setenv("FENCELOCK_URL", f"sqlite:///{tmp_path / 'jobs.db'}")
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}")
+    run(tmp_path, "fencelock init")
+    return tmp_path
+
+
+def run(folder: Path, command: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a line of a shell."""
+    return subprocess.run(
+        ["/bin/sh", "-c", command],
+        cwd=folder,
+        env={**os.environ, **environment},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=60,
+    )
+
+
+def runs(folder: Path) -> int:
+    """Return how often the script has run."""
+    return len((folder / "runs").read_text().splitlines())
+
+
+def commands_of_timers() -> list[str]:
+    """Return the commands that the page has for timers, as a shell takes them."""
+    found = []
+    for block in blocks(read("docs/cron.md")):
+        if block.language == "ini":
+            found += re.findall(r"^(?:\S+ \S+ \S+ \* \* |ExecStart=)(.+)$", block.text, re.MULTILINE)
+        elif block.language == "yaml":
+            found += [
+                shlex.join(json.loads(each))
+                for each in re.findall(r"^ *command: (\[.+\])$", block.text, re.MULTILINE)
+            ]
+    return found
+
+
+def test_page_has_a_command_for_each_timer() -> None:
+    """Of cron, systemd and Kubernetes."""
+    assert len(commands_of_timers()) == 3
+
+
+@pytest.mark.parametrize("command", commands_of_timers())
+def test_command_of_a_timer_runs_once_in_its_slot(machine: Path, command: str) -> None:
+    """The second machine comes when the job is done, and leaves it alone."""
+    first, second = run(machine, command), run(machine, command)
+    assert (first.returncode, first.stderr) == (0, "")
+    assert second.returncode == 0
+    assert re.fullmatch("skipped: the lock is held by .+ since .+\n", second.stderr)
+    assert runs(machine) == 1
+
+
+@pytest.mark.parametrize("status", ["0", "3"])
+def test_second_machine_is_late_by_a_real_delay(machine: Path, status: str) -> None:
+    """It runs the job in the next slot, and not in this one, whether or not the job has failed."""
+    command = "fencelock run job --if-held skip --at-least 4s -- ./report.sh"
+    began = time.monotonic()
+    assert run(machine, command, STATUS=status).returncode == int(status)
+    time.sleep(2)
+    assert run(machine, command).returncode == 0
+    assert runs(machine) == 1
+    time.sleep(max(0.0, began + 5.5 - time.monotonic()))
+    assert run(machine, command).returncode == 0
+    assert runs(machine) == 2
+
+
+@pytest.mark.long
+@pytest.mark.skipif(find_library() is None, reason=MISSING)
+def test_second_machine_has_a_clock_that_is_twenty_seconds_behind(machine: Path) -> None:
+    """Each machine waits for the same second by its own clock, as cron does."""
+    slot = int(time.time()) + 3
+    wait = f"while [ $(date +%s) -lt {slot} ]; do sleep 0.1; done; "
+    command = f"{wait}exec fencelock run job --if-held skip --at-least 40s -- ./report.sh"
+    behind = {"LD_PRELOAD": str(find_library()), "FAKETIME": "-20s", "FAKETIME_DONT_FAKE_MONOTONIC": "1"}
+    late = subprocess.Popen(["/bin/sh", "-c", command], cwd=machine, env={**os.environ, **behind})
+    assert run(machine, command).returncode == 0
+    assert runs(machine) == 1
+    assert late.wait(60) == 0
+    assert time.time() >= slot + 20
+    assert runs(machine) == 1
+
+
+def test_job_that_takes_longer_than_that_is_released_when_it_ends(machine: Path) -> None:
+    """So the next one runs at once."""
+    command = "fencelock run job --at-least 1s -- sh -c 'echo ran >> runs; sleep 1.5'"
+    assert run(machine, command).returncode == 0
+    assert run(machine, command.replace("run job", "run job --timeout 0")).returncode == 0
+    assert runs(machine) == 2
+
+
+@pytest.mark.parametrize(
+    ("option", "status", "says"),
+    [
+        ("--at-least soon", 1, "'soon' is no time such as"),
+        ("--at-least 0", 74, "at_least is a positive number of seconds"),
+        ("--at-least 8d", 74, "longer than a week"),
+        ("--if-held never", 2, "never"),
+    ],
+)
+def test_options_that_are_wrong(machine: Path, option: str, status: int, says: str) -> None:
+    """The command does not run."""
+    ended = run(machine, f"fencelock run job {option} -- ./report.sh")
+    assert (ended.returncode, runs(machine)) == (status, 0), ended.stderr
+    assert says in ended.stderr
+
+
+@pytest.mark.parametrize("text", ["90", "90s", "1.5m"])
+def test_times_are_written_with_or_without_a_unit(machine: Path, text: str) -> None:
+    """All of these are ninety seconds."""
+    assert run(machine, f"fencelock run job --at-least {text} -- ./report.sh").returncode == 0
+    (info,) = json.loads(run(machine, "fencelock inspect --json").stdout)
+    assert 60 < info["remaining"] < 90
