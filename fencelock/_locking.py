@@ -236,8 +236,8 @@ def fenced_semaphore(
     ```
 
     Each slot is a lock of its own, `name#0` and so on, and its tokens rise. A thread, task or greenlet that
-    has a slot enters it again. `slots` may grow at any time. After it was lowered, programs with the lower number
-    wait until the higher slots are free.
+    has a slot enters it again. `slots` may grow at any time. After it was lowered, programs with the lower
+    number wait until the higher slots are free.
 
     Args:
         name: as for `fenced_lock`, without `#` and a number at its end.

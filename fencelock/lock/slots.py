@@ -47,10 +47,10 @@ def make_lock(
     if readers is None:
         raise ValueError("how many may read at once? Write shared=True, readers=16, in all programs the same")
     kind = ReaderLock if shared else WriterLock
-    return kind(resources[0], checkslot_names("readers", readers), find_authority, **settings)
+    return kind(resources[0], check_slots("readers", readers), find_authority, **settings)
 
 
-def checkslot_names(setting: str, value: object) -> int:
+def check_slots(setting: str, value: object) -> int:
     if isinstance(value, bool) or not isinstance(value, int):
         raise TypeError(f"{setting} is a whole number, not {value!r}")
     if not 1 <= value <= MAX_SLOTS:
@@ -179,8 +179,8 @@ class WriterLock(FencedLock[int]):
     ) -> None:
         super().__init__((name, *slot_names(name, 0, readers)), find_authority, **settings)
         self._names = (name,)
-        #: The locks with which acquisitions collect slot after slot.
-        self._parts: list[FencedLock[int]] = []
+        #: The blocks with which acquisitions collect slot after slot.
+        self._parts: list[Block] = []
 
     def __repr__(self) -> str:
         return f"<fenced_lock {self._names[0]!r} beside readers, {'held' if self._entered else 'not held'}>"
@@ -189,7 +189,7 @@ class WriterLock(FencedLock[int]):
         """Cancel the acquisitions of this lock that wait: see `FencedLock.cancel`."""
         super().cancel()
         for part in tuple(self._parts):
-            part.cancel()
+            part.given_up = True
 
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
@@ -233,12 +233,13 @@ class WriterLock(FencedLock[int]):
         )
         own = part._new_block()  # noqa: SLF001 - the modules of a lock share private names
         own.had_to_wait = block.had_to_wait
-        self._parts.append(part)
+        self._parts.append(own)
+        own.given_up = own.given_up or block.given_up  # a cancellation came before this part
         try:
             yield from part._acquire_gen(own, in_loop=in_loop)  # noqa: SLF001 - the same
             block.enter_again(own.holds[0])
         finally:
-            self._parts.remove(part)
+            self._parts.remove(own)
             yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
 
 

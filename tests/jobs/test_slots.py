@@ -1,0 +1,410 @@
+"""Semaphores, readers and writers: on every authority, in threads and tasks."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from typing import Any, Literal
+
+import pytest
+from sqlalchemy import create_engine
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from fencelock import (
+    FencedModel,
+    FencedSemaphore,
+    LockError,
+    LockTimeoutError,
+    NotHeldError,
+    UnfencedWriteError,
+    fenced_lock,
+    fenced_semaphore,
+)
+from fencelock.lease import held_leases
+from tests.authorities.kinds import MAKERS, Kind
+from tests.polling import eventually
+
+SERVERS = ("quorum", "one-node", "postgresql", "mariadb", "sqlite")
+#: Seconds in which what is free must be had on a busy machine.
+SOON = 10.0
+
+
+@pytest.fixture(params=SERVERS)
+def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    yield from MAKERS[request.param](request)
+
+
+@pytest.fixture(params=("quorum", "asyncpg", "aiomysql", "aiosqlite"))
+def kind_for_tasks(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    yield from MAKERS[request.param](request)
+
+
+@pytest.fixture
+def client(kind: Kind) -> Iterator[Any]:
+    made: Any = kind.make()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def other(kind: Kind) -> Iterator[Any]:
+    """The client of another process."""
+    made: Any = kind.make()
+    yield made
+    made.close()
+
+
+class Census:
+    """Counts those inside, and notes a rule that is broken."""
+
+    def __init__(self) -> None:
+        self.inside: dict[object, int] = {}
+        self.most = 0
+        self.tokens: dict[object, list[int]] = {}
+        self.broken: list[str] = []
+        self._lock = threading.Lock()
+
+    def enter(self, place: object, token: int) -> None:
+        with self._lock:
+            self.inside[place] = self.inside.get(place, 0) + 1
+            self.most = max(self.most, sum(self.inside.values()))
+            if self.inside[place] > 1:
+                self.broken.append(f"{place} is held twice")
+            if self.tokens.get(place, [0])[-1] >= token:
+                self.broken.append(f"{place}: token {token} after {self.tokens[place][-1]}")
+            self.tokens.setdefault(place, []).append(token)
+
+    def leave(self, place: object) -> None:
+        with self._lock:
+            self.inside[place] -= 1
+
+
+def sem(authority: Any, slots: int = 3, **settings: Any) -> FencedSemaphore:
+    return fenced_semaphore("gpu", slots=slots, authority=authority, **settings)
+
+
+def reader(authority: Any, readers: int = 4, **settings: Any) -> Any:
+    return fenced_lock("order:1", shared=True, readers=readers, authority=authority, **settings)
+
+
+def writer(authority: Any, readers: int = 4, **settings: Any) -> Any:
+    return fenced_lock("order:1", readers=readers, authority=authority, **settings)
+
+
+# Semaphores
+
+
+def test_as_many_as_there_are_slots(client: Any) -> None:
+    with ExitStack() as stack:
+        held = [stack.enter_context(sem(client, reentrant=False)) for _ in range(3)]
+        assert {slot for slot, _ in held} == {0, 1, 2}
+        assert all(token > 0 for _, token in held)
+        with pytest.raises(LockTimeoutError, match=r"all 3 slots of 'gpu' are held by others.* is held by"):
+            sem(client, reentrant=False).acquire(timeout=0.2)
+        assert sem(client, reentrant=False).try_acquire() is None
+        assert sem(client).locked() is True
+    assert sem(client).locked() is False
+    assert client.inspect() == []
+
+
+def test_owner_of_a_slot_enters_it_again(client: Any) -> None:
+    lock = sem(client, slots=2)
+    with lock as first, lock as again, sem(client, slots=2) as third:
+        assert first == again == third
+        assert lock.slot == first[0]
+        assert lock.lease.resource == f"gpu#{first[0]}"
+        assert [lease.resource for lease in held_leases()] == [lock.lease.resource]
+    with pytest.raises(NotHeldError):
+        _ = lock.slot
+
+
+def test_lock_that_waits_gets_the_first_slot_that_is_free(client: Any, other: Any) -> None:
+    with ExitStack() as stack:
+        locks = [stack.enter_context(sem(other, reentrant=False)) for _ in range(3)]
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(lambda: sem(client, timeout=SOON).acquire().resource)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.3)
+            freed, _ = locks[-1]
+            stack.pop_all().close()
+            assert waiting.result(SOON).startswith("gpu#")
+        assert 0 <= freed < 3
+
+
+def test_workers_share_the_slots(client: Any, other: Any) -> None:
+    """Never two in a slot, never more than there are, and its tokens rise."""
+    census = Census()
+
+    def work(number: int) -> None:
+        lock = sem(other if number % 2 else client, timeout=60)
+        for _ in range(5):
+            with lock as (slot, token):
+                census.enter(slot, token)
+                time.sleep(0.03)
+                census.leave(slot)
+
+    with ThreadPoolExecutor(6) as pool:
+        list(pool.map(work, range(6)))
+    assert census.broken == []
+    assert sum(map(len, census.tokens.values())) == 30
+    assert census.most == 3
+
+
+def test_tasks_share_the_slots(kind_for_tasks: Kind) -> None:
+    census = Census()
+
+    async def main() -> None:
+        authority: Any = kind_for_tasks.make()
+        lock = sem(authority, timeout=60)
+
+        async def work() -> None:
+            for _ in range(5):
+                async with lock as (slot, token):
+                    census.enter(slot, token)
+                    await asyncio.sleep(0.03)
+                    census.leave(slot)
+
+        await asyncio.gather(*(work() for _ in range(6)))
+        assert (await lock.aio.try_acquire()) is not None
+        await lock.aio.release()
+        assert await authority.aio.inspect() == []
+        await authority.aio.close()
+
+    asyncio.run(main())
+    assert census.broken == []
+    assert (sum(map(len, census.tokens.values())), census.most) == (30, 3)
+
+
+def test_lower_number_waits_for_the_higher_slots(client: Any, other: Any) -> None:
+    """Also one that is above all of them."""
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(sem(other, slots=4, reentrant=False))
+        with pytest.raises(LockTimeoutError, match=r"'gpu#[23]' is held, and this program has 2 slots"):
+            sem(client, slots=2).acquire(timeout=0.3)
+    with sem(client, slots=2):
+        pass
+
+
+def test_token_guards_the_rows_of_the_slot(client: Any) -> None:
+    class Base(DeclarativeBase): ...
+
+    class Gpu(FencedModel, Base):
+        __tablename__ = "gpus"
+        __fence_resource__ = "gpu#{id}"
+        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+        user: Mapped[str]
+
+    engine = create_engine("sqlite://")
+    Base.metadata.create_all(engine)
+    with sem(client) as (slot, token), Session(engine) as session:
+        session.add(Gpu(id=slot, user="a"))
+        session.commit()
+        assert session.get_one(Gpu, slot).last_fencing_token == token
+        session.add(Gpu(id=(slot + 1) % 3, user="b"))
+        with pytest.raises(UnfencedWriteError, match="needs the lease of 'gpu#"):
+            session.commit()
+    engine.dispose()
+
+
+def test_remint_and_extend(client: Any) -> None:
+    lock = sem(client)
+    with lock as (slot, token):
+        lock.extend(40)
+        assert lock.lease.remaining > 35
+        again, larger = lock.remint()
+        assert (again, larger > token) == (slot, True)
+        assert lock.lease.fencing_token == larger
+
+
+# Readers and writers
+
+
+def test_readers_are_beside_each_other_and_writers_alone(client: Any, other: Any) -> None:
+    with reader(client), reader(other), ThreadPoolExecutor(1) as pool, pytest.raises(LockTimeoutError):
+        pool.submit(writer(other, timeout=0.3).acquire).result(SOON)
+    with writer(client):
+        with pytest.raises(LockTimeoutError, match=r"all 4 slots of 'order:1'"):
+            reader(other).acquire(timeout=0.3)
+        with pytest.raises(LockTimeoutError):
+            writer(other).acquire(timeout=0)
+    assert client.inspect() == []
+    with reader(client), reader(other):
+        assert len(client.inspect()) == 2
+
+
+def test_token_of_a_writer_is_that_of_the_resource(client: Any, other: Any) -> None:
+    """In one grant where all is free, and from several where a reader is waited for."""
+    lock = writer(client, timeout=SOON)
+    with lock as first:
+        assert lock.lease.resource == "order:1"
+        assert len(lock._innermost().holds) == 1
+        assert lock.remint() > first
+    with ThreadPoolExecutor(1) as pool:
+        held = reader(other)
+        held.acquire()
+
+        def write() -> tuple[int, int]:
+            with lock as token:
+                return token, len(lock._innermost().holds)
+
+        waiting = pool.submit(write)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.3)
+        held.release()
+        second, holds = waiting.result(SOON)
+    assert second > first
+    assert holds > 1
+    assert client.inspect() == []
+
+
+@pytest.mark.parametrize("world", ["threads", "tasks"])
+def test_readers_do_not_starve_a_writer(kind: Kind, world: Literal["threads", "tasks"]) -> None:
+    """They overlap without an end, so there is no moment in which all slots are free."""
+    ended = threading.Event()
+
+    def read() -> int:
+        authority: Any = kind.make()
+        lock, count = reader(authority, timeout=60), 0
+        while not ended.is_set():
+            with lock:
+                time.sleep(0.02)
+            count += 1
+        authority.close()
+        return count
+
+    def write() -> float:
+        authority: Any = kind.make()
+        began = time.monotonic()
+
+        async def main() -> None:
+            async with writer(authority, timeout=30):
+                pass
+            await authority.aio.close()
+
+        if world == "tasks":
+            asyncio.run(main())
+        else:
+            with writer(authority, timeout=30):
+                pass
+        authority.close()
+        return time.monotonic() - began
+
+    with ThreadPoolExecutor(7) as pool:
+        readers = [pool.submit(read) for _ in range(6)]
+        time.sleep(0.3)
+        try:
+            assert pool.submit(write).result(40) < 30
+        finally:
+            ended.set()
+        assert sum(each.result(70) for each in readers) > 6
+
+
+def test_writer_that_gives_up_leaves_nothing(client: Any, other: Any) -> None:
+    """After it has the resource and some slots."""
+    with reader(other):
+        with pytest.raises(LockTimeoutError):
+            writer(client).acquire(timeout=0.4)
+        assert [info.resource for info in client.inspect()] == [reader_slot(other)]
+    with writer(client), pytest.raises(NotHeldError):
+        writer(client).release()
+    assert client.inspect() == []
+
+
+def reader_slot(authority: Any) -> str:
+    (found,) = (each for each in authority.inspect() if "#" in each.resource)
+    return str(found.resource)
+
+
+def test_cancelled_writer_leaves_nothing(client: Any, other: Any) -> None:
+    lock = writer(client, timeout=None)
+    with reader(other), ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(lock.acquire)
+        assert eventually(lambda: len(other.inspect()) > 1)
+        lock.cancel()
+        with pytest.raises(LockTimeoutError, match="cancelled"):
+            waiting.result(SOON)
+        assert eventually(lambda: len(other.inspect()) == 1)
+
+
+def test_cancelled_task_leaves_nothing(kind_for_tasks: Kind) -> None:
+    async def main() -> None:
+        authority: Any = kind_for_tasks.make()
+        read, write = reader(authority), writer(authority, timeout=None)
+        async with read:
+            waiting = asyncio.create_task(write.aio.acquire())
+            while len(await authority.aio.inspect()) < 2:  # noqa: ASYNC110 - another server tells
+                await asyncio.sleep(0.01)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            for _ in range(100):
+                if len(await authority.aio.inspect()) == 1:
+                    break
+                await asyncio.sleep(0.05)
+            else:
+                pytest.fail("something is left")
+        await authority.aio.close()
+
+    asyncio.run(main())
+
+
+def test_reader_cannot_become_a_writer(client: Any) -> None:
+    with reader(client), pytest.raises(LockError, match="reads under a shared lock of it"):
+        writer(client).acquire()
+    with writer(client) as token, writer(client) as again, reader(client) as inner:
+        assert again == token
+        assert inner > 0
+    assert client.inspect() == []
+
+
+def test_writes_under_a_shared_lock_are_refused(client: Any) -> None:
+    class Base(DeclarativeBase): ...
+
+    class Order(FencedModel, Base):
+        __tablename__ = "orders"
+        __fence_resource__ = "order:{id}"
+        id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+    engine = create_engine("sqlite://")
+    Base.metadata.create_all(engine)
+    with reader(client), Session(engine) as session:
+        session.add(Order(id=1))
+        with pytest.raises(UnfencedWriteError, match=r"a shared lock is for reading, so acquire fenced_lock"):
+            session.commit()
+    with writer(client), Session(engine) as session:
+        session.add(Order(id=1))
+        session.commit()
+    engine.dispose()
+
+
+def test_another_number_of_readers_is_refused_where_it_is_seen(client: Any, other: Any) -> None:
+    with ExitStack() as stack:
+        for _ in range(4):
+            stack.enter_context(reader(other, readers=4, reentrant=False))
+        with pytest.raises(LockTimeoutError, match=r"this program has 2 slots of 'order:1'"):
+            writer(client, readers=2).acquire(timeout=0.2)
+
+
+def test_settings_are_checked_at_once() -> None:
+    for wrong, error in (
+        (0, ValueError),
+        (1001, ValueError),
+        (2.0, TypeError),
+        (True, TypeError),
+        (None, TypeError),
+    ):
+        with pytest.raises(error, match="slots is a "):
+            fenced_semaphore("gpu", wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="shared=True, readers=16"):
+        fenced_lock("order:1", shared=True)
+    with pytest.raises(TypeError, match="of one resource, not of 2"):
+        fenced_lock("order:1", "order:2", readers=3)
+    with pytest.raises(ValueError, match="readers is a number from 1"):
+        fenced_lock("order:1", readers=0)
+    with pytest.raises(ValueError, match="255"):
+        fenced_semaphore("g" * 254, 4)
