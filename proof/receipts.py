@@ -33,6 +33,7 @@ from benchmarks.guard import mariadb
 from fencelock import (
     Database,
     FencedModel,
+    LockLostError,
     LockTimeoutError,
     fence_table,
     fenced_once,
@@ -137,7 +138,7 @@ def _in_child(url: str, act: Callable[[Engine, str], None], key: str, place: int
             _Killer(engine, place)
             act(engine, key)
             status = 0
-        except LockTimeoutError:
+        except (LockTimeoutError, LockLostError):
             pass
         except BaseException:  # noqa: BLE001 - a child must not return into its parent's code
             traceback.print_exc()

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
@@ -23,9 +24,14 @@ from fencelock.lock.lock import FencedLock
 
 MAX_SLOTS: Final = 1000
 _PATIENCE: Final = 0.1
-"""Seconds to wait for one slot before the others are tried again."""
+"""Seconds to wait for one slot before the others are looked at."""
+_MOMENT: Final = 1.0
+"""Seconds for which slots that were all held are waited for before they are looked at."""
 _LOOKED_AT: Final = 64
 """How many slots above the last one are looked at, for programs that have more."""
+
+_full_at: WeakKeyDictionary[Authority, dict[str, float]] = WeakKeyDictionary()
+"""When a holder of this process had last to wait for a slot, by name, on the clock of `time.monotonic`."""
 
 _checked: WeakKeyDictionary[Authority, set[tuple[str, int]]] = WeakKeyDictionary()
 """The names and numbers of slots whose higher slots were found free, once in a process."""
@@ -104,35 +110,38 @@ class OneOf(FencedLock[Token]):
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
         yield from _wait_for_higher_gen(block, self._name, len(missing))
-        timeout, ttl = block.timeout, None
+        full = _full_at.setdefault(block.authority, {})
+        timeout, end = block.timeout, math.inf if block.timeout is None else time.monotonic() + block.timeout
+        # Where all were held a moment ago, each waits at once, and always for the same slot.
+        name = missing[hash((os.getpid(), block.owner)) % len(missing)]
+        is_full = time.monotonic() < full.get(self._name, -math.inf) + _MOMENT
+        block.timeout = min(_PATIENCE, end - time.monotonic()) if is_full and timeout != 0 else 0
         try:
-            for name, block.timeout in _tries(missing, timeout):
+            while True:
                 try:
                     grant = yield from super()._grant_gen(block, (name,), in_loop=in_loop)
-                except LockTimeoutError as error:
-                    ttl = error.holder_ttl
+                except LockTimeoutError:
+                    held = yield from block.authority.inspect_gen(missing)
                 else:
                     block.names = (name,)
                     return grant
+                left, free = end - time.monotonic(), {*missing} - {info.resource for info in held}
+                waiters = {info.resource: info.waiters or 0 for info in held}
+                fewest = min(waiters.values(), default=0)
+                shortest = [each for each, count in waiters.items() if count == fewest]
+                name = random.choice([*free] or shortest)  # noqa: S311 - no secret
+                block.timeout = max(0.0, min(_PATIENCE, left))
+                if left <= 0 and (not free or left < -_PATIENCE):
+                    ttl = min((info.remaining for info in held), default=None)
+                    said = f"all {len(missing)} slots of {self._name!r} are held by others"
+                    raise LockTimeoutError(said, holder_ttl=ttl)
         finally:
             block.timeout = timeout
-        held = f"all {len(missing)} slots of {self._name!r} are held by others"
-        raise LockTimeoutError(held, holder_ttl=ttl)
+            if block.had_to_wait:
+                full[self._name] = time.monotonic()
 
     def _locked_gen(self, authority: Authority) -> Steps[bool]:
         return len((yield from authority.inspect_gen(self._resources))) == len(self._resources)
-
-
-def _tries(names: Sequence[str], timeout: float | None) -> Iterator[tuple[str, float]]:
-    """Yield which slot to try next, and for how many seconds: each at once, then one for a while."""
-    end = math.inf if timeout is None else time.monotonic() + timeout
-    while True:
-        order = random.sample(names, len(names))
-        yield from ((name, 0.0) for name in order)
-        left = min(_PATIENCE, end - time.monotonic())
-        if left <= 0:
-            return
-        yield order[0], left
 
 
 class ReaderLock(OneOf[int]):
