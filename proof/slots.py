@@ -1,0 +1,273 @@
+"""Semaphores, readers and writers while workers are killed and paused; then controls that must fail.
+
+python -m proof.slots                          # a minute on each authority
+python -m proof.slots --seconds 15
+
+Workers take slots of a semaphore, and read and write two rows under a shared lock. They are killed with
+SIGKILL, and paused beyond their ttl. The judge reads what they have noted. By their own clocks no slot is
+held twice, and no reader is beside a writer. In the database no acknowledged update is lost. The controls
+write past the guard, and read on after their lease has ended.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, TextIO
+
+from sqlalchemy import create_engine, insert, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+from benchmarks.guard import mariadb
+from fencelock import (
+    FencedModel,
+    FencelockError,
+    configure,
+    fenced_lock,
+    fenced_semaphore,
+    lease_table,
+)
+from proof.servers import Nodes, Postgres
+
+SLOTS, READERS, WORKERS, TTL = 3, 4, 8, 0.6
+
+
+class Base(DeclarativeBase):
+    """The models of this proof."""
+
+
+class Slot(FencedModel, Base):
+    """A row for each slot, guarded by its lease."""
+
+    __tablename__ = "slots_slots"
+    __fence_resource__ = "gpu#{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+class Half(FencedModel, Base):
+    """One of two rows that a writer makes equal, in two transactions."""
+
+    __tablename__ = "slots_halves"
+    __fence_resource__ = "pair"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    value: Mapped[int] = mapped_column(default=0)
+
+
+lease_table(Base.metadata)
+
+
+class Worker:
+    """Takes locks until it is killed, and notes what it has seen in a file of its own."""
+
+    def __init__(self, url: str, database: str, notes: TextIO, *, control: bool) -> None:
+        configure(url)
+        options = {"fencelock": "bypass"} if control else {}
+        self.engine = create_engine(database, execution_options=options)
+        self.control = control
+        self._notes = notes
+        self._random = random.Random()
+
+    def note(self, what: str, **facts: Any) -> None:
+        self._notes.write(json.dumps({"what": what, "at": time.monotonic(), **facts}) + "\n")
+
+    def pause(self) -> None:
+        time.sleep(self._random.uniform(0.001, 0.02))
+
+    def run(self) -> None:
+        acts = (self.use_a_slot, self.use_a_slot, self.read, self.read, self.write)
+        while True:
+            try:
+                self._random.choice(acts)()
+            except FencelockError as error:
+                self.note("refused", error=type(error).__name__)
+            except Exception as error:  # noqa: BLE001 - a database in the way of another
+                self.note("error", error=type(error).__name__)
+
+    def use_a_slot(self) -> None:
+        lock = fenced_semaphore("gpu", SLOTS, ttl=TTL, timeout=5, if_lost="warn")
+        with lock as (slot, token):
+            lease, began = lock.lease, time.monotonic()
+            with Session(self.engine) as session:
+                row = session.get_one(Slot, slot)
+                session.rollback()
+                self.pause()
+                row.value += 1
+                value = row.value
+                session.commit()
+            self.note("wrote", row=f"slot {slot}", value=value, token=token)
+            self.note("held", name=f"gpu#{slot}", began=began, end=min(time.monotonic(), lease.expires_at))
+
+    def write(self) -> None:
+        lock = fenced_lock("pair", readers=READERS, ttl=TTL, timeout=5, if_lost="warn")
+        with lock as token:
+            lease, began, value = lock.lease, time.monotonic(), time.monotonic_ns()
+            for half in (1, 2):
+                with Session(self.engine) as session:
+                    row = session.get_one(Half, half)
+                    session.rollback()
+                    self.pause()
+                    row.value = value
+                    session.commit()
+            self.note("wrote", row="pair", value=value, token=token)
+            self.note("held", name="pair", began=began, end=min(time.monotonic(), lease.expires_at))
+
+    def read(self) -> None:
+        lock = fenced_lock("pair", shared=True, readers=READERS, ttl=TTL, timeout=5, if_lost="warn")
+        with lock, Session(self.engine) as session:
+            lease, began, seen = lock.lease, time.monotonic(), []
+            for half in (1, 2):
+                seen.append(session.scalars(select(Half.value).where(Half.id == half)).one())
+                session.rollback()
+                self.pause()
+            if not lease.lost or self.control:
+                self.note("read", seen=seen)
+            self.note("held", name=lease.resource, began=began, end=min(time.monotonic(), lease.expires_at))
+
+
+def judge(folder: Path) -> tuple[Counter[str], list[str]]:
+    """Return how often what was noted, and which promises were broken."""
+    counts: Counter[str] = Counter()
+    held: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    written: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    halves: list[list[int]] = []
+    for path in folder.glob("notes-*"):
+        for line in path.read_text().splitlines():
+            try:
+                entry = json.loads(line)
+            except ValueError:  # it was killed in this line
+                continue
+            counts[entry["what"]] += 1
+            if entry["what"] == "held":
+                held[entry["name"]].append((entry["began"], entry["end"]))
+            elif entry["what"] == "wrote":
+                written[entry["row"]].append((entry["value"], entry["token"]))
+            elif entry["what"] == "read":
+                halves.append(entry["seen"])
+    broken = [f"{name} is held twice" for name, spans in held.items() if _overlap(sorted(spans))]
+    for row, entries in written.items():
+        values, tokens = zip(*sorted(entries), strict=True)
+        if len({*values}) < len(values):
+            broken.append(f"{row}: an acknowledged update was lost")
+        if row != "pair" and list(tokens) != sorted(tokens):
+            broken.append(f"{row}: tokens against the order of values")
+    readers = [span for name, spans in held.items() if name.startswith("pair#") for span in spans]
+    for began, end in held["pair"]:
+        if any(one < end and began < other for one, other in readers):
+            broken.append("a reader was beside a writer")
+            break
+    if any(one != other for one, other in halves):
+        broken.append("a reader has seen half of a write")
+    return counts, broken
+
+
+def _overlap(spans: list[tuple[float, float]]) -> bool:
+    return any(later[0] < earlier[1] for earlier, later in itertools.pairwise(spans))
+
+
+def run(url: str, database: str, seconds: float, *, control: bool) -> tuple[Counter[str], list[str]]:
+    """Let workers work while some are killed and paused; return what the judge says."""
+    engine = create_engine(database)
+    Base.metadata.create_all(engine)
+    with engine.execution_options(fencelock="bypass").begin() as connection:
+        for model, count in ((Slot, range(SLOTS)), (Half, (1, 2))):
+            connection.execute(model.__table__.delete())  # type: ignore[attr-defined]
+            connection.execute(insert(model), [{"id": number, "value": 0} for number in count])
+    engine.dispose()
+    numbers = itertools.count()
+    faults: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+
+        def start() -> subprocess.Popen[bytes]:
+            notes = folder / f"notes-{next(numbers)}"
+            words = ["worker", url, database, str(notes), *(["--control"] if control else [])]
+            return subprocess.Popen([sys.executable, "-m", "proof.slots", *words])
+
+        workers = [start() for _ in range(WORKERS)]
+        paused: dict[int, float] = {}
+        end = time.monotonic() + seconds
+        try:
+            while time.monotonic() < end:
+                time.sleep(random.uniform(0.02, 0.2))
+                for at in [at for at, until in paused.items() if until < time.monotonic()]:
+                    workers[at].send_signal(signal.SIGCONT)
+                    del paused[at]
+                at = random.randrange(WORKERS)
+                if at in paused:
+                    continue
+                if random.random() < 0.2:
+                    workers[at].kill()
+                    workers[at].wait()
+                    workers[at] = start()
+                    faults["SIGKILL"] += 1
+                elif len(paused) < WORKERS // 2:
+                    workers[at].send_signal(signal.SIGSTOP)
+                    paused[at] = time.monotonic() + random.uniform(0.5, 3) * TTL
+                    faults["pauses"] += 1
+            for at in paused:
+                workers[at].send_signal(signal.SIGCONT)
+            time.sleep(2 * TTL)
+        finally:
+            for worker in workers:
+                worker.kill()
+                worker.wait()
+        counts, broken = judge(folder)
+    return counts + faults, broken
+
+
+def authorities(stack: ExitStack) -> Iterator[tuple[str, str, str]]:
+    """Yield what grants the leases, its URL, and the URL of the database that is written to."""
+    folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+    postgres = stack.enter_context(Postgres())
+    nodes = stack.enter_context(Nodes(5))
+    url = postgres.create_database()
+    from fencelock import Redlock
+
+    with Redlock(nodes.urls) as quorum:
+        quorum.init()
+    yield "five nodes", ",".join(nodes.urls), url
+    yield "PostgreSQL", url, url
+    yield "SQLite", f"sqlite:///{folder / 'slots.db'}", f"sqlite:///{folder / 'slots.db'}"
+    if (found := mariadb(stack)) is not None:
+        shown = found.render_as_string(hide_password=False)
+        yield "MariaDB", shown, shown
+
+
+def main() -> int:
+    if sys.argv[1:2] == ["worker"]:
+        url, database, notes, *control = sys.argv[2:]
+        with open(notes, "w", buffering=1) as file:
+            Worker(url, database, file, control=bool(control)).run()
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60.0, help="on each authority")
+    seconds = parser.parse_args().seconds
+    right = True
+    with ExitStack() as stack:
+        for name, url, database in authorities(stack):
+            for control in (False, True):
+                counts, broken = run(
+                    url, database, min(seconds, 20.0) if control else seconds, control=control
+                )
+                title = "control" if control else "with the guard"
+                print(f"{name}, {title}: {dict(counts)}; broken: {broken or 'nothing'}", flush=True)
+                right &= (
+                    bool(broken) if control else not broken and counts["wrote"] > 0 and counts["read"] > 0
+                )
+    print("as it should be" if right else "NOT as it should be")
+    return 0 if right else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
