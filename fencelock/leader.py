@@ -225,8 +225,8 @@ def leader(name: str, *, ttl: float = 15.0, authority: Authority | None = None) 
     """Return a candidate for the one leader of this name: for `with`, `async with`, or `run`.
 
     Args:
-        name: of the lock; its lease guards rows that name it.
-        ttl: seconds until another is elected if the leader dies.
+        name: of the lock; its lease guards rows of this name.
+        ttl: seconds until another follows a dead leader.
         authority: as for `fenced_lock`.
     """
     return Leader(name, ttl, authority)
