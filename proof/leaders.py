@@ -84,6 +84,7 @@ def candidate(authority: str, database: str, log: str, ttl: float, *, ignores_cl
                     notes.write(f"wrote {term.token} {written}\n")
                 time.sleep(0.01)
 
+        notes.write("campaigns 0 0\n")
         leader("numbers", ttl=ttl).run(work)
 
 
@@ -154,9 +155,14 @@ class Stage:
         raise TimeoutError(f"no leader came after the one with token {token}")
 
     def fail_over(self, number: signal.Signals) -> float:
-        """Send the leader a signal; return the seconds until the next one."""
+        """Send the leader a signal while the others campaign; return the seconds until the next one."""
+        until = time.monotonic() + _PATIENCE
+        while not self.processes.keys() <= {log for log, word, *_ in self.notes() if word == "campaigns"}:
+            if time.monotonic() > until:
+                raise TimeoutError("a candidate did not start")
+            time.sleep(0.1)
+        time.sleep(0.5)
         token, log, _ = self.await_term_above(0)
-        time.sleep(0.3)  # so that it writes
         sent = time.monotonic()
         self.processes[log].send_signal(number)
         _, _, began = self.await_term_above(token)
@@ -176,7 +182,7 @@ class Stage:
         for _, word, token, number in self.notes():
             if word == "current":
                 current[token].append(number)
-            else:
+            elif word == "wrote":
                 numbers[number] += 1
         terms = [(min(times), max(times)) for times in current.values()]
         overlaps = sum(a[0] <= b[1] and b[0] <= a[1] for a, b in combinations(terms, 2))
