@@ -36,8 +36,7 @@ def check_timeout(value: object) -> float | None:
 
 
 def check_at_least(value: object) -> float:
-    """Return `value` as the seconds for which a lease is kept; 0 for None."""
-    seconds = 0.0 if value is None else check_seconds("at_least", value, more=", or None")
+    seconds = check_seconds("at_least", value, more=", or None")
     if seconds > MAX_TTL:
         raise ValueError(
             f"at_least of {seconds:g} s is longer than a week: no block would end the lease before"

@@ -1,8 +1,7 @@
-"""One leader among several processes: the one that holds a lock, term after term.
+"""One leader among several processes: the one that holds a lock.
 
-It stands on `fenced_lock`, and has no protocol of its own: a *term* is one lease, which is renewed until the
-leader resigns or the lease is lost. The next leader has a larger token, so the database refuses the late
-writes of the one before.
+A *term* is one lease of `fenced_lock`, which is renewed. The next leader has a larger token, so the database
+refuses late writes of the one before.
 """
 
 # ruff: noqa: SLF001 - a leader ends its terms
@@ -67,8 +66,8 @@ class Term:
     def is_current(self) -> bool:
         """Whether the term goes on, by this process' clock; no server is asked.
 
-        False a tenth of the ttl before the lease ends, and from then on; also when the loss of the lease is
-        known, and when the block was left.
+        False a tenth of the ttl before the lease ends, and from then on; also after a known loss, and after
+        the block.
         """
         lease = self.lease
         if not self._over.is_set() and (self._seconds_left() <= 0 or lease.lost or not lease.usable):
@@ -90,13 +89,9 @@ class Term:
         return self.is_current
 
     def on_end(self, callback: Callable[[Term], object]) -> None:
-        """Call a function with the term once it is found to have ended; at once if it has.
+        """Call a plain function with the term once it is found to have ended; at once if it has.
 
-        The renewal finds a lost lease at its end at the latest. It calls from a new thread, or from the event
-        loop. Errors are logged.
-
-        Raises:
-            TypeError: `callback` is not a plain function.
+        The renewal finds that at the end of the lease. It calls from a new thread, or from the event loop.
         """
         given: object = callback
         if not callable(given) or inspect.iscoroutinefunction(given):
@@ -121,7 +116,10 @@ class Term:
 
 @final
 class Leader:
-    """A candidate, and the leader while it is elected: `with`, `async with`, or `run`."""
+    """A candidate, and the leader while it is elected.
+
+    `run` goes on while the nodes or the database do not answer, and logs that; entering a block raises.
+    """
 
     def __init__(self, name: str, ttl: float, authority: Authority | None) -> None:
         self._lock = fenced_lock(
@@ -140,21 +138,21 @@ class Leader:
         self._lock.__enter__()
         return self._elected()
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
         try:
             self._resign()
         finally:
-            self._lock.__exit__(*error)
+            self._lock.__exit__(exc_type, exc_value, traceback)
 
     async def __aenter__(self) -> Term:
         await self._lock.__aenter__()
         return self._elected()
 
-    async def __aexit__(self, *error: object) -> None:
+    async def __aexit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
         try:
             self._resign()
         finally:
-            await self._lock.__aexit__(*error)
+            await self._lock.__aexit__(exc_type, exc_value, traceback)
 
     def _elected(self) -> Term:
         term = self._terms[self._lock.lease] = Term(self._lock.lease, self._ttl)
@@ -171,15 +169,10 @@ class Leader:
     @overload
     def run(self, work: Callable[[Term], _R]) -> _R: ...
     def run(self, work: Callable[[Term], Any]) -> Any:
-        """Call `work(term)` in each term, until it returns in a term that is current; return its result.
+        """Call `work(term)` in each term, until it returns in one that is current; return its result.
 
-        It is called again if its term was over when it returned or raised a FenceError, and after
-        LockLostError. Other errors are raised. `work` must stop when `term.wait` or `term.is_current` tells.
-        For a coroutine function, `run` returns an awaitable.
-
-        Raises:
-            AuthorityError: the nodes or the database need an operator. While they do not answer, it tries
-                again.
+        It is called again after LockLostError, and if its term was over when it returned or raised a
+        FenceError. Other errors are raised.
         """
         if inspect.iscoroutinefunction(work):
             return self._run_async(work)
@@ -229,21 +222,11 @@ class Leader:
 
 
 def leader(name: str, *, ttl: float = 15.0, authority: Authority | None = None) -> Leader:
-    """Return a candidate for the one leader of this name among all processes.
-
-    ```python
-    with leader("reports") as term:              # waits until elected; async with, too
-        while term.wait(60):
-            write_report(term.token)
-    leader("reports").run(work)                  # work(term), again in each term
-    ```
+    """Return a candidate for the one leader of this name: for `with`, `async with`, or `run`.
 
     Args:
-        name: of the lock, so the lease guards rows that name it.
-        ttl: seconds of a lease, which is renewed. If the leader dies, another is elected after that.
-        authority: grants the leases; by default the one of `configure()` or FENCELOCK_URL.
-
-    Raises:
-        TypeError, ValueError: for arguments that `fenced_lock` refuses, too.
+        name: of the lock; its lease guards rows of this name.
+        ttl: seconds until another follows a dead leader.
+        authority: as for `fenced_lock`.
     """
     return Leader(name, ttl, authority)

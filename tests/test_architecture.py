@@ -68,7 +68,7 @@ ARROWS = {
     REDLOCK: f"values authority.base authority.generators {REDLOCK}.protocol {REDLOCK}.membership "
     f"{REDLOCK}.wire {REDLOCK}.transport",
     "_locking": f"values authority.base authority.database lock {REDLOCK} {REDLOCK}.transport",
-    "lock.decorator": "lock _locking",
+    "lock.decorator": "values lock _locking",
     "guard": "values",
     "max_fence": "guard",
     "transaction": "values guard lock _locking",

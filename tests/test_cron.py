@@ -83,16 +83,16 @@ def test_command_of_a_timer_runs_once_in_its_slot(machine: Path, command: str) -
     assert runs(machine) == 1
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("status", ["0", "3"])
 def test_second_machine_is_late_by_a_real_delay(machine: Path, status: str) -> None:
     """It runs the job in the next slot, and not in this one, whether or not the job has failed."""
-    command = "fencelock run job --if-held skip --at-least 4s -- ./report.sh"
-    began = time.monotonic()
+    command = "fencelock run job --if-held skip --at-least 15s -- ./report.sh"
     assert run(machine, command, STATUS=status).returncode == int(status)
     time.sleep(2)
     assert run(machine, command).returncode == 0
     assert runs(machine) == 1
-    time.sleep(max(0.0, began + 5.5 - time.monotonic()))
+    time.sleep(15)
     assert run(machine, command).returncode == 0
     assert runs(machine) == 2
 

@@ -100,7 +100,7 @@ class BaseLock(Generic[Token]):
         self._skips = if_held == "skip"
         if self._skips:
             self._timeout = 0.0
-        self._at_least = check_at_least(at_least)
+        self._at_least = 0.0 if at_least is None else check_at_least(at_least)
         self._renew = bool(renew)
         most = check_max_hold(max_hold, self._ttl) if self._renew else None
         self._max_hold = math.inf if most is None else most

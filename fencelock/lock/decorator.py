@@ -5,9 +5,8 @@ from __future__ import annotations
 import functools
 import inspect
 import string
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, ParamSpec, TypeVar, Unpack, cast
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ParamSpec, Self, TypeVar, Unpack, cast
 
 from fencelock._locking import fenced_lock
 from fencelock.errors import LockTimeoutError
@@ -66,17 +65,17 @@ def fenced(
 
             @functools.wraps(function)
             async def fenced_coroutine(*args: _P.args, **kwargs: _P.kwargs) -> Any:
-                with _skipping(skips) as held:
+                with _Skipping(skips=skips) as call:
                     async with lock_for(*args, **kwargs):
-                        held.append(True)
+                        call.is_held = True
                         return await cast("Callable[_P, Awaitable[Any]]", function)(*args, **kwargs)
 
             return cast("Callable[_P, _R]", fenced_coroutine)
 
         @functools.wraps(function)
         def fenced_function(*args: _P.args, **kwargs: _P.kwargs) -> _R:
-            with _skipping(skips) as held, lock_for(*args, **kwargs):
-                held.append(True)
+            with _Skipping(skips=skips) as call, lock_for(*args, **kwargs):
+                call.is_held = True
                 return _done(function(*args, **kwargs), function)
             return cast("_R", None)
 
@@ -95,15 +94,18 @@ def fill(templates: Sequence[str | Callable[..., str]], call: inspect.BoundArgum
     ]
 
 
-@contextmanager
-def _skipping(skips: bool) -> Iterator[list[bool]]:
-    """Let a block end if its lock is held by another; the body notes that it has begun."""
-    held: list[bool] = []
-    try:
-        yield held
-    except LockTimeoutError:
-        if held or not skips:
-            raise
+class _Skipping:
+    """Swallows the error of a lock that another holds; the block sets `is_held` once it has begun."""
+
+    def __init__(self, *, skips: bool) -> None:
+        self._skips = skips
+        self.is_held = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> bool:
+        return self._skips and not self.is_held and isinstance(exc_value, LockTimeoutError)
 
 
 class _Filling(string.Formatter):

@@ -56,8 +56,8 @@ def acquire_unless_held_gen(
 ) -> Steps[Grant]:
     """Acquire, but raise LockTimeoutError as soon as another holder is known.
 
-    Contenders that begin together may divide the votes of the nodes. Each of them goes on until one of them
-    holds the lock, because otherwise all of them could give up.
+    Contenders that begin together may divide the votes of the nodes. They go on until one of them has the
+    lock, because otherwise all could give up.
     """
     until, timeout = time.monotonic() + _UNDECIDED, 0.0
     while True:

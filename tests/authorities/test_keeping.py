@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import subprocess
 import sys
 import time
+from concurrent.futures import CancelledError
 from typing import Any
 
 import pytest
@@ -222,3 +224,20 @@ def test_extension_that_ends_after_the_block_does_not_undo_it(authority: Redlock
     for steps in release_again(hold):
         authority.run(steps)
     assert 1.0 <= free_for(rival) - began < 1.0 + LATE
+
+
+@pytest.mark.parametrize("stage", ["quorum, asyncio", "asyncpg, asyncio", "sqlite, asyncio"], indirect=True)
+def test_task_that_is_cancelled_while_it_leaves_keeps_the_lease(stage: Stage) -> None:
+    """It does not wait for the answer, and what it asked for is done all the same."""
+    client: Any = stage.new_client()
+    began = time.monotonic()
+
+    async def block() -> None:
+        async with client.lock("r", ttl=30.0, at_least=1.5):
+            task = asyncio.current_task()
+            assert task is not None
+            task.cancel()
+
+    with pytest.raises(CancelledError):
+        stage.run(block())
+    assert 1.5 <= free_after(stage, "r") - began < 1.5 + LATE

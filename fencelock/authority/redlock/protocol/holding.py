@@ -158,10 +158,9 @@ def _extended(
 
 
 def keep(node_set: NodeSet, granted: Granted, seconds: float) -> Generator[Broadcast, Replies, bool | None]:
-    """Have a grant end after these seconds, sooner or later than it would; the tokens stay.
+    """Move the end of a grant to so many seconds from now, sooner or later; the tokens stay.
 
-    Returns True if a majority has it until then, False if none can any more, None if too few answered. Those
-    that did not answer have it for its ttl.
+    Returns True if a majority has it until then, False if none can any more, None if too few answered.
     """
     attempt = replace(granted.attempt, ttl=-max(seconds, MIN_TTL))
     command = _extend_command(node_set, [attempt], [granted.epoch])

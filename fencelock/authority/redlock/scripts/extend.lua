@@ -1,7 +1,8 @@
 -- include marker
 -- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. The
--- tokens stay, and no lock is shortened. A ttl below zero is exact: the lock ends after so many ms, sooner or later. A lock that is missing here is made again with a mark that no CONFIRM accepts: this node had
--- missed it, or lost it. That is not counted in this round: another holder may have had it in between.
+-- tokens stay, and no lock is shortened, but for a ttl below zero: such a grant ends after exactly so many ms. A lock
+-- that is missing here is made again with a mark that no CONFIRM accepts: this node had missed it, or lost it. That is
+-- not counted in this round: another holder may have had it in between.
 -- A node that does not vote, for it is blank or has restarted, makes locks as well, and counts for nothing: when it
 -- is admitted, it has the locks of all leases that are extended.
 -- A claim is missing too: the majority that has our lock refuses the contender that was called, which stays in line.
