@@ -74,6 +74,8 @@ ARROWS = {
     "transaction": "values guard lock _locking",
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
+    "integrations": "values",
+    "stores": "values",
     "cli": f"values _locking authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
     "__main__": "cli",
     "": f"values _locking authority.database {REDLOCK} guard lock lock.decorator transaction",

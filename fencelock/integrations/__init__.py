@@ -1,0 +1,1 @@
+"""Fencing tokens that travel to other services: headers, ASGI, httpx, Celery."""
