@@ -29,7 +29,7 @@ from fencelock.tokens import check as check_token
 MAX_RESOURCE_LENGTH = 255
 #: Matches a name into which an f-string has put an object instead of a value.
 OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
-#: Characters of a name that stand in a header as they are; all others, except letters, digits and `_.-~`, do not.
+#: Characters of a name that stand in a header as they are, beside letters, digits and `_.-~`.
 _SAFE: Final = ":/@"
 _ENTRY: Final = re.compile(rf"((?:[A-Za-z0-9_.~{_SAFE}-]|%[0-9A-Fa-f]{{2}})+)=([1-9][0-9]{{0,18}})")
 #: No name is longer in a header: each character may be four bytes, and each byte `%F0`.

@@ -1,7 +1,7 @@
 """Binds the fencing tokens of a caller for each HTTP request of an ASGI application.
 
-Whoever can set the header can write with any token: accept it from services that you trust, and strip it at
-the edge. See docs/services.md.
+A client that can set the header writes with any token: accept it from services that you trust, and strip it
+at the edge. See docs/services.md.
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from fencelock.integrations.header import HEADER, from_header
 from fencelock.lease import holding
 
 Message = MutableMapping[str, Any]
-App = Callable[
-    [Message, Callable[[], Awaitable[Message]], Callable[[Message], Awaitable[None]]], Awaitable[None]
-]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class FencingTokenMiddleware:
@@ -27,12 +27,8 @@ class FencingTokenMiddleware:
     def __init__(self, app: App) -> None:
         self._app = app
 
-    async def __call__(
-        self,
-        scope: Message,
-        receive: Callable[[], Awaitable[Message]],
-        send: Callable[[Message], Awaitable[None]],
-    ) -> None:
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request."""
         name = HEADER.lower().encode()
         texts = [value for key, value in scope.get("headers", ()) if key.lower() == name]
         if scope["type"] != "http" or not texts:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from celery import Task
+from celery import Task  # type: ignore[import-untyped]
 
 from fencelock.integrations.header import HEADER, bound, held
 
@@ -24,17 +24,12 @@ class FencedTask(Task):  # type: ignore[misc]
 
     abstract = True
 
-    def apply_async(
-        self,
-        args: Any = None,
-        kwargs: Any = None,
-        *rest: Any,
-        headers: Mapping[str, Any] | None = None,
-        **options: Any,
-    ) -> Any:
-        return super().apply_async(args, kwargs, *rest, headers={**(headers or {}), **held()}, **options)
+    def apply_async(self, *args: Any, headers: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        """Call the task under what is held here; `LockLostError` if a lease of it has ended."""
+        return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task under what came with its message; `ValueError` if that cannot be read."""
         if self.request.called_directly:
             return super().__call__(*args, **kwargs)
         if self.request.is_eager:  # the caller's context has the leases themselves

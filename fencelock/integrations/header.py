@@ -1,4 +1,4 @@
-"""The header `Fencing-Token` of several leases, `order:1=123;stock:7=45`, for all ways in which it travels."""
+"""The header `Fencing-Token` of several leases, `order:1=123;stock:7=45`, for any way to travel."""
 
 from __future__ import annotations
 
@@ -43,12 +43,12 @@ def from_header(text: str) -> tuple[Lease, ...]:
 
 
 def held() -> dict[str, str]:
-    """Return the header of what this context holds, to be sent; an empty dict if it holds nothing.
+    """Return the header of what this context holds; an empty dict if it holds nothing.
 
     Raises:
         LockLostError: a lease has ended.
-        CommitInDoubtError: a transaction under a lease may still be committed.
-        ValueError: too many leases are held for one header.
+        CommitInDoubtError: a transaction under it may still be committed.
+        ValueError: see `to_header`.
     """
     leases = held_leases()
     for lease in leases:

@@ -21,14 +21,11 @@ _VERSION: Final = re.compile(rf"[0-9]{{{_DIGITS}}}")
 
 
 class FencedFile:
-    """Bytes that are replaced only under a token that is not below that of the last version.
-
-    Reading compares nothing: an older holder may still write after you have read, until you have written. A
-    writer that is stopped inside `write` makes other writers wait, until it goes on or is killed.
+    """Bytes that no token below that of the last version replaces; reading them compares nothing.
 
     Args:
-        folder: where the versions stand, and nothing else; it is made by the first `write`.
-        resource: the lock that guards it; the name of the folder by default.
+        folder: of the versions alone; the first `write` makes it.
+        resource: the lock that guards it; by default the name of the folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, resource: str | None = None) -> None:
@@ -45,12 +42,10 @@ class FencedFile:
         return None
 
     def write(self, content: bytes, *, token: int | None = None) -> None:
-        """Replace the content, under the token that this context holds by default.
-
-        On return it is on the disk, as far as fsync tells. After an error of the system it may be written.
+        """Replace the content on the disk, by default under the token that this context holds.
 
         Raises:
-            StaleTokenError: there is a version of a larger token.
+            StaleTokenError: a version has a larger token.
             NotHeldError: the lock is not held here.
             LockLostError: its lease has ended.
             TypeError: the content is not bytes.
@@ -62,9 +57,8 @@ class FencedFile:
         with self._locked():
             newest = self._newest()
             if newest is not None and newest > version:
-                raise StaleTokenError(
-                    str(self._folder), None, chosen, int(newest), detail="nothing was written"
-                )
+                detail = "nothing was written"
+                raise StaleTokenError(str(self._folder), None, chosen, int(newest), detail=detail)
             new = self._folder / "new"  # one that a crash has left is overwritten
             with new.open("wb") as file:
                 file.write(content)
@@ -78,7 +72,7 @@ class FencedFile:
 
     def _versions(self) -> list[str]:
         try:
-            return list(filter(_VERSION.fullmatch, os.listdir(self._folder)))
+            return [path.name for path in self._folder.iterdir() if _VERSION.fullmatch(path.name)]
         except FileNotFoundError:
             return []
 

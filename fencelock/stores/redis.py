@@ -43,15 +43,12 @@ class _Value:
 
 
 class FencedValue(_Value):
-    """A value that is replaced only under a token that is not below that of the last one.
-
-    Reading compares nothing: an older holder may still write after you have read, until you have written. A
-    `set` whose answer was lost may be sent again.
+    """A value that no token below that of the last `set` replaces; reading it compares nothing.
 
     Args:
-        client: a client of redis-py.
-        key: where the value stands; no other code may write this key.
-        resource: the lock that guards it; the key by default.
+        client: of redis-py.
+        key: where it stands; no other code writes it.
+        resource: the lock that guards it; by default the key.
     """
 
     def __init__(self, client: redis.Redis, key: str, *, resource: str | None = None) -> None:

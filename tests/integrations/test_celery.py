@@ -1,4 +1,4 @@
-"""Tasks run under the tokens of the code that called them: real workers, and a task that is called at once."""
+"""Tasks run under the tokens of the code that called them: in real workers, and in the caller."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from celery import Celery  # type: ignore[import-untyped]
 
 from fencelock import CommitInDoubtError, Lease, LockLostError
 from fencelock.integrations import header
-from fencelock.lease import holding
+from fencelock.lease import held_leases, holding
 from proof.servers import Nodes
 from tests.polling import eventually
 
@@ -61,14 +62,16 @@ def answer(result):
 
 none = answer(tasks.held.delay())
 with holding([Lease("order:é", 7), Lease("b", 8)]):
-    called = tasks.held.delay(), tasks.held_by_retry.delay(), tasks.calls_another.delay(), tasks.calls_itself.delay()
+    names = "held", "held_by_retry", "calls_another", "calls_itself"
+    called = [getattr(tasks, name).delay() for name in names]
     chained = chain(tasks.held.s(), tasks.after.s()).apply_async()
     called_with_headers = tasks.held.apply_async(headers={"x": "y"})
 one, retried, another, itself = map(answer, called)
 broken = tasks.held.apply_async(headers={"Fencing-Token": "order:1"})
 broken.wait(timeout=20, propagate=False)
 print(json.dumps({
-    "none": none, "one": one, "retried": retried, "another": answer(AsyncResult(another, app=tasks.app)), "itself": itself,
+    "none": none, "one": one, "retried": retried, "itself": itself,
+    "another": answer(AsyncResult(another, app=tasks.app)),
     "chained": answer(chained), "headers": answer(called_with_headers), "broken": repr(broken.result),
     "afterwards": [answer(tasks.held.delay()) for _ in range(8)],
 }))
@@ -124,12 +127,8 @@ def test_tokens_travel_to_workers(nodes: Nodes, tmp_path: Path, pool: str) -> No
     }
 
 
-def test_an_eager_task_has_the_leases_themselves(tmp_path: Path) -> None:
+def test_an_eager_task_has_the_leases_themselves() -> None:
     """As a call has them: their loss, and transactions that need them, are noted on one lease."""
-    from celery import Celery
-
-    from fencelock.lease import held_leases
-
     app = Celery("tasks", task_cls="fencelock.integrations.celery:FencedTask", set_as_current=False)
     app.conf.update(task_always_eager=True, task_eager_propagates=True)
 
@@ -145,8 +144,6 @@ def test_an_eager_task_has_the_leases_themselves(tmp_path: Path) -> None:
 
 def test_no_task_is_called_under_a_lease_that_ended() -> None:
     """Nothing is published: there is no broker here."""
-    from celery import Celery
-
     app = Celery("tasks", broker="redis://127.0.0.1:1", task_cls="fencelock.integrations.celery:FencedTask")
 
     @app.task  # type: ignore[untyped-decorator]

@@ -30,7 +30,7 @@ NEXT = "import orders; print(orders.reserve('Berta'))"
 
 @contextmanager
 def stock_service(folder: Path, url: str, *changes: tuple[str, str]) -> Iterator[str]:
-    """Run the service that is called, as the page prints it, and write the caller beside it; yield its URL."""
+    """Run the service that is called, as printed, with the caller beside it; yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -53,7 +53,7 @@ def stock_service(folder: Path, url: str, *changes: tuple[str, str]) -> Iterator
 
 
 def play(folder: Path, url: str) -> tuple[str, str, str]:
-    """Pause the first caller on its way, have the next one call; return their answers, and the item's customer."""
+    """Pause the first caller on its way; return the next one's answer, the late one's, the customer."""
     environment = os.environ | {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
     first = subprocess.Popen(
         [sys.executable, "-c", PAUSED], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import signal
 import subprocess
@@ -50,7 +49,7 @@ def test_a_stale_writer_is_refused(store: Store) -> None:
         store.write(content, token=token)
         assert store.read() == content
     with pytest.raises(
-        StaleTokenError, match="token 8 is stale: .* has been fenced with 9; .*nothing was written"
+        StaleTokenError, match=r"token 8 is stale: .* has been fenced with 9; .*nothing was written"
     ) as caught:
         store.write(b"late", token=8)
     assert (caught.value.token, caught.value.current, caught.value.written) == (8, 9, False)
@@ -169,7 +168,7 @@ def test_names_of_folders_at_their_limits(tmp_path: Path, name: str) -> None:
     with holding([Lease(name, 3)]):
         file.write(b"x")
     assert file.read() == b"x"
-    assert os.listdir(tmp_path / name) == [f"{3:019}"]
+    assert [path.name for path in (tmp_path / name).iterdir()] == [f"{3:019}"]
 
 
 #: For each call into the system that changes something, and each side of it: a process that is killed there.
@@ -204,7 +203,8 @@ while not results or results[-1]["killed"]:
         found = file.read()[:3].decode()
         file.write(b"next", token=3)
         left = sorted(os.listdir(f"report{number}{before}"))
-        results.append({"killed": os.WIFSIGNALED(status), "found": found, "next": file.read().decode(), "left": left})
+        killed, then = os.WIFSIGNALED(status), file.read().decode()
+        results.append({"killed": killed, "found": found, "next": then, "left": left})
 print(json.dumps(results))
 """
 
@@ -251,4 +251,4 @@ def test_killed_in_the_middle_of_writes(tmp_path: Path, rounds: int) -> None:
         assert acknowledged <= found <= acknowledged + 1
         token = found + 1
     file.write(b"x", token=token)
-    assert os.listdir(tmp_path / "report") == [f"{token:019}"]
+    assert [path.name for path in (tmp_path / "report").iterdir()] == [f"{token:019}"]
