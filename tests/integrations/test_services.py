@@ -54,7 +54,11 @@ def stock_service(folder: Path, url: str, *changes: tuple[str, str]) -> Iterator
 
 def play(folder: Path, url: str) -> tuple[str, str, str]:
     """Pause the first caller on its way; return the next one's answer, the late one's, the customer."""
-    environment = os.environ | {"no_proxy": "127.0.0.1", "NO_PROXY": "127.0.0.1"}
+    environment = os.environ | {
+        "FENCELOCK_URL": "sqlite:///orders.db",
+        "no_proxy": "127.0.0.1",
+        "NO_PROXY": "127.0.0.1",
+    }
     first = subprocess.Popen(
         [sys.executable, "-c", PAUSED], cwd=folder, env=environment, stdout=subprocess.PIPE, text=True
     )
@@ -78,7 +82,7 @@ def play(folder: Path, url: str) -> tuple[str, str, str]:
         return answer, late, client.get(f"{url}/items/7").json()
 
 
-@pytest.mark.parametrize("kind", ["sqlite", "postgresql"])
+@pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def test_the_late_call_is_refused(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """By the database of the service that is called."""
     if kind == "postgresql":
@@ -90,7 +94,9 @@ def test_the_late_call_is_refused(kind: str, tmp_path: Path, request: pytest.Fix
         assert play(tmp_path, service) == ("200", "409", "Berta")
 
 
+@pytest.mark.long
 def test_without_a_fence_the_late_call_wins(tmp_path: Path) -> None:
     """The control: the same two services, and a table without a fence."""
-    with stock_service(tmp_path, "sqlite:///stock.db", ("FencedModel, Base", "Base")) as service:
+    changes = ("FencedModel, Base", "Base"), ('    __fence_resource__ = "item:{id}"\n', "")
+    with stock_service(tmp_path, "sqlite:///stock.db", *changes) as service:
         assert play(tmp_path, service) == ("200", "200", "Anton")
