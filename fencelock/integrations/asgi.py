@@ -1,7 +1,7 @@
 """Binds the fencing tokens of a caller for each HTTP request of an ASGI application.
 
-A client that can set the header writes with any token: accept it from services that you trust, and strip it
-at the edge. See docs/services.md.
+A client that can set the header writes with any token: accept it from services that you trust alone, and
+strip it at the edge.
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ class FencedTask(Task):  # type: ignore[misc]
     abstract = True
 
     def apply_async(self, *args: Any, headers: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        """Call the task under what is held here; `LockLostError` if a lease of it has ended."""
+        """Call the task under the held leases; `LockLostError` if one of them has ended."""
         return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

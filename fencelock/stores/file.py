@@ -17,6 +17,7 @@ from fencelock.lease import assert_held, check_resource
 from fencelock.tokens import check as check_token
 
 _DIGITS: Final = 19
+_REFUSED: Final = "nothing was written"
 _VERSION: Final = re.compile(rf"[0-9]{{{_DIGITS}}}")
 
 
@@ -48,7 +49,6 @@ class FencedFile:
             StaleTokenError: a version has a larger token.
             NotHeldError: the lock is not held here.
             LockLostError: its lease has ended.
-            TypeError: the content is not bytes.
         """
         if not isinstance(content, bytes):
             raise TypeError(f"a fenced file has bytes, not {type(content).__name__}: encode it")
@@ -57,8 +57,7 @@ class FencedFile:
         with self._locked():
             newest = self._newest()
             if newest is not None and newest > version:
-                detail = "nothing was written"
-                raise StaleTokenError(str(self._folder), None, chosen, int(newest), detail=detail)
+                raise StaleTokenError(str(self._folder), None, chosen, int(newest), detail=_REFUSED)
             new = self._folder / "new"  # one that a crash has left is overwritten
             with new.open("wb") as file:
                 file.write(content)
@@ -66,15 +65,12 @@ class FencedFile:
                 os.fsync(file.fileno())
             new.replace(self._folder / version)
             _sync(self._folder)
-            for name in self._versions():
-                if name < version:
-                    (self._folder / name).unlink()
+            for name in set(self._versions()) - {version}:
+                (self._folder / name).unlink()
 
     def _versions(self) -> list[str]:
-        try:
-            return [path.name for path in self._folder.iterdir() if _VERSION.fullmatch(path.name)]
-        except FileNotFoundError:
-            return []
+        paths = self._folder.iterdir() if self._folder.exists() else ()
+        return [path.name for path in paths if _VERSION.fullmatch(path.name)]
 
     def _newest(self) -> str | None:
         return max(self._versions(), default=None)
@@ -97,7 +93,6 @@ class FencedFile:
 
 
 def _sync(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
