@@ -16,9 +16,10 @@ import math
 import re
 import time
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
-from typing import Any, final
+from typing import Any, Final, final
+from urllib.parse import quote, unquote
 from weakref import ref
 
 from fencelock._platform import in_forked_child
@@ -28,6 +29,11 @@ from fencelock.tokens import check as check_token
 MAX_RESOURCE_LENGTH = 255
 #: Matches a name into which an f-string has put an object instead of a value.
 OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
+#: Characters of a name that stand in a header as they are, beside letters, digits and `_.-~`.
+_SAFE: Final = ":/@"
+_ENTRY: Final = re.compile(rf"((?:[A-Za-z0-9_.~{_SAFE}-]|%[0-9A-Fa-f]{{2}})+)=([1-9][0-9]{{0,18}})")
+#: No name is longer in a header: each character may be four bytes, and each byte `%F0`.
+_LONGEST_ENTRY: Final = MAX_RESOURCE_LENGTH * 12 + len("=") + 19
 
 
 def check_resource(resource: object) -> str:
@@ -126,6 +132,30 @@ class Lease:
     def fencing_token(self) -> int:
         """The token to write with. It changes only when the lease is reminted."""
         return self._fencing_token
+
+    @property
+    def token(self) -> int:
+        """The same as `fencing_token`."""
+        return self._fencing_token
+
+    def to_header(self) -> str:
+        """Return name and token as ASCII text for the header `Fencing-Token`, such as `order:1=123`.
+
+        The text is no secret, and no proof: see docs/services.md.
+        """
+        return f"{quote(self._resource, safe=_SAFE)}={self._fencing_token}"
+
+    @staticmethod
+    def from_header(text: str) -> Lease:
+        """Return the lease that a text of `to_header` names; by this process' clock it never ends.
+
+        Raises:
+            ValueError: for any other text, also one of several leases.
+        """
+        entry = _ENTRY.fullmatch(text) if len(text) <= _LONGEST_ENTRY else None
+        if entry is None:
+            raise ValueError(f"a fencing token travels as 'order:1=123', and not as {text[:80]!r}")
+        return Lease(unquote(entry[1], errors="strict"), int(entry[2]))
 
     @property
     def expires_at(self) -> float:
@@ -292,6 +322,21 @@ def note_held(*leases: Lease) -> None:
     # under one keeps it alive, and the storage tells that code that it is stale.
     earlier = (lease if lease.remaining else ref(lease) for lease in held)
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
+
+
+@contextlib.contextmanager
+def holding(leases: Sequence[Lease]) -> Iterator[None]:
+    """Let the current context hold these leases in a block, in place of others of the same resources.
+
+    Code that is started in the block keeps them. The block releases none.
+    """
+    names = {lease.resource for lease in leases}
+    before = _held.set((*(lease for lease in _standing() if lease.resource not in names), *leases))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # a coroutine that is thrown away ends in another context
+            _held.reset(before)
 
 
 def note_left(*leases: Lease) -> None:

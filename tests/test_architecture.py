@@ -77,6 +77,8 @@ ARROWS = {
     "leader": "values authority.base _locking",
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
+    "integrations": "values",
+    "stores": "values",
     "cli": f"values _locking authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
     "__main__": "cli",
     "": f"values _locking _fenced_once authority.database {REDLOCK} guard leader lock lock.decorator "

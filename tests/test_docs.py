@@ -77,7 +77,19 @@ def to_run(page: str) -> list[Block]:
 #: Pages whose blocks start servers and programs again and again.
 LONG = {
     f"docs/{page}.md"
-    for page in ("long-run", "torture", "fastapi", "celery", "recover", "migrating", "command-line")
+    for page in (
+        "long-run",
+        "torture",
+        "fastapi",
+        "celery",
+        "recover",
+        "migrating",
+        "command-line",
+        "apscheduler",
+        "langgraph",
+        "procrastinate",
+        "services",
+    )
 }
 
 

@@ -10,6 +10,10 @@ from __future__ import annotations
 import asyncio
 from typing import Literal, assert_type
 
+import httpx
+import redis
+import redis.asyncio
+from fastapi import FastAPI
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
@@ -82,6 +86,11 @@ from fencelock import (
     upsert,
 )
 from fencelock.guard import fence_column, triggers, write_id_column
+from fencelock.integrations import header
+from fencelock.integrations.asgi import FencingTokenMiddleware
+from fencelock.integrations.httpx import send_tokens, send_tokens_async
+from fencelock.stores.file import FencedFile
+from fencelock.stores.redis import AsyncFencedValue, FencedValue
 
 
 class Base(DeclarativeBase):
@@ -262,6 +271,7 @@ def by_hand(quorum: Redlock) -> None:
     lease = lock.acquire(timeout=0)
     assert_type(lease, Lease)
     print(lease.fencing_token, lease.expires_at, lease.remaining)
+    assert_type(Lease.from_header(lease.to_header()).token, int)
     assert_type(lock.remint(), int)
     lock.extend(60)
     lock.release()
@@ -399,3 +409,19 @@ def main() -> None:
     asyncio.run(transactions_of_tasks(create_async_engine("sqlite+aiosqlite://")))
     asyncio.run(in_tasks(quorum, create_async_engine("sqlite+aiosqlite://")))
     print(errors(), fencelock.__all__)
+
+
+def travel(client: redis.Redis, aio: redis.asyncio.Redis) -> None:
+    """Send tokens to other services, and write elsewhere under them."""
+    assert_type(header.held(), dict[str, str])
+    assert_type(header.from_header("order:1=1"), tuple[Lease, ...])
+    with header.bound(header.to_header([Lease("order:1", 1)])):
+        FencedValue(client, "order:1").set("x")
+        FencedFile("order:1").write(b"x", token=1)
+    assert_type(FencedFile("order:1").read(), bytes | None)
+    AsyncFencedValue(aio, "key", resource="order:1")
+    httpx.Client(event_hooks={"request": [send_tokens]})
+    httpx.AsyncClient(event_hooks={"request": [send_tokens_async]})
+    app = FastAPI()
+    app.add_middleware(FencingTokenMiddleware)
+    FencingTokenMiddleware(app)

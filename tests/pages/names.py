@@ -13,7 +13,9 @@ import fencelock
 import fencelock.guard
 import fencelock.observe
 from fencelock.guard import triggers
+from fencelock.integrations import asgi, celery, header, httpx
 from fencelock.observe import history, otel, prometheus
+from fencelock.stores import file, redis
 from tests.pages.blocks import ROOT
 
 PAGE: Final = ROOT / "docs" / "names.md"
@@ -39,7 +41,17 @@ OBJECTS: Final = (
     "Term",
 )
 MEMBERS: Final = {
-    "Lease": ("resource", "fencing_token", "expires_at", "remaining", "lost", "in_doubt"),
+    "Lease": (
+        "resource",
+        "fencing_token",
+        "token",
+        "to_header",
+        "from_header",
+        "expires_at",
+        "remaining",
+        "lost",
+        "in_doubt",
+    ),
     "Database": ("lock", "inspect", "force_release", "init", "close"),
     "Redlock": ("nodes", "lock", "inspect", "force_release", "init", "status", "recover", "close"),
 }
@@ -72,6 +84,7 @@ def members(kind: type) -> Iterator[tuple[str, str]]:
     for name, member in {name: member for one in bases for name, member in vars(one).items()}.items():
         if name not in MEMBERS.get(kind.__name__, (name,)) or name.startswith("_"):
             continue
+        member = getattr(member, "__func__", member)  # noqa: PLW2901 - of a static method
         if inspect.isfunction(member) or isinstance(member, property):
             call = "()" if inspect.isfunction(member) else ""
             yield f"{kind.__name__}.{name}{call}", first_line(member)
@@ -113,6 +126,12 @@ def render() -> str:
         (prometheus, ("instrument", "watch_nodes")),
         (otel, ("FencelockInstrumentor",)),
         (history, ("record", "read", "history_table")),
+        (header, ("held", "bound", "to_header", "from_header")),
+        (asgi, ("FencingTokenMiddleware",)),
+        (httpx, ("send_tokens", "send_tokens_async")),
+        (celery, ("FencedTask",)),
+        (redis, ("FencedValue", "AsyncFencedValue")),
+        (file, ("FencedFile",)),
     ):
         lines += ["", f"## In `{module.__name__}`", *table(module, names)]
     lines += ["", "Alembic's operations: [migrate](migrating.md#3-migrate)."]

@@ -1,0 +1,45 @@
+"""Binds the fencing tokens of a caller for each HTTP request of an ASGI application.
+
+A client that can set the header writes with any token: accept it from services that you trust alone, and
+strip it at the edge.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fencelock.integrations.header import HEADER, from_header
+from fencelock.lease import holding
+
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+App = Callable[[Message, Receive, Send], Awaitable[None]]
+
+
+class FencingTokenMiddleware:
+    """ASGI middleware: what a request writes, it writes under the tokens that its caller sent.
+
+    A header that cannot be read is answered with 400. Websockets pass as they are.
+    """
+
+    def __init__(self, app: App) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
+        """Answer a request."""
+        name = HEADER.lower().encode()
+        texts = [value for key, value in scope.get("headers", ()) if key.lower() == name]
+        if scope["type"] != "http" or not texts:
+            await self._app(scope, receive, send)
+            return
+        try:
+            leases = from_header(b";".join(texts).decode("latin-1"))
+        except ValueError as error:
+            plain = [(b"content-type", b"text/plain; charset=utf-8")]
+            await send({"type": "http.response.start", "status": 400, "headers": plain})
+            await send({"type": "http.response.body", "body": f"{error}\n".encode()})
+            return
+        with holding(leases):
+            await self._app(scope, receive, send)

@@ -1,0 +1,38 @@
+"""Tasks of Celery that run under the fencing tokens of the code that called them.
+
+```python
+app = Celery("tasks", task_cls="fencelock.integrations.celery:FencedTask")
+```
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from celery import Task  # type: ignore[import-untyped]
+
+from fencelock.integrations.header import HEADER, bound, held
+
+
+class FencedTask(Task):  # type: ignore[misc]
+    """A task whose message carries the tokens that are held where it is called.
+
+    It is no signal handler, because Celery only logs the errors of those: the task would go on without its
+    token.
+    """
+
+    abstract = True
+
+    def apply_async(self, *args: Any, headers: Mapping[str, Any] | None = None, **options: Any) -> Any:
+        """Call the task under the held leases; `LockLostError` if one of them has ended."""
+        return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the task under what came with its message; `ValueError` if that cannot be read."""
+        if self.request.called_directly:
+            return super().__call__(*args, **kwargs)
+        if self.request.is_eager:  # the caller's context has the leases themselves
+            return self.run(*args, **kwargs)
+        with bound((self.request.headers or {}).get(HEADER, "")):
+            return self.run(*args, **kwargs)

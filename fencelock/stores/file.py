@@ -1,0 +1,100 @@
+"""A file that refuses stale writers, for processes of one POSIX machine.
+
+Each version is a file of its own in a folder, named by its token. A crash leaves the old version or the new.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Final
+
+from fencelock.errors import StaleTokenError
+from fencelock.lease import assert_held, check_resource
+from fencelock.tokens import check as check_token
+
+_DIGITS: Final = 19
+_REFUSED: Final = "nothing was written"
+_VERSION: Final = re.compile(rf"[0-9]{{{_DIGITS}}}")
+
+
+class FencedFile:
+    """Bytes that no token below that of the last version replaces; reading them compares nothing.
+
+    Args:
+        folder: of the versions alone; the first `write` makes it.
+        resource: the lock that guards it; by default the name of the folder.
+    """
+
+    def __init__(self, folder: str | os.PathLike[str], *, resource: str | None = None) -> None:
+        self._folder = Path(folder)
+        self._resource = check_resource(self._folder.name if resource is None else resource)
+
+    def read(self) -> bytes | None:
+        """Return the newest version; None if nothing was written yet."""
+        while (newest := self._newest()) is not None:
+            with suppress(FileNotFoundError):  # a writer has removed it since, so there is a newer one
+                content = (self._folder / newest).read_bytes()
+                if newest == self._newest():
+                    return content
+        return None
+
+    def write(self, content: bytes, *, token: int | None = None) -> None:
+        """Replace the content on the disk, by default under the token that this context holds.
+
+        Raises:
+            StaleTokenError: a version has a larger token.
+            NotHeldError: the lock is not held here.
+            LockLostError: its lease has ended.
+        """
+        if not isinstance(content, bytes):
+            raise TypeError(f"a fenced file has bytes, not {type(content).__name__}: encode it")
+        chosen = assert_held(self._resource).token_to_write() if token is None else check_token(token)
+        version = f"{chosen:0{_DIGITS}}"
+        with self._locked():
+            newest = self._newest()
+            if newest is not None and newest > version:
+                raise StaleTokenError(str(self._folder), None, chosen, int(newest), detail=_REFUSED)
+            new = self._folder / "new"  # one that a crash has left is overwritten
+            with new.open("wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+            new.replace(self._folder / version)
+            _sync(self._folder)
+            for name in set(self._versions()) - {version}:
+                (self._folder / name).unlink()
+
+    def _versions(self) -> list[str]:
+        paths = self._folder.iterdir() if self._folder.exists() else ()
+        return [path.name for path in paths if _VERSION.fullmatch(path.name)]
+
+    def _newest(self) -> str | None:
+        return max(self._versions(), default=None)
+
+    @contextmanager
+    def _locked(self) -> Iterator[None]:
+        """Keep other writers out, by a lock on the folder itself."""
+        import fcntl  # noqa: PLC0415 - Windows has none, and reads all the same
+
+        with suppress(FileExistsError):
+            self._folder.mkdir()
+            _sync(self._folder.parent)
+        folder = os.open(self._folder, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)
+            yield
+            fcntl.flock(folder, fcntl.LOCK_UN)
+        finally:
+            os.close(folder)
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

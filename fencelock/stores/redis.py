@@ -1,0 +1,86 @@
+"""A value in one Redis or Valkey that refuses stale writers.
+
+It is no quorum. A server that forgets (a failover to a replica that lacks the last write, eviction, a restart
+without `appendfsync always`) forgets the fence, too.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import redis
+import redis.asyncio
+
+from fencelock.errors import StaleTokenError
+from fencelock.lease import assert_held, check_resource
+from fencelock.tokens import check as check_token
+
+#: Compares tokens as texts of one length, because Lua's numbers are exact only below 2**53.
+SCRIPT: Final = """
+local fence = redis.call('HGET', KEYS[1], 'token')
+if fence and fence > ARGV[1] then return fence end
+redis.call('HSET', KEYS[1], 'token', ARGV[1], 'value', ARGV[2])
+return false
+"""
+_DIGITS: Final = 19
+
+
+class _Value:
+    def __init__(self, client: Any, key: str, resource: str | None) -> None:
+        self._client = client
+        self._key = key
+        self._resource = check_resource(key if resource is None else resource)
+        self._script: Any = client.register_script(SCRIPT)
+
+    def _call(self, value: bytes | str, token: int | None) -> dict[str, Any]:
+        chosen = assert_held(self._resource).token_to_write() if token is None else check_token(token)
+        return {"keys": [self._key], "args": [f"{chosen:0{_DIGITS}}", value]}
+
+    def _check(self, fence: bytes | str | None, call: dict[str, Any]) -> None:
+        if fence is not None:
+            detail = "nothing was written to Redis"
+            raise StaleTokenError(self._key, None, int(call["args"][0]), int(fence), detail=detail)
+
+
+class FencedValue(_Value):
+    """A value that no token below that of the last `set` replaces; reading it compares nothing.
+
+    Args:
+        client: of redis-py.
+        key: where it stands; no other code writes it.
+        resource: the lock that guards it; by default the key.
+    """
+
+    def __init__(self, client: redis.Redis, key: str, *, resource: str | None = None) -> None:
+        super().__init__(client, key, resource)
+
+    def get(self) -> Any:
+        """Return the value as bytes (a str if the client decodes); None if it was never set."""
+        return self._client.hget(self._key, "value")
+
+    def set(self, value: bytes | str, *, token: int | None = None) -> None:
+        """Replace the value, under the token that this context holds by default.
+
+        Raises:
+            StaleTokenError: it was written under a larger token.
+            NotHeldError: the lock is not held here.
+            LockLostError: its lease has ended.
+        """
+        call = self._call(value, token)
+        self._check(self._script(**call), call)
+
+
+class AsyncFencedValue(_Value):
+    """`FencedValue` for clients of `redis.asyncio`."""
+
+    def __init__(self, client: redis.asyncio.Redis, key: str, *, resource: str | None = None) -> None:
+        super().__init__(client, key, resource)
+
+    async def get(self) -> Any:
+        """Return the value, as `FencedValue.get`."""
+        return await self._client.hget(self._key, "value")
+
+    async def set(self, value: bytes | str, *, token: int | None = None) -> None:
+        """Replace the value, as `FencedValue.set`."""
+        call = self._call(value, token)
+        self._check(await self._script(**call), call)

@@ -1,0 +1,256 @@
+"""Fenced values outside of the database: a stale writer is refused, whatever happens to processes."""
+
+from __future__ import annotations
+
+import json
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import redis
+import redis.asyncio
+
+from fencelock import Lease, LockLostError, NotHeldError, StaleTokenError
+from fencelock.integrations import header
+from fencelock.lease import holding
+from fencelock.stores.file import FencedFile
+from fencelock.stores.redis import AsyncFencedValue, FencedValue
+from fencelock.tokens import MAX_TOKEN
+from proof.servers import Nodes
+from tests.loops import in_loop
+from tests.stores.kinds import RESOURCE, Store, store_at
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(params=["redis", "file"])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """Where an empty store is."""
+    if request.param == "redis":
+        nodes: Nodes = request.getfixturevalue("nodes")
+        return f"redis {nodes[0].url}"
+    return f"file {tmp_path / 'report'}"
+
+
+@pytest.fixture
+def store(place: str) -> Store:
+    """An empty store."""
+    return store_at(place)
+
+
+def test_a_stale_writer_is_refused(store: Store) -> None:
+    """The same holder writes again, the next one takes over, the one before is late."""
+    assert store.read() is None
+    for token, content in ((7, b"a"), (7, b"b"), (9, b"c")):
+        store.write(content, token=token)
+        assert store.read() == content
+    with pytest.raises(
+        StaleTokenError, match=r"token 8 is stale: .* has been fenced with 9; .*nothing was written"
+    ) as caught:
+        store.write(b"late", token=8)
+    assert (caught.value.token, caught.value.current, caught.value.written) == (8, 9, False)
+    assert store.read() == b"c"
+
+
+@pytest.mark.parametrize(
+    ("token", "older"), [(10, 9), (1000, 999), (2**53 + 1, 2**53), (MAX_TOKEN, MAX_TOKEN - 1)]
+)
+def test_tokens_compare_as_numbers(store: Store, token: int, older: int) -> None:
+    """Not as texts, and not as floats."""
+    store.write(b"old", token=older)
+    store.write(b"new", token=token)
+    with pytest.raises(StaleTokenError):
+        store.write(b"late", token=older)
+    assert store.read() == b"new"
+
+
+def test_the_held_token_is_the_default(store: Store) -> None:
+    """Of the store's resource, also one that came in a header."""
+    with pytest.raises(NotHeldError, match=RESOURCE):
+        store.write(b"x")
+    with holding([Lease("another", 9)]), pytest.raises(NotHeldError, match=RESOURCE):
+        store.write(b"x")
+    with holding([Lease(RESOURCE, 9, expires_at=time.monotonic() - 1)]), pytest.raises(LockLostError):
+        store.write(b"x")
+    assert store.read() is None
+    with header.bound(f"{RESOURCE}=9"):
+        store.write(b"y")
+    with pytest.raises(StaleTokenError), header.bound(f"{RESOURCE}=8"):
+        store.write(b"z")
+    assert store.read() == b"y"
+
+
+@pytest.mark.parametrize(
+    ("token", "error"), [(0, ValueError), (MAX_TOKEN + 1, ValueError), ("7", TypeError), (True, TypeError)]
+)
+def test_what_is_no_token_is_refused(store: Store, token: int, error: type[Exception]) -> None:
+    """Before anything is sent."""
+    with pytest.raises(error):
+        store.write(b"x", token=token)
+    assert store.read() is None
+
+
+@pytest.mark.parametrize("content", [b"", b"\0\r\n\xff", b"x" * 1_000_000])
+def test_any_bytes_come_back(store: Store, content: bytes) -> None:
+    """As they were."""
+    store.write(content, token=1)
+    assert store.read() == content
+
+
+def race(place: str, count: int, processes: int) -> list[str]:
+    """Have up to four processes write with shuffled tokens; return what they complained of."""
+    command = [sys.executable, "-m", "tests.stores.kinds", place]
+    racers = [
+        subprocess.Popen([*command, str(seed), str(count)], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+        for seed in range(4 - processes, 4)
+    ]
+    said = [racer.communicate(timeout=100)[1] for racer in racers]
+    return [text for racer, text in zip(racers, said, strict=True) if racer.returncode]
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("processes", [2, pytest.param(4, marks=pytest.mark.long)])
+def test_processes_race(place: str, processes: int) -> None:
+    """No value of an older token comes back."""
+    assert race(place, 150, processes) == []
+    assert store_at(place).read() == b"600"
+
+
+@pytest.mark.timed
+@pytest.mark.long
+def test_processes_race_without_the_check(place: str) -> None:
+    """The control: in the same race older values do come back."""
+    complaints = race(f"naive-{place}", 150, 4)
+    assert any("is lost" in text or "an older value is back" in text for text in complaints), complaints
+
+
+@in_loop
+async def test_a_value_for_asyncio(nodes: Nodes) -> None:
+    """The same value as for blocking code."""
+    async with redis.asyncio.Redis.from_url(nodes[0].url) as client:
+        value = AsyncFencedValue(client, RESOURCE)
+        assert await value.get() is None
+        await value.set(b"a", token=7)
+        with header.bound(f"{RESOURCE}=8"):
+            await value.set("b")
+        with pytest.raises(StaleTokenError):
+            await value.set(b"late", token=7)
+        assert await value.get() == b"b"
+    with redis.Redis.from_url(nodes[0].url, decode_responses=True) as decoding:
+        same = FencedValue(decoding, RESOURCE)
+        assert same.get() == "b"
+        with pytest.raises(StaleTokenError, match="fenced with 8"):
+            same.set("late", token=7)
+
+
+def test_a_key_of_another_program_is_refused(nodes: Nodes) -> None:
+    """By Redis, and it stays as it is."""
+    with redis.Redis.from_url(nodes[0].url) as client:
+        client.set("a key", "x")
+        with pytest.raises(redis.ResponseError, match="WRONGTYPE"):
+            FencedValue(client, "a key").set(b"y", token=1)
+        assert client.get("a key") == b"x"
+
+
+def test_a_file_has_bytes(tmp_path: Path) -> None:
+    """A text would need an encoding."""
+    with pytest.raises(TypeError, match="not str: encode it"):
+        FencedFile(tmp_path / "report").write("text", token=1)  # type: ignore[arg-type]
+    assert not (tmp_path / "report").exists()
+
+
+@pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "a b;c=%\n".strip()])
+def test_names_of_folders_at_their_limits(tmp_path: Path, name: str) -> None:
+    """What the file system takes: a version's name does not hang on it. The resource has the same name."""
+    file = FencedFile(tmp_path / name)
+    with holding([Lease(name, 3)]):
+        file.write(b"x")
+    assert file.read() == b"x"
+    assert [path.name for path in (tmp_path / name).iterdir()] == [f"{3:019}"]
+
+
+#: For each call into the system that changes something, and each side of it: a process that is killed there.
+KILLED = """
+import json, os, signal, sys
+from fencelock.stores.file import FencedFile
+
+def killing(function, number, *, before):
+    def call(*arguments, **more):
+        calls.append(function.__name__)
+        if before and len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        result = function(*arguments, **more)
+        if len(calls) == number:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return result
+    return call
+
+results, number = [], 0
+while not results or results[-1]["killed"]:
+    number += 1
+    for before in (True, False):
+        file = FencedFile(f"report{number}{before}")
+        file.write(b"old" * 1000, token=1)
+        if not (child := os.fork()):
+            calls = []
+            for name in ("fsync", "replace", "unlink"):
+                setattr(os, name, killing(getattr(os, name), number, before=before))
+            file.write(b"new" * 1000, token=2)
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        found = file.read()[:3].decode()
+        file.write(b"next", token=3)
+        left = sorted(os.listdir(f"report{number}{before}"))
+        killed, then = os.WIFSIGNALED(status), file.read().decode()
+        results.append({"killed": killed, "found": found, "next": then, "left": left})
+print(json.dumps(results))
+"""
+
+
+def test_a_crash_leaves_the_old_version_or_the_new_one(tmp_path: Path) -> None:
+    """At each call into the system: also between the fsync of the new one and its renaming."""
+    ran = subprocess.run(
+        [sys.executable, "-c", KILLED], cwd=tmp_path, check=True, capture_output=True, text=True, timeout=60
+    )
+    results = json.loads(ran.stdout)
+    found = [result["found"] for result in results]
+    assert found == ["old"] * 3 + ["new"] * (len(found) - 3)  # fsync, fsync, before the renaming; behind it
+    assert [result["killed"] for result in results] == [True] * 8 + [False] * 2
+    assert all((result["next"], result["left"]) == ("next", [f"{3:019}"]) for result in results)
+
+
+WRITER = """
+import sys
+from fencelock.stores.file import FencedFile
+
+file = FencedFile("report")
+for token in range(int(sys.argv[1]), 10**6):
+    file.write(b"%07d" % token * 100_000, token=token)
+    print(token, flush=True)
+"""
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=pytest.mark.long)])
+def test_killed_in_the_middle_of_writes(tmp_path: Path, rounds: int) -> None:
+    """What was acknowledged is there, whole, or a later version is; the next writer needs no repair."""
+    file, chance, token = FencedFile(tmp_path / "report"), random.Random(rounds), 1
+    for _ in range(rounds):
+        command = [sys.executable, "-c", WRITER, str(token)]
+        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            writer.stdout.readline()
+            time.sleep(chance.uniform(0, 0.05))
+            writer.send_signal(signal.SIGKILL)
+            acknowledged = max([token, *map(int, writer.stdout.read().split())])
+        content = file.read() or b""
+        found = int(content[:7])
+        assert content == b"%07d" % found * 100_000
+        assert acknowledged <= found <= acknowledged + 1
+        token = found + 1
+    file.write(b"x", token=token)
+    assert [path.name for path in (tmp_path / "report").iterdir()] == [f"{token:019}"]
