@@ -1,6 +1,7 @@
 """fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
 
 from fencelock._fenced_once import fenced_once
+from fencelock._leader import Leader, Term, leader
 from fencelock._locking import configure, fenced_lock, fenced_semaphore, take_over
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
@@ -54,7 +55,6 @@ from fencelock.guard import (
     receipt_table,
     upsert,
 )
-from fencelock.leader import Leader, Term, leader
 from fencelock.lease import Lease, assert_held
 from fencelock.lock.at_exit import exit_on_signals
 from fencelock.lock.decorator import fenced

@@ -129,6 +129,8 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
         naive = (*where, *NAIVE_TABLE, "--duration", "10")
         yield _torture(f"a naive table in {name}", folder, *naive, breaks="P1")
         yield _torture(f"no guard, leases in {name}", folder, *where, *no_guard, breaks="lost update")
+    yield Proof("leaders, and a control", _python("proof.leaders", "--rounds", "1"))
+    yield Proof("slots, readers and writers, and controls", _python("proof.slots", "--seconds", "15"))
     yield Proof("receipts, and a control", _python("proof.receipts", "--runs", "40"))
     yield Proof("retries, and a control", _python("proof.retries", "--seconds", "60"))
 
@@ -142,6 +144,8 @@ LONG = (
     Proof("torture", ["make", "torture"]),
     Proof("torture-databases", ["make", "torture-databases"]),
     Proof("torture-edges", ["make", "torture-edges"]),
+    Proof("leaders", _python("proof.leaders", "--rounds", "20")),
+    Proof("slots, readers and writers", _python("proof.slots", "--seconds", "600")),
     Proof("receipts", _python("proof.receipts")),
     Proof("retries", ["make", "retries"]),
 )

@@ -74,14 +74,13 @@ ARROWS = {
     "transaction": "values guard lock _locking",
     "_fenced_once": "_locking guard lock lock.decorator transaction",
     "integrations": "values",
-    "leader": "values authority.base _locking",
+    "_leader": "values authority.base _locking",
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
-    "integrations": "values",
     "stores": "values",
     "cli": f"values _locking authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
     "__main__": "cli",
-    "": f"values _locking _fenced_once authority.database {REDLOCK} guard leader lock lock.decorator "
+    "": f"values _locking _fenced_once authority.database {REDLOCK} guard _leader lock lock.decorator "
     "transaction",
 }
 """The house from the ground up."""
