@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import os
@@ -21,7 +22,7 @@ from fencelock.errors import AuthorityError
 from fencelock.lock.base import HANDED
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import DEFAULT_TTL, AllLockSettings, IfHeld, IfLost, LockSettings
-from fencelock.lock.slots import FencedSemaphore, check_slots, make_lock
+from fencelock.lock.slots import FencedSemaphore, check_name, check_slots, make_lock
 from fencelock.tokens import check as check_token
 
 if TYPE_CHECKING:
@@ -203,7 +204,10 @@ def fenced_lock(
     """
     if authority is not None and not hasattr(authority, "acquire_gen"):
         raise TypeError(f"authority= is a Redlock(…) or a Database(…), not {type(authority).__name__}")
-    return make_lock(
+    make: Callable[..., FencedLock[Any]] = FencedLock
+    if shared or readers is not None:
+        make = functools.partial(make_lock, shared=shared, readers=readers)
+    return make(
         resources,
         default_authority if authority is None else lambda: authority,
         ttl=ttl,
@@ -215,8 +219,6 @@ def fenced_lock(
         if_lost=if_lost,
         if_held=if_held,
         at_least=at_least,
-        shared=shared,
-        readers=readers,
     )
 
 
@@ -249,8 +251,10 @@ def fenced_semaphore(
     Raises:
         TypeError, ValueError: as `fenced_lock` does.
     """
+    if given := {"shared", "readers"} & settings.keys():
+        raise TypeError(f"a semaphore has no {', '.join(sorted(given))}: each holder has a slot of its own")
     find_authority = default_authority if authority is None else lambda: authority
-    return FencedSemaphore(name, check_slots("slots", slots), find_authority, **settings)
+    return FencedSemaphore(check_name(name), check_slots("slots", slots), find_authority, **settings)
 
 
 def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:

@@ -74,8 +74,8 @@ class FencelockError(Exception):
     """Base class of all errors that fencelock raises, except those for bad arguments.
 
     Attributes:
-        written: False: after a rollback, nothing of the transaction is written, so begin again if the table
-            in docs/errors.md says so. None: this cannot be known, so look first.
+        written: False: after a rollback, nothing of the transaction is written, so begin again if
+            docs/errors.md says so. None: this is unknown, so look first.
     """
 
     written: bool | None = False

@@ -177,7 +177,7 @@ class Lease:
         """Whether the lease is known to have ended before it was released.
 
         True if its time ran out by this process' clock, if the authority no longer knew it, and in a forked
-        child, which holds no lease of its parent.
+        child.
         """
         if self.released:
             return False

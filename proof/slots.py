@@ -185,49 +185,64 @@ def run(url: str, database: str, seconds: float, *, control: bool) -> tuple[Coun
             connection.execute(model.__table__.delete())  # type: ignore[attr-defined]
             connection.execute(insert(model), [{"id": number, "value": 0} for number in count])
     engine.dispose()
-    numbers = itertools.count()
-    faults: Counter[str] = Counter()
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+    with tempfile.TemporaryDirectory() as folder:
+        crew = Crew(Path(folder), [url, database, *(["--control"] if control else [])])
+        try:
+            crew.wait_until_all_work()
+            crew.disturb(seconds)
+        finally:
+            crew.end()
+        notes = Notes(crew.folder)
+    return notes.counts + crew.faults, notes.broken()
 
-        def start() -> subprocess.Popen[bytes]:
-            notes = folder / f"notes-{next(numbers)}"
-            words = ["worker", url, database, str(notes), *(["--control"] if control else [])]
-            return subprocess.Popen([sys.executable, "-m", "proof.slots", *words])
 
-        workers = [start() for _ in range(WORKERS)]
+class Crew:
+    """Worker processes, some of which are killed and paused."""
+
+    def __init__(self, folder: Path, words: list[str]) -> None:
+        self.folder = folder
+        self.faults: Counter[str] = Counter()
+        self._words = words
+        self._numbers = itertools.count()
+        self._workers = [self._start() for _ in range(WORKERS)]
+
+    def _start(self) -> subprocess.Popen[bytes]:
+        url, database, *control = self._words
+        notes = str(self.folder / f"notes-{next(self._numbers)}")
+        command = [sys.executable, "-m", "proof.slots", "worker", url, database, notes, *control]
+        return subprocess.Popen(command)
+
+    def wait_until_all_work(self) -> None:
+        end = time.monotonic() + _PATIENCE
+        while len([*self.folder.glob("notes-*")]) < WORKERS and time.monotonic() < end:
+            time.sleep(0.1)
+
+    def disturb(self, seconds: float) -> None:
         paused: dict[int, float] = {}
         end = time.monotonic() + seconds
-        try:
-            while len([*folder.glob("notes-*")]) < WORKERS and time.monotonic() < end + _PATIENCE:
-                time.sleep(0.1)
-            end = time.monotonic() + seconds
-            while time.monotonic() < end:
-                time.sleep(random.uniform(0.02, 0.2))
-                for at in [at for at, until in paused.items() if until < time.monotonic()]:
-                    workers[at].send_signal(signal.SIGCONT)
-                    del paused[at]
-                at = random.randrange(WORKERS)
-                if at in paused:
-                    continue
-                if random.random() < 0.1:
-                    workers[at].kill()
-                    workers[at].wait()
-                    workers[at] = start()
-                    faults["SIGKILL"] += 1
-                elif len(paused) < WORKERS // 2:
-                    workers[at].send_signal(signal.SIGSTOP)
-                    paused[at] = time.monotonic() + random.uniform(1.2, 3) * TTL
-                    faults["pauses"] += 1
-            for at in paused:
-                workers[at].send_signal(signal.SIGCONT)
-            time.sleep(2 * TTL)
-        finally:
-            for worker in workers:
-                worker.kill()
-                worker.wait()
-        notes = Notes(folder)
-    return notes.counts + faults, notes.broken()
+        while time.monotonic() < end:
+            time.sleep(random.uniform(0.02, 0.2))
+            for at in [at for at, until in paused.items() if until < time.monotonic()]:
+                self._workers[at].send_signal(signal.SIGCONT)
+                del paused[at]
+            at = random.randrange(WORKERS)
+            if at not in paused and random.random() < 0.1:
+                self._workers[at].kill()
+                self._workers[at].wait()
+                self._workers[at] = self._start()
+                self.faults["SIGKILL"] += 1
+            elif at not in paused and len(paused) < WORKERS // 2:
+                self._workers[at].send_signal(signal.SIGSTOP)
+                paused[at] = time.monotonic() + random.uniform(1.2, 3) * TTL
+                self.faults["pauses"] += 1
+        for at in paused:
+            self._workers[at].send_signal(signal.SIGCONT)
+        time.sleep(2 * TTL)
+
+    def end(self) -> None:
+        for worker in self._workers:
+            worker.kill()
+            worker.wait()
 
 
 def authorities(stack: ExitStack) -> Iterator[tuple[str, str, str]]:

@@ -209,9 +209,3 @@ except TypeError as error:
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stderr
     assert "takes a sessionmaker, a scoped_session or an engine, not 'no engine'" in result.stdout
-
-
-@pytest.mark.complaint("Madelson's DistributedLock", "a semaphore over a quorum is unsound")
-def test_there_is_no_semaphore() -> None:
-    """None is offered."""
-    assert not [name for name in fencelock.__all__ if "semaphore" in name.lower()]

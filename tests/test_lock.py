@@ -109,11 +109,16 @@ def test_settings_are_the_parameters_of_fenced_lock() -> None:
         "fair": False,
         "reentrant": True,
         "if_lost": "raise",
+        "if_held": "wait",
+        "at_least": None,
+        "shared": False,
+        "readers": None,
         "authority": None,
     }
     assert {each.name for each in parameters[1:]} == AllLockSettings.__optional_keys__
     of_the_class = list(inspect.signature(FencedLock).parameters.values())[2:]
-    assert {each.name: each.default for each in of_the_class} | {"authority": None} == {
+    of_all = {"authority": None, "shared": False, "readers": None}
+    assert {each.name: each.default for each in of_the_class} | of_all == {
         each.name: each.default for each in parameters[1:]
     }
     assert AllLockSettings.__optional_keys__ - LockSettings.__optional_keys__ == {"authority"}

@@ -29,6 +29,7 @@ from fencelock import (
     FencedDataclassModel,
     FencedLock,
     FencedModel,
+    FencedSemaphore,
     FencedTransaction,
     FenceError,
     FencelockError,
@@ -68,6 +69,7 @@ from fencelock import (
     fenced_delete,
     fenced_lock,
     fenced_once,
+    fenced_semaphore,
     fenced_text,
     fenced_transaction,
     fenced_update,
@@ -361,6 +363,20 @@ def deposit(session: Session, key: str, number: int = 1) -> dict[str, int]:
 async def deposit_async(session: AsyncSession, key: str) -> int:
     """The same, for coroutines."""
     return 5
+
+
+async def slots() -> None:
+    """Hold one of several slots; read and write."""
+    lock = fenced_semaphore("gpu", slots=4, ttl=15, timeout=None)
+    assert_type(lock, FencedSemaphore)
+    with lock as (slot, token):
+        assert_type(slot, int)
+        assert_type(token, int)
+        assert_type(lock.slot, int)
+    async with lock as found:
+        assert_type(found, tuple[int, int])
+    with fenced_lock("order:1", shared=True, readers=16) as token:
+        assert_type(token, int)
 
 
 async def receipts(engine: Engine, its: AsyncEngine, maker: sessionmaker[Session]) -> None:

@@ -36,12 +36,12 @@ from fencelock.alembic.operations import (
 )
 from fencelock.authority.database.table import LEASE_TABLE
 from fencelock.guard import triggers
-from fencelock.guard.receipts import RECEIPT_TABLE
 from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_MARK,
     FENCE_TABLE,
     GUARDS_OWN,
+    RECEIPT_TABLE,
     WRITE_COLUMN,
     WRITE_MARK,
     trigger_of,

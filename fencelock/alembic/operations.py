@@ -20,9 +20,16 @@ from sqlalchemy import Column, MetaData, Table
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import triggers
 from fencelock.guard.fences import fence_table
-from fencelock.guard.receipts import RECEIPT_TABLE, receipt_table
+from fencelock.guard.receipts import receipt_table
 from fencelock.guard.sessions import migrating
-from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, new_column
+from fencelock.guard.tables import (
+    FENCE_COLUMN,
+    FENCE_TABLE,
+    RECEIPT_TABLE,
+    WRITE_COLUMN,
+    FenceTrigger,
+    new_column,
+)
 
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Coroutine, Sequence
-from typing import Any, Self, TypeVar, Unpack, overload
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, Final, Self, TypeVar, Unpack, overload
 
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Terms, Wish
@@ -16,6 +16,7 @@ from fencelock.lock.options import LockSettings
 from fencelock.lock.slots import make_lock
 
 _T = TypeVar("_T")
+_OF_READERS: Final = frozenset({"shared", "readers"})
 
 
 class GeneratorAuthority(abc.ABC):
@@ -85,7 +86,8 @@ class GeneratorAuthority(abc.ABC):
         Raises:
             TypeError, ValueError: as `fenced_lock` does.
         """
-        return make_lock(resources, lambda: self, **settings)
+        make: Callable[..., FencedLock[Any]] = FencedLock if _OF_READERS.isdisjoint(settings) else make_lock
+        return make(resources, lambda: self, **settings)
 
     def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         return self.run(self.acquire_gen(resources, **terms))

@@ -31,9 +31,9 @@ from fencelock.cli import shared
 from fencelock.errors import FencelockError, StaleTokenError
 from fencelock.guard._gate import gate
 from fencelock.guard.leases import bind
-from fencelock.guard.receipts import RECEIPT_TABLE, prune_receipts
+from fencelock.guard.receipts import prune_receipts
 from fencelock.guard.sql import conditional_update
-from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE
+from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, RECEIPT_TABLE
 from fencelock.holder import LockInfo
 from fencelock.lease import Lease, check_resource
 from fencelock.lock.slots import slot_names
@@ -373,8 +373,7 @@ def prune(
 ) -> None:
     """Delete what has not been used for long: a database's rows of free resources, and receipts of `once`.
 
-    A key whose receipt is gone can be used again. The fence table and the models' fences stay as they are:
-    they refuse late writers.
+    A key whose receipt is gone can be used again. The fences stay as they are: they refuse late writers.
     """
     seconds = shared.seconds_of(older_than)
     url = url or os.environ.get("FENCELOCK_URL", "")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Annotated, Final
+from typing import Annotated, Final, NoReturn
 
 import typer
 
@@ -61,7 +61,13 @@ def run(
     if not hasattr(os, "killpg"):
         shared.say("fencelock run needs process groups, which this system has not", "red")
         raise typer.Exit(FAILED)
-    kept = shared.seconds_of(at_least) if at_least else None
+    try:
+        kept = shared.seconds_of(at_least) if at_least else None
+        FencedLock((resource,), _no_authority, ttl=ttl, timeout=timeout, max_hold=None, at_least=kept)
+    except (ValueError, typer.Exit) as error:
+        if isinstance(error, ValueError):
+            shared.say(str(error), "red")
+        raise typer.Exit(2) from None
     sys.argv[0] = context.args[0]  # as which the holder is shown
     command = _Command(context.args, keep_url=keep_url)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -77,12 +83,17 @@ def run(
     raise typer.Exit(status)
 
 
+def _no_authority() -> NoReturn:
+    raise AssertionError
+
+
 def _run(command: _Command, lock: FencedLock[int], *, skips: bool) -> int:
     try:
         with lock:
             return command.run(lock)
     except LockTimeoutError as error:
-        shared.say(f"skipped: the lock is held by {error.holder or 'another'}" if skips else str(error))
+        by = error.holder or "another"
+        shared.say(f"skipped: held by {by}, or kept for it by --at-least" if skips else str(error))
         return 0 if skips else NOT_ACQUIRED
     except LockLostError as error:  # maybe found only now
         shared.say(str(error))

@@ -178,7 +178,7 @@ async def claim_async(session: _Async, model: type[T], identity: object, **optio
     """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
 
     It takes the same arguments and raises the same errors. Relationships that are not loaded cannot be looked
-    at afterwards without `await`, as everywhere with asyncio.
+    at afterwards without `await`.
     """
     return await of_task(session).run_sync(lambda blocking: claim(blocking, model, identity, **options))
 

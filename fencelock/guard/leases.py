@@ -374,12 +374,12 @@ class TokenLookup:
             if self.does_without(resource):
                 return NO_LEASE
             self.need_some(resource)
-            how = "acquire"
+            how = f"acquire fenced_lock({resource!r}) around it"
             if any(name.rpartition("#")[0] == resource for name in self._candidates):
-                how = "a shared lock is for reading, so acquire"
+                how = f"a shared lock is for reading: leave it, and take fenced_lock({resource!r}, readers=…)"
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
-                f"{', '.join(map(repr, self._candidates))}; {how} fenced_lock({resource!r}) around it"
+                f"{', '.join(map(repr, self._candidates))}; {how}"
                 f"{self.writing.bound_instead and '. '}{self.writing.bound_instead}"
             )
         token = lease.token_to_write()

@@ -44,13 +44,12 @@ from fencelock.guard.leases import begin_writing
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import of_task, session_of
-from fencelock.guard.tables import schema_of
+from fencelock.guard.tables import RECEIPT_TABLE, schema_of
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
-RECEIPT_TABLE: Final = "fencelock_receipts"
 MAX_RESULT: Final = 65_536
 """Bytes of a result's JSON."""
 

@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 FENCE_COLUMN: Final = "last_fencing_token"
 WRITE_COLUMN: Final = "last_write_id"
 FENCE_TABLE: Final = "fencelock_fences"
+RECEIPT_TABLE: Final = "fencelock_receipts"
 TRANSLATED: Final = "schema_translate_map"
 """The execution option that says which schema tables are in."""
 LIMIT: Final = 2**53

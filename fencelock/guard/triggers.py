@@ -22,7 +22,14 @@ from fencelock.guard import trigger_sql as sql
 from fencelock.guard._sqlalchemy import doubles_percents
 from fencelock.guard.events import report
 from fencelock.guard.refused import refuse
-from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN, FenceTrigger, trigger_of
+from fencelock.guard.tables import (
+    FENCE_COLUMN,
+    FENCE_TABLE,
+    RECEIPT_TABLE,
+    WRITE_COLUMN,
+    FenceTrigger,
+    trigger_of,
+)
 from fencelock.guard.trigger_sql import Form
 
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows"]
@@ -162,8 +169,8 @@ def installed(
 ) -> FenceTrigger | Literal["fence"]:
     """Return which trigger a table has in the database: False, True or `"strict"`.
 
-    `"fence"` is a plain one that gives no write ids. One that is disabled counts as none,
-    and so does a strict one that wants tokens to be carried.
+    `"fence"` is a plain one that gives no write ids. A disabled one counts as none, and so does a strict one
+    that wants tokens.
     """
     found = _found(connection, table, schema)
     forms = {form for form in (*sql.TRIGGERS, *sql.FORMER) if _name(table, form) in found}
@@ -245,6 +252,12 @@ def _lack(message: str, statement: str) -> FenceError | None:
             f"({message}): call fence_table(Base.metadata) beside your models, then "
             f"Base.metadata.create_all(engine), or op.create_fence_table() in a migration; or pass no gate "
             f"(gate=False), and claim before you read"
+        )
+    if RECEIPT_TABLE in message and _MISSING_TABLE.search(message) and _USES_ROWS.match(statement):
+        return FenceError(
+            f"the database lacks the table {RECEIPT_TABLE!r}, where once() keeps receipts ({message}): call "
+            f"receipt_table(Base.metadata) beside your models, then Base.metadata.create_all(engine), or "
+            f"op.create_receipt_table() in a migration"
         )
     table = FENCE_TABLE if FENCE_TABLE in statement else "<table>"
     for column, operation in ((FENCE_COLUMN, "add_fence"), (WRITE_COLUMN, "add_write_id")):

@@ -1,6 +1,6 @@
 """Releases held leases when the process ends.
 
-A process releases its leases when it leaves its blocks, and when it runs to its end (`atexit`). If it is
+A process releases its leases when it leaves its blocks, and at its end (`atexit`). If it is
 killed, its leases end with their ttl. SIGTERM kills by default; `exit_on_signals` changes that.
 """
 

@@ -221,6 +221,8 @@ class BaseLock(Generic[Token]):
         self, error: BaseException, block: Block, missing: tuple[str, ...], began: float
     ) -> Steps[BaseException]:
         """Return the error to raise, with the reason and the holder where they are known; tell listeners."""
+        if block.is_part:
+            return error
         if isinstance(error, GivenUp):
             error = LockTimeoutError(f"{named(missing)}: the acquisition was cancelled")
         elif isinstance(error, LockTimeoutError) and block.timeout != 0:

@@ -246,6 +246,7 @@ class Block:
         is_with: whether `with` or `async with` enters it.
         is_try: whether the error need not name the holder, as for `try_acquire`.
         names: the resources whose leases and tokens it shows.
+        is_part: whether it is one of several acquisitions of a lock, of which no listener hears.
         owner: the thread, task or greenlet that enters it.
         mark: represents it in `Hold.blocks`. A hold must not refer to a block, because the cycle would keep a
             lock that was thrown away alive, and renewed, until the garbage collector runs.
@@ -262,6 +263,7 @@ class Block:
     is_with: bool = False
     is_try: bool = False
     names: tuple[str, ...] = ()
+    is_part: bool = False
     owner: object = field(default_factory=current_owner)
     mark: object = field(default_factory=object)
     thread: int = field(default_factory=threading.get_ident)

@@ -10,6 +10,7 @@ import asyncio
 import math
 import os
 import random
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, Final
@@ -18,6 +19,7 @@ from weakref import WeakKeyDictionary
 from fencelock._generators import Call, Steps
 from fencelock.authority.base import Authority, Grant
 from fencelock.errors import LockError, LockTimeoutError
+from fencelock.lease import check_resource
 from fencelock.lock.base import Token
 from fencelock.lock.hold import Block, Hold
 from fencelock.lock.lock import FencedLock
@@ -53,7 +55,14 @@ def make_lock(
     if readers is None:
         raise ValueError("how many may read at once? Write shared=True, readers=16, in all programs the same")
     kind = ReaderLock if shared else WriterLock
-    return kind(resources[0], check_slots("readers", readers), find_authority, **settings)
+    return kind(check_name(resources[0]), check_slots("readers", readers), find_authority, **settings)
+
+
+def check_name(name: object) -> str:
+    resource = check_resource(name)
+    if re.search(r"#\d+$", resource):
+        raise ValueError(f"{resource!r} is the name of a slot: leave the # and the number away")
+    return resource
 
 
 def check_slots(setting: str, value: object) -> int:
@@ -133,12 +142,15 @@ class OneOf(FencedLock[Token]):
                 block.timeout = max(0.0, min(_PATIENCE, left))
                 if left <= 0 and (not free or left < -_PATIENCE):
                     ttl = min((info.remaining for info in held), default=None)
-                    said = f"all {len(missing)} slots of {self._name!r} are held by others"
-                    raise LockTimeoutError(said, holder_ttl=ttl)
+                    raise LockTimeoutError(self._said_of_full, holder_ttl=ttl)
         finally:
             block.timeout = timeout
             if block.had_to_wait:
                 full[self._name] = time.monotonic()
+
+    @property
+    def _said_of_full(self) -> str:
+        return f"all slots of {self._name!r} ({len(self._resources)}) are held by others"
 
     def _locked_gen(self, authority: Authority) -> Steps[bool]:
         return len((yield from authority.inspect_gen(self._resources))) == len(self._resources)
@@ -146,6 +158,10 @@ class OneOf(FencedLock[Token]):
 
 class ReaderLock(OneOf[int]):
     """A shared lock: one of the slots that a writer takes all of."""
+
+    @property
+    def _said_of_full(self) -> str:
+        return f"{self._name!r} is held by a writer, or by {len(self._resources)} readers"
 
     def __repr__(self) -> str:
         return f"<fenced_lock {self._name!r} shared, {'held' if self._entered else 'not held'}>"
@@ -228,6 +244,13 @@ class WriterLock(FencedLock[int]):
         finally:
             block.timeout = timeout
 
+    def _explain_gen(
+        self, error: BaseException, block: Block, missing: tuple[str, ...], began: float
+    ) -> Steps[BaseException]:
+        collected = {name for hold in block.holds for name in hold.grant.resources}
+        waited_for = tuple([name for name in missing if name not in collected])
+        return super()._explain_gen(error, block, waited_for, began)
+
     def _collect_gen(self, block: Block, name: str, end: float, *, in_loop: bool) -> Steps[None]:
         """Acquire one resource, which is renewed from now on, and enter it with the block."""
         part = FencedLock[int](
@@ -241,7 +264,7 @@ class WriterLock(FencedLock[int]):
             fair=self._fair,
         )
         own = part._new_block()  # noqa: SLF001 - the modules of a lock share private names
-        own.had_to_wait = block.had_to_wait
+        own.had_to_wait, own.is_part = block.had_to_wait, True
         self._parts.append(own)
         own.given_up = own.given_up or block.given_up  # a cancellation came before this part
         try:

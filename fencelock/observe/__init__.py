@@ -1,7 +1,7 @@
 """See what locks and fences do: events, and what makes metrics of them.
 
-Call `on_event` for the events themselves; `fencelock.observe.prometheus` and `fencelock.observe.otel` listen
-for you. Nothing that locks or writes imports these modules, and none of it pays while nothing listens.
+Call `on_event` for events; `fencelock.observe.prometheus` and `fencelock.observe.otel` listen
+for you. Nothing that locks or writes imports these modules, and they cost nothing while nothing listens.
 """
 
 from fencelock._events import (

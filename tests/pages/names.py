@@ -13,7 +13,7 @@ import fencelock
 import fencelock.guard
 import fencelock.observe
 from fencelock.guard import triggers
-from fencelock.integrations import asgi, celery, header, httpx
+from fencelock.integrations import asgi, celery, fastapi, header, httpx
 from fencelock.observe import history, otel, prometheus
 from fencelock.stores import file, redis
 from tests.pages.blocks import ROOT
@@ -22,13 +22,14 @@ PAGE: Final = ROOT / "docs" / "names.md"
 
 LOCKS: Final = (
     *("fenced_lock", "take_over", "fenced_transaction", "fenced", "configure", "exit_on_signals"),
-    *("assert_held", "Database", "lease_table", "Redlock", "leader"),
+    *("assert_held", "Database", "lease_table", "Redlock", "leader", "fenced_semaphore"),
 )
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
 WRITING: Final = (
     *("claim", "claim_all", "gate", "bind", "bypass", "upsert", "execute_fenced"),
     *("fenced_update", "fenced_delete", "fenced_text", "conditional_update", "conditional_delete"),
     *("claim_async", "claim_all_async", "gate_async"),
+    *("once", "once_async", "fenced_once", "receipt_table", "prune_receipts"),
 )
 WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
 OBJECTS: Final = (
@@ -39,6 +40,8 @@ OBJECTS: Final = (
     "Lease",
     "Leader",
     "Term",
+    "FencedSemaphore",
+    "Receipt",
 )
 MEMBERS: Final = {
     "Lease": (
@@ -130,6 +133,7 @@ def render() -> str:
         (asgi, ("FencingTokenMiddleware",)),
         (httpx, ("send_tokens", "send_tokens_async")),
         (celery, ("FencedTask",)),
+        (fastapi, ("idempotency_key",)),
         (redis, ("FencedValue", "AsyncFencedValue")),
         (file, ("FencedFile",)),
     ):

@@ -116,7 +116,7 @@ def _begin_in_turn(theirs: Pool, own: Pool) -> None:
     """Let the first connections of two pools wait for each other.
 
     The very first one asks for the server's version, and sets up the dialect of both pools. Otherwise the
-    other pool would use a dialect that is not set up.
+    other pool would use one that is not set up.
     """
     is_async = isinstance(own, AsyncAdaptedQueuePool)
     if is_async and theirs in _in_turn:
