@@ -201,7 +201,8 @@ class _Blocks(Generic[_Block]):
     def take(self) -> _Block:
         """Return the block to leave: what this thread, task or greenlet entered last, or the only one open.
 
-        Frameworks may leave a generator in another thread. Of several, the wrong one would be committed half-done.
+        Frameworks may leave a generator in another thread. Of several, the wrong one would be
+        committed half-done.
         """
         entries = tuple(self._open)
         owner = current_owner()
