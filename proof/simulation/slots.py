@@ -1,10 +1,12 @@
 """A fifth kind of run: clients take slots of a semaphore, and read and write under a lock with readers.
 
-The locks are the shipped ones, `lock/slots.py` and what it stands on, with the shipped renewal. They run on an
-authority whose acquisitions, extensions and releases are the shipped protocol. Only two things are made here:
-its clock, and what `inspect` tells, which is read from the nodes' memory instead of asked for.
+The locks are the shipped ones, `lock/slots.py` and what it stands on, with the shipped renewal. They run on
+an authority that runs the shipped protocol. Two things are made here: the clock, and what `inspect` tells,
+which is read from the nodes' memory instead of asked for.
 
-Some runs are calm: nothing goes wrong, and readers take their slots without a pause. No writer may wait long.
+Some runs are calm: nothing goes wrong, messages keep their order, and readers come without a pause. No writer
+may wait long. (It may where messages overtake each other on one connection, which TCP forbids: an ACQUIRE
+that arrives after its own RELEASE stands in line for a client that has gone.)
 """
 
 from __future__ import annotations
@@ -56,23 +58,21 @@ class Clock:
     def __init__(self) -> None:
         self._thread = threading.get_ident()
         self.process: Process | None = None
-        self.slept = 0.0
 
     def monotonic(self) -> float:
         process = self.process if threading.get_ident() == self._thread else None
         return time.monotonic() if process is None else process.now
 
-    def sleep(self, seconds: float) -> None:
-        self.slept = seconds
-
     def choice(self, names: list[str]) -> str:
         assert self.process is not None
-        return self.process.world.random.choice(names)
+        return self.process.world.random.choice(sorted(names))  # they come from a set
 
     def new_block(self, *arguments: Any) -> Block:
         """Return a block whose owner has a number, because a seed must replay in every process."""
         assert self.process is not None
-        return Block(*arguments, owner=int(self.process.name[1]))
+        block = Block(*arguments)
+        block.owner = int(self.process.name[1])
+        return block
 
     @contextmanager
     def instead(self) -> Iterator[None]:
@@ -109,9 +109,6 @@ class Clock:
                 try:
                     if type(request) is Call:
                         resume(lambda _, call=request: call.blocking(), None)
-                        seconds, self.slept = self.slept, 0.0
-                        if seconds:
-                            yield Sleep(seconds)
                         while renewer.stopped is not None and not renewer.cancel(renewer.stopped):
                             yield Sleep(_LOOK)
                         renewer.stopped = None
@@ -140,6 +137,9 @@ class SimulatedRenewer(Renewer):
         if not self._runs:
             self._runs = True
             self._client.run("renewal", self._work())
+
+    def pop_due(self, now: float) -> list[Renewable]:
+        return sorted(super().pop_due(now), key=lambda each: each.grant.resources)  # they come from a set
 
     def stop(self, hold: Renewable) -> None:
         self.stopped = hold
@@ -192,9 +192,7 @@ class SimulatedAuthority:
         return outcomes
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
-        its = self._holds.get(grant.proof.attempt.nonce)
-        assert its is not None
-        return (yield from self._client.release(its))  # type: ignore[no-any-return]
+        return (yield from self._client.release(self._holds[grant.proof.attempt.nonce]))  # type: ignore[no-any-return]
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         world, seats = self._client.world, self._client.process.seats
@@ -209,19 +207,29 @@ class SimulatedAuthority:
 
 
 class Inside:
-    """A client that is inside a lock, by the leases of the lock."""
+    """A client that is inside a lock, by the leases that the lock shows."""
 
-    def __init__(self, client: SlotClient, lock: FencedLock[Any], block: Block) -> None:
-        self.owner = client.process.name
-        self._process = client.process
-        self.kind = type(lock)
+    def __init__(self, process: Process, lock: FencedLock[Any], block: Block) -> None:
+        self._process = process
         self._block = block
-        self.names = {name for each in block.holds for name in each.grant.resources}
+        self.of_row = not isinstance(lock, slots.FencedSemaphore)
+        self.writes = isinstance(lock, slots.WriterLock)
+        self.names = {name for its in block.holds for name in its.grant.resources}
+
+    def __repr__(self) -> str:
+        return f"{self._process.name} with {', '.join(sorted(self.names))}"
 
     def is_valid(self) -> bool:
-        ends = [each.expires_at for its in self._block.holds for each in its.leases if not each.over]
-        held = sum(len(its.leases) for its in self._block.holds)
-        return self._process.alive and 0 < held == len(ends) and self._process.now < min(ends)
+        held = [each for its in self._block.holds for each in its.leases]
+        alive = self._process.alive and not any(each.over for each in held)
+        return alive and self._process.now < min(each.expires_at for each in held)
+
+    def promise_broken_by(self, other: Inside) -> str:
+        if not (self.is_valid() and other.is_valid()):
+            return ""
+        if self.of_row and other.of_row and self.writes | other.writes:
+            return BESIDE
+        return TWICE if self.names & other.names else ""
 
 
 class SlotClient(Client):
@@ -232,7 +240,7 @@ class SlotClient(Client):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._programs: list[Program] = []
-        self.authority = SimulatedAuthority(self)
+        self.authority: Any = SimulatedAuthority(self)
 
     def run(self, name: str, program: Program) -> Task:
         program = self.clock.run(self.process, self.authority.renewer, program)
@@ -248,28 +256,26 @@ class SlotClient(Client):
         """End what a client does that has died."""
         for program in self._programs:
             program.close()
-        for its in hold.everything_held():
-            if its.authority is self.authority:
-                hold.remove(its)
+        for its in [its for its in hold.everything_held() if its.authority is self.authority]:
+            hold.remove(its)
 
     def _lock(self) -> FencedLock[Any]:
-        number, chance = int(self.process.name[1]), self._random.random
-        settings: dict[str, Any] = {"ttl": self.weather.ttl, "timeout": (0.0, 0.5, 5.0, None)[int(chance() * 4)]}
+        chance = self._random.random
+        timeout = None if self.calm else (0.0, 0.5, 5.0, None)[int(chance() * 4)]
+        settings: dict[str, Any] = {"ttl": self.weather.ttl, "timeout": timeout}
         if not self.calm and chance() < 0.4:
             return slots.FencedSemaphore("gpu", SLOTS, lambda: self.authority, **settings)
-        shared = number > 0 if self.calm else chance() < 0.6
-        if self.calm:
-            settings["timeout"] = None
+        shared = self.process.name[1] != "0" if self.calm else chance() < 0.6
         return slots.make_lock(("row",), lambda: self.authority, shared=shared, readers=READERS, **settings)
 
     def _work(self) -> Program:
         weather, chance, world = self.weather, self._random.random, self.world
         while True:
             lock = self._lock()
-            if not self.calm or isinstance(lock, slots.WriterLock):
+            writes = isinstance(lock, slots.WriterLock)
+            if writes or not self.calm:
                 yield Sleep(weather.think * 2 * chance())
-            block = lock._new_block()
-            waits = [self.calm and isinstance(lock, slots.WriterLock)]
+            block, waits = lock._new_block(), [self.calm and writes]
             world.at(world.now + BOUND, self._find_starved, waits)
             try:
                 try:
@@ -282,8 +288,14 @@ class SlotClient(Client):
                 continue
             waits.clear()
             self.completed += 1
-            its = self._enter(lock, block)
-            yield Sleep(weather.ttl * 3 * chance() if chance() < 0.05 else weather.work * 2 * chance())
+            its = Inside(self.process, lock, block)
+            world.tell(self.process.name, f"is inside {lock!r}")
+            for other in self.inside if weather.sane_clocks else ():
+                if broken := its.promise_broken_by(other):
+                    raise Violated(broken, f"{its}; {other}")
+            self.inside.append(its)
+            is_long = chance() < 0.05 and not self.calm  # perhaps longer than the lease
+            yield Sleep((3 * weather.ttl if is_long else 2 * weather.work) * chance())
             self.inside.remove(its)
             with suppress(FencelockError):
                 yield from lock._leave_gen(block)
@@ -291,21 +303,6 @@ class SlotClient(Client):
     def _find_starved(self, waits: list[bool]) -> None:
         if any(waits) and self.process.alive:
             raise Violated(STARVED, f"{self.process.name} for {BOUND:g} s")
-
-    def _enter(self, lock: FencedLock[Any], block: Block) -> Inside:
-        its = Inside(self, lock, block)
-        if self.world.trace is not None:
-            self.world.tell(its.owner, f"is inside {lock!r}, {','.join(sorted(its.names))}")
-        for other in self.inside if self.weather.sane_clocks and its.is_valid() else ():
-            writing = slots.WriterLock in {its.kind, other.kind} and slots.FencedSemaphore not in {
-                its.kind,
-                other.kind,
-            }
-            if (writing or its.names & other.names) and other.is_valid():
-                names = f"{its.owner} {lock!r} and {other.owner}"
-                raise Violated(BESIDE if writing else TWICE, names)
-        self.inside.append(its)
-        return its
 
 
 class Slots(Run):
@@ -317,15 +314,14 @@ class Slots(Run):
         self, seed: int, size: int, kept: Kept | None = None, trace: Callable[[str], None] | None = None
     ) -> None:
         self.clock = Clock()
-        calm = random.Random(f"{seed}/calm").random() < 0.3  # noqa: S311 - no secret
-        facts = {"clock": self.clock, "inside": [], "calm": calm}
+        self.calm = random.Random(f"{seed}/calm").random() < 0.3
+        facts = {"clock": self.clock, "calm": self.calm, "inside": []}
         self.client = type("SlotClient", (SlotClient,), facts)
-        self.calm = calm
         super().__init__(seed, size, kept, trace)
 
     def draw(self, rng: random.Random) -> Weather:
         weather = draw_well(rng) if self.calm else draw(rng)
-        return replace(weather, resources=NAMES)
+        return replace(weather, resources=NAMES, in_order=self.calm)
 
     def play(self) -> Outcome:
         with self.clock.instead():
