@@ -22,7 +22,7 @@ PAGE: Final = ROOT / "docs" / "names.md"
 
 LOCKS: Final = (
     *("fenced_lock", "take_over", "fenced_transaction", "fenced", "configure", "exit_on_signals"),
-    *("assert_held", "Database", "lease_table", "Redlock", "leader", "fenced_semaphore"),
+    *("assert_held", "Database", "lease_table", "Redlock", "leader"),
 )
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
 WRITING: Final = (
@@ -33,7 +33,6 @@ WRITING: Final = (
 WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
 OBJECTS: Final = (
     "FencedLock",
-    "FencedSemaphore",
     "AsyncLock",
     "FencedTransaction",
     "AsyncFencedTransaction",
