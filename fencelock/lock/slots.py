@@ -119,7 +119,8 @@ class OneOf(FencedLock[Token]):
         try:
             while True:
                 try:
-                    grant = yield from super()._grant_gen(block, (name,), in_loop=in_loop)
+                    # Noted at once, because a signal handler may raise before this returns.
+                    block.grant = grant = yield from super()._grant_gen(block, (name,), in_loop=in_loop)
                 except LockTimeoutError:
                     held = yield from block.authority.inspect_gen(missing)
                 else:
@@ -248,8 +249,12 @@ class WriterLock(FencedLock[int]):
             yield from part._acquire_gen(own, in_loop=in_loop)  # noqa: SLF001 - the same
             block.enter_again(own.holds[0])
         finally:
-            self._parts.remove(own)
-            yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
+            try:
+                self._parts.remove(own)
+                yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
+            except (Exception, KeyboardInterrupt, SystemExit):  # of a signal handler: once more does no harm
+                yield from part._take_back_gen(own)  # noqa: SLF001 - the same
+                raise
 
 
 def _left_until(end: float) -> float | None:
