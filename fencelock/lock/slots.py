@@ -27,6 +27,8 @@ _PATIENCE: Final = 0.1
 """Seconds to wait for one slot before the others are looked at."""
 _MOMENT: Final = 1.0
 """Seconds for which slots that were all held are waited for before they are looked at."""
+_MOST_NAMES: Final = 10_000
+"""Names that a process keeps in mind."""
 _LOOKED_AT: Final = 64
 """How many slots above the last one are looked at, for programs that have more."""
 
@@ -75,6 +77,7 @@ def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
     while (name, count) not in checked:
         higher = yield from block.authority.inspect_gen(slot_names(name, count, count + _LOOKED_AT))
         if not higher:
+            _make_room(checked)
             checked.add((name, count))
         elif time.monotonic() >= end:
             raise LockTimeoutError(
@@ -84,6 +87,12 @@ def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
             )
         else:
             yield Call(lambda: time.sleep(_PATIENCE), lambda: asyncio.sleep(_PATIENCE))
+
+
+def _make_room(names: Any) -> None:
+    """Forget all names if they are too many: each is then looked at again."""
+    if len(names) >= _MOST_NAMES:
+        names.clear()
 
 
 class OneOf(FencedLock[Token]):
@@ -139,6 +148,7 @@ class OneOf(FencedLock[Token]):
         finally:
             block.timeout = timeout
             if block.had_to_wait:
+                _make_room(full)
                 full[self._name] = time.monotonic()
 
     def _locked_gen(self, authority: Authority) -> Steps[bool]:
@@ -230,7 +240,10 @@ class WriterLock(FencedLock[int]):
             block.timeout = timeout
 
     def _collect_gen(self, block: Block, name: str, end: float, *, in_loop: bool) -> Steps[None]:
-        """Acquire one resource, which is renewed from now on, and enter it with the block."""
+        """Acquire one resource, which is renewed from now on, and enter it with the block.
+
+        `at_least` counts only once all are there: what a writer gives up is not kept.
+        """
         part = FencedLock[int](
             (name,),
             self._find_authority,
@@ -238,7 +251,6 @@ class WriterLock(FencedLock[int]):
             timeout=_left_until(end),
             renew=self._renew,
             max_hold=None if self._max_hold == math.inf else self._max_hold,
-            at_least=self._at_least or None,
             fair=self._fair,
         )
         own = part._new_block()  # noqa: SLF001 - the modules of a lock share private names

@@ -71,7 +71,12 @@ def test_prometheus_counts_readers_and_writers_under_the_name_of_the_lock(
     reader = fenced_lock("order:1", shared=True, readers=3, authority=rival)
     writer = fenced_lock("order:1", readers=3, authority=authority, timeout=10)
     reader.acquire()
-    writing = threading.Thread(target=lambda: writer.acquire() and writer.release())
+
+    def write() -> None:
+        with writer:
+            pass
+
+    writing = threading.Thread(target=write)
     writing.start()
     assert eventually(lambda: len(authority.inspect()) > 1)
     reader.release()
@@ -103,7 +108,7 @@ def test_opentelemetry_counts_slots_under_the_name_of_the_semaphore(authority: R
     assert set(named) - {None} == {"gpu"}
     spans = exporter.get_finished_spans()
     assert {span.name for span in spans} == {"fencelock acquire gpu"}
-    taken = {span.attributes["fencelock.resource"] for span in spans if span.status.is_ok}
+    taken = {(span.attributes or {})["fencelock.resource"] for span in spans if span.status.is_ok}
     assert {("gpu#0",), ("gpu#1",)} <= taken
 
 
