@@ -224,6 +224,20 @@ def test_remint_and_extend(client: Any) -> None:
         assert lock.lease.fencing_token == larger
 
 
+def test_many_names_take_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker locks the rows of years, each by a name of its own."""
+    monkeypatch.setattr(slots, "_MOST_NAMES", 10)
+    with Database(f"sqlite:///{tmp_path}/app.db") as authority, ThreadPoolExecutor(1) as pool:
+        for number in range(25):
+            name = f"order:{number}"
+            with fenced_lock(name, shared=True, readers=1, authority=authority):
+                waits = fenced_lock(name, shared=True, readers=1, authority=authority, timeout=0.01)
+                with pytest.raises(LockTimeoutError):
+                    pool.submit(waits.acquire).result(SOON)
+        assert 0 < len(slots._checked[authority]) <= 10
+        assert 0 < len(slots._full_at[authority]) <= 10
+
+
 # Readers and writers
 
 
@@ -423,17 +437,3 @@ def test_settings_are_checked_at_once() -> None:
         fenced_lock("order:1", readers=0)
     with pytest.raises(ValueError, match="255"):
         fenced_semaphore("g" * 254, 4)
-
-
-def test_many_names_take_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A worker locks the rows of years, each by a name of its own."""
-    monkeypatch.setattr(slots, "_MOST_NAMES", 10)
-    with Database(f"sqlite:///{tmp_path}/app.db") as authority, ThreadPoolExecutor(1) as pool:
-        for number in range(25):
-            name = f"order:{number}"
-            with fenced_lock(name, shared=True, readers=1, authority=authority):
-                waits = fenced_lock(name, shared=True, readers=1, authority=authority, timeout=0.01)
-                with pytest.raises(LockTimeoutError):
-                    pool.submit(waits.acquire).result(SOON)
-        assert 0 < len(slots._checked[authority]) <= 10
-        assert 0 < len(slots._full_at[authority]) <= 10
