@@ -29,6 +29,8 @@ _PATIENCE: Final = 0.1
 """Seconds to wait for one slot before the others are looked at."""
 _MOMENT: Final = 1.0
 """Seconds for which slots that were all held are waited for before they are looked at."""
+_MOST_NAMES: Final = 10_000
+"""Names that a process keeps in mind."""
 _LOOKED_AT: Final = 64
 """How many slots above the last one are looked at, for programs that have more."""
 
@@ -84,6 +86,7 @@ def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
     while (name, count) not in checked:
         higher = yield from block.authority.inspect_gen(slot_names(name, count, count + _LOOKED_AT))
         if not higher:
+            _make_room(checked)
             checked.add((name, count))
         elif time.monotonic() >= end:
             raise LockTimeoutError(
@@ -93,6 +96,12 @@ def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
             )
         else:
             yield Call(lambda: time.sleep(_PATIENCE), lambda: asyncio.sleep(_PATIENCE))
+
+
+def _make_room(names: Any) -> None:
+    """Forget all names if they are too many: each is then looked at again."""
+    if len(names) >= _MOST_NAMES:
+        names.clear()
 
 
 class OneOf(FencedLock[Token]):
@@ -128,7 +137,8 @@ class OneOf(FencedLock[Token]):
         try:
             while True:
                 try:
-                    grant = yield from super()._grant_gen(block, (name,), in_loop=in_loop)
+                    # Noted at once, because a signal handler may raise before this returns.
+                    block.grant = grant = yield from super()._grant_gen(block, (name,), in_loop=in_loop)
                 except LockTimeoutError:
                     held = yield from block.authority.inspect_gen(missing)
                 else:
@@ -146,6 +156,7 @@ class OneOf(FencedLock[Token]):
         finally:
             block.timeout = timeout
             if block.had_to_wait:
+                _make_room(full)
                 full[self._name] = time.monotonic()
 
     @property
@@ -252,7 +263,10 @@ class WriterLock(FencedLock[int]):
         return super()._explain_gen(error, block, waited_for, began)
 
     def _collect_gen(self, block: Block, name: str, end: float, *, in_loop: bool) -> Steps[None]:
-        """Acquire one resource, which is renewed from now on, and enter it with the block."""
+        """Acquire one resource, which is renewed from now on, and enter it with the block.
+
+        `at_least` counts only once all are there: what a writer gives up is not kept.
+        """
         part = FencedLock[int](
             (name,),
             self._find_authority,
@@ -260,7 +274,6 @@ class WriterLock(FencedLock[int]):
             timeout=_left_until(end),
             renew=self._renew,
             max_hold=None if self._max_hold == math.inf else self._max_hold,
-            at_least=self._at_least or None,
             fair=self._fair,
         )
         own = part._new_block()  # noqa: SLF001 - the modules of a lock share private names
@@ -271,8 +284,12 @@ class WriterLock(FencedLock[int]):
             yield from part._acquire_gen(own, in_loop=in_loop)  # noqa: SLF001 - the same
             block.enter_again(own.holds[0])
         finally:
-            self._parts.remove(own)
-            yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
+            try:
+                self._parts.remove(own)
+                yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
+            except (Exception, KeyboardInterrupt, SystemExit):  # of a signal handler: once more does no harm
+                yield from part._take_back_gen(own)  # noqa: SLF001 - the same
+                raise
 
 
 def _left_until(end: float) -> float | None:

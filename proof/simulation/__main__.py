@@ -5,6 +5,7 @@ python -m proof.simulation --seeds 1000 --start 5000 --jobs 1
 python -m proof.simulation --replay 62 --nodes 3    # everything that happens, line by line
 python -m proof.simulation --rolling                # only rolling restarts; also with --replay
 python -m proof.simulation --tidy                   # only broken connections and hung nodes; the same
+python -m proof.simulation --slots                  # only semaphores, readers and writers; the same
 
 Each seed is played with three nodes and with five: once with everything going wrong, once with a rolling
 restart of all nodes, in which no holder may lose a lease, and once with connections that break, after which
@@ -33,9 +34,10 @@ from rich.text import Text
 from proof.simulation.lying import Lying
 from proof.simulation.rolling import Rolling
 from proof.simulation.run import Kept, Outcome, Run, play
+from proof.simulation.slots import Slots
 from proof.simulation.tidy import Tidy
 
-KINDS = (Run, Rolling, Tidy, Lying)
+KINDS = (Run, Rolling, Tidy, Lying, Slots)
 SIZES = (3, 5)
 #: How many runs are handed out to each process beforehand.
 _AHEAD = 4
@@ -164,6 +166,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         Rolling: "rolling restarts of all nodes",
         Tidy: "broken connections, hung nodes",
         Lying: "a client that lies, beside all faults",
+        Slots: "semaphores, readers and writers, with all faults or with none",
     }
     for kind, what in others.items():
         parser.add_argument(

@@ -98,7 +98,13 @@ class Client:
     # Getting the lock.
 
     def acquire(
-        self, resources: tuple[str, ...], ttl: float, timeout: float | None, *, fair: bool = False
+        self,
+        resources: tuple[str, ...],
+        ttl: float,
+        timeout: float | None,
+        *,
+        fair: bool = False,
+        go_on: Callable[[], None] = lambda: None,
     ) -> Generator[Any, Any, Hold]:
         process = self.process
         waiter = Waiter(
@@ -113,6 +119,7 @@ class Client:
                 grace=0.5,
                 outage=0.5,
                 jitter=self._random.random,
+                go_on=go_on,
             )
         except FencelockError as error:
             self._judge.failed(process.name, error)

@@ -29,6 +29,7 @@ from fencelock.authority.redlock.membership.reports import NodeReport
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import acquire, holding
 from fencelock.authority.redlock.wire import nodes
+from fencelock.lock.slots import OneOf, WriterLock
 from proof.simulation import weaker
 from proof.simulation.client import Habits
 from proof.simulation.judge import STUCK
@@ -36,6 +37,7 @@ from proof.simulation.lying import Lying
 from proof.simulation.node import ModelNode
 from proof.simulation.rolling import Rolling
 from proof.simulation.run import Kept, Run, play
+from proof.simulation.slots import Slots
 from proof.simulation.storage import Rules
 from proof.simulation.tidy import Tidy
 
@@ -99,6 +101,11 @@ def _recovery(
     return Mutant(name, rule, Kept(node=node), patches, f"{_RECOVERIES}{slug}_control", seeds=seeds)
 
 
+def _slots(name: str, rule: str, where: tuple[type, str], instead: Any) -> Mutant:
+    return Mutant(name, rule, patches=(Patch(*where, instead),), run=Slots, seeds=FEW)
+
+
+_GRANT = OneOf, "_grant_gen"
 _ONE_LOOK = Patch(NodeReport, "still_promises", weaker.still_promises)
 
 MUTANTS = (
@@ -259,6 +266,34 @@ MUTANTS = (
         "an attempt that came to nothing is released wherever it may have locked something",
         patches=(Patch(acquire, "abandon", weaker.abandon_nothing),),
         run=Tidy,
+    ),
+    # Semaphores, readers and writers.
+    _slots(
+        "another slot", "the slot that is told is the one that was granted", _GRANT, weaker.names_another_slot
+    ),
+    _slots(
+        "slot of more readers",
+        "a reader has one of the slots that a writer takes",
+        _GRANT,
+        weaker.slot_beyond,
+    ),
+    _slots(
+        "writer without slots",
+        "a writer has the resource and all slots",
+        (WriterLock, "_grant_gen"),
+        weaker.writer_without_slots,
+    ),
+    _slots(
+        "slots given back",
+        "a writer keeps each slot while it waits for the next",
+        (WriterLock, "_collect_gen"),
+        weaker.give_slot_back,
+    ),
+    _slots(
+        "all or nothing",
+        "… so that readers who never leave all slots at once do not starve it",
+        (WriterLock, "_grant_gen"),
+        weaker.all_or_nothing,
     ),
     # The list of nodes.
     _recovery(
@@ -436,7 +471,8 @@ Written by `python -m proof.simulation.mutants --write`. Each row leaves one rul
 protocol or of the guard, by a switch that exists only in the tests. The [simulation](simulation.md)
 plays the seeds 0, 1, 2 … with three nodes and then with five, {seeds} of each at most, and stops at the
 first broken promise; "rolling" ones are restarts of all nodes, one after the other, and in "tidy" ones only
-connections break and nodes hang. "None of 25" says that
+connections break and nodes hang; in "slots" ones there are
+semaphores, readers and writers. "None of 25" says that
 so many of each have shown nothing: where several nodes must forget, each at its moment, random search has
 little power, and fewer are tried. Then a named schedule on real nodes shows it, or the exhaustive
 [model](../proof/spec/README.md), which alone has doubles of nodes.

@@ -57,6 +57,7 @@ class Run:
 
     #: What the command and the table of mutants call this kind of run; nothing for the usual one.
     kind = ""
+    client: type[Client] = Client
     #: The longest lease that the nodes are initialised for.
     max_ttl = 2.0
 
@@ -144,7 +145,7 @@ class Run:
         name = f"c{number}" + "'" * (self._lives[number] - 1)
         process = Process(self.world, name, self._members, self.world.new_clock())
         self.world.add(process)
-        client = Client(process, self._storage, self.judge, self._kept.habits, self._writes)
+        client = self.client(process, self._storage, self.judge, self._kept.habits, self._writes)
         self._clients[name] = client
         self.world.at(self.world.now + 0.02, self._begin, client)
 
@@ -291,7 +292,7 @@ class Run:
         world = self.world
         process = Process(world, f"v{number}", self._members, world.new_clock())
         world.add(process)
-        client = Client(process, self._storage, self.judge, self._kept.habits, self._writes)
+        client = self.client(process, self._storage, self.judge, self._kept.habits, self._writes)
         world.run(world.now + 0.05)
 
         def errand(client: Client) -> Program:

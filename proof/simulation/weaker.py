@@ -6,8 +6,11 @@ Each has the name of what is missing; `mutants.py` says which rule that is, and 
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar
 
+from fencelock._generators import Steps
+from fencelock.authority.base import Grant
 from fencelock.authority.redlock.membership import recover
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports
@@ -22,6 +25,9 @@ from fencelock.authority.redlock.protocol.messages import (
     Reply,
     ReplyKind,
 )
+from fencelock.lock.lock import FencedLock
+from fencelock.lock.releasing import release_hold_gen
+from fencelock.lock.slots import OneOf, WriterLock
 from proof.simulation.node import Lock, ModelNode
 
 
@@ -268,3 +274,38 @@ def forgetful_note(view: MembershipView, node: int, node_id: str, membership: Me
     if membership is None:
         view._said.pop(node, None)
     _shipped_note(view, node, node_id, membership)
+
+
+def writer_without_slots(lock: Any, block: Any, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+    """Take only the resource."""
+    return FencedLock._grant_gen(lock, block, missing[:1], in_loop=in_loop)
+
+
+def all_or_nothing(lock: Any, block: Any, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+    """Wait for a moment in which all slots are free."""
+    return FencedLock._grant_gen(lock, block, missing, in_loop=in_loop)
+
+
+def slot_beyond(lock: Any, block: Any, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+    """Take a slot that a writer does not know of, as a program with more of them would."""
+    block.names = (missing[-1] + "0",)
+    return FencedLock._grant_gen(lock, block, block.names, in_loop=in_loop)
+
+
+def names_another_slot(lock: Any, block: Any, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+    """Say always the first slot, whichever was granted."""
+    grant = yield from _GRANT_SLOT(lock, block, missing, in_loop=in_loop)
+    block.names = missing[:1]
+    return replace(grant, resources=block.names)
+
+
+def give_slot_back(lock: Any, block: Any, name: str, end: float, *, in_loop: bool) -> Steps[None]:
+    """Give each slot back while the next one is waited for."""
+    yield from _COLLECT(lock, block, name, end, in_loop=in_loop)
+    if "#" in name:
+        *block.holds, its = block.holds
+        its.blocks.discard(block.mark)
+        yield from release_hold_gen(its)
+
+
+_GRANT_SLOT, _COLLECT = OneOf._grant_gen, WriterLock._collect_gen

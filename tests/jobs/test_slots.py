@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any, Literal
 
 import pytest
@@ -15,6 +16,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
+    Database,
     FencedModel,
     FencedSemaphore,
     LockError,
@@ -25,6 +27,7 @@ from fencelock import (
     fenced_semaphore,
 )
 from fencelock.lease import held_leases
+from fencelock.lock import slots
 from tests.authorities.kinds import MAKERS, Kind
 from tests.polling import eventually
 
@@ -222,6 +225,20 @@ def test_remint_and_extend(client: Any) -> None:
         assert lock.lease.fencing_token == larger
 
 
+def test_many_names_take_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A worker locks the rows of years, each by a name of its own."""
+    monkeypatch.setattr(slots, "_MOST_NAMES", 10)
+    with Database(f"sqlite:///{tmp_path}/app.db") as authority, ThreadPoolExecutor(1) as pool:
+        for number in range(25):
+            name = f"order:{number}"
+            with fenced_lock(name, shared=True, readers=1, authority=authority):
+                waits = fenced_lock(name, shared=True, readers=1, authority=authority, timeout=0.01)
+                with pytest.raises(LockTimeoutError):
+                    pool.submit(waits.acquire).result(SOON)
+        assert 0 < len(slots._checked[authority]) <= 10
+        assert 0 < len(slots._full_at[authority]) <= 10
+
+
 # Readers and writers
 
 
@@ -315,6 +332,18 @@ def test_writer_that_gives_up_leaves_nothing(client: Any, other: Any) -> None:
     with writer(client), pytest.raises(NotHeldError):
         writer(client).release()
     assert client.inspect() == []
+
+
+def test_writer_that_gives_up_keeps_nothing_for_at_least(client: Any, other: Any) -> None:
+    """An acquisition that fails leaves no lease, whatever `at_least` says."""
+    with reader(other):
+        with pytest.raises(LockTimeoutError):
+            writer(client, at_least=20).acquire(timeout=0.4)
+        assert [info.resource for info in client.inspect()] == [reader_slot(other)]
+    with writer(client, at_least=0.5):
+        pass
+    assert len(client.inspect()) == 5
+    assert eventually(lambda: client.inspect() == [])
 
 
 def reader_slot(authority: Any) -> str:

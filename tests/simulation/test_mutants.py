@@ -16,7 +16,7 @@ from proof.simulation import mutants
 from proof.simulation.mutants import MUTANTS, ROOT, TABLE, Mutant, left_out, main, recorded, replay
 
 ROWS = recorded()
-SOME = ("no write-back", "locks on voters only", "nothing is owed", "no claim")
+SOME = ("no write-back", "locks on voters only", "nothing is owed", "no claim", "slots given back")
 
 
 def test_table_has_a_row_for_every_mutant() -> None:

@@ -9,9 +9,12 @@ from collections import Counter
 
 import pytest
 
+from fencelock import Database, fenced_lock
+from fencelock.lock.hold import everything_held
 from proof.simulation.lying import Lying
 from proof.simulation.rolling import Rolling
 from proof.simulation.run import Run, play
+from proof.simulation.slots import Slots
 from proof.simulation.tidy import Tidy
 
 #: `make proof` plays more.
@@ -22,6 +25,7 @@ FAULTS = {
     Rolling: {"rolling restart, blank", "rolling restart, flushed", "rolling restart, with its data"},
     Tidy: {"message lost", "node pause", "partition"},
     Lying: {"node blank", "node rollback", "node flush", "client crash", "client pause", "partition"},
+    Slots: {"node blank", "node rollback", "node flush", "client crash", "client pause", "partition"},
 }
 
 
@@ -44,19 +48,20 @@ def test_no_promise_is_broken(kind: type[Run], size: int) -> None:
         assert set(faults) == FAULTS[kind]
 
 
-def trace_of(seed: int, size: int) -> list[str]:
+def trace_of(seed: int, size: int, kind: type[Run] = Run) -> list[str]:
     """Return the trace of a run."""
     lines: list[str] = []
-    play(seed, size, trace=lines.append)
+    play(seed, size, trace=lines.append, run=kind)
     return lines
 
 
-def test_seed_replays_exactly_in_every_process() -> None:
+@pytest.mark.parametrize("kind", [Run, Slots])
+def test_seed_replays_exactly_in_every_process(kind: type[Run]) -> None:
     """Nothing comes from the order of a set of words, which is another one in every process."""
     program = (
-        "from tests.simulation.test_runs import trace_of\n"
+        f"from tests.simulation.test_runs import {kind.__name__}, trace_of\n"
         "print(hash('a'))\n"
-        "print(*trace_of(11, 3), sep=chr(10))"
+        f"print(*trace_of(11, 3, {kind.__name__}), sep=chr(10))"
     )
     told = []
     for hash_seed in ("1", "2"):
@@ -70,10 +75,19 @@ def test_seed_replays_exactly_in_every_process() -> None:
         )
         told.append(done.stdout.splitlines())
     assert told[0][0] != told[1][0]
-    assert told[0][1:] == told[1][1:] == trace_of(11, 3)
+    assert told[0][1:] == told[1][1:] == trace_of(11, 3, kind)
     assert len(told[0]) > 100
 
 
 def test_tracing_changes_nothing() -> None:
     """A run is the same with a trace and without."""
     assert play(3, 5) == play(3, 5, trace=lambda _: None)
+
+
+def test_no_simulated_lock_is_left() -> None:
+    """Neither of a client that died, nor of one that was in a block when the run ended."""
+    outcomes = [play(seed, 3, run=Slots) for seed in (0, 1)]
+    assert sum(outcome.faults.get("client crash", 0) for outcome in outcomes) > 0
+    assert everything_held() == []
+    with fenced_lock("order:1", readers=2, authority=Database("sqlite://")) as token:  # by the real clock
+        assert token > 0

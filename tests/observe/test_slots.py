@@ -1,0 +1,136 @@
+"""Semaphores, readers and writers, as metrics, spans and commands show them."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+from prometheus_client import CollectorRegistry
+
+from fencelock import LockTimeoutError, Redlock, fenced_lock, fenced_semaphore
+from fencelock.observe import prometheus
+from fencelock.observe.otel import FencelockInstrumentor
+from tests.authorities.kinds import Kind
+from tests.polling import eventually
+from tests.test_cli import fencelock
+
+ITS = {"authority": "Redlock", "lock": "gpu"}
+
+
+@pytest.fixture
+def registry() -> Iterator[CollectorRegistry]:
+    """What Prometheus is told."""
+    registry = CollectorRegistry()
+    metrics = prometheus.instrument(registry)
+    yield registry
+    metrics.close()
+
+
+def lock_names(registry: CollectorRegistry) -> set[str]:
+    """Return the names under which locks are counted."""
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    return {sample.labels["lock"] for sample in samples if "lock" in sample.labels}
+
+
+def use_all_slots(authority: Redlock) -> None:
+    """Take both slots of a semaphore, and wait in vain for a third."""
+    first, second = (fenced_semaphore("gpu", 2, authority=authority, reentrant=False) for _ in range(2))
+    with first, second, pytest.raises(LockTimeoutError):
+        fenced_semaphore("gpu", 2, authority=authority, reentrant=False).acquire(timeout=0.3)
+
+
+def test_prometheus_counts_slots_under_the_name_of_the_semaphore(
+    authority: Redlock, registry: CollectorRegistry
+) -> None:
+    """Each acquisition once, however many slots were tried."""
+    use_all_slots(authority)
+
+    def count(metric: str, **labels: str) -> float | None:
+        return registry.get_sample_value(metric, ITS | labels)
+
+    assert count("fencelock_lock_wait_seconds_count", outcome="acquired") == 2
+    assert count("fencelock_lock_wait_seconds_count", outcome="timeout") == 1
+    assert count("fencelock_lock_hold_seconds_count", end="released") == 2
+    assert count("fencelock_locks_held") == 0
+    assert count("fencelock_lock_waiters") == 0
+    assert lock_names(registry) == {"gpu"}
+
+
+def test_prometheus_counts_readers_and_writers_under_the_name_of_the_lock(
+    authority: Redlock, rival: Redlock, registry: CollectorRegistry
+) -> None:
+    """Also a writer that collected slot after slot."""
+    reader = fenced_lock("order:1", shared=True, readers=3, authority=rival)
+    writer = fenced_lock("order:1", readers=3, authority=authority, timeout=10)
+    reader.acquire()
+
+    def write() -> None:
+        with writer:
+            pass
+
+    writing = threading.Thread(target=write)
+    writing.start()
+    assert eventually(lambda: len(authority.inspect()) > 1)
+    reader.release()
+    writing.join()
+    assert lock_names(registry) == {"order"}
+    its = {"authority": "Redlock", "lock": "order"}
+    assert registry.get_sample_value("fencelock_locks_held", its) == 0
+    assert registry.get_sample_value("fencelock_lock_waiters", its) == 0
+
+
+def test_opentelemetry_counts_slots_under_the_name_of_the_semaphore(authority: Redlock) -> None:
+    """The metrics, and the spans; only these have the resource, too."""
+    reader, exporter, tracers = InMemoryMetricReader(), InMemorySpanExporter(), TracerProvider()
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = FencelockInstrumentor()
+    instrumentor.instrument(tracer_provider=tracers, meter_provider=MeterProvider([reader]))
+    try:
+        use_all_slots(authority)
+    finally:
+        instrumentor.uninstrument()
+    data: Any = reader.get_metrics_data()
+    (scope,) = data.resource_metrics[0].scope_metrics
+    points = {metric.name: metric.data.data_points for metric in scope.metrics}
+    counts = {
+        point.attributes["fencelock.outcome"]: point.count for point in points["fencelock.lock.wait.duration"]
+    }
+    assert counts == {"acquired": 2, "timeout": 1}
+    named = [point.attributes.get("fencelock.lock") for its in points.values() for point in its]
+    assert set(named) - {None} == {"gpu"}
+    spans = exporter.get_finished_spans()
+    assert {span.name for span in spans} == {"fencelock acquire gpu"}
+    taken = {(span.attributes or {})["fencelock.resource"] for span in spans if span.status.is_ok}
+    assert {("gpu#0",), ("gpu#1",)} <= taken
+
+
+@pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
+def test_commands_show_slots_and_readers(kind: Kind, mine: Any) -> None:
+    """With a name only its own; `top` shows all; status 3 where nobody is inside."""
+    url = ("--url", kind.url)
+    gpus = [fenced_semaphore("gpu", 3, authority=mine, reentrant=False) for _ in range(2)]
+    order = fenced_lock("order:1", readers=2, authority=mine)
+    with gpus[0], gpus[1], fenced_lock("order:2", shared=True, readers=2, authority=mine) as reads, order:
+        (gpu,) = [json.loads(fencelock("inspect", "gpu", "--json", *url).stdout)]
+        (two,) = [json.loads(fencelock("inspect", "order:2", "--json", *url).stdout)]
+        (one,) = [json.loads(fencelock("inspect", "order:1", "--json", *url).stdout)]
+        shown, top = fencelock("inspect", "gpu", *url), fencelock("top", "--times", "1", *url)
+        slots = sorted(lock.lease.resource for lock in gpus)
+        tokens = {lock.lease.resource: lock.lease.token for lock in gpus}
+    assert {each["resource"]: each["token"] for each in gpu} == tokens
+    assert [(each["resource"].rpartition("#")[0], each["token"]) for each in two] == [("order:2", reads)]
+    assert [each["resource"] for each in one] == ["order:1", "order:1#0", "order:1#1"]
+    assert [name for name in ("gpu#0", "gpu#1", "gpu#2") if name in shown.stdout] == slots
+    assert "order" not in shown.stdout
+    assert "6 held" in top.stdout
+    assert all(name in top.stdout for name in (*slots, "order:1#1"))
+    free = fencelock("inspect", "gpu", *url)
+    assert (free.returncode, free.stdout) == (3, "'gpu' is free\n")
