@@ -12,6 +12,7 @@ import json
 from collections.abc import Mapping
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
+from functools import cache
 from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 from weakref import ref
@@ -20,9 +21,12 @@ from sqlalchemy import (
     BigInteger,
     Column,
     DateTime,
+    Insert,
     MetaData,
     String,
     Table,
+    Update,
+    bindparam,
     delete,
     event,
     func,
@@ -174,7 +178,7 @@ def _store_results(session: Session) -> None:
         if receipt._changed:  # noqa: SLF001  the class is this module's
             table = _table_of(connection)
             # There is no such row if it was rolled back, with all of its savepoint.
-            connection.execute(update(table).where(table.c.key == receipt.key).values(result=receipt.result))
+            connection.execute(_storing(table), {"its": receipt.key, "found": receipt.result})
             receipt._changed = False  # noqa: SLF001  the same
 
 
@@ -266,18 +270,10 @@ def _token(connection: Connection) -> int | None:
 
 def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> bool:
     """Insert a receipt unless there is one; return whether it was inserted."""
+    dialect = connection.dialect.name
     try:
-        if connection.dialect.name in MYSQL:
-            # An UPDATE of nothing: InnoDB's INSERT IGNORE leaves shared locks, with which two would deadlock.
-            made: Any = mysql.insert(table).values(values)
-            key = table.c.key
-            result = connection.execute(
-                made.on_duplicate_key_update(key=func.if_(func.last_insert_id(1), key, key))
-            )
-            return not result.lastrowid
-        insert = postgresql.insert if connection.dialect.name == "postgresql" else sqlite.insert
-        made = insert(table).values(values).on_conflict_do_nothing(index_elements=["key"])
-        return connection.execute(made.returning(table.c.key)).first() is not None
+        result: Any = connection.execute(_insertion(table, dialect), values)
+        return not result.lastrowid if dialect in MYSQL else result.first() is not None
     except DBAPIError as error:
         if not waited_in_vain(error):
             raise
@@ -285,6 +281,24 @@ def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> boo
             f"another transaction with the receipt {values['key']!r} is still open, and the database waits "
             "no longer: roll back, and try again later"
         ) from error
+
+
+@cache
+def _insertion(table: Table, dialect: str) -> Insert:
+    """Return an INSERT that does nothing if the key is there; then MySQL's `lastrowid` is 1, and else 0."""
+    key = table.c.key
+    if dialect in MYSQL:
+        # An UPDATE of nothing: InnoDB's INSERT IGNORE leaves shared locks, with which two would deadlock.
+        nothing = func.if_(func.last_insert_id(1), key, key)
+        return mysql.insert(table).on_duplicate_key_update(key=nothing)
+    insert: Any = postgresql.insert if dialect == "postgresql" else sqlite.insert
+    made: Insert = insert(table).on_conflict_do_nothing(index_elements=["key"]).returning(key)
+    return made
+
+
+@cache
+def _storing(table: Table) -> Update:
+    return update(table).where(table.c.key == bindparam("its")).values(result=bindparam("found"))
 
 
 def prune_receipts(session: Session | Connection, older_than: float) -> int:
