@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/
 # A process of tests that crashes ends the run: pytest-xdist would start another one and may wait forever (its issue 784).
 BY_FILE := --dist loadfile --max-worker-restart 0
 
-.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities simulate torture torture-databases torture-edges torture-galera torture-patroni retries spec spec-long proof mutation clean
+.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities bench-jobs simulate torture torture-databases torture-edges torture-galera torture-patroni retries spec spec-long proof mutation clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -24,6 +24,7 @@ help:
 	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
 	@echo "make bench-observing  what metrics and inspect cost (eight minutes)"
+	@echo "make bench-jobs  what a receipt costs, and slots of a semaphore beside plain locks (one minute)"
 	@echo "make bench-authorities  databases that grant leases beside their peers and bare statements; writes docs/authority-benchmarks.md (six minutes)"
 	@echo "make simulate   the shipped algorithm with everything going wrong, seed by seed until Ctrl-C (SIMULATE='--seeds 1000', '--replay 62 --nodes 3')"
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
@@ -96,6 +97,9 @@ bench-guard: $(VENV)/bench-installed
 bench-observing: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.observing
 	$(RUN)python -m benchmarks.inspecting
+
+bench-jobs: $(VENV)/installed
+	$(RUN)python -m benchmarks.jobs
 
 bench-authorities: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.authorities --docs docs

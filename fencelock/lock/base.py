@@ -156,7 +156,7 @@ class BaseLock(Generic[Token]):
         if block.is_with:
             self._with_blocks.append(block)
         if new is not None:
-            new.note_acquired(time.monotonic() - began, had_to_wait=block.had_to_wait)
+            new.note_acquired(block, time.monotonic() - began)
             if new.renewer is not None:
                 # Not earlier: if an interruption comes before, the traceback must not keep a renewed hold.
                 new.renewer.add(new)

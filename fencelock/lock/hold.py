@@ -166,11 +166,11 @@ class Hold:
     def names(self) -> tuple[Authority, tuple[str, ...], str]:
         return self.authority, self.grant.resources, self.template
 
-    def note_acquired(self, waited: float, *, had_to_wait: bool) -> None:
-        """Tell listeners that it is held, after a wait of `waited` seconds."""
-        if _events.listeners:
+    def note_acquired(self, block: Block, waited: float) -> None:
+        """Tell listeners that a block holds it, after a wait of `waited` seconds."""
+        if _events.listeners and not block.is_part:
             self.since = time.monotonic()
-            _events.tell(LockAcquired(*self.names, self.grant.tokens, waited, had_to_wait))
+            _events.tell(LockAcquired(*self.names, self.grant.tokens, waited, block.had_to_wait))
 
     def note_loss(self, detail: str, reason: LossReason) -> None:
         """Tell listeners once that it was lost."""

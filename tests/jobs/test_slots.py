@@ -28,6 +28,7 @@ from fencelock import (
 )
 from fencelock.lease import held_leases
 from fencelock.lock import slots
+from fencelock.observe import forget, on_event
 from tests.authorities.kinds import MAKERS, Kind
 from tests.polling import eventually
 
@@ -278,6 +279,32 @@ def test_token_of_a_writer_is_that_of_the_resource(client: Any, other: Any) -> N
     assert second > first
     assert holds > 1
     assert client.inspect() == []
+
+
+def test_listeners_hear_of_a_writer_once(client: Any, other: Any) -> None:
+    """Also where it collects slot after slot, and where it gives up."""
+    heard: list[str] = []
+
+    def note(event: object) -> None:
+        heard.append(type(event).__name__)
+
+    on_event(note)
+    try:
+        held = reader(other)
+        held.acquire()
+        with pytest.raises(LockTimeoutError):
+            writer(client, timeout=0.3).acquire()
+        heard_of_failure, heard[:] = [*heard], []
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(writer(client, timeout=SOON).acquire)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.3)
+            held.release()
+            waiting.result(SOON)
+    finally:
+        forget(note)
+    assert heard_of_failure.count("LockNotAcquired") == 1
+    assert [heard.count(name) for name in ("LockAcquired", "LockNotAcquired")] == [1, 0]
 
 
 @pytest.mark.parametrize("world", ["threads", "tasks"])
