@@ -109,15 +109,16 @@ class Receipt:
     Attributes:
         key: as given to `once`.
         done: whether an earlier transaction has committed the work; then return `result`, and do nothing.
+        is_changed: whether the COMMIT will store a result.
     """
 
-    __slots__ = ("_changed", "_result", "done", "key")
+    __slots__ = ("_result", "done", "is_changed", "key")
 
     def __init__(self, key: str, *, done: bool, result: Any = None) -> None:
         self.key = key
         self.done = done
         self._result = result
-        self._changed = False
+        self.is_changed = False
 
     def __repr__(self) -> str:
         return f"<Receipt {self.key!r} {'done' if self.done else 'new'}>"
@@ -148,7 +149,7 @@ class Receipt:
                 "store it in a table of your own, and its key in the receipt"
             )
         self._result = json.loads(text)
-        self._changed = True
+        self.is_changed = True
 
 
 class _Made:
@@ -175,11 +176,11 @@ def _store_results(session: Session) -> None:
     if made is None or made.transaction() is not session.get_transaction():
         return
     for connection, receipt in made.receipts.values():
-        if receipt._changed:  # noqa: SLF001  the class is this module's
+        if receipt.is_changed:
             table = _table_of(connection)
             # There is no such row if it was rolled back, with all of its savepoint.
             connection.execute(_storing(table), {"its": receipt.key, "found": receipt.result})
-            receipt._changed = False  # noqa: SLF001  the same
+            receipt.is_changed = False
 
 
 @refusing
