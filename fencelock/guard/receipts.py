@@ -109,7 +109,6 @@ class Receipt:
     Attributes:
         key: as given to `once`.
         done: whether an earlier transaction has committed the work; then return `result`, and do nothing.
-        is_changed: whether the COMMIT will store a result.
     """
 
     __slots__ = ("_result", "done", "is_changed", "key")
@@ -118,7 +117,7 @@ class Receipt:
         self.key = key
         self.done = done
         self._result = result
-        self.is_changed = False
+        self.is_changed = False  # whether the COMMIT will store the result
 
     def __repr__(self) -> str:
         return f"<Receipt {self.key!r} {'done' if self.done else 'new'}>"
