@@ -44,6 +44,7 @@ _A = TypeVar("_A", bound="AsyncSession")
 _Made = TypeVar("_Made")
 _Block = TypeVar("_Block")
 
+_TAKES: Final = "fenced_transaction takes a sessionmaker, a scoped_session or an engine"
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 2.0
 
@@ -469,10 +470,7 @@ def fenced_transaction(
         ```
     """
     if isinstance(session, type | Session) or is_async_session(session):
-        raise TypeError(
-            f"fenced_transaction makes a session of its own, so give it the engine, or what "
-            f"sessionmaker(engine) returns, not {session!r}"
-        )
+        raise TypeError(f"{_TAKES}, not {session!r}: it makes a session of its own, so give it the engine")
     return transaction_of(session, resources, retries=retries, gate=gate, settings=settings)
 
 
@@ -490,9 +488,7 @@ def transaction_of(
 
         make = async_sessionmaker(source)
     elif not (isinstance(source, sessionmaker) or shared or is_async_maker(source)):
-        raise TypeError(
-            f"a fenced transaction takes a sessionmaker, a scoped_session or an engine, not {source!r}"
-        )
+        raise TypeError(f"{_TAKES}, not {source!r}")
     plan = _Plan(make, shared, resources, retries, gate, settings)
     is_async = any(
         its(source) for its in (is_async_engine, is_async_maker, is_async_scoped, is_async_session)

@@ -221,7 +221,7 @@ class BaseLock(Generic[Token]):
         self, error: BaseException, block: Block, missing: tuple[str, ...], began: float
     ) -> Steps[BaseException]:
         """Return the error to raise, with the reason and the holder where they are known; tell listeners."""
-        if block.is_part:
+        if block.whole is not None:
             return error
         if isinstance(error, GivenUp):
             error = LockTimeoutError(f"{named(missing)}: the acquisition was cancelled")

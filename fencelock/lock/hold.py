@@ -168,7 +168,7 @@ class Hold:
 
     def note_acquired(self, block: Block, waited: float) -> None:
         """Tell listeners that a block holds it, after a wait of `waited` seconds."""
-        if _events.listeners and not block.is_part:
+        if _events.listeners and block.whole is None:
             self.since = time.monotonic()
             _events.tell(LockAcquired(*self.names, self.grant.tokens, waited, block.had_to_wait))
 
@@ -246,7 +246,7 @@ class Block:
         is_with: whether `with` or `async with` enters it.
         is_try: whether the error need not name the holder, as for `try_acquire`.
         names: the resources whose leases and tokens it shows.
-        is_part: whether it is one of several acquisitions of a lock, of which no listener hears.
+        whole: the block that it acquires a part for, and that listeners hear of; None if it is one itself.
         owner: the thread, task or greenlet that enters it.
         mark: represents it in `Hold.blocks`. A hold must not refer to a block, because the cycle would keep a
             lock that was thrown away alive, and renewed, until the garbage collector runs.
@@ -263,7 +263,7 @@ class Block:
     is_with: bool = False
     is_try: bool = False
     names: tuple[str, ...] = ()
-    is_part: bool = False
+    whole: Block | None = None
     owner: object = field(default_factory=current_owner)
     mark: object = field(default_factory=object)
     thread: int = field(default_factory=threading.get_ident)

@@ -215,17 +215,9 @@ class WriterLock(FencedLock[int]):
     ) -> None:
         super().__init__((name, *slot_names(name, 0, readers)), find_authority, **settings)
         self._names = (name,)
-        #: The blocks with which acquisitions collect slot after slot.
-        self._parts: list[Block] = []
 
     def __repr__(self) -> str:
         return f"<fenced_lock {self._names[0]!r} beside readers, {'held' if self._entered else 'not held'}>"
-
-    def cancel(self) -> None:
-        """Cancel the acquisitions of this lock that wait: see `FencedLock.cancel`."""
-        super().cancel()
-        for part in tuple(self._parts):
-            part.given_up = True
 
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
@@ -277,15 +269,12 @@ class WriterLock(FencedLock[int]):
             fair=self._fair,
         )
         own = part._new_block()  # noqa: SLF001 - the modules of a lock share private names
-        own.had_to_wait, own.is_part = block.had_to_wait, True
-        self._parts.append(own)
-        own.given_up = own.given_up or block.given_up  # a cancellation came before this part
+        own.whole = block
         try:
             yield from part._acquire_gen(own, in_loop=in_loop)  # noqa: SLF001 - the same
             block.enter_again(own.holds[0])
         finally:
             try:
-                self._parts.remove(own)
                 yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
             except (Exception, KeyboardInterrupt, SystemExit):  # of a signal handler: once more does no harm
                 yield from part._take_back_gen(own)  # noqa: SLF001 - the same

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fencelock import Database, fenced_lock, fenced_semaphore
+from fencelock import Database, FencedLock, fenced_lock, fenced_semaphore
 from fencelock.lock import slots
 from fencelock.lock.hold import everything_held
 from tests.polling import eventually
@@ -96,18 +96,6 @@ def test_nothing_is_left_of_what_was_struck(tmp_path: Path, use: Callable[[int, 
     assert line > 50
 
 
-class StruckOnce(list[Any]):
-    """The parts of a writer: a handler strikes when the first one was removed."""
-
-    struck = False
-
-    def remove(self, value: Any) -> None:
-        super().remove(value)
-        if not self.struck:
-            self.struck = True
-            raise InterruptionError
-
-
 def test_granted_slot_is_given_back_where_its_wait_is_noted(tmp_path: Path) -> None:
     """The handler strikes between the grant and the return of it, in no line of its own."""
     url = f"sqlite:///{tmp_path}/app.db"
@@ -128,14 +116,26 @@ def test_granted_slot_is_given_back_where_its_wait_is_noted(tmp_path: Path) -> N
         assert eventually(lambda: mine.inspect() == [], 1.0)
 
 
-def test_collected_slots_are_given_back_where_a_part_is_forgotten(tmp_path: Path) -> None:
-    """The handler strikes while a writer forgets how it collected the resource, which it has."""
+def test_collected_slots_are_given_back_where_a_part_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The handler strikes while a writer leaves the block with which it collected the resource."""
+    take_back, struck = FencedLock._take_back_gen, list[bool]()
+
+    def struck_once(self: Any, block: Any) -> Generator[Any, Any, Any]:
+        if not struck:
+            struck.append(True)
+            raise InterruptionError
+        return (yield from take_back(self, block))
+
+    monkeypatch.setattr(FencedLock, "_take_back_gen", struck_once)
     url = f"sqlite:///{tmp_path}/app.db"
     with Database(url) as mine, Database(url) as other:
-        with fenced_lock("order:1", shared=True, readers=2, authority=other):
-            lock: Any = fenced_lock("order:1", readers=2, authority=mine, timeout=5)
-            lock._parts = StruckOnce()
-            with pytest.raises(InterruptionError):
-                lock.acquire()
+        with (
+            fenced_lock("order:1", shared=True, readers=2, authority=other),
+            pytest.raises(InterruptionError),
+        ):
+            fenced_lock("order:1", readers=2, authority=mine, timeout=5).acquire()
+        assert struck
         assert eventually(lambda: mine.inspect() == [], 1.0)
         assert everything_held() == []
