@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from sqlalchemy import String
+from sqlalchemy import DateTime, String
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -19,6 +19,9 @@ RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
     mysql.VARCHAR(MAX_RESOURCE_LENGTH, charset="utf8mb4", collation="utf8mb4_bin"), "mysql", "mariadb"
 )
 """Resources differ where their characters differ: MariaDB's default collations would merge "A" and "a"."""
+
+TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
+"""A time to the microsecond; on MariaDB and SQLite it is in UTC."""
 
 #: What databases say of a lock that was waited for too long; of a deadlock, of a snapshot that is too old, of
 #: a statement that took too long.

@@ -11,10 +11,11 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
-from typing import Annotated, Final, NoReturn
+from typing import Annotated, Final
 
 import typer
 
+from fencelock._locking import fenced_lock
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE
 from fencelock.cli import shared
 from fencelock.errors import LockLostError, LockTimeoutError
@@ -63,7 +64,7 @@ def run(
         raise typer.Exit(FAILED)
     try:
         kept = shared.seconds_of(at_least) if at_least else None
-        FencedLock((resource,), _no_authority, ttl=ttl, timeout=timeout, max_hold=None, at_least=kept)
+        fenced_lock(resource, ttl=ttl, timeout=timeout, max_hold=None, at_least=kept)  # checks the settings
     except (ValueError, typer.Exit) as error:
         if isinstance(error, ValueError):
             shared.say(str(error), "red")
@@ -81,10 +82,6 @@ def run(
     except typer.Exit:  # the reason was printed
         status = FAILED
     raise typer.Exit(status)
-
-
-def _no_authority() -> NoReturn:
-    raise AssertionError
 
 
 def _run(command: _Command, lock: FencedLock[int], *, skips: bool) -> int:

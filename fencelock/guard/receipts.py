@@ -20,7 +20,6 @@ from weakref import ref
 from sqlalchemy import (
     BigInteger,
     Column,
-    DateTime,
     Insert,
     MetaData,
     String,
@@ -40,7 +39,7 @@ from sqlalchemy.orm import Session, SessionTransaction, scoped_session
 from sqlalchemy.types import JSON
 
 from fencelock._checks import check_seconds
-from fencelock._databases import MYSQL, RESOURCE, waited_in_vain
+from fencelock._databases import MYSQL, RESOURCE, TIME, waited_in_vain
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
 from fencelock.guard._install import install
 from fencelock.guard.exact import newest
@@ -57,7 +56,6 @@ if TYPE_CHECKING:
 MAX_RESULT: Final = 65_536
 """Bytes of a result's JSON."""
 
-_TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), *MYSQL)
 _schemas: set[str | None] = set()
 """Those that `receipt_table` was asked for."""
 
@@ -89,7 +87,7 @@ def _define(metadata: MetaData, schema: str | None) -> Table:
         Column("fingerprint", String(64)),
         Column("token", BigInteger, autoincrement=False),
         Column("result", JSON(none_as_null=True)),
-        Column("at", _TIME, nullable=False),
+        Column("at", TIME, nullable=False),
         schema=schema,
         keep_existing=True,
     )

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import BigInteger, Column, DateTime, MetaData, String, Table
-from sqlalchemy.dialects import mysql
+from sqlalchemy import BigInteger, Column, MetaData, String, Table
 
-from fencelock._databases import RESOURCE
+from fencelock._databases import RESOURCE, TIME
 
 LEASE_TABLE: Final = "fencelock_leases"
-_TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 
 
 def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
@@ -33,9 +31,9 @@ def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
         Column("resource", RESOURCE, primary_key=True),
         Column("token", BigInteger, nullable=False, autoincrement=False),
         Column("nonce", String(32)),
-        Column("expires_at", _TIME),
+        Column("expires_at", TIME),
         Column("holder", String(255)),
-        Column("since", _TIME),
+        Column("since", TIME),
         Column("queue", String(255)),
         schema=schema,
         keep_existing=True,
