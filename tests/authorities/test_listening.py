@@ -160,7 +160,7 @@ def test_a_listening_connection_that_went_silent_is_replaced(
 
     async def main() -> None:
         waiting = asyncio.ensure_future(client.aio.acquire(("r",), ttl=5.0, timeout=None))
-        queues = client.aio._authority.loop_end().queues
+        queues = client.aio._authority.loop_end().here
         assert await soon(lambda: queues.hears)
         proxy.silence_open()
         assert await soon(lambda: not queues.hears)

@@ -19,7 +19,8 @@ from fencelock import Database
 from fencelock.authority.base import Grant
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
-from fencelock.authority.database.queues import Place, Queue, Queues, ThreadBell
+from fencelock.authority.database.queues import Place, Queue, Queues
+from fencelock.authority.loops import ThreadBell
 from fencelock.errors import AuthorityError, LockTimeoutError, QuorumError
 from tests.authorities.kinds import EACH_DATABASE
 from tests.authorities.stage import Stage, in_one_loop, together

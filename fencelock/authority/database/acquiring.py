@@ -16,9 +16,10 @@ from fencelock.authority.base import Grant, held_by_another, named, too_slow
 from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, is_in_doubt
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
-from fencelock.authority.database.loops import Abandon, Later, Wait
-from fencelock.authority.database.queues import NAME_LENGTH, QUEUES, Place, Queues, new_name
-from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
+from fencelock.authority.database.queues import NAME_LENGTH, Place, Queues, new_name
+from fencelock.authority.database.releasing import Releasing, holder, parts
+from fencelock.authority.loops import HERE, Abandon, Later, Wait
+from fencelock.authority.owed import Owed
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.lease import validity
 
@@ -68,7 +69,7 @@ class Acquiring(Releasing):
         if fair:
             raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")
         nonce = secrets.token_hex(16)
-        queues: Queues = yield QUEUES
+        queues: Queues = yield HERE
         end = math.inf if timeout is None else time.monotonic() + timeout
         waiting = _Waiting(resources, end, queues, queues.new_place(ttl), queues.name, go_on)
         if len(resources) > 1:

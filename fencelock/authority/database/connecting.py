@@ -39,9 +39,11 @@ from fencelock.authority.database.connections import (
 )
 from fencelock.authority.database.files import add_queue, file_of, watch_file
 from fencelock.authority.database.listening import Ear
-from fencelock.authority.database.loops import LoopEnd, WithLoops
+from fencelock.authority.database.queues import Queues
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
+from fencelock.authority.loops import LoopBell, LoopEnd, ThreadBell
+from fencelock.authority.owed import Owing
 from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingError, QuorumError
 
 if TYPE_CHECKING:
@@ -81,7 +83,7 @@ _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
 _EXPECTED: Final[tuple[type[Exception], ...]] = (*_OURS, OSError)
 
 
-class Connecting(WithLoops):
+class Connecting(Owing):
     """An authority whose steps are `Work` on its database."""
 
     def __init__(
@@ -112,6 +114,7 @@ class Connecting(WithLoops):
 
     def _start_over(self) -> None:
         super()._start_over()
+        self.here = self._queues = Queues(ThreadBell, in_threads=True)
         self._pid = os.getpid()
         self._connections: Connections | None = None
         self._threads: ThreadPoolExecutor | None = None
@@ -229,9 +232,9 @@ class Connecting(WithLoops):
         """Return the `LoopEnd` of the running event loop, with a pool if the driver is for coroutines."""
         self._check_process()
         if not self._engine.dialect.is_async:
-            return LoopEnd()
+            return LoopEnd(Queues(LoopBell, in_threads=False))
         connections = self._connect()
-        return LoopEnd(connections, connections.close_in_loop)
+        return LoopEnd(Queues(LoopBell, in_threads=False), connections, connections.close_in_loop)
 
     def _connect(self) -> Connections:
         engine = with_own_pool(self._engine, *self._pool)

@@ -22,10 +22,10 @@ from fencelock.authority.database.connecting import (
     Work,
 )
 from fencelock.authority.database.connections import Lent
-from fencelock.authority.database.loops import AsyncWithLoops
 from fencelock.authority.database.releasing import BATCH, parts
 from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
+from fencelock.authority.loops import AsyncWithLoops
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.holder import Holder, LockInfo
 from fencelock.lease import validity

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import math
 import secrets
 import threading
@@ -11,12 +10,12 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 from weakref import ref
 
 from fencelock._owners import current_stack
-from fencelock._threads import sleep_until_rung
 from fencelock.authority.base import Grant
+from fencelock.authority.loops import Bell
 from fencelock.errors import QuorumError
 
 # A world is the blocking code of a process, or an event loop. Only the first caller of its queue asks the
@@ -27,8 +26,6 @@ from fencelock.errors import QuorumError
 # of them for a moment, and PostgreSQL calls that world by NOTIFY. All of this is hints: a hint that is lost,
 # late or made up costs time, never a token.
 
-#: A step: return the `Queues` of the caller's world.
-QUEUES: Final = object()
 #: Seconds for which the callers of a world transfer a lock to each other while other worlds wait.
 _TURN: Final = 0.01
 #: The same if a waiting world is not called, but looks.
@@ -43,46 +40,6 @@ NAME_LENGTH: Final = 8
 
 def new_name() -> str:
     return f"{secrets.token_hex(4)[: NAME_LENGTH - 1]},"
-
-
-class Bell(Protocol):
-    """Wakes a caller that sleeps; a ring before it sleeps counts, too."""
-
-    def ring(self) -> None:
-        """Wake the caller; any thread may ring."""
-
-
-class ThreadBell:
-    """Wakes a thread."""
-
-    def __init__(self) -> None:
-        self._silent = threading.Lock()  # not an Event, because a signal handler may ring while it is set
-        self._silent.acquire()
-
-    def ring(self) -> None:
-        with suppress(RuntimeError):  # it has been rung
-            self._silent.release()
-
-    def sleep(self, seconds: float) -> None:
-        sleep_until_rung(self._silent, seconds)
-
-
-class LoopBell:
-    """Wakes a task of the running loop."""
-
-    def __init__(self) -> None:
-        self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
-
-    def ring(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._rung.set)
-
-    async def sleep(self, seconds: float) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._rung.wait()
-        self._rung.clear()
 
 
 class Place:

@@ -11,19 +11,63 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, NamedTuple, Protocol, TypeVar
 from weakref import WeakSet
 
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
+from fencelock._threads import sleep_until_rung
 from fencelock.authority.base import warn_of_blocked_loop
-from fencelock.authority.database.queues import QUEUES, LoopBell, Queues, ThreadBell
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
 
 _T = TypeVar("_T")
 
 logger = logging.getLogger("fencelock.authority")
+
+
+class Bell(Protocol):
+    """Wakes a caller that sleeps; a ring before it sleeps counts, too."""
+
+    def ring(self) -> None:
+        """Wake the caller; any thread may ring."""
+
+
+class ThreadBell:
+    """Wakes a thread."""
+
+    def __init__(self) -> None:
+        self._silent = threading.Lock()  # not an Event, because a signal handler may ring while it is set
+        self._silent.acquire()
+
+    def ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it has been rung
+            self._silent.release()
+
+    def sleep(self, seconds: float) -> None:
+        sleep_until_rung(self._silent, seconds)
+
+
+class LoopBell:
+    """Wakes a task of the running loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._rung = asyncio.Event()
+
+    def ring(self) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._rung.set)
+
+    async def sleep(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._rung.wait()
+        self._rung.clear()
+
+
+#: A step: return what the authority keeps for the caller's world: blocking code, or an event loop.
+HERE: Final = object()
 
 
 class Wait(NamedTuple):
@@ -68,17 +112,18 @@ _SLEEP: Final = 1.0
 class LoopEnd:
     """The work of an event loop before it closes: it waits until these tasks have ended, and calls `close`.
 
-    It is an asynchronous generator, because `asyncio.run` ends those of its loop. `kept` is the state of an
-    authority for this loop; `over` is True when all this is done.
+    It is an asynchronous generator, because `asyncio.run` ends those of its loop. `here` and `kept` are what
+    an authority keeps for this loop; `over` is True when all this is done.
     """
 
-    def __init__(self, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None) -> None:
+    def __init__(
+        self, here: Any = None, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None
+    ) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
         #: The tasks that are cancelled at the end.
         self.later: WeakSet[asyncio.Task[Any]] = WeakSet()
-        self.kept = kept
+        self.here, self.kept = here, kept
         self.over = False
-        self.queues = Queues(LoopBell, in_threads=False)
         self._close = close
         self._generator = self._wait_for_end()
         with contextlib.suppress(StopIteration):  # it has reached its `yield`
@@ -123,7 +168,8 @@ class WithLoops(GeneratorAuthority):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
-        self._queues = Queues(ThreadBell, in_threads=True)
+        #: What it keeps for blocking code.
+        self.here: Any = None
 
     @abc.abstractmethod
     def work(self, step: Any) -> Any:
@@ -160,8 +206,8 @@ class WithLoops(GeneratorAuthority):
         if isinstance(step, Wait):
             warn_of_blocked_loop(step.key)
             return (time.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
-        if step is QUEUES:
-            return self._queues
+        if step is HERE:
+            return self.here
         if isinstance(step, Later):
             # An empty context: the thread must not keep the leases that its starter happens to hold.
             run = contextvars.Context().run
@@ -193,8 +239,8 @@ class AsyncWithLoops(AsyncView):
             nonlocal latest
             if isinstance(step, Wait):
                 return await (asyncio.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
-            if step is QUEUES:
-                return end.queues
+            if step is HERE:
+                return end.here
             if isinstance(step, Abandon):
                 return end.begin(self._abandon(step, latest))
             if isinstance(step, Later):
