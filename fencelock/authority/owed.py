@@ -29,6 +29,9 @@ class Owed(NamedTuple):
 class Owing(WithLoops):
     """An authority that owes releases, each by its nonce."""
 
+    #: A request that was sent before may still be executed after a later one.
+    _comes_late = True
+
     def _start_over(self) -> None:
         super()._start_over()
         self._owed: dict[str, Owed] = {}
@@ -56,7 +59,7 @@ class Owing(WithLoops):
             try:
                 yield from self._giving_back(resources, nonce)
             except QuorumError:
-                yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
+                yield from self._owe(nonce, Owed(resources, until, in_doubt=self._comes_late))
 
     def _settling(self) -> Steps[None]:
         """Send the releases that are owed, until each is done or its lease has ended."""

@@ -1,0 +1,199 @@
+"""Asks the members of a cluster, one after the other, until one of them answers."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Final, NamedTuple
+
+from fencelock._generators import Steps
+from fencelock.authority.etcd import messages
+from fencelock.authority.etcd.aio import LoopLink, LoopWatch
+from fencelock.authority.etcd.blocking import Link, Watch
+from fencelock.authority.etcd.members import Members
+from fencelock.authority.etcd.messages import Answer, Call
+from fencelock.authority.hosts import shown
+from fencelock.authority.line import ANSWER, LineAuthority
+from fencelock.authority.loops import LoopEnd, Wait, pauses
+from fencelock.errors import AuthorityError, QuorumError
+
+#: Codes of gRPC, and words, of a member that cannot work now: DEADLINE_EXCEEDED is the first.
+_AWAY: Final = frozenset({4, messages.UNAVAILABLE})
+_AWAY_WORDS: Final = ("not a primary lessor", "leader changed", "too many requests", "lost leader")
+#: What is said of a login that is too old.
+_LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old")
+#: Links of a parent process. A child keeps them, because they would be closed when it frees them.
+_of_parents: list[object] = []
+
+
+class Exchange(NamedTuple):
+    """A step: calls to one member, which has to answer within these seconds."""
+
+    calls: Sequence[Call]
+    seconds: float
+
+
+class Watching(NamedTuple):
+    """A step: begin to watch until `ended` of what comes; it returns a bell."""
+
+    call: Call
+    ended: Callable[[Answer], bool]
+
+
+class LoopState:
+    """The connection of an event loop."""
+
+    def __init__(self) -> None:
+        self.link: LoopLink | None = None
+        self.opening = asyncio.Lock()
+
+    async def close(self) -> None:
+        link, self.link = self.link, None
+        if link is not None:
+            link.lose("it was closed")
+
+
+class Asking(LineAuthority):
+    """An authority whose steps are calls of etcd."""
+
+    def __init__(self, url: str) -> None:
+        self._members = Members(url)
+        self._shown = str(self._members.hosts)
+        super().__init__()
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._link: Link | None = None
+        self._opening = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
+
+    def close(self) -> None:
+        """Close the connections. Held leases end with their ttl; the next use connects again."""
+        self._check_process()
+        super().close()
+        link, self._link = self._link, None
+        if link is not None:
+            link.lose("it was closed")
+
+    def asking(
+        self, calls: Sequence[Call], until: float, again: list[str] | None = None
+    ) -> Steps[list[Answer]]:
+        """Return the answers to calls, which may be sent several times; `again` gets why.
+
+        Raises:
+            QuorumError: no member answered in time.
+        """
+        failures: dict[str, str] = {}
+        waits = pauses(0.01, 0.2)
+        while True:
+            seconds = min(ANSWER[0], max(ANSWER[1], (until - time.monotonic()) / 2))
+            address = shown(self._members.address)
+            try:
+                answers: list[Answer] = yield Exchange(calls, seconds)
+            except OSError as error:
+                failures[address] = str(error) or type(error).__name__
+            else:
+                if (reason := next(filter(None, map(_why_away, answers)), "")) == "":
+                    return answers
+                failures[address] = reason
+            if again is not None:
+                again.append(failures[address])
+            if time.monotonic() >= until:
+                said = "; ".join(f"{member}: {reason}" for member, reason in failures.items())
+                raise QuorumError(f"{self._shown} did not answer: {said}", nodes=failures)
+            yield Wait(time.monotonic() + next(waits), "")
+
+    def checked(self, answer: Answer) -> bytes:
+        """Return the one message of an answer; raise AuthorityError if etcd has refused the call."""
+        if answer.status != messages.OK or not answer.messages:
+            raise AuthorityError(f"{self._shown} refuses: {answer.detail or f'status {answer.status}'}")
+        return answer.messages[0]
+
+    def work(self, step: Exchange | Watching) -> Any:
+        self._check_process()
+        link = self._opened(step.seconds if isinstance(step, Exchange) else ANSWER[1])
+        if isinstance(step, Watching):
+            return Watch(link, step.call, step.ended)
+        try:
+            answers = link.exchange(step.calls, time.monotonic() + step.seconds)
+        except OSError as error:
+            self._leave(link, str(error))
+            raise
+        if (reason := next(filter(None, map(_why_to_leave, answers)), "")) != "":
+            self._leave(link, reason)
+        return answers
+
+    def _leave(self, link: Link | LoopLink, reason: str) -> None:
+        link.lose(reason)
+        self._members.leave(link.address, reason)
+
+    def _opened(self, seconds: float) -> Link:
+        if (link := self._link) is not None and not link.lost:
+            return link
+        with self._opening:
+            if (link := self._link) is None or link.lost:
+                address = self._members.address
+                try:
+                    link = self._link = Link(self._members, seconds)
+                except OSError as error:
+                    self._members.leave(address, str(error))
+                    raise
+            return link
+
+    async def work_soon(self, step: Exchange | Watching) -> Any:
+        state: LoopState = self.loop_end().kept
+        link = await self._opened_soon(state, step.seconds if isinstance(step, Exchange) else ANSWER[1])
+        if isinstance(step, Watching):
+            return LoopWatch(link, step.call, step.ended)
+        try:
+            answers = await link.exchange(step.calls, step.seconds)
+        except OSError as error:
+            self._leave(link, str(error))
+            raise
+        if (reason := next(filter(None, map(_why_to_leave, answers)), "")) != "":
+            self._leave(link, reason)
+        return answers
+
+    async def _opened_soon(self, state: LoopState, seconds: float) -> LoopLink:
+        if (link := state.link) is not None and not link.lost:
+            return link
+        async with state.opening:
+            if (link := state.link) is None or link.lost:
+                address = self._members.address
+                try:
+                    link = state.link = await LoopLink.open(self._members, seconds)
+                except OSError as error:
+                    self._members.leave(address, str(error))
+                    raise
+            return link
+
+    def open_in_loop(self) -> LoopEnd:
+        self._check_process()
+        state = LoopState()
+        return LoopEnd(kept=state, close=state.close)
+
+    def _check_process(self) -> None:
+        """In a forked child, leave the connections to the parent, and start over."""
+        if self._pid != os.getpid():
+            _of_parents.append((self._link, self._loop_ends))
+            self._start_over()
+
+
+def _why_away(answer: Answer) -> str:
+    """Return why a call can be repeated; nothing if it was answered."""
+    if answer.status in _AWAY or any(word in answer.detail for word in _AWAY_WORDS):
+        return answer.detail or "unavailable"
+    return _why_to_log_in(answer)
+
+
+def _why_to_log_in(answer: Answer) -> str:
+    return answer.detail if any(word in answer.detail for word in _LOGIN_WORDS) else ""
+
+
+def _why_to_leave(answer: Answer) -> str:
+    """Return why another member is to be asked, or this one with a new login."""
+    if answer.status == messages.UNAVAILABLE:
+        return answer.detail or "unavailable"
+    return _why_to_log_in(answer)

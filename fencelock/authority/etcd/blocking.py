@@ -1,0 +1,224 @@
+"""One connection to etcd that all threads of a process share: whoever waits for an answer reads for all."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final
+
+from fencelock.authority.etcd.channel import ChannelError
+from fencelock.authority.etcd.members import Members
+from fencelock.authority.etcd.messages import Answer, Call
+from fencelock.authority.hosts import shown
+from fencelock.authority.loops import ThreadBell
+
+#: Seconds that a send may take, because the server's side is full.
+_SEND: Final = 2.0
+_CHUNK: Final = 65_536
+
+
+class Link:
+    """A connection to one member.
+
+    Raises:
+        OSError: there is none.
+    """
+
+    def __init__(self, members: Members, seconds: float) -> None:
+        self.address = members.address
+        self._channel = members.new_channel(self.address)
+        self._mutex = threading.RLock()
+        self._inside = False
+        self._reader: ThreadBell | None = None
+        self._waiting: dict[ThreadBell, None] = {}
+        #: Why the connection is lost.
+        self.lost = ""
+        self._socket = socket.create_connection(self.address, timeout=seconds)
+        try:
+            self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            # Of its own, because a socket has one timeout for both directions.
+            self._to_read = self._socket.dup()
+            self._tls = None if members.tls is None else _Tls(members.tls, self.address[0])
+            if self._tls is not None:
+                self._tls.shake_hands(self._socket)
+            self._socket.settimeout(_SEND)
+            if (login := members.login) is not None:
+                (answer,) = self.exchange([login], time.monotonic() + seconds)
+                members.log_in(self._channel, answer)
+        except BaseException:
+            self.lose("it could not be opened")
+            raise
+        members.tell_opened(self.address)
+
+    def exchange(self, calls: Sequence[Call], until: float) -> list[Answer]:
+        """Return the answers to calls.
+
+        Raises:
+            OSError: the connection is lost; a TimeoutError, if there was no answer in time.
+        """
+        answers: list[Answer] = []
+        try:
+            self.start(calls, answers)
+            if not self.wait(lambda: all(answer.is_over for answer in answers), answers, until):
+                raise TimeoutError(f"{shown(self.address)} did not answer in time")
+        except BaseException:
+            self.cancel(answers)
+            raise
+        if self.lost and any(not answer.messages for answer in answers):
+            raise ChannelError(self.lost)
+        return answers
+
+    def start(self, calls: Sequence[Call], answers: list[Answer]) -> None:
+        """Begin calls; `answers` gets the answer of each."""
+        with self._alone():
+            for call in calls:
+                answers.append(self._channel.start(call))
+            self._send()
+
+    def wait(self, ready: Callable[[], bool], answers: Sequence[Answer], until: float) -> bool:
+        """Wait until it is ready, or the connection is lost; return False if that takes too long."""
+        bell = ThreadBell()
+        for answer in answers:
+            answer.notify = bell.ring
+        try:
+            self._waiting[bell] = None
+            while not ready() and not self.lost:
+                if (left := until - time.monotonic()) <= 0:
+                    return False
+                if self._reader is None:
+                    with self._alone():
+                        self._reader = self._reader or bell
+                if self._reader is bell:
+                    self._read(left)
+                else:
+                    bell.sleep(left)
+        finally:
+            self._waiting.pop(bell, None)
+            if self._reader is bell:
+                self._reader = None
+                if (other := next(iter(list(self._waiting)), None)) is not None:
+                    other.ring()
+        return True
+
+    def cancel(self, answers: Sequence[Answer]) -> None:
+        """Forget calls that are not over."""
+        with contextlib.suppress(OSError, RuntimeError):
+            if not self.lost and not all(answer.is_over for answer in answers):
+                with self._alone():
+                    for answer in answers:
+                        self._channel.cancel(answer)
+                    self._send()
+
+    def lose(self, reason: str) -> None:
+        """Close the connection; all calls of all threads are over."""
+        self.lost = self.lost or reason or "the connection is lost"
+        for each in (self._socket, getattr(self, "_to_read", None)):
+            if each is not None:
+                with contextlib.suppress(OSError):
+                    each.shutdown(socket.SHUT_RDWR)
+                each.close()
+        self._channel.lose(self.lost)
+        for bell in list(self._waiting):
+            bell.ring()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, close its copies of the socket."""
+        self.lost = "it is the parent's"
+        self._socket.close()
+        self._to_read.close()
+
+    @contextlib.contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other threads away; if something breaks in the middle, the connection is lost."""
+        with self._mutex:
+            if self._inside:
+                raise RuntimeError("a signal handler has interrupted a lock's own exchange with etcd")
+            if self.lost:
+                raise ChannelError(self.lost)
+            try:
+                self._inside = True
+                yield
+            except BaseException as error:
+                self.lose(str(error) or type(error).__name__)
+                raise
+            finally:
+                self._inside = False
+
+    def _send(self) -> None:
+        data = self._channel.data_to_send()
+        if data:
+            self._socket.sendall(data if self._tls is None else self._tls.encrypt(data))
+
+    def _read(self, seconds: float) -> None:
+        try:
+            self._to_read.settimeout(seconds)
+            data = self._to_read.recv(_CHUNK)
+        except TimeoutError:
+            return
+        except BaseException as error:  # a signal handler's: it may have swallowed bytes
+            self.lose(str(error) or type(error).__name__)
+            if isinstance(error, OSError):
+                return
+            raise
+        with contextlib.suppress(OSError), self._alone():
+            if not data:
+                raise ChannelError("the server has closed the connection")
+            self._channel.receive(data if self._tls is None else self._tls.decrypt(data))
+            self._send()
+
+
+class _Tls:
+    """TLS without a socket, because two threads must not use one `SSLSocket` at a time."""
+
+    def __init__(self, context: ssl.SSLContext, host: str) -> None:
+        self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._object = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
+
+    def shake_hands(self, connected: socket.socket) -> None:
+        while True:
+            try:
+                self._object.do_handshake()
+            except ssl.SSLWantReadError:
+                connected.sendall(self._outgoing.read())
+                if not (data := connected.recv(_CHUNK)):
+                    raise ConnectionError("the server has closed the connection instead of TLS") from None
+                self._incoming.write(data)
+            else:
+                connected.sendall(self._outgoing.read())
+                return
+
+    def encrypt(self, data: bytes) -> bytes:
+        self._object.write(data)
+        return self._outgoing.read()
+
+    def decrypt(self, data: bytes) -> bytes:
+        self._incoming.write(data)
+        found = bytearray()
+        with contextlib.suppress(ssl.SSLWantReadError):
+            while part := self._object.read(_CHUNK):
+                found += part
+        return bytes(found)
+
+
+class Watch:
+    """Waits in a thread until a key has ended: a bell for the step `Wait`."""
+
+    def __init__(self, link: Link, call: Call, ended: Callable[[Answer], bool]) -> None:
+        self._link = link
+        self._answers: list[Answer] = []
+        self._ended = ended
+        link.start([call], self._answers)
+
+    @property
+    def over(self) -> bool:
+        return bool(self._link.lost) or self._ended(self._answers[0])
+
+    def sleep(self, seconds: float) -> None:
+        self._link.wait(lambda: self.over, self._answers, time.monotonic() + seconds)
+
+    def close(self) -> None:
+        self._link.cancel(self._answers)

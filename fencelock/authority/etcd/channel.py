@@ -1,0 +1,199 @@
+"""gRPC over one HTTP/2 connection, without its socket: bytes in, bytes out, and what has come back of calls."""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from typing import Final
+
+import h2.config
+import h2.connection
+import h2.errors
+import h2.events
+import h2.exceptions
+
+from fencelock.authority.etcd.messages import UNAVAILABLE, UNKNOWN, Answer, Call
+
+#: HTTP/2 has 31 bits for the number of a stream, and a client uses odd ones.
+_LAST_STREAM: Final = 2**31 - 1
+_FRAME: Final = 16_384
+_LONGEST_MESSAGE: Final = 64 << 20
+_CONFIG: Final = h2.config.H2Configuration(
+    client_side=True,
+    header_encoding=None,
+    validate_outbound_headers=False,
+    normalize_outbound_headers=False,
+    validate_inbound_headers=False,
+)
+
+
+class ChannelError(ConnectionError):
+    """The connection cannot be used any more."""
+
+
+class _Stream:
+    __slots__ = ("answer", "buffer", "goes_on", "number", "to_send")
+
+    def __init__(self, call: Call) -> None:
+        self.answer = Answer([])
+        self.number = 0
+        self.goes_on = call.goes_on
+        #: What has come of a message that is not complete.
+        self.buffer = bytearray()
+        self.to_send = b"".join(b"\0" + len(each).to_bytes(4, "big") + each for each in call.requests)
+
+
+class Channel:
+    """A connection to a member of etcd.
+
+    Args:
+        scheme: "http" or "https".
+        authority: host and port.
+    """
+
+    def __init__(self, scheme: str, authority: str) -> None:
+        self._h2 = h2.connection.H2Connection(_CONFIG)
+        self._h2.initiate_connection()
+        self._headers = [
+            (b":method", b"POST"),
+            (b":scheme", scheme.encode()),
+            (b":path", b""),
+            (b":authority", authority.encode()),
+            (b"te", b"trailers"),
+            (b"content-type", b"application/grpc"),
+        ]
+        self._streams: dict[int, _Stream] = {}
+        self._by_answer: dict[Answer, _Stream] = {}
+        #: Calls that wait until the server allows one stream more, or more bytes.
+        self._waiting: deque[tuple[_Stream, bytes]] = deque()
+        self._sending: deque[_Stream] = deque()
+        #: No call can begin, because the numbers of streams are used up.
+        self.is_ending = False
+
+    def authenticate(self, token: bytes) -> None:
+        """Send a token of `Auth/Authenticate` with each call."""
+        self._headers.append((b"token", token))
+
+    def start(self, call: Call) -> Answer:
+        """Begin a call; `data_to_send` has it then.
+
+        Raises:
+            ChannelError: no call can begin any more.
+        """
+        if self.is_ending:
+            raise ChannelError("the connection has carried as many calls as it can")
+        stream = _Stream(call)
+        self._by_answer[stream.answer] = stream
+        if self._waiting or self._h2.open_outbound_streams >= self._h2.remote_settings.max_concurrent_streams:
+            self._waiting.append((stream, call.path))
+        else:
+            self._open(stream, call.path)
+        return stream.answer
+
+    def _open(self, stream: _Stream, path: bytes) -> None:
+        stream.number = number = self._h2.get_next_available_stream_id()
+        self.is_ending = number >= _LAST_STREAM - 2
+        self._streams[number] = stream
+        headers = self._headers.copy()
+        headers[2] = (b":path", path)
+        self._h2.send_headers(number, headers)
+        self._sending.append(stream)
+        self._send()
+
+    def _send(self) -> None:
+        """Send what is left of requests, as far as the server takes it."""
+        while self._sending:
+            stream = self._sending[0]
+            if stream.number in self._streams:
+                while stream.to_send:
+                    room = min(_FRAME, self._h2.local_flow_control_window(stream.number))
+                    if room <= 0:
+                        return
+                    part, stream.to_send = stream.to_send[:room], stream.to_send[room:]
+                    is_last = not (stream.to_send or stream.goes_on)
+                    self._h2.send_data(stream.number, part, end_stream=is_last)
+            self._sending.popleft()
+
+    def cancel(self, answer: Answer) -> None:
+        """Forget a call, and tell the server so."""
+        if (stream := self._by_answer.pop(answer, None)) is None:
+            return
+        if self._streams.pop(stream.number, None) is not None:
+            self._h2.reset_stream(stream.number, h2.errors.ErrorCodes.CANCEL)
+        else:
+            self._waiting = deque(each for each in self._waiting if each[0] is not stream)
+
+    def data_to_send(self) -> bytes:
+        return self._h2.data_to_send()
+
+    def receive(self, data: bytes) -> None:
+        """Take what has come; the answers that it changes are notified.
+
+        Raises:
+            ChannelError: this is no HTTP/2, or the server has ended the connection.
+        """
+        try:
+            events = self._h2.receive_data(data)
+        except h2.exceptions.ProtocolError as error:
+            raise ChannelError(f"this is no server of gRPC: {error}") from error
+        for event in events:
+            self._take(event)
+        self._send()
+        while self._waiting:
+            if self._h2.open_outbound_streams >= self._h2.remote_settings.max_concurrent_streams:
+                break
+            self._open(*self._waiting.popleft())
+
+    def _take(self, event: h2.events.Event) -> None:
+        if isinstance(event, h2.events.ConnectionTerminated):
+            raise ChannelError("the server shuts down, or has ended the connection")
+        number = getattr(event, "stream_id", None)
+        stream = self._streams.get(number or 0)
+        if isinstance(event, h2.events.DataReceived):
+            self._h2.acknowledge_received_data(event.flow_controlled_length, event.stream_id)
+            if stream is not None:
+                self._add(stream, event.data)
+        elif stream is None:
+            return
+        elif isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
+            its = dict(event.headers)
+            if (status := its.get(b"grpc-status")) is not None:
+                message = its.get(b"grpc-message", b"").decode("utf-8", "replace")
+                self._finish(stream, int(status) if status.isdigit() else UNKNOWN, message)
+            elif its.get(b":status", b"200") != b"200":
+                self._finish(stream, UNAVAILABLE, f"HTTP {its[b':status'].decode('ascii', 'replace')}")
+        elif isinstance(event, h2.events.StreamEnded | h2.events.StreamReset):
+            self._finish(stream, UNAVAILABLE, "the server has broken off the call")
+
+    def _add(self, stream: _Stream, data: bytes) -> None:
+        stream.buffer += data
+        before = len(stream.answer.messages)
+        while len(stream.buffer) >= 5:
+            length = int.from_bytes(stream.buffer[1:5], "big")
+            if stream.buffer[0] or length > _LONGEST_MESSAGE:
+                raise ChannelError("a message that is packed, or far too long, has come")
+            if len(stream.buffer) < 5 + length:
+                break
+            stream.answer.messages.append(bytes(stream.buffer[5 : 5 + length]))
+            del stream.buffer[: 5 + length]
+        if len(stream.answer.messages) > before:
+            stream.answer.notify()
+
+    def _finish(self, stream: _Stream, status: int, detail: str) -> None:
+        answer = stream.answer
+        if self._by_answer.pop(answer, None) is not None and answer.status is None:
+            answer.status, answer.detail = status, detail
+            answer.notify()
+        del self._streams[stream.number]
+        if stream.goes_on:
+            with contextlib.suppress(h2.exceptions.StreamClosedError):
+                self._h2.reset_stream(stream.number, h2.errors.ErrorCodes.CANCEL)
+
+    def lose(self, reason: str) -> None:
+        """End all calls, because the connection is lost."""
+        for answer in list(self._by_answer):
+            answer.status, answer.detail = UNAVAILABLE, reason
+            answer.notify()
+        self._by_answer.clear()
+        self._streams.clear()
+        self._waiting.clear()

@@ -1,0 +1,394 @@
+"""The class `Etcd`: what it says to the members of a cluster, and what it reads out of their answers."""
+
+from __future__ import annotations
+
+import functools
+import math
+import secrets
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from typing import Any, Final, TypeVar
+from urllib.parse import unquote
+
+from fencelock._generators import Steps
+from fencelock.authority.base import Grant, Wish
+from fencelock.authority.etcd import messages
+from fencelock.authority.etcd.asking import Asking, Watching
+from fencelock.authority.etcd.messages import Answer, Call, KeyValue, Txn
+from fencelock.authority.line import (
+    ANSWER,
+    SHIFT,
+    AsyncLine,
+    Head,
+    Mark,
+    Place,
+    View,
+    entry_text,
+    lost,
+    quoted,
+)
+from fencelock.authority.loops import Abandon
+from fencelock.errors import AuthorityError, FencelockError
+from fencelock.lease import validity
+
+_T = TypeVar("_T")
+
+#: etcd allows 128 operations in a transaction; an acquisition has three for each resource, and two more.
+_MOST: Final = 40
+#: Seconds of the shortest lease of etcd.
+_SHORTEST: Final = 2
+#: Calls that are sent at once, and keys in one answer.
+_AT_ONCE: Final = 200
+#: Resources whose last marks a client remembers.
+_REMEMBERED: Final = 10_000
+_LEASE_IS_THERE: Final = "lease already exists"
+
+
+class Etcd(Asking):
+    """Grants leases in etcd 3.4 or later, and mints their fencing tokens.
+
+    It connects at the first use: one connection for the threads of a process, and one for each event loop. A
+    forked child connects by itself. Leases of etcd last whole seconds, and two at least.
+
+    Args:
+        url: `etcd://host1:2379,host2:2379`, or with TLS, login and root
+            `etcds://user:password@host:2379/root?ca=ca.pem&cert=client.pem&key=client-key.pem`. All keys
+            begin with `/root/`, by default with `/fencelock/`.
+
+    Raises:
+        ValueError: for a URL that cannot be understood, and files that are no certificates.
+        ImportError: the extra `fencelock[etcd]` is not installed.
+    """
+
+    aio: AsyncEtcd
+    _most = _MOST
+
+    def __init__(self, url: str) -> None:
+        super().__init__(url)
+        root = f"/{self._members.hosts.root}/".encode()
+        self._lines, self._marks, self._base_key = root + b"l/", root + b"m/", root + b"b"
+        #: The same authority for coroutines.
+        self.aio = AsyncEtcd(self)
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        #: Marks and base as last seen. They only spare a transaction that would be refused.
+        self._known: OrderedDict[str, Mark] = OrderedDict()
+        self._base = 0
+        #: The leases of entries that were put under another one than their own.
+        self._leases: dict[str, int] = {}
+
+    def _line(self, resource: str) -> bytes:
+        return self._lines + quoted(resource).encode() + b"/"
+
+    def _mark(self, resource: str) -> bytes:
+        return self._marks + quoted(resource).encode()
+
+    def _entries(self, place: Place) -> list[bytes]:
+        return [self._line(resource) + place.nonce.encode() for resource in place.resources]
+
+    def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
+        lease = int(place.nonce, 16)
+        place.began = time.monotonic()
+        place.granted = yield from self._granted(lease, place.ttl, until)
+        tokens, compares, marks = self._minting(place)
+        compares += [_is_empty(self._line(resource)) for resource in place.resources]
+        text = entry_text(place.ttl).encode()
+        entries = [messages.put(key, text, lease) for key in self._entries(place)]
+        first = [] if alone else entries
+        txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
+        done = Txn.read(self.checked(*(yield from self.asking([txn], until))))
+        if done.succeeded:
+            place.revision = done.revision
+            return self._noted(place, tokens)
+        view = self._seen(place, done.found[len(first) :])
+        if view.is_there and place.revision != done.revision:  # it has entered before: the call was repeated
+            return (yield from self._take(place, extend=False, until=until))
+        return view
+
+    def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
+        tokens, compares, marks = self._minting(place)
+        compares.append(_is_there(self._entries(place)[0]))
+        if not place.holds:
+            compares += [_is_empty(self._line(each), before=place.revision) for each in place.resources]
+        began = time.monotonic()
+        calls = [messages.txn(compares, marks, self._look(place))]
+        if extend:
+            calls.append(messages.keep_alive([self._lease_of(place.nonce)]))
+        answers = yield from self.asking(calls, until)
+        done = Txn.read(self.checked(answers[0]))
+        if extend:
+            place.began, place.granted = began, _seconds_of(answers[1])
+            if place.granted <= 0:
+                if (yield from self._finds_lease(place.resources[0], place.nonce)):
+                    return (yield from self._take(place, extend=True, until=until))
+                return View(is_there=False, ahead=())
+        return self._noted(place, tokens) if done.succeeded else self._seen(place, done.found)
+
+    def _granted(self, lease: int, ttl: float, until: float) -> Steps[float]:
+        """Make a lease of etcd; return its seconds."""
+        asked = max(_SHORTEST, math.ceil(ttl))
+        (answer,) = yield from self.asking([messages.grant(lease, asked)], until)
+        if answer.status == messages.FAILED_PRECONDITION and _LEASE_IS_THERE in answer.detail:
+            return float(asked)  # the call was repeated
+        return float(messages.lease_and_ttl(self.checked(answer))[1])
+
+    def _minting(self, place: Place) -> tuple[list[int], list[bytes], list[bytes]]:
+        """Return new tokens, and the comparisons and operations by which a transaction mints them."""
+        compares = [self._base_is(self._base)]
+        tokens, puts = [], []
+        for resource in place.resources:
+            known, key = self._known.get(resource, Mark()), self._mark(resource)
+            tokens.append(token := self._minted(known, self._base))
+            puts.append(messages.put(key, str(Mark(token, place.nonce)).encode()))
+            if known.token:
+                compares.append(messages.compare(key, messages.VALUE, messages.LESS, b"%020d" % token))
+            else:
+                compares.append(messages.compare(key, messages.VERSION, messages.EQUAL, 0))
+        return tokens, compares, puts
+
+    def _base_is(self, base: int) -> bytes:
+        if base:
+            return messages.compare(self._base_key, messages.VALUE, messages.EQUAL, b"%020d" % base)
+        return messages.compare(self._base_key, messages.VERSION, messages.EQUAL, 0)
+
+    def _look(self, place: Place) -> list[bytes]:
+        """Return the operations that read what `_seen` takes."""
+        reads = [messages.get(self._entries(place)[0]), messages.get(self._base_key)]
+        reads += [messages.get(self._mark(resource)) for resource in place.resources]
+        for line in () if place.holds else map(self._line, place.resources):
+            # One more where the revision is unknown, because its own entry is among them.
+            limit = 1 if place.revision else 2
+            reads.append(messages.latest(line, messages.after(line), limit, before=place.revision))
+        return [messages.read(each) for each in reads]
+
+    def _seen(self, place: Place, found: list[list[KeyValue]]) -> View:
+        own, base, *rest = found
+        self._base = self._read_base(base)
+        for resource, marks in zip(place.resources, rest, strict=False):
+            mark = self.read_mark(marks[0].value, marks[0].key) if marks else Mark()
+            self._remember(resource, mark)
+        place.revision = own[0].created if own else 0
+        lines = rest[len(place.resources) :]
+        ahead = [
+            next(each.key for each in line if each.key != mine)
+            for line, mine in zip(lines, self._entries(place), strict=False)
+            if any(each.key != mine for each in line)
+        ]
+        return View(is_there=bool(own), ahead=ahead)
+
+    def _read_base(self, found: list[KeyValue]) -> int:
+        return self.read_mark(found[0].value, found[0].key).token if found else 0
+
+    def _noted(self, place: Place, tokens: list[int]) -> tuple[int, ...]:
+        for resource, token in zip(place.resources, tokens, strict=True):
+            self._remember(resource, Mark(token, place.nonce))
+        return tuple(tokens)
+
+    def _remember(self, resource: str, mark: Mark) -> None:
+        self._known[resource] = mark
+        self._known.move_to_end(resource)
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+
+    def _watch(self, place: Place, ahead: Any) -> Steps[Any]:
+        call = messages.watch(ahead, place.revision + 1)
+        return (yield Watching(call, _has_ended))
+
+    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
+        began = time.monotonic()
+        (answer,) = yield from self.asking([messages.keep_alive([int(place.nonce, 16)])], until)
+        if (seconds := _seconds_of(answer)) > 0:
+            place.began, place.granted = began, seconds
+
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        outcomes: list[Grant | FencelockError] = []
+        for start in range(0, len(wishes), _AT_ONCE):
+            outcomes += yield from self._extending(wishes[start : start + _AT_ONCE])
+        return outcomes
+
+    def _extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        began = time.monotonic()
+        ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
+        until = ends if ends > began else began + ANSWER[0]
+        leases = [self._lease_of(grant.proof) for grant, _ in wishes]
+        outcomes: list[Grant | FencelockError] = []
+        try:
+            (answer,) = yield from self.asking([messages.keep_alive(leases)], until)
+            self.checked(answer)
+            lasts = dict(map(messages.lease_and_ttl, answer.messages))
+            for (grant, ttl), lease in zip(wishes, leases, strict=True):
+                seconds = lasts.get(lease, 0)
+                if seconds <= 0 and (yield from self._finds_lease(grant.resources[0], grant.proof)):
+                    outcomes += yield from self._extending([(grant, ttl)])
+                    continue
+                if 0 < seconds < ttl:
+                    seconds = yield from self._moving(grant, ttl, until)
+                end = validity(began, min(ttl, seconds))
+                extended = replace(grant, expires_at=max(grant.expires_at, end))
+                outcomes.append(extended if seconds > 0 else lost(grant))
+        except AuthorityError as error:
+            outcomes += [error] * (len(wishes) - len(outcomes))
+        return outcomes
+
+    def _moving(self, grant: Grant, ttl: float, until: float) -> Steps[float]:
+        """Put the entries of a grant under another lease; return its seconds, or 0 if there are none."""
+        old, new = self._lease_of(grant.proof), secrets.randbits(63) or 1
+        seconds = yield from self._granted(new, ttl, until)
+        entries = self._entries(Place(grant.resources, grant.proof, ttl))
+        text = entry_text(ttl).encode()
+        txn = messages.txn(map(_is_there, entries), [messages.put(each, text, new) for each in entries])
+        (answer,) = yield from self.asking([txn], until)
+        moved = Txn.read(self.checked(answer)).succeeded
+        if moved:
+            self._leases[grant.proof] = new
+        yield from self.asking([messages.revoke(old if moved else new)], until)
+        return seconds if moved else 0.0
+
+    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
+        seconds = until - time.monotonic()
+        if seconds <= 0:
+            return (yield from self._giving_back(grant.resources, grant.proof))
+        by = time.monotonic() + ANSWER[0]
+        try:
+            kept = yield from self._moving(grant, seconds, by)
+        except (FencelockError, GeneratorExit):
+            raise
+        except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+            yield Abandon(functools.partial(self._moving, grant, seconds, by))
+            raise
+        self._leases.pop(grant.proof, None)
+        return kept > 0
+
+    def _giving_back(
+        self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
+    ) -> Steps[bool | None]:
+        again: list[str] = []
+        now = time.monotonic()
+        until = min(ends, now + ANSWER[0]) if ends > now else now + 1.0
+        while True:
+            (answer,) = yield from self.asking([messages.revoke(self._lease_of(nonce))], until, again)
+            if answer.status != messages.NOT_FOUND:
+                self.checked(answer)
+                self._leases.pop(nonce, None)
+                return True
+            if not (yield from self._finds_lease(resources[0], nonce)):
+                self._leases.pop(nonce, None)
+                return None if again else False
+
+    def _lease_of(self, nonce: str) -> int:
+        return self._leases.get(nonce) or int(nonce, 16)
+
+    def _finds_lease(self, resource: str, nonce: str) -> Steps[bool]:
+        """Look for the lease of an entry; return whether it is another one than was known."""
+        key = self._line(resource) + nonce.encode()
+        (found, _), *_ = yield from self._ranges([messages.get(key)])
+        if not found or found[0].lease == self._lease_of(nonce):
+            return False
+        self._leases[nonce] = found[0].lease
+        return True
+
+    def _ranges(self, requests: Sequence[bytes]) -> Steps[list[tuple[list[KeyValue], int]]]:
+        answers = yield from self._all(map(messages.range_call, requests))
+        return [messages.found_by(self.checked(answer)) for answer in answers]
+
+    def _all(self, calls: Iterable[Call]) -> Steps[list[Answer]]:
+        """Return the answers to any number of calls, which are sent in parts."""
+        left, answers = list(calls), []
+        while left:
+            part, left = left[:_AT_ONCE], left[_AT_ONCE:]
+            answers += yield from self.asking(part, time.monotonic() + ANSWER[0])
+        return answers
+
+    def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
+        names = resources or (yield from self._names())
+        ranges = [messages.earliest(line, messages.after(line)) for line in map(self._line, names)]
+        found = yield from self._ranges(ranges)
+        heads = [(name, keys[0], count) for name, (keys, count) in zip(names, found, strict=True) if keys]
+        marks = yield from self._ranges([messages.get(self._mark(name)) for name, _, _ in heads])
+        ends = yield from self._all(messages.time_to_live(entry.lease) for _, entry, _ in heads)
+        return [
+            Head(
+                resource=name,
+                key=entry.key,
+                nonce=entry.key.rpartition(b"/")[2].decode("ascii", "replace"),
+                text=entry.value.decode("utf-8", "replace"),
+                mark=self.read_mark(mark[0].value, mark[0].key) if mark else Mark(),
+                waiters=count - 1,
+                left=messages.lease_and_ttl(self.checked(end))[1] + 1.0,  # etcd tells whole seconds
+                lease=entry.lease,
+            )
+            for (name, entry, count), (mark, _), end in zip(heads, marks, ends, strict=True)
+        ]
+
+    def _names(self) -> Steps[tuple[str, ...]]:
+        """Return the resources whose lines have entries."""
+        names: dict[str, None] = {}
+        for entry in (yield from self._everything(self._lines)):
+            names[unquote(entry.key[len(self._lines) :].partition(b"/")[0].decode())] = None
+        return tuple(names)
+
+    def _everything(self, prefix: bytes) -> Steps[list[KeyValue]]:
+        """Return all keys with a prefix."""
+        everything: list[KeyValue] = []
+        start, end, count = prefix, messages.after(prefix), 1
+        while count:
+            ((found, count),) = yield from self._ranges([messages.page(start, end, _AT_ONCE)])
+            everything += found
+            count -= len(found)
+            start = found[-1].key + b"\0" if found else end
+        return everything
+
+    def _evict(self, head: Head) -> Steps[None]:
+        (answer,) = yield from self._all([messages.revoke(head.lease)])
+        if answer.status != messages.NOT_FOUND:
+            self.checked(answer)
+
+    def _raise_base(self, least: int) -> Steps[None]:
+        while True:
+            ((found, _),) = yield from self._ranges([messages.get(self._base_key)])
+            self._base = self._read_base(found)
+            if least <= self._base:
+                return
+            raising = messages.txn(
+                [self._base_is(self._base)], [messages.put(self._base_key, b"%020d" % least)]
+            )
+            yield from self._all([raising])
+
+    def pruning(self, older_than: float) -> Steps[int]:
+        yield from self._raise_base(0)
+        latest = (self._base + int((time.time() - older_than) * 1000)) << SHIFT
+        calls = []
+        for each in (yield from self._everything(self._marks)):
+            if self.read_mark(each.value, each.key).token < latest:
+                unchanged = messages.compare(each.key, messages.VALUE, messages.EQUAL, each.value)
+                line = self._lines + each.key[len(self._marks) :] + b"/"
+                calls.append(messages.txn([unchanged, _is_empty(line)], [messages.delete(each.key)]))
+        answers = yield from self._all(calls)
+        return sum(Txn.read(self.checked(answer)).succeeded for answer in answers)
+
+
+class AsyncEtcd(AsyncLine):
+    """An `Etcd` for asyncio code, found as `Etcd.aio`. Each loop has its own connection."""
+
+
+def _is_empty(line: bytes, *, before: int = 1) -> bytes:
+    """Return the comparison: the line has no entry that was made before this revision."""
+    if before > 1:
+        return messages.compare(line, messages.CREATE, messages.GREATER, before - 1, end=messages.after(line))
+    return messages.compare(line, messages.CREATE, messages.EQUAL, 0, end=messages.after(line))
+
+
+def _is_there(key: bytes) -> bytes:
+    return messages.compare(key, messages.VERSION, messages.GREATER, 0)
+
+
+def _seconds_of(answer: Answer) -> float:
+    """Return for how long a lease lasts that was to be extended; 0 if it has ended."""
+    return float(max(0, messages.lease_and_ttl(answer.messages[0])[1])) if answer.messages else 0.0
+
+
+def _has_ended(answer: Answer) -> bool:
+    return answer.is_over or any(map(messages.has_ended, answer.messages))

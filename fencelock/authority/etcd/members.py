@@ -1,0 +1,79 @@
+"""The members of a cluster: their addresses, how to log in, and which one to ask now."""
+
+from __future__ import annotations
+
+import random
+import ssl
+from typing import Final
+
+from fencelock import _events
+from fencelock._events import ConnectionFailed, ConnectionOpened
+from fencelock.authority.etcd.channel import Channel
+from fencelock.authority.etcd.messages import OK, Answer, Call, auth_token, authenticate
+from fencelock.authority.hosts import Hosts, parse, shown
+from fencelock.errors import AuthorityError
+
+_PORT: Final = 2379
+_SCHEMES: Final = ("etcd", "etcds")
+#: Settings in the query of a URL: files in PEM.
+_OPTIONS: Final = ("ca", "cert", "key")
+
+
+class Members:
+    """The members that a URL names."""
+
+    def __init__(self, url: str) -> None:
+        self.hosts: Hosts = parse(url, _SCHEMES, _PORT, _OPTIONS)
+        self.tls = _tls_of(self.hosts)
+        self._next = random.randrange(len(self.hosts.addresses))  # noqa: S311 - no secret
+
+    @property
+    def address(self) -> tuple[str, int]:
+        """The host and port of the member to ask now."""
+        return self.hosts.addresses[self._next]
+
+    def leave(self, address: tuple[str, int], reason: str) -> None:
+        """Ask the next member from now on, because this one has failed."""
+        if address == self.address:
+            self._next = (self._next + 1) % len(self.hosts.addresses)
+        if _events.listeners:
+            _events.tell(ConnectionFailed("Etcd", shown(address), reason))
+
+    def new_channel(self, address: tuple[str, int]) -> Channel:
+        return Channel("http" if self.tls is None else "https", shown(address))
+
+    @property
+    def login(self) -> Call | None:
+        return authenticate(self.hosts.user, self.hosts.password) if self.hosts.user else None
+
+    def log_in(self, channel: Channel, answer: Answer) -> None:
+        """Take the answer to `login`.
+
+        Raises:
+            AuthorityError: etcd does not know this user with this password.
+        """
+        if answer.status != OK:
+            raise AuthorityError(f"{self.hosts} refuses the login of {self.hosts.user!r}: {answer.detail}")
+        channel.authenticate(auth_token(answer.messages[0]))
+
+    def tell_opened(self, address: tuple[str, int]) -> None:
+        if _events.listeners:
+            _events.tell(ConnectionOpened("Etcd", shown(address)))
+
+
+def _tls_of(hosts: Hosts) -> ssl.SSLContext | None:
+    files = hosts.options
+    if hosts.scheme == "etcd":
+        if files:
+            raise ValueError(f"{', '.join(files)}: certificates are for etcds://")
+        return None
+    if "key" in files and "cert" not in files:
+        raise ValueError("a key needs its certificate: ?cert=client.pem&key=client-key.pem")
+    try:
+        context = ssl.create_default_context(cafile=files.get("ca"))
+        if "cert" in files:
+            context.load_cert_chain(files["cert"], files.get("key"))
+    except OSError as error:  # also of a file that is none
+        raise ValueError(f"the certificates of {hosts} cannot be read: {error}") from error
+    context.set_alpn_protocols(["h2"])
+    return context

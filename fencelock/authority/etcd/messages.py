@@ -1,0 +1,273 @@
+"""The messages of etcd that a lock needs, in protobuf: etcd's `api/etcdserverpb/rpc.proto` has the numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, NamedTuple
+
+_KEEPS_EIGHT_BYTES: Final = (1 << 64) - 1
+
+# Status codes of gRPC.
+OK: Final = 0
+UNKNOWN: Final = 2
+INVALID_ARGUMENT: Final = 3
+NOT_FOUND: Final = 5
+PERMISSION_DENIED: Final = 7
+FAILED_PRECONDITION: Final = 9
+UNAVAILABLE: Final = 14
+UNAUTHENTICATED: Final = 16
+
+#: The result and the target of a comparison.
+EQUAL, GREATER, LESS = 0, 1, 2
+VERSION, CREATE, VALUE = 0, 1, 3
+_FIELD_OF_TARGET: Final = {VERSION: 4, CREATE: 5, VALUE: 7}
+
+
+class Call(NamedTuple):
+    """A call of a method: requests, and whether more may follow, so that the server goes on answering."""
+
+    path: bytes
+    requests: Sequence[bytes]
+    goes_on: bool = False
+
+
+@dataclass(eq=False, slots=True)
+class Answer:
+    """What has come back of a call: messages, and the status when it is over."""
+
+    messages: list[bytes]
+    status: int | None = None
+    detail: str = ""
+    #: Called when something of the above has changed.
+    notify: Callable[[], object] = lambda: None
+
+    @property
+    def is_over(self) -> bool:
+        return self.status is not None
+
+
+def _varint(number: int) -> bytes:
+    number &= _KEEPS_EIGHT_BYTES
+    out = bytearray()
+    while number > 0x7F:
+        out.append(number & 0x7F | 0x80)
+        number >>= 7
+    out.append(number)
+    return bytes(out)
+
+
+def _int(field: int, number: int) -> bytes:
+    return _varint(field << 3) + _varint(number)
+
+
+def _bytes(field: int, content: bytes) -> bytes:
+    return _varint(field << 3 | 2) + _varint(len(content)) + content
+
+
+def fields_of(message: bytes) -> dict[int, list[Any]]:
+    """Return the fields of a message by their numbers: ints, or the bytes of texts and messages.
+
+    Raises:
+        ValueError: this is no such message.
+    """
+    found: dict[int, list[Any]] = {}
+    at, end = 0, len(message)
+    try:
+        while at < end:
+            tag, at = _number_at(message, at)
+            kind = tag & 7
+            value: int | bytes
+            if kind == 0:
+                value, at = _number_at(message, at)
+            elif kind == 2:
+                length, at = _number_at(message, at)
+                value, at = message[at : at + length], at + length
+            else:
+                value, at = b"", at + (8 if kind == 1 else 4)
+            found.setdefault(tag >> 3, []).append(value)
+    except IndexError:
+        at = end + 1
+    if at > end:
+        raise ValueError("a message ends too early")
+    return found
+
+
+def _number_at(message: bytes, at: int) -> tuple[int, int]:
+    number = message[at]
+    at += 1
+    if number > 0x7F:
+        number &= 0x7F
+        shift = 7
+        while True:
+            byte = message[at]
+            at += 1
+            number |= (byte & 0x7F) << shift
+            if byte <= 0x7F:
+                break
+            shift += 7
+    return number, at
+
+
+def _signed(number: int) -> int:
+    return number - (1 << 64) if number >> 63 else number
+
+
+class KeyValue(NamedTuple):
+    key: bytes
+    created: int
+    value: bytes
+    lease: int
+
+    @classmethod
+    def read(cls, message: bytes) -> KeyValue:
+        its = fields_of(message)
+        return cls(its[1][0], its.get(2, [0])[0], its.get(5, [b""])[0], its.get(6, [0])[0])
+
+
+class Txn(NamedTuple):
+    """The answer of a transaction.
+
+    Attributes:
+        succeeded: whether all comparisons were true.
+        revision: of the store, behind the transaction.
+        found: for each operation, the keys that it has found.
+    """
+
+    succeeded: bool
+    revision: int
+    found: list[list[KeyValue]]
+
+    @classmethod
+    def read(cls, message: bytes) -> Txn:
+        its = fields_of(message)
+        found = []
+        for each in its.get(3, ()):
+            operation = fields_of(each)
+            found.append(_found(operation[1][0]) if 1 in operation else [])
+        return cls(its.get(2) == [1], fields_of(its[1][0]).get(3, [0])[0], found)
+
+
+def _found(message: bytes) -> list[KeyValue]:
+    return [KeyValue.read(each) for each in fields_of(message).get(2, ())]
+
+
+_KV: Final = b"/etcdserverpb.KV/"
+_LEASE: Final = b"/etcdserverpb.Lease/"
+
+
+def grant(lease: int, ttl: int) -> Call:
+    return Call(_LEASE + b"LeaseGrant", (_int(1, ttl) + _int(2, lease),))
+
+
+def revoke(lease: int) -> Call:
+    return Call(_LEASE + b"LeaseRevoke", (_int(1, lease),))
+
+
+def keep_alive(leases: Iterable[int]) -> Call:
+    return Call(_LEASE + b"LeaseKeepAlive", [_int(1, lease) for lease in leases])
+
+
+def time_to_live(lease: int) -> Call:
+    return Call(_LEASE + b"LeaseTimeToLive", (_int(1, lease),))
+
+
+def lease_and_ttl(message: bytes) -> tuple[int, int]:
+    """Return the lease of an answer, and the seconds that it lasts; 0 or less if there is none."""
+    its = fields_of(message)
+    return its.get(2, [0])[0], _signed(its.get(3, [0])[0])
+
+
+def watch(key: bytes, revision: int) -> Call:
+    """Watch a key from a revision on, for its end: with the filter NOPUT."""
+    wanted = _bytes(1, key) + _int(3, revision) + _int(5, 0)
+    return Call(b"/etcdserverpb.Watch/Watch", (_bytes(1, wanted),), goes_on=True)
+
+
+def has_ended(message: bytes) -> bool:
+    """Whether a watch tells that its key was deleted, or that it is over: a compaction, for one."""
+    its = fields_of(message)
+    return 11 in its or 4 in its
+
+
+def status() -> Call:
+    return Call(b"/etcdserverpb.Maintenance/Status", (b"",))
+
+
+def version_of(message: bytes) -> str:
+    return str(fields_of(message).get(2, [b""])[0].decode("ascii", "replace"))
+
+
+def authenticate(user: str, password: str) -> Call:
+    its = _bytes(1, user.encode()) + _bytes(2, password.encode())
+    return Call(b"/etcdserverpb.Auth/Authenticate", (its,))
+
+
+def auth_token(message: bytes) -> bytes:
+    return bytes(fields_of(message).get(2, [b""])[0])
+
+
+def get(key: bytes) -> bytes:
+    """Return the request for a key."""
+    return _bytes(1, key)
+
+
+def latest(key: bytes, end: bytes, limit: int, *, before: int = 0) -> bytes:
+    """Return the request for the keys of a range that were created last, without their values.
+
+    `before` leaves out keys that were created at this revision or later.
+    """
+    its = _bytes(1, key) + _bytes(2, end) + _int(3, limit) + _int(5, 2) + _int(6, 2) + _int(8, 1)
+    return its + (_int(13, before - 1) if before else b"")
+
+
+def earliest(key: bytes, end: bytes) -> bytes:
+    """Return the request for the key of a range that was created first."""
+    return _bytes(1, key) + _bytes(2, end) + _int(3, 1) + _int(5, 1) + _int(6, 2)
+
+
+def page(key: bytes, end: bytes, limit: int) -> bytes:
+    """Return the request for the first keys from one on, in the order of keys."""
+    return _bytes(1, key) + _bytes(2, end) + _int(3, limit)
+
+
+def found_by(message: bytes) -> tuple[list[KeyValue], int]:
+    """Return the keys of an answer to a range, and how many there are without a limit."""
+    return _found(message), fields_of(message).get(4, [0])[0]
+
+
+def range_call(request: bytes) -> Call:
+    return Call(_KV + b"Range", (request,))
+
+
+def read(request: bytes) -> bytes:
+    """Return an operation of a transaction that reads."""
+    return _bytes(1, request)
+
+
+def put(key: bytes, value: bytes, lease: int = 0) -> bytes:
+    return _bytes(2, _bytes(1, key) + _bytes(2, value) + (_int(3, lease) if lease else b""))
+
+
+def delete(key: bytes) -> bytes:
+    return _bytes(3, _bytes(1, key))
+
+
+def compare(key: bytes, target: int, result: int, value: int | bytes, *, end: bytes = b"") -> bytes:
+    """Return a comparison of a key, or of every key up to `end`; of an absent key, all numbers are 0."""
+    field = _FIELD_OF_TARGET[target]
+    its = _int(1, result) + _int(2, target) + _bytes(3, key)
+    its += _bytes(field, value) if isinstance(value, bytes) else _int(field, value)
+    return its + (_bytes(64, end) if end else b"")
+
+
+def txn(compares: Iterable[bytes], then: Iterable[bytes], otherwise: Iterable[bytes] = ()) -> Call:
+    parts = [_bytes(1, each) for each in compares]
+    parts += [_bytes(2, each) for each in then]
+    parts += [_bytes(3, each) for each in otherwise]
+    return Call(_KV + b"Txn", (b"".join(parts),))
+
+
+def after(prefix: bytes) -> bytes:
+    """Return the end of the range of all keys with this prefix."""
+    return prefix[:-1] + bytes([prefix[-1] + 1])

@@ -1,0 +1,71 @@
+"""URLs that name several hosts: `etcd://user:password@host1:2379,host2:2379/root?ca=ca.pem`."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Final
+from urllib.parse import parse_qsl, unquote
+
+DEFAULT_ROOT: Final = "fencelock"
+_URL: Final = re.compile(r"(?s)([a-z]+)://(?:([^/?@]*)@)?([^/?@]*)(?:/([^?]*?)/?)?(?:\?(.*))?")
+_HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:,\[\]]+)(?::([0-9]{1,5}))?")
+_ROOT: Final = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100}(/[A-Za-z0-9_-][A-Za-z0-9_.-]{0,100})*")
+_MAX_PORT: Final = 65535
+
+
+@dataclass(frozen=True, slots=True)
+class Hosts:
+    """What a URL names.
+
+    Attributes:
+        scheme: of the URL.
+        addresses: host and port of each server.
+        root: the folder below which all keys are, without a slash at either end.
+        options: the query of the URL.
+    """
+
+    scheme: str
+    addresses: tuple[tuple[str, int], ...]
+    root: str
+    user: str
+    password: str = field(repr=False)
+    options: Mapping[str, str]
+
+    def __str__(self) -> str:
+        """Return the URL without user, password and query."""
+        return f"{self.scheme}://{','.join(map(shown, self.addresses))}/{self.root}"
+
+
+def shown(address: tuple[str, int]) -> str:
+    host, port = address
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def parse(url: str, schemes: Collection[str], port: int, options: Collection[str]) -> Hosts:
+    """Return what a URL names; `port` is for hosts without one, `options` may be in its query.
+
+    Raises:
+        ValueError: the URL cannot be understood. The message does not show a password.
+    """
+    form = f"{next(iter(schemes))}://host1:{port},host2:{port}"
+    match = _URL.fullmatch(url.strip()) if isinstance(url, str) else None
+    if match is None or match[1] not in schemes:
+        raise ValueError(f"the URL is none of {', '.join(schemes)}: write {form}")
+    scheme, login, hosts, root, query = match.groups()
+    user, _, password = map(unquote, (login or "").partition(":"))
+    addresses = []
+    for host in (hosts or "").split(","):
+        found = _HOST.fullmatch(host)
+        if found is None or not 0 < int(found[2] or port) <= _MAX_PORT:
+            raise ValueError(f"{host!r} is no host with a port: write {form}")
+        addresses.append((found[1].strip("[]"), int(found[2] or port)))
+    if twice := next((each for each in addresses if addresses.count(each) > 1), None):
+        raise ValueError(f"{shown(twice)} is named twice")
+    if root and not _ROOT.fullmatch(root):
+        raise ValueError(f"the path {root!r} names no root: use letters, digits, - and _, with / between")
+    its = dict(parse_qsl(query or "", keep_blank_values=True))
+    if unknown := its.keys() - set(options):
+        raise ValueError(f"{', '.join(sorted(unknown))} is no setting: these are {', '.join(options)}")
+    return Hosts(scheme, tuple(addresses), root or DEFAULT_ROOT, user, password, its)

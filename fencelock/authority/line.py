@@ -1,0 +1,424 @@
+"""The line: how etcd and ZooKeeper grant leases, first come, first served.
+
+The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
+the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
+same everywhere, and no two can wait for each other. The first in all of them mints and holds:
+
+    token = max((mark >> 10) + 1, base + now) << 10
+
+`now` is the Unix time of the client in milliseconds. The transaction that mints requires that its entry still
+stands in the line, that the base is the one it knows, and that the mark is lower. So the tokens of a resource
+rise whatever clocks say. The place in the line is no token: a holder in front may mint again.
+
+A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time lifts new
+tokens above the lost ones, if clocks differ by less than the restore took. `base` is 0 until `init(above=…)`
+raises it. `proof/line.py` is the model.
+"""
+
+from __future__ import annotations
+
+import abc
+import functools
+import math
+import os
+import re
+import secrets
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import Any, Final, NamedTuple
+from urllib.parse import quote
+
+from fencelock._generators import Steps
+from fencelock._owners import name_of_process
+from fencelock.authority.base import Grant, held_by_another, in_use, named, too_slow
+from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait
+from fencelock.authority.owed import Owed, Owing
+from fencelock.errors import (
+    AuthorityError,
+    CountersExhaustedError,
+    FencelockError,
+    LockLostError,
+    QuorumError,
+)
+from fencelock.holder import Holder, LockInfo
+from fencelock.lease import validity
+from fencelock.tokens import MAX_TOKEN, check
+
+#: Bits by which the time is shifted in a token.
+SHIFT: Final = 10
+#: The most and the least seconds that an answer may take.
+ANSWER: Final = (2.0, 0.5)
+#: Seconds for which an acquisition goes on beside servers that elect a leader, within its timeout.
+_ELECTION: Final = 5.0
+#: Milliseconds by which new tokens are above those of another authority.
+_DAY: Final = 86_400_000
+_HOUR: Final = 3600.0
+_NONCE: Final = re.compile("[0-9a-f]{16}")
+_MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16}))?(?: ([0-9]{1,20}) (.*))?")
+#: Of entries that another program wrote.
+_UNKNOWN: Final = "0 0 "
+
+
+class Mark(NamedTuple):
+    """The last token of a resource, and which acquisition minted it."""
+
+    token: int = 0
+    nonce: str = ""
+    #: Until when its holder keeps the resource without an entry, in Unix milliseconds, and what that said.
+    kept_until: int = 0
+    text: str = ""
+
+    def __str__(self) -> str:
+        """Return its text. Texts compare as their tokens do, because they have as many digits."""
+        kept = f" {self.kept_until} {self.text}" if self.kept_until else ""
+        return f"{self.token:020d} {self.nonce}{kept}"
+
+    @property
+    def kept_for(self) -> float:
+        """For how many seconds from now it is kept, by the clock of this client."""
+        return self.kept_until / 1000.0 - time.time() if self.kept_until else 0.0
+
+
+class View(NamedTuple):
+    """What an acquisition that has not got its resources sees of them."""
+
+    #: Its own entry stands in the lines.
+    is_there: bool
+    #: The entry before its own, where there is one: a key or a path.
+    ahead: Sequence[str]
+    #: Seconds for which the resources are kept for nobody.
+    kept_for: float = 0.0
+
+
+@dataclass(eq=False, slots=True)
+class Place:
+    """An acquisition, and what the store has granted to it.
+
+    Attributes:
+        began: when its lease was asked for, or extended last, on the clock of `time.monotonic`.
+        granted: seconds that the lease lasts since then.
+        holds: it is the first in all lines.
+        revision: where its entries stand, as the store counts.
+    """
+
+    resources: tuple[str, ...]
+    nonce: str
+    ttl: float
+    began: float = 0.0
+    granted: float = 0.0
+    holds: bool = False
+    revision: int = 0
+
+    @property
+    def expires_at(self) -> float:
+        return validity(self.began, min(self.ttl, self.granted))
+
+    @property
+    def extend_at(self) -> float:
+        return self.began + self.granted / 3
+
+
+class Head(NamedTuple):
+    """The first entry of a line: its key or path, what it says, and what is known beside it."""
+
+    resource: str
+    key: str
+    nonce: str
+    text: str
+    mark: Mark
+    waiters: int
+    #: Seconds until the store ends it, at most; infinite if the store cannot tell.
+    left: float = math.inf
+    #: The store's lease of the entry.
+    lease: int = 0
+
+    def info(self) -> LockInfo:
+        ttl, since, holder = (*self.text.split(" ", 2), "", "", "")[:3]
+        left = min(_number(ttl) or math.inf, self.left)
+        who = Holder.of(holder, _number(since)) if holder else None
+        token = self.mark.token if self.mark.nonce == self.nonce else None
+        return LockInfo(self.resource, token, who, left, self.waiters)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        return 0.0
+
+
+def entry_text(ttl: float) -> str:
+    """Return what an entry says: its ttl, the Unix time, and the process."""
+    return f"{ttl:g} {time.time():.3f} {name_of_process(os.getpid())}"
+
+
+def quoted(resource: str) -> str:
+    """Return a resource as one part of a key or path."""
+    return quote(resource, safe="").replace(".", "%2E")
+
+
+def lost(grant: Grant) -> LockLostError:
+    return LockLostError(
+        f"the lease of {named(grant.resources)} has ended, and may have been given to another"
+    )
+
+
+class LineAuthority(Owing):
+    """An authority that grants by lines of entries."""
+
+    #: The most resources of one lock.
+    _most: int
+    _shown: str
+
+    # What the store does.
+
+    @abc.abstractmethod
+    def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
+        """Enter the lines, unless `alone` and somebody stands there; return tokens if it holds them now."""
+
+    @abc.abstractmethod
+    def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
+        """Mint if the place is the first in all lines, and extend its lease; else return what stands there."""
+
+    @abc.abstractmethod
+    def _watch(self, place: Place, ahead: str) -> Steps[Any]:
+        """Return a bell that rings, and is `over`, when the entry ahead has gone."""
+
+    @abc.abstractmethod
+    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
+        """Extend the lease of a place that waits; do nothing if it has ended."""
+
+    @abc.abstractmethod
+    def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
+        """Return the first entry of each line; of all lines, if no resource is named."""
+
+    @abc.abstractmethod
+    def _evict(self, head: Head) -> Steps[None]:
+        """Delete the entries of a holder."""
+
+    @abc.abstractmethod
+    def _raise_base(self, least: int) -> Steps[None]:
+        """Raise the base to `least` milliseconds, if it is lower."""
+
+    @abc.abstractmethod
+    def pruning(self, older_than: float) -> Steps[int]:
+        """Delete the marks of resources that nobody holds or waits for."""
+
+    # What all of them have.
+
+    def __init__(self) -> None:
+        self._start_over()
+        in_use.add(self)
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._pid = os.getpid()
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._shown}>"
+
+    def init(self, *, above: int | None = None) -> None:
+        """Look whether the servers answer, and raise new tokens above those of another authority.
+
+        Args:
+            above: the highest fencing token that a storage has seen, if another authority has granted so far,
+                or if this one has lost its grants: all new tokens are larger.
+
+        Raises:
+            AuthorityError: the servers cannot be used.
+            ValueError: no token is above that one.
+        """
+        self.run(self.initialising(above))
+
+    def prune(self, older_than: float) -> int:
+        """Delete the marks of resources that nothing holds, and that were last locked long ago.
+
+        There is a mark for each resource that was ever locked. Its next token exceeds all tokens of that age.
+
+        Args:
+            older_than: seconds since the last lock; an hour at least.
+
+        Returns:
+            how many marks were deleted.
+
+        Raises:
+            AuthorityError: the servers cannot be used.
+            ValueError: for less than an hour.
+        """
+        if not _HOUR <= older_than < math.inf:
+            raise ValueError(f"marks are pruned after an hour at least, 3600, not after {older_than!r} s")
+        return self.run(self.pruning(older_than))
+
+    def initialising(self, above: int | None) -> Steps[None]:
+        ahead = ((check(above) if above else 0) >> SHIFT) - int(time.time() * 1000)
+        yield from self._raise_base(ahead + _DAY if ahead >= 0 else 0)
+
+    def acquire_gen(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = False,  # noqa: ARG002 - it always is
+        go_on: Callable[[], None] = lambda: None,
+        at_least: float = 0.0,  # noqa: ARG002 - every lease can be kept
+    ) -> Steps[Grant]:
+        if len(resources) > self._most:
+            raise ValueError(
+                f"one lock of {self!r} has at most {self._most} names, and this one has {len(resources)}: lock "
+                "what they have in common, or take several locks, always in the same order"
+            )
+        place = Place(resources, _new_nonce(), ttl, began=time.monotonic())
+        end = math.inf if timeout is None else place.began + timeout
+        try:
+            tokens = yield from self._acquiring(place, end, go_on)
+            if time.monotonic() >= place.expires_at:
+                raise too_slow(self._shown, ttl, resources)
+            grant = Grant(resources, tokens, place.expires_at, place.nonce)
+            self._note_end(grant)
+            return grant
+        except GeneratorExit:
+            raise
+        except FencelockError:
+            with suppress(AuthorityError):
+                yield from self._abandoning(resources, [place.nonce], self._gone_at(place))
+            raise
+        except BaseException:
+            names = functools.partial(self._abandoning, resources, [place.nonce], self._gone_at(place))
+            yield Abandon(names)
+            raise
+
+    def _acquiring(self, place: Place, end: float, go_on: Callable[[], None]) -> Steps[tuple[int, ...]]:
+        alone = end <= place.began
+        waited = False
+        found: tuple[int, ...] | View
+        found = yield from self._enter(place, alone=alone, until=_answer_by(end))
+        while isinstance(found, View):
+            if not found.is_there and waited:  # its lease has ended while it waited
+                place.nonce, place.revision = _new_nonce(), 0
+                found = yield from self._enter(place, alone=False, until=_answer_by(end))
+                continue
+            if not found.is_there or found.ahead or found.kept_for > 0:
+                if time.monotonic() >= end or not found.is_there:
+                    yield from self._refusing(place.resources, found.kept_for)
+                waited = True
+                yield from self._waiting(place, found, end, go_on)
+            found = yield from self._take(place, extend=waited, until=_answer_by(end))
+        return found
+
+    def _waiting(self, place: Place, view: View, end: float, go_on: Callable[[], None]) -> Steps[None]:
+        """Wait until an entry ahead has gone, or until it is time to extend the lease of the place."""
+        until = min(end, place.extend_at)
+        if not view.ahead:
+            until = min(until, time.monotonic() + view.kept_for)
+        bell = (yield from self._watch(place, view.ahead[0])) if view.ahead else None
+        try:
+            while time.monotonic() < until and not (bell is not None and bell.over):
+                yield Wait(until, named(place.resources), bell)
+                go_on()
+        finally:
+            if bell is not None:
+                bell.close()
+        if time.monotonic() >= place.extend_at:
+            yield from self._keep_alive(place, _answer_by(end))
+
+    def _refusing(self, resources: tuple[str, ...], kept_for: float) -> Steps[None]:
+        found = yield from self.inspect_gen(resources)
+        left = max([kept_for, *(each.remaining for each in found)])
+        held = [each.resource for each in found] or resources
+        raise held_by_another(held, left if found or kept_for > 0 else None)
+
+    def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
+        place = Place(grant.resources, grant.proof, ttl, holds=True)
+        found: tuple[int, ...] | View = View(is_there=True, ahead=())
+        while isinstance(found, View):
+            if not found.is_there:
+                raise lost(grant)
+            found = yield from self._take(place, extend=True, until=time.monotonic() + ANSWER[0])
+        minted = replace(grant, tokens=found, expires_at=max(grant.expires_at, place.expires_at))
+        self._note_end(minted)
+        return minted
+
+    def release_gen(self, grant: Grant) -> Steps[bool | None]:
+        try:
+            return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
+        except QuorumError as error:
+            place = Place(grant.resources, grant.proof, 0.0, began=grant.expires_at)
+            owed = Owed(grant.resources, self._gone_at(place), in_doubt=False)
+            yield from self._owe(grant.proof, owed)
+            raise QuorumError(f"{error}; it is released when they answer", nodes=error.nodes) from error
+        except (AuthorityError, GeneratorExit):
+            raise
+        except BaseException:
+            place = Place(grant.resources, grant.proof, 0.0, began=grant.expires_at)
+            again = functools.partial(self._abandoning, grant.resources, [grant.proof], self._gone_at(place))
+            yield Abandon(again)
+            raise
+
+    def _note_end(self, grant: Grant) -> None:
+        """Note when a lease ends, if the store does not end it by itself."""
+
+    def _gone_at(self, place: Place) -> float:
+        """Return when the store ends the entries of a place by itself."""
+        return max(time.monotonic(), place.began) + place.ttl + max(ANSWER)
+
+    def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
+        return [head.info() for head in (yield from self._heads(resources))]
+
+    def force_gen(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
+        (head,) = (yield from self._heads((resource,))) or (None,)
+        if head is None or (token is not None and head.info().token != token):
+            return None
+        yield from self._evict(head)
+        return head.info()
+
+    def dump(self, grant: Grant) -> dict[str, Any]:
+        return {
+            type(self).__name__.lower(): self._shown.partition("://")[2].partition("/")[2],
+            "nonce": grant.proof,
+        }
+
+    def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
+        if not _NONCE.fullmatch(data["nonce"]):
+            raise ValueError(f"its nonce is none of {type(self).__name__}'s")
+        return Grant(resources, tokens, 0.0, data["nonce"])
+
+    def _minted(self, mark: Mark, base: int) -> int:
+        """Return the token that follows a mark."""
+        token = max((mark.token >> SHIFT) + 1, base + int(time.time() * 1000)) << SHIFT
+        if token > MAX_TOKEN:
+            raise CountersExhaustedError(
+                f"{self._shown} can count no further: its mark is {mark.token}, and its base {base} ms"
+            )
+        return token
+
+    def read_mark(self, text: bytes, key: str) -> Mark:
+        if (found := _MARK.fullmatch(text.decode("utf-8", "replace"))) is None or int(found[1]) > MAX_TOKEN:
+            raise AuthorityError(f"{self._shown} has {text[:40]!r} at {key}, which is no mark of fencelock")
+        return Mark(int(found[1]), found[2] or "", int(found[3] or 0), found[4] or "")
+
+
+class AsyncLine(AsyncWithLoops):
+    """A `LineAuthority` for asyncio code."""
+
+    _authority: LineAuthority
+
+    async def init(self, *, above: int | None = None) -> None:
+        """Look whether the servers answer: see `LineAuthority.init`."""
+        await self.run(self._authority.initialising(above))
+
+    async def prune(self, older_than: float) -> int:
+        """Delete marks that nobody needs: see `LineAuthority.prune`."""
+        return await self.run(self._authority.pruning(older_than))
+
+
+def _new_nonce() -> str:
+    return f"{secrets.randbits(63) or 1:016x}"
+
+
+def _answer_by(end: float) -> float:
+    """Return until when the servers have to answer to an acquisition whose time is over at `end`."""
+    now = time.monotonic()
+    return max(now + ANSWER[0], min(end, now + _ELECTION))

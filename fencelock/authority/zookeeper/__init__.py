@@ -1,0 +1,1 @@
+"""Leases that ZooKeeper grants."""

@@ -1,0 +1,570 @@
+"""The class `ZooKeeper`: what it says to the servers, and what it reads out of their answers."""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from typing import Any, Final
+from urllib.parse import unquote
+
+from kazoo.client import KazooClient
+from kazoo.exceptions import (
+    BadVersionError,
+    NodeExistsError,
+    NoNodeError,
+    NotEmptyError,
+    RolledBackError,
+    RuntimeInconsistency,
+)
+
+from fencelock import _threads
+from fencelock._checks import check_seconds
+from fencelock._generators import Steps
+from fencelock.authority.base import Grant, Wish
+from fencelock.authority.line import (
+    ANSWER,
+    SHIFT,
+    AsyncLine,
+    Head,
+    LineAuthority,
+    Mark,
+    Place,
+    View,
+    entry_text,
+    lost,
+    quoted,
+)
+from fencelock.authority.loops import Abandon, LoopBell, LoopEnd, ThreadBell, Wait, pauses
+from fencelock.authority.zookeeper.session import Request, Requests, Session, Watching, hosts_of
+from fencelock.errors import AuthorityError, FencelockError, QuorumError
+from fencelock.lease import validity
+
+#: The most names of one lock: their transaction must fit into a megabyte.
+_MOST: Final = 500
+_NONCE_LENGTH: Final = 16
+#: Requests that are sent at once.
+_AT_ONCE: Final = 200
+#: Lines that are known to be there.
+_REMEMBERED: Final = 10_000
+#: Sessions of a parent process. A child keeps them, because kazoo would speak when it frees them.
+_of_parents: list[object] = []
+
+
+class ZooKeeper(LineAuthority):
+    """Grants leases in ZooKeeper, and mints their fencing tokens.
+
+    A process has one session, for threads and loops, which begins at the first use. A forked child has its
+    own. A lease lasts for two thirds of the session timeout at most, and is extended in time. If a process
+    dies, its locks are free when its session has ended, whatever their ttl is.
+
+    Args:
+        url: `zookeeper://host1:2181,host2:2181/root`, or with TLS and login
+            `zookeepers://user:password@host:2281/root?ca=ca.pem&cert=client.pem&key=client-key.pem`. All
+            nodes are below `/root`, by default `/fencelock`.
+        session_timeout: seconds to ask for; also in the query of the URL. The servers have limits.
+
+    Raises:
+        ValueError: for a URL that cannot be understood.
+        ImportError: the extra `fencelock[zookeeper]` is not installed.
+    """
+
+    aio: AsyncLine
+    _most = _MOST
+    _comes_late = False  # requests of a session are executed in their order
+
+    def __init__(self, url: str, *, session_timeout: float = 30.0) -> None:
+        self._hosts, given = hosts_of(url)
+        self._timeout = check_seconds("session_timeout", given or session_timeout)
+        self._shown = str(self._hosts)
+        self._root = f"/{self._hosts.root}"
+        super().__init__()
+        #: The same authority for coroutines.
+        self.aio = AsyncLine(self)
+
+    def _start_over(self) -> None:
+        super()._start_over()
+        self._session: Session | None = None
+        self._opening = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
+        #: Lines that are there; this only spares a request.
+        self._made: OrderedDict[str, None] = OrderedDict()
+        #: The paths of entries of places and grants, by nonce.
+        self._paths: dict[str, list[str]] = {}
+        #: Of each grant: its resources, and when its lease ends.
+        self._ends: dict[str, tuple[tuple[str, ...], float]] = {}
+        self._janitor: threading.Thread | None = None
+        self._janitors_bell = ThreadBell()
+
+    def close(self) -> None:
+        """Close the session; held leases keep it open until they end. The next use connects again."""
+        self._check_process()
+        super().close()
+        if not self._ends:
+            session, self._session = self._session, None
+            if session is not None:
+                session.close()
+
+    # Requests.
+
+    def _asking(
+        self, requests: Sequence[Request], until: float | None = None, again: list[str] | None = None
+    ) -> Steps[list[Any]]:
+        """Return what became of requests, which may be sent several times; `again` gets why.
+
+        Raises:
+            QuorumError: no server answered in time.
+            AuthorityError: ZooKeeper refuses them.
+        """
+        end = time.monotonic() + ANSWER[0] if until is None else until
+        waits = pauses(0.01, 0.2)
+        while True:
+            seconds = min(ANSWER[0], max(ANSWER[1], (end - time.monotonic()) / 2))
+            try:
+                found: list[Any] = yield Requests(requests, seconds)
+            except OSError as error:
+                if time.monotonic() >= end:
+                    raise self._silent(error) from error
+                if again is not None:
+                    again.append(str(error))
+            else:
+                return found
+            yield Wait(time.monotonic() + next(waits), "")
+
+    def _silent(self, error: OSError) -> QuorumError:
+        said = str(error) or type(error).__name__
+        return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
+
+    def _checked(self, outcome: Any) -> Any:
+        if isinstance(outcome, Exception):
+            raise AuthorityError(f"{self._shown} refuses: {_said(outcome)}")
+        return outcome
+
+    def work(self, step: Any) -> Any:
+        session = self._opened()
+        if isinstance(step, Watching):
+            return session.watch(step.path, ThreadBell())
+        return session.exchange(step)
+
+    async def work_soon(self, step: Any) -> Any:
+        session = self._opened()
+        if isinstance(step, Watching):
+            return session.watch(step.path, LoopBell())
+        return await session.exchange_soon(step)
+
+    def open_in_loop(self) -> LoopEnd:
+        self._check_process()
+        return LoopEnd()
+
+    def _opened(self) -> Session:
+        self._check_process()
+        if (session := self._session) is None:
+            with self._opening:
+                if (session := self._session) is None:
+                    session = self._session = Session(self._hosts, self._timeout)
+        return session
+
+    def _check_process(self) -> None:
+        """In a forked child, leave the session to the parent, and start over."""
+        if self._pid != os.getpid():
+            _of_parents.append((self._session, self._loop_ends))
+            self._start_over()
+
+    # The line.
+
+    def _line(self, resource: str) -> str:
+        return f"{self._root}/l/{quoted(resource)}"
+
+    def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
+        lines = list(map(self._line, place.resources))
+        if alone:
+            found = yield from self._asking([_children(line) for line in lines], until)
+            if any(not isinstance(its, NoNodeError) and self._checked(its) for its in found):
+                return View(is_there=False, ahead=())
+        while True:
+            yield from self._make(lines, until)
+            text, place.began = entry_text(place.ttl).encode(), time.monotonic()
+            entries = _transaction(*((_CREATE, f"{line}/{place.nonce}-", text) for line in lines))
+            try:
+                made, *seen = yield Requests([entries, *self._look(place)], ANSWER[0])
+            except OSError as error:
+                if time.monotonic() >= until:
+                    raise self._silent(error) from error
+                if (yield from self._finds(place.resources, place.nonce, until)):
+                    return (yield from self._take(place, extend=True, until=until))
+                continue
+            if isinstance(refused := _refusal(made), NoNodeError):  # somebody has pruned a line
+                for line in lines:
+                    self._made.pop(line, None)
+                continue
+            self._checked(refused)
+            self._paths[place.nonce] = made
+            place.granted = self._lasts(place.ttl)
+            return (yield from self._mint_if_first(place, seen, until))
+
+    def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
+        began = time.monotonic()
+        sync = [_synced(self._root)] if extend else []
+        seen = yield from self._asking([*sync, *self._look(place)], until)
+        if extend:
+            self._checked(seen.pop(0))
+            place.began, place.granted = began, self._lasts(place.ttl)
+        return (yield from self._mint_if_first(place, seen, until))
+
+    def _make(self, lines: Sequence[str], until: float) -> Steps[None]:
+        """Make the lines that are not known to be there."""
+        missing = [line for line in lines if line not in self._made]
+        while missing:
+            found = yield from self._asking([_made(line, b"") for line in missing], until)
+            if any(isinstance(its, NoNodeError) for its in found):
+                yield from self._asking([_ensured(f"{self._root}/l")], until)
+                continue
+            for line, its in zip(missing, found, strict=True):
+                if not isinstance(its, NodeExistsError):
+                    self._checked(its)
+                self._made[line] = None
+            missing = []
+        while len(self._made) > _REMEMBERED:
+            self._made.popitem(last=False)
+
+    def _look(self, place: Place) -> list[Request]:
+        """Return the requests that read what `_mint_if_first` takes."""
+        lines = list(map(self._line, place.resources))
+        return [_got(self._root), *map(_children, lines), *map(_got, lines)]
+
+    def _mint_if_first(self, place: Place, seen: list[Any], until: float) -> Steps[tuple[int, ...] | View]:
+        """Mint if the place is the first in all lines; else return what stands there."""
+        paths = self._paths.get(place.nonce, [])
+        if not paths or any(isinstance(each, NoNodeError) for each in seen):
+            return View(is_there=False, ahead=())
+        (base_text, base_stat), *rest = map(self._checked, seen)
+        lines, found = list(map(self._line, place.resources)), rest[len(place.resources) :]
+        ahead = []
+        for line, names, path in zip(lines, rest, paths, strict=False):
+            names, mine = sorted(names, key=_place_of), path.rpartition("/")[2]
+            if mine not in names:
+                return View(is_there=False, ahead=())
+            if (at := names.index(mine)) > 0:
+                ahead.append(f"{line}/{names[at - 1]}")
+        marks = [self._mark_of(text, line) for (text, _), line in zip(found, lines, strict=True)]
+        kept_for = max(mark.kept_for for mark in marks)
+        if ahead or kept_for > 0:
+            return View(is_there=True, ahead=ahead, kept_for=kept_for)
+        base = self._mark_of(base_text, self._root).token
+        tokens = tuple(self._minted(mark, base) for mark in marks)
+        operations: list[tuple[Any, ...]] = [(_CHECK, path, -1) for path in paths]
+        operations.append((_CHECK, self._root, base_stat.version))
+        operations += [
+            (_SET, line, str(Mark(token, place.nonce)).encode(), stat.version)
+            for line, token, (_, stat) in zip(lines, tokens, found, strict=True)
+        ]
+        (done,) = yield from self._asking([_transaction(*operations)], until)
+        if (refused := _refusal(done)) is None:
+            return tokens
+        if not isinstance(refused, _CHANGED):
+            self._checked(refused)
+        return View(is_there=True, ahead=())  # something has changed: it looks again
+
+    def _mark_of(self, text: bytes, path: str) -> Mark:
+        return self.read_mark(text, path) if text else Mark()
+
+    def _lasts(self, ttl: float) -> float:
+        """Return for how many seconds a lease lasts."""
+        timeout = self._opened().timeout
+        if ttl > timeout:
+            raise ValueError(
+                f"a ttl of {ttl:g} s is longer than the session of {timeout:g} s that the servers grant: use a "
+                "shorter one, which is renewed while its block lasts, or ZooKeeper(url, session_timeout=…)"
+            )
+        return min(ttl, timeout * 2 / 3)
+
+    def _watch(self, place: Place, ahead: Any) -> Steps[Any]:  # noqa: ARG002 - etcd needs the place
+        return (yield Watching(ahead))
+
+    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
+        began = time.monotonic()
+        (answer,) = yield from self._asking([_synced(self._root)], until)
+        self._checked(answer)
+        place.began = began
+
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        outcomes: list[Grant | FencelockError] = []
+        for start in range(0, len(wishes), _AT_ONCE):
+            outcomes += yield from self._extending(wishes[start : start + _AT_ONCE])
+        return outcomes
+
+    def _extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        began = time.monotonic()
+        ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
+        until = ends if ends > began else began + ANSWER[0]
+        outcomes: list[Grant | FencelockError] = []
+        try:
+            for grant, _ in wishes:
+                if grant.proof not in self._paths:
+                    yield from self._finds(grant.resources, grant.proof, until)
+            paths = [self._paths.get(grant.proof, []) for grant, _ in wishes]
+            requests = [_synced(self._root), *(_there(path) for its in paths for path in its)]
+            synced, *found = yield from self._asking(requests, until)
+            self._checked(synced)
+            for (grant, ttl), its in zip(wishes, paths, strict=True):
+                stand, found = found[: len(its)], found[len(its) :]
+                if not its or not all(map(self._checked, stand)):
+                    outcomes.append(lost(grant))
+                    continue
+                end = validity(began, self._lasts(ttl))
+                extended = replace(grant, expires_at=max(grant.expires_at, end))
+                self._note_end(extended)
+                outcomes.append(extended)
+        except AuthorityError as error:
+            outcomes += [error] * (len(wishes) - len(outcomes))
+        return outcomes
+
+    def _finds(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[bool]:
+        """Look for the entries of a nonce; return whether they stand in all lines."""
+        lines = list(map(self._line, resources))
+        requests = [_synced(self._root), *map(_children, lines)]
+        _, *found = yield from self._asking(requests, until)
+        paths = []
+        for line, names in zip(lines, found, strict=True):
+            if not isinstance(names, NoNodeError):
+                paths += [f"{line}/{name}" for name in self._checked(names) if name.startswith(nonce)]
+        if len(paths) == len(lines):
+            self._paths[nonce] = paths
+        return len(paths) == len(lines)
+
+    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
+        kept_until = int((time.time() + until - time.monotonic()) * 1000)
+        keep = functools.partial(self._keeping, grant, kept_until)
+        try:
+            kept = yield from keep()
+        except (FencelockError, GeneratorExit):
+            raise
+        except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+            yield Abandon(keep)
+            raise
+        self._forget(grant.proof)
+        return kept
+
+    def _keeping(self, grant: Grant, kept_until: int) -> Steps[bool]:
+        """Note in the marks that nobody may have the resources before this time, and delete the entries."""
+        until = time.monotonic() + ANSWER[0]
+        lines = list(map(self._line, grant.resources))
+        while True:
+            if not (yield from self._finds(grant.resources, grant.proof, until)):
+                return False
+            paths = self._paths[grant.proof]
+            found = yield from self._asking([*map(_got, paths), *map(_got, lines)], until)
+            if any(isinstance(its, NoNodeError) for its in found):
+                return False
+            operations: list[tuple[Any, ...]] = [(_DELETE, path) for path in paths]
+            entries, marks = found[: len(paths)], found[len(paths) :]
+            for line, (text, _), (mark, stat) in zip(lines, entries, marks, strict=True):
+                kept = self._mark_of(mark, line)._replace(
+                    kept_until=kept_until, text=text.decode("utf-8", "replace")
+                )
+                operations.append((_SET, line, str(kept).encode(), stat.version))
+            (done,) = yield from self._asking([_transaction(*operations)], until)
+            if (refused := _refusal(done)) is None:
+                return True
+            if not isinstance(refused, _CHANGED):
+                self._checked(refused)
+
+    def _giving_back(
+        self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
+    ) -> Steps[bool | None]:
+        again: list[str] = []
+        now = time.monotonic()
+        until = min(ends, now + ANSWER[0]) if ends > now else now + 1.0
+        if nonce not in self._paths and not (yield from self._finds(resources, nonce, until)):
+            self._forget(nonce)
+            return False
+        found = yield from self._asking([_deleted(path) for path in self._paths[nonce]], until, again)
+        self._forget(nonce)
+        if any(isinstance(its, NoNodeError) for its in found):
+            return None if again else False
+        for its in found:
+            self._checked(its)
+        return True
+
+    def _forget(self, nonce: str) -> None:
+        self._paths.pop(nonce, None)
+        self._ends.pop(nonce, None)
+
+    def _gone_at(self, place: Place) -> float:  # noqa: ARG002 - entries last as long as the session
+        return math.inf
+
+    # Leases that end while their process lives.
+
+    def _note_end(self, grant: Grant) -> None:
+        self._ends[grant.proof] = grant.resources, grant.expires_at
+        if self._janitor is None:
+            janitor = self._janitor = threading.Thread(target=self._end_leases, daemon=True)
+            with suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
+                _threads.start(janitor)
+        self._janitors_bell.ring()
+
+    def _end_leases(self) -> None:
+        """Delete the entries of leases that have ended, in a thread; the servers only know the session."""
+        pid = os.getpid()
+        while pid == self._pid:
+            now = time.monotonic()
+            for nonce, (resources, end) in list(self._ends.items()):
+                if end <= now:
+                    with suppress(FencelockError):
+                        self.run(self._giving_back(resources, nonce))
+                    self._ends.pop(nonce, None)
+            ends = [end for _, end in list(self._ends.values())]
+            self._janitors_bell.sleep(max(0.0, min(ends, default=math.inf) - now) if ends else 60.0)
+
+    # What operators see and do.
+
+    def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
+        names = resources or (yield from self._names())
+        lines = [*map(self._line, names)]
+        found = yield from self._all([*map(_children, lines), *map(_got, lines)])
+        heads, texts = [], []
+        for name, line, entries, its in zip(names, lines, found, found[len(lines) :], strict=False):
+            if isinstance(entries, NoNodeError) or isinstance(its, NoNodeError):
+                continue
+            mark = self._mark_of(self._checked(its)[0], line)
+            waiting = sorted(self._checked(entries), key=_place_of)
+            if mark.kept_for > 0:
+                heads.append(Head(name, line, mark.nonce, mark.text, mark, len(waiting), mark.kept_for))
+            elif waiting:
+                path = f"{line}/{waiting[0]}"
+                heads.append(Head(name, path, waiting[0][:_NONCE_LENGTH], "", mark, len(waiting) - 1))
+        texts = yield from self._all([_got(head.key) for head in heads])
+        return [
+            head if head.text else head._replace(text=text[0].decode("utf-8", "replace"))
+            for head, text in zip(heads, texts, strict=True)
+            if head.text or not isinstance(text, NoNodeError)
+        ]
+
+    def _all(self, requests: Iterable[Request]) -> Steps[list[Any]]:
+        """Return what became of any number of requests, which are sent in parts."""
+        left, found = list(requests), []
+        while left:
+            part, left = left[:_AT_ONCE], left[_AT_ONCE:]
+            found += yield from self._asking(part)
+        return found
+
+    def _names(self) -> Steps[tuple[str, ...]]:
+        (names,) = yield from self._asking([_children(f"{self._root}/l")])
+        return () if isinstance(names, NoNodeError) else tuple(map(unquote, self._checked(names)))
+
+    def _evict(self, head: Head) -> Steps[None]:
+        if head.mark.kept_for > 0:
+            freed = Mark(head.mark.token, head.nonce)
+            (done,) = yield from self._asking([_set(head.key, str(freed).encode())])
+        else:
+            (done,) = yield from self._asking([_deleted(head.key)])
+        if not isinstance(done, NoNodeError):
+            self._checked(done)
+
+    def _raise_base(self, least: int) -> Steps[None]:
+        while True:
+            (found,) = yield from self._asking([_got(self._root)])
+            if isinstance(found, NoNodeError):
+                yield from self._asking([_ensured(f"{self._root}/l")])
+                continue
+            text, stat = self._checked(found)
+            if least <= self._mark_of(text, self._root).token:
+                return
+            (done,) = yield from self._asking([_set(self._root, b"%020d" % least, stat.version)])
+            if not isinstance(done, _CHANGED):
+                self._checked(done)
+
+    def pruning(self, older_than: float) -> Steps[int]:
+        (found,) = yield from self._asking([_got(self._root)])
+        if isinstance(found, NoNodeError):
+            return 0
+        base = self._mark_of(self._checked(found)[0], self._root).token
+        latest = (base + int((time.time() - older_than) * 1000)) << SHIFT
+        lines = [self._line(name) for name in (yield from self._names())]
+        marks = yield from self._all(map(_got, lines))
+        deletions = []
+        for line, its in zip(lines, marks, strict=True):
+            if isinstance(its, NoNodeError):
+                continue
+            text, stat = self._checked(its)
+            mark = self._mark_of(text, line)
+            if mark.token < latest and mark.kept_for <= 0:
+                deletions.append(_deleted(line, stat.version))
+        done = yield from self._all(deletions)
+        for its in done:
+            if not isinstance(its, (*_CHANGED, NotEmptyError)):
+                self._checked(its)
+        return sum(not isinstance(its, Exception) for its in done)
+
+
+#: Operations of a transaction, as kazoo calls them.
+_CREATE, _CHECK, _SET, _DELETE = "create", "check", "set_data", "delete"
+#: Somebody else was quicker.
+_CHANGED: Final = (BadVersionError, NoNodeError)
+
+
+def _transaction(*operations: tuple[Any, ...]) -> Request:
+    def begin(client: KazooClient) -> Any:
+        transaction = client.transaction()
+        for name, *arguments in operations:
+            options = {"ephemeral": True, "sequence": True} if name == _CREATE else {}
+            getattr(transaction, name)(*arguments, **options)
+        return transaction.commit_async()
+
+    return begin
+
+
+def _refusal(done: Any) -> Exception | None:
+    """Return why a transaction was refused: kazoo returns errors instead of raising them."""
+    if isinstance(done, Exception):
+        return done
+    errors = [each for each in done if isinstance(each, Exception)]
+    telling = (each for each in errors if not isinstance(each, (RolledBackError, RuntimeInconsistency)))
+    return next(telling, errors[0] if errors else None)
+
+
+def _children(path: str) -> Request:
+    return lambda client: client.get_children_async(path)
+
+
+def _got(path: str) -> Request:
+    return lambda client: client.get_async(path)
+
+
+def _there(path: str) -> Request:
+    return lambda client: client.exists_async(path)
+
+
+def _synced(path: str) -> Request:
+    return lambda client: client.sync_async(path)
+
+
+def _made(path: str, data: bytes) -> Request:
+    return lambda client: client.create_async(path, data)
+
+
+def _ensured(path: str) -> Request:
+    return lambda client: client.ensure_path_async(path)
+
+
+def _deleted(path: str, version: int = -1) -> Request:
+    return lambda client: client.delete_async(path, version)
+
+
+def _set(path: str, data: bytes, version: int = -1) -> Request:
+    return lambda client: client.set_async(path, data, version)
+
+
+def _place_of(name: str) -> int:
+    """Return the number of an entry in its line; ZooKeeper's counter may become negative."""
+    number = name[_NONCE_LENGTH + 1 :]
+    return int(number) if number.removeprefix("-").isdigit() else -(1 << 62)
+
+
+def _said(error: Exception) -> str:
+    return str(error) or type(error).__name__
