@@ -1,8 +1,11 @@
 """fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
 
+from typing import TYPE_CHECKING, Any
+
 from fencelock._fenced_once import fenced_once
 from fencelock._leader import Leader, Term, leader
 from fencelock._locking import configure, fenced_lock, fenced_semaphore, take_over
+from fencelock._locking import load as _load
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
 from fencelock.authority.redlock.redlock import Redlock
@@ -62,6 +65,10 @@ from fencelock.lock.lock import AsyncLock, FencedLock
 from fencelock.lock.slots import FencedSemaphore
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 
+if TYPE_CHECKING:
+    from fencelock.authority.etcd.etcd import Etcd
+    from fencelock.authority.zookeeper.zookeeper import ZooKeeper
+
 __all__ = [
     "AsyncFencedTransaction",
     "AsyncLock",
@@ -69,6 +76,7 @@ __all__ = [
     "CommitInDoubtError",
     "CountersExhaustedError",
     "Database",
+    "Etcd",
     "FenceError",
     "FencedDataclassModel",
     "FencedLock",
@@ -94,6 +102,7 @@ __all__ = [
     "StaleTokenError",
     "Term",
     "UnfencedWriteError",
+    "ZooKeeper",
     "assert_held",
     "begin_immediate",
     "bind",
@@ -130,3 +139,10 @@ __all__ = [
     "take_over",
     "upsert",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """Return a class of an authority that needs an extra."""
+    if name in {"Etcd", "ZooKeeper"}:
+        return _load(name)
+    raise AttributeError(f"module 'fencelock' has no attribute {name!r}")

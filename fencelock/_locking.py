@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import json
 import logging
 import os
@@ -16,6 +17,7 @@ from sqlalchemy import URL, Engine
 from fencelock._engines import is_async_engine
 from fencelock.authority.base import Authority, Grant
 from fencelock.authority.database.database import Database
+from fencelock.authority.line import LineAuthority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.transport.endpoints import Source
 from fencelock.errors import AuthorityError
@@ -33,10 +35,15 @@ _Authority = TypeVar("_Authority", bound=Authority)
 
 logger = logging.getLogger("fencelock.authority")
 
-#: The class of an authority, by the scheme of its URL before any `+`.
-_FACTORIES: dict[str, Callable[..., Redlock | Database]] = {
+#: The authorities of this library.
+Shipped = Redlock | Database | LineAuthority
+
+#: The class of an authority, or its name, by the scheme of its URL before any `+`.
+_FACTORIES: dict[str, Callable[..., Shipped] | str] = {
     **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), Redlock),
     **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), Database),
+    **dict.fromkeys(("etcd", "etcds"), "Etcd"),
+    **dict.fromkeys(("zookeeper", "zookeepers"), "ZooKeeper"),
 }
 
 _lock = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
@@ -44,7 +51,7 @@ _default: Authority | None = None
 
 
 @overload
-def configure(authority: str, **options: Any) -> Redlock | Database: ...
+def configure(authority: str, **options: Any) -> Shipped: ...
 @overload
 def configure(authority: Engine | AsyncEngine | URL, **options: Any) -> Database: ...
 @overload
@@ -59,8 +66,9 @@ def configure(authority: Any, **options: Any) -> Any:
     Args:
         authority: the URL of a database (`sqlite:///app.db`, `postgresql+psycopg://user@host/name`,
             `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy; URLs of nodes (`redis://host:6379`,
-            with commas between) or clients of redis-py; or a ready authority.
-        **options: settings of `Database` or `Redlock`.
+            with commas between) or clients of redis-py; `etcd://host:2379,…`, `zookeeper://host:2181,…`; or a
+            ready authority.
+        **options: settings of `Database`, `Redlock`, `Etcd` or `ZooKeeper`.
 
     Raises:
         ValueError: for a URL or a setting that cannot be understood.
@@ -94,11 +102,21 @@ def _place(authority: Any) -> object:
     return re.sub(r"\+\w+(?=://)|(?<=//)[^@/]*@|:(?:5432|3306)(?=/)|\?.*|>$", "", repr(authority))
 
 
-def factory_of(url: str) -> Callable[..., Redlock | Database]:
+def load(name: str) -> Any:
+    """Return the class of an authority that needs an extra: `Etcd` or `ZooKeeper`."""
+    room = name.lower()
+    try:
+        return getattr(importlib.import_module(f"fencelock.authority.{room}.{room}"), name)
+    except ImportError as error:
+        raise ImportError(f"{name} needs one more library: pip install 'fencelock[{room}]'") from error
+
+
+def factory_of(url: str) -> Callable[..., Shipped]:
     """Return the class of the authority that a URL names.
 
     Raises:
         ValueError: no authority has such a scheme.
+        ImportError: its extra is not installed.
     """
     before, mark, _ = url.strip().partition("://")
     scheme = before.partition("+")[0].lower()
@@ -106,12 +124,14 @@ def factory_of(url: str) -> Callable[..., Redlock | Database]:
         shown = repr(scheme) if mark else "a text without ://"  # it may have a password
         raise ValueError(
             f"{shown} names nothing that grants leases: write a URL such as sqlite:///app.db, "
-            "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name or redis://host:6379"
+            "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name, redis://host:6379, "
+            "etcd://host:2379 or zookeeper://host:2181"
         )
-    return _FACTORIES[scheme]
+    found = _FACTORIES[scheme]
+    return load(found) if isinstance(found, str) else found
 
 
-def _make(source: Any, options: dict[str, Any]) -> Redlock | Database:
+def _make(source: Any, options: dict[str, Any]) -> Shipped:
     if isinstance(source, str):
         return factory_of(source)(source, **options)
     if isinstance(source, URL | Engine) or is_async_engine(source):
@@ -203,7 +223,8 @@ def fenced_lock(
         ValueError: for arguments out of range.
     """
     if authority is not None and not hasattr(authority, "acquire_gen"):
-        raise TypeError(f"authority= is a Redlock(…) or a Database(…), not {type(authority).__name__}")
+        kind = type(authority).__name__
+        raise TypeError(f"authority= is a Redlock(…), Database(…), Etcd(…) or ZooKeeper(…), not {kind}")
     make: Callable[..., FencedLock[Any]] = FencedLock
     if shared or readers is not None:
         make = functools.partial(make_lock, shared=shared, readers=readers)

@@ -87,6 +87,7 @@ from fencelock import (
     take_over,
     upsert,
 )
+from fencelock.authority.line import LineAuthority
 from fencelock.guard import fence_column, triggers, write_id_column
 from fencelock.integrations import header
 from fencelock.integrations.asgi import FencingTokenMiddleware
@@ -400,7 +401,7 @@ async def receipts(engine: Engine, its: AsyncEngine, maker: sessionmaker[Session
 
 def databases(engine: Engine) -> None:
     """Have a database grant leases."""
-    assert_type(configure("sqlite:///shop.db"), Redlock | Database)
+    assert_type(configure("sqlite:///shop.db"), Redlock | Database | LineAuthority)
     granting = configure(engine)
     assert_type(granting, Database)
     with Database("postgresql+psycopg://app@db/shop", schema="locks") as elsewhere:

@@ -43,14 +43,17 @@ def shown(address: tuple[str, int]) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def parse(url: str, schemes: Collection[str], port: int, options: Collection[str]) -> Hosts:
+def parse(url: object, schemes: Collection[str], port: int, options: Collection[str]) -> Hosts:
     """Return what a URL names; `port` is for hosts without one, `options` may be in its query.
 
     Raises:
         ValueError: the URL cannot be understood. The message does not show a password.
+        TypeError: it is no text.
     """
     form = f"{next(iter(schemes))}://host1:{port},host2:{port}"
-    match = _URL.fullmatch(url.strip()) if isinstance(url, str) else None
+    if not isinstance(url, str):
+        raise TypeError(f"a URL is a str such as {form!r}, not {type(url).__name__}")
+    match = _URL.fullmatch(url.strip())
     if match is None or match[1] not in schemes:
         raise ValueError(f"the URL is none of {', '.join(schemes)}: write {form}")
     scheme, login, hosts, root, query = match.groups()

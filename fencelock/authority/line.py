@@ -87,7 +87,7 @@ class View(NamedTuple):
     #: Its own entry stands in the lines.
     is_there: bool
     #: The entry before its own, where there is one: a key or a path.
-    ahead: Sequence[str]
+    ahead: Sequence[Any]
     #: Seconds for which the resources are kept for nobody.
     kept_for: float = 0.0
 
@@ -124,7 +124,7 @@ class Head(NamedTuple):
     """The first entry of a line: its key or path, what it says, and what is known beside it."""
 
     resource: str
-    key: str
+    key: Any
     nonce: str
     text: str
     mark: Mark
@@ -180,7 +180,7 @@ class LineAuthority(Owing):
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint if the place is the first in all lines, and extend its lease; else return what stands there."""
+        """Mint if the place is the first in all lines; else return what stands there."""
 
     @abc.abstractmethod
     def _watch(self, place: Place, ahead: str) -> Steps[Any]:
@@ -267,18 +267,13 @@ class LineAuthority(Owing):
     ) -> Steps[Grant]:
         if len(resources) > self._most:
             raise ValueError(
-                f"one lock of {self!r} has at most {self._most} names, and this one has {len(resources)}: lock "
-                "what they have in common, or take several locks, always in the same order"
+                f"one lock of {self!r} has at most {self._most} names, and this one has {len(resources)}: "
+                "lock what they have in common, or take several locks, always in the same order"
             )
         place = Place(resources, _new_nonce(), ttl, began=time.monotonic())
         end = math.inf if timeout is None else place.began + timeout
         try:
-            tokens = yield from self._acquiring(place, end, go_on)
-            if time.monotonic() >= place.expires_at:
-                raise too_slow(self._shown, ttl, resources)
-            grant = Grant(resources, tokens, place.expires_at, place.nonce)
-            self._note_end(grant)
-            return grant
+            return (yield from self._acquiring(place, end, go_on))
         except GeneratorExit:
             raise
         except FencelockError:
@@ -290,7 +285,7 @@ class LineAuthority(Owing):
             yield Abandon(names)
             raise
 
-    def _acquiring(self, place: Place, end: float, go_on: Callable[[], None]) -> Steps[tuple[int, ...]]:
+    def _acquiring(self, place: Place, end: float, go_on: Callable[[], None]) -> Steps[Grant]:
         alone = end <= place.began
         waited = False
         found: tuple[int, ...] | View
@@ -306,7 +301,11 @@ class LineAuthority(Owing):
                 waited = True
                 yield from self._waiting(place, found, end, go_on)
             found = yield from self._take(place, extend=waited, until=_answer_by(end))
-        return found
+        if time.monotonic() >= place.expires_at:
+            raise too_slow(self._shown, place.ttl, place.resources)
+        grant = Grant(place.resources, found, place.expires_at, place.nonce)
+        self._note_end(grant)
+        return grant
 
     def _waiting(self, place: Place, view: View, end: float, go_on: Callable[[], None]) -> Steps[None]:
         """Wait until an entry ahead has gone, or until it is time to extend the lease of the place."""
@@ -394,7 +393,7 @@ class LineAuthority(Owing):
             )
         return token
 
-    def read_mark(self, text: bytes, key: str) -> Mark:
+    def read_mark(self, text: bytes, key: object) -> Mark:
         if (found := _MARK.fullmatch(text.decode("utf-8", "replace"))) is None or int(found[1]) > MAX_TOKEN:
             raise AuthorityError(f"{self._shown} has {text[:40]!r} at {key}, which is no mark of fencelock")
         return Mark(int(found[1]), found[2] or "", int(found[3] or 0), found[4] or "")

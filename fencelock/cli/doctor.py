@@ -19,6 +19,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from sqlalchemy import Connection, MetaData, inspect
 
+from fencelock._locking import Shipped
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.redlock.admin import NodeState
@@ -88,7 +89,7 @@ def _show(found: list[Finding]) -> None:
         console.print("nothing was found")
 
 
-def _new_token(authority: Redlock | Database, where: str, found: list[Finding]) -> int | None:
+def _new_token(authority: Shipped, where: str, found: list[Finding]) -> int | None:
     """Return a token that is granted now; none where nothing is granted."""
     try:
         with authority.lock(_PROBE, ttl=1, timeout=2, renew=False, if_lost="warn") as token:

@@ -59,6 +59,8 @@ def init(
 ) -> None:
     """Make a database's table of leases, or initialise N blank nodes; once in their life.
 
+    etcd and ZooKeeper need this only for --after-loss.
+
     All nodes must be reachable.
     """
     urls = urls or split_urls(os.environ.get("FENCELOCK_URL", ""))
@@ -75,6 +77,12 @@ def init(
             if len(urls) > 1 or base is not None or max_ttl is not None or allow_eviction:
                 shared.fail("a database is named by one URL, and takes no option of nodes but --after-loss")
             _init_database(urls[0], above)
+        elif (factory := factory_of(urls[0])) is not Redlock:
+            if len(urls) > 1 or base is not None or max_ttl is not None or allow_eviction:
+                shared.fail("etcd and ZooKeeper are named by one URL, and take no option of nodes")
+            with factory(urls[0]) as authority:
+                authority.init(above=above)
+            shared.say("it answers; locks need nothing more")
         else:
             with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
                 if after_loss:

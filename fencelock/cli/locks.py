@@ -25,7 +25,9 @@ from sqlalchemy import Engine, column, select, table
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from fencelock._locking import Shipped
 from fencelock.authority.database.database import Database
+from fencelock.authority.line import LineAuthority
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.cli import shared
 from fencelock.errors import FencelockError, StaleTokenError
@@ -225,7 +227,7 @@ def top(
             time.sleep(every)
 
 
-def _screen(authority: Redlock | Database, height: int) -> Group:
+def _screen(authority: Shipped, height: int) -> Group:
     held = authority.inspect()
     now = time.time()
     held.sort(key=lambda info: (-(info.waiters or 0), info.holder.since if info.holder else now))
@@ -322,7 +324,7 @@ def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> Non
 
 
 def _raise_fences(
-    authority: Redlock | Database,
+    authority: Shipped,
     engine: Engine,
     resource: str,
     rows: list[tuple[str, dict[str, str]]],
@@ -381,11 +383,15 @@ def prune(
         if isinstance(authority, Database):
             shared.say(f"{authority.prune(seconds)} rows of free resources deleted")
             database = database or url
+        elif isinstance(authority, LineAuthority):
+            shared.say(f"{authority.prune(seconds)} marks of free resources deleted")
         elif not database:
             shared.fail(
                 "nodes keep no rows: a name that is not locked takes no memory there. For the receipts of "
                 "once, name their database: --database URL"
             )
+    if not database:
+        return
     if (file := shared.file_of_sqlite(database)) and not Path(file).exists():
         return  # the locks have a file of their own
     with shared.database_at(database) as engine, engine.begin() as connection:

@@ -9,7 +9,6 @@ import typer
 from rich.table import Table
 
 from fencelock._locking import factory_of
-from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.admin import NodeState, NodeStatus, change_nodes
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import split_urls
@@ -63,8 +62,8 @@ def _present(current: str) -> list[str]:
             "redis://r1:6379,redis://r2:6379,redis://r3:6379"
         )
     with shared.errors_as_sentences():
-        if factory_of(urls[0]) is Database:
-            shared.fail(f"{shared.without_password(urls[0])} is a database, which has no nodes")
+        if factory_of(urls[0]) is not Redlock:
+            shared.fail(f"{shared.without_password(urls[0])} is no Redis or Valkey, and has no nodes")
     return urls
 
 

@@ -16,7 +16,7 @@ from sqlalchemy import Engine, make_url
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._engines import blocking_engine, with_blocking_driver
-from fencelock._locking import factory_of
+from fencelock._locking import Shipped, factory_of
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.files import file_of
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
@@ -27,7 +27,10 @@ from fencelock.holder import printable
 FOUND_NOTHING = 3
 
 Url = Annotated[
-    str, typer.Option("--url", help="What grants the locks: nodes or a database; FENCELOCK_URL by default.")
+    str,
+    typer.Option(
+        "--url", help="What grants the locks: nodes, a database, etcd or ZooKeeper; FENCELOCK_URL by default."
+    ),
 ]
 Namespace = Annotated[str, typer.Option(help="Prefix of every key on the nodes.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs.")]
@@ -62,7 +65,8 @@ def refusing_databases(shown: str, done: str) -> Iterator[None]:
     try:
         yield
     except (SQLAlchemyError, ImportError) as error:
-        hint = "; install its driver: the extra postgres or mysql" if isinstance(error, ImportError) else ""
+        is_driver = isinstance(error, ImportError) and "pip install" not in str(error)
+        hint = "; install its driver: the extra postgres or mysql" if is_driver else ""
         fail(f"{shown} cannot be {done}: {str(error).splitlines()[0]}{hint}")
 
 
@@ -101,20 +105,26 @@ def shown(text: str) -> str:
 
 
 @contextmanager
-def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Redlock | Database]:
+def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Shipped]:
     """Return what grants the locks; its errors are printed as sentences."""
     url = url or os.environ.get("FENCELOCK_URL", "")
     if not url.strip():
         fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
-    with errors_as_sentences(), refusing_databases(without_password(url), "used"):
-        made: Redlock | Database
-        if factory_of(url) is Database:
-            check_file(url)
-            made = Database(with_blocking_driver(make_url(url)))
-        else:
-            made = Redlock(url, namespace=namespace, recover=False)
-        with made:
-            yield made
+    with (
+        errors_as_sentences(),
+        refusing_databases(without_password(url), "used"),
+        new_authority(url, namespace) as made,
+    ):
+        yield made
+
+
+def new_authority(url: str, namespace: str = DEFAULT_NAMESPACE) -> Shipped:
+    """Return a client of what a URL names."""
+    factory = factory_of(url)
+    if factory is Database:
+        check_file(url)
+        return Database(with_blocking_driver(make_url(url)))
+    return Redlock(url, namespace=namespace, recover=False) if factory is Redlock else factory(url)
 
 
 @contextmanager

@@ -63,11 +63,12 @@ class Link:
         answers: list[Answer] = []
         try:
             self.start(calls, answers)
-            if not self.wait(lambda: all(answer.is_over for answer in answers), answers, until):
-                raise TimeoutError(f"{shown(self.address)} did not answer in time")
+            in_time = self.wait(lambda: all(answer.is_over for answer in answers), answers, until)
         except BaseException:
             self.cancel(answers)
             raise
+        if not in_time:
+            raise TimeoutError(f"{shown(self.address)} did not answer in time")
         if self.lost and any(not answer.messages for answer in answers):
             raise ChannelError(self.lost)
         return answers
@@ -75,8 +76,7 @@ class Link:
     def start(self, calls: Sequence[Call], answers: list[Answer]) -> None:
         """Begin calls; `answers` gets the answer of each."""
         with self._alone():
-            for call in calls:
-                answers.append(self._channel.start(call))
+            answers.extend(map(self._channel.start, calls))
             self._send()
 
     def wait(self, ready: Callable[[], bool], answers: Sequence[Answer], until: float) -> bool:
@@ -90,8 +90,7 @@ class Link:
                 if (left := until - time.monotonic()) <= 0:
                     return False
                 if self._reader is None:
-                    with self._alone():
-                        self._reader = self._reader or bell
+                    self._become_reader(bell)
                 if self._reader is bell:
                     self._read(left)
                 else:
@@ -103,6 +102,11 @@ class Link:
                 if (other := next(iter(list(self._waiting)), None)) is not None:
                     other.ring()
         return True
+
+    def _become_reader(self, bell: ThreadBell) -> None:
+        with self._alone():
+            if self._reader is None:
+                self._reader = bell
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Forget calls that are not over."""

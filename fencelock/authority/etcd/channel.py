@@ -1,4 +1,4 @@
-"""gRPC over one HTTP/2 connection, without its socket: bytes in, bytes out, and what has come back of calls."""
+"""gRPC over one HTTP/2 connection, without its socket: calls become bytes, and bytes become answers."""
 
 from __future__ import annotations
 

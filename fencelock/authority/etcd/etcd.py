@@ -9,7 +9,7 @@ import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 from urllib.parse import unquote
 
 from fencelock._generators import Steps
@@ -32,8 +32,6 @@ from fencelock.authority.line import (
 from fencelock.authority.loops import Abandon
 from fencelock.errors import AuthorityError, FencelockError
 from fencelock.lease import validity
-
-_T = TypeVar("_T")
 
 #: etcd allows 128 operations in a transaction; an acquisition has three for each resource, and two more.
 _MOST: Final = 40
@@ -220,7 +218,7 @@ class Etcd(Asking):
             self.checked(answer)
             lasts = dict(map(messages.lease_and_ttl, answer.messages))
             for (grant, ttl), lease in zip(wishes, leases, strict=True):
-                seconds = lasts.get(lease, 0)
+                seconds = float(lasts.get(lease, 0))
                 if seconds <= 0 and (yield from self._finds_lease(grant.resources[0], grant.proof)):
                     outcomes += yield from self._extending([(grant, ttl)])
                     continue

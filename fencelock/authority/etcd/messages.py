@@ -1,4 +1,4 @@
-"""The messages of etcd that a lock needs, in protobuf: etcd's `api/etcdserverpb/rpc.proto` has the numbers."""
+"""The messages of etcd that a lock needs, in protobuf; the numbers are of etcd's `rpc.proto`."""
 
 from __future__ import annotations
 
@@ -114,6 +114,8 @@ def _signed(number: int) -> int:
 
 
 class KeyValue(NamedTuple):
+    """A key: the revision that made it, its value, and its lease or 0."""
+
     key: bytes
     created: int
     value: bytes

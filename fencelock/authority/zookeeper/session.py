@@ -1,4 +1,4 @@
-"""The session of a process with ZooKeeper, by kazoo's client: requests that are sent together, and watches."""
+"""The session of a process with ZooKeeper, by kazoo's client."""
 
 from __future__ import annotations
 

@@ -246,11 +246,12 @@ class ZooKeeper(LineAuthority):
         lines, found = list(map(self._line, place.resources)), rest[len(place.resources) :]
         ahead = []
         for line, names, path in zip(lines, rest, paths, strict=False):
-            names, mine = sorted(names, key=_place_of), path.rpartition("/")[2]
+            mine = path.rpartition("/")[2]
             if mine not in names:
                 return View(is_there=False, ahead=())
-            if (at := names.index(mine)) > 0:
-                ahead.append(f"{line}/{names[at - 1]}")
+            before = [name for name in names if _place_of(name) < _place_of(mine)]
+            if before:
+                ahead.append(f"{line}/{max(before, key=_place_of)}")
         marks = [self._mark_of(text, line) for (text, _), line in zip(found, lines, strict=True)]
         kept_for = max(mark.kept_for for mark in marks)
         if ahead or kept_for > 0:
@@ -278,8 +279,8 @@ class ZooKeeper(LineAuthority):
         timeout = self._opened().timeout
         if ttl > timeout:
             raise ValueError(
-                f"a ttl of {ttl:g} s is longer than the session of {timeout:g} s that the servers grant: use a "
-                "shorter one, which is renewed while its block lasts, or ZooKeeper(url, session_timeout=…)"
+                f"a ttl of {ttl:g} s is longer than the session of {timeout:g} s that the servers grant: "
+                "use a shorter one, which is renewed while its block lasts, or session_timeout="
             )
         return min(ttl, timeout * 2 / 3)
 
