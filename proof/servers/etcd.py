@@ -11,16 +11,19 @@ import importlib.util
 import json
 import os
 import shutil
+import socket
 import ssl
 import subprocess
+import sys
 import tempfile
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Final
 
+from proof.servers import peers
 from proof.servers.certificates import Certificates
 from proof.servers.members import Members, take_ports
 from proof.servers.workspace import ServerError, Workspace
@@ -31,6 +34,7 @@ PASSWORD: Final = "wonderland"  # noqa: S105 - of a server that is thrown away
 PREFIX: Final = "/fencelock/"
 _ROOT_PASSWORD: Final = "root"  # noqa: S105 - the same
 _EVERYTHING: Final = base64.b64encode(b"\0").decode()  # as key and as end of a range: every key
+_HOST: Final = "127.0.0.1"
 _SECONDS: Final = 2.0
 
 
@@ -75,6 +79,7 @@ class Etcd(Members):
     Args:
         members: how many.
         program: the server to run; etcdctl and etcdutl are taken from beside it where they are.
+        partitions: members reach each other through a proxy, which slows them: one can be `isolated`.
         tls: clients have to speak TLS, and to show a certificate: `tls` has one.
         settings: more options of the server, by their names.
         start_timeout: seconds for the members to find together.
@@ -85,6 +90,7 @@ class Etcd(Members):
         members: int = 3,
         *,
         program: str | os.PathLike[str] | None = None,
+        partitions: bool = False,
         tls: bool = False,
         settings: Mapping[str, str] | None = None,
         start_timeout: float = 30.0,
@@ -94,6 +100,8 @@ class Etcd(Members):
         if found is None:
             raise ServerError(f"there is no program {program!r} to run etcd with")
         self._program = Path(found).absolute()
+        self._has_proxy = partitions
+        self._isolated: int | None = None
         self._wants_tls = tls
         self._settings = dict(settings or {})
         self._has_auth = False
@@ -102,7 +110,7 @@ class Etcd(Members):
         self.client_ports: list[int] = []
 
     def _make_workspace(self) -> Workspace:
-        return Workspace(Path(tempfile.gettempdir()), [self._program])
+        return Workspace(Path(tempfile.gettempdir()), [self._program, Path(sys.executable)])
 
     def _start(self, workspace: Workspace) -> None:
         self._has_auth = False
@@ -110,17 +118,54 @@ class Etcd(Members):
             self.tls = Certificates.make(workspace.folder / "tls")
             self._context = ssl.create_default_context(cafile=self.tls.ca)
             self._context.load_cert_chain(self.tls.nameless.certificate, self.tls.nameless.key)
-        ports = take_ports(workspace, 2 * self.count)
-        self.client_ports, self._peer_ports = ports[: self.count], ports[self.count :]
+        ports = take_ports(workspace, 3 * self.count + 1)
+        self.client_ports, ports = ports[: self.count], ports[self.count :]
+        self._peer_ports, self._doors, self._control_port = (
+            ports[: self.count],
+            ports[self.count : -1],
+            ports[-1],
+        )
+        if self._has_proxy:
+            self._start_proxy(workspace)
         for member in range(self.count):
             (workspace.folder / f"e{member}").mkdir()
             self._spawn(workspace, member)
         self._await(workspace, self._all_answer, "the members of etcd did not find together")
 
+    def _start_proxy(self, workspace: Workspace) -> None:
+        folder = workspace.folder / "peers"
+        folder.mkdir()
+        ports = map(str, (self._control_port, *self._doors, *self._peer_ports))
+        program = [sys.executable, "-W", "ignore", peers.__file__, *ports]
+        workspace.spawn(program, folder=folder, log=folder / "log")
+        self._await(workspace, self._proxy_obeys, "the proxy between the members does not start")
+
+    def _proxy_obeys(self) -> bool:
+        """Tell the proxy whom to cut off; False where it does not answer."""
+        cut = [] if self._isolated is None else [self._isolated, self._processes[self._isolated].pid]
+        with suppress(OSError), socket.create_connection((_HOST, self._control_port), _SECONDS) as proxy:
+            proxy.sendall(json.dumps(cut).encode() + b"\n")
+            return proxy.recv(16) == b"done\n"
+        return False
+
+    @contextmanager
+    def isolated(self, member: int) -> Iterator[None]:
+        """Cut a member off from the others for as long as the block; clients still reach it."""
+        workspace = self._open_workspace()
+        if not self._has_proxy:
+            raise ServerError("members can be isolated where they were made with Etcd(…, partitions=True)")
+        self._isolated = member
+        try:
+            self._await(workspace, self._proxy_obeys, "the proxy between the members does not answer")
+            yield
+        finally:
+            self._isolated = None
+            self._await(workspace, self._proxy_obeys, "the proxy between the members does not answer")
+
     def _spawn(self, workspace: Workspace, member: int) -> None:
-        settings = {}
+        settings = {"listen-peer-urls": f"http://{_HOST}:{self._peer_ports[member]}"}
         if self.tls is not None:
-            settings = {
+            settings |= {
                 "cert-file": str(self.tls.server.certificate),
                 "key-file": str(self.tls.server.key),
                 "trusted-ca-file": str(self.tls.ca),
@@ -135,15 +180,18 @@ class Etcd(Members):
             log=folder / "log",
             env=environment,
         )
+        if member == self._isolated:
+            self._proxy_obeys()  # it has to know the new process
 
     @property
     def _http_urls(self) -> list[str]:
         scheme = "https" if self._wants_tls else "http"
-        return [f"{scheme}://127.0.0.1:{port}" for port in self.client_ports]
+        return [f"{scheme}://{_HOST}:{port}" for port in self.client_ports]
 
     @property
     def _peer_urls(self) -> list[str]:
-        return [f"http://127.0.0.1:{port}" for port in self._peer_ports]
+        ports = self._doors if self._has_proxy else self._peer_ports
+        return [f"http://{_HOST}:{port}" for port in ports]
 
     @property
     def url(self) -> str:
@@ -165,7 +213,7 @@ class Etcd(Members):
 
     @property
     def _hosts(self) -> list[str]:
-        return [f"127.0.0.1:{port}" for port in self.client_ports]
+        return [f"{_HOST}:{port}" for port in self.client_ports]
 
     def come_back(self, member: int) -> None:
         """Start a member that has ended, with its data. It answers when a majority is there."""
@@ -262,9 +310,10 @@ class Etcd(Members):
         self.ctl("user", "delete", "root")
         self.ctl("role", "delete", "locks")
 
-    def ctl(self, *arguments: str) -> str:
-        """Return what etcdctl says, as root; raise ServerError where it complains."""
-        return self._control(arguments, [self._http_urls[member] for member in self._answering()])
+    def ctl(self, *arguments: str, member: int | None = None) -> str:
+        """Return what etcdctl says, as root, to any member or one; raise ServerError where it complains."""
+        asked = self._answering() if member is None else [member]
+        return self._control(arguments, [self._http_urls[each] for each in asked])
 
     def _control(self, arguments: Sequence[str], endpoints: Sequence[str]) -> str:
         options = [f"--endpoints={','.join(endpoints)}"]
