@@ -124,11 +124,16 @@ def test_isolated_leader_is_replaced() -> None:
 
 
 @pytest.mark.timed
-def test_isolated_follower_stays_cut_off_when_it_starts_again() -> None:
-    """It is cut off by its number, though it is known by its process."""
+def test_isolated_follower_reaches_nobody_also_when_it_starts_again() -> None:
+    """It passes no renewal of a lease on. It is cut off by its number, though it is known by its process."""
     with Etcd(partitions=True) as cluster:
         away = (cluster.leader() + 1) % 3
+        lease = cluster.ctl("lease", "grant", "100").split()[1]
+        renewal = ("--command-timeout=1s", "lease", "keep-alive", "--once", lease)
+        cluster.ctl(*renewal, member=away)
         with cluster.isolated(away):
+            with pytest.raises(ServerError):
+                cluster.ctl(*renewal, member=away)
             cluster.kill(away)
             cluster.come_back(away)
             with pytest.raises(ServerError, match="do not find together"):

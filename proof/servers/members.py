@@ -11,6 +11,7 @@ import sys
 import time
 from abc import abstractmethod
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -39,7 +40,6 @@ class Members(Servers):
         self.count = count
         self._start_timeout = start_timeout
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
-        self._paused: set[int] = set()
 
     @property
     def folder(self) -> Path:
@@ -66,20 +66,18 @@ class Members(Servers):
         """SIGSTOP a member: it keeps its connections and answers nothing until `resume`."""
         self._open_workspace()
         pause(self._processes[member])
-        self._paused.add(member)
 
     def resume(self, member: int) -> None:
         self._open_workspace()
         self._processes[member].send_signal(signal.SIGCONT)
-        self._paused.discard(member)
 
     def heal(self) -> None:
         """Resume what is paused, start what has ended, and wait until all is well."""
         for member in range(self.count):
-            if not self.is_running(member):
-                self._spawn(self._open_workspace(), member)
-            elif member in self._paused:
+            if self.is_running(member):
                 self.resume(member)
+            else:
+                self._spawn(self._open_workspace(), member)
         self.await_healthy()
 
     def await_healthy(self, seconds: float | None = None) -> None:
@@ -103,13 +101,15 @@ class Members(Servers):
     def _end(self, member: int, farewell: signal.Signals) -> None:
         self._open_workspace()
         end(self._processes[member], farewell)
-        self._paused.discard(member)
 
     def _answering(self) -> list[int]:
         """Return those that can be asked: a paused one would keep everybody waiting."""
-        return [
-            member for member in range(self.count) if self.is_running(member) and member not in self._paused
-        ]
+        return list(filter(self._can_answer, range(self.count)))
+
+    def _can_answer(self, member: int) -> bool:
+        with suppress(psutil.NoSuchProcess):
+            return self.is_running(member) and self.process(member).status() != psutil.STATUS_STOPPED
+        return False
 
     def _await(
         self, workspace: Workspace, ready: Callable[[], bool], failure: str, seconds: float | None = None
