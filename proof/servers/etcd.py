@@ -35,6 +35,7 @@ PREFIX: Final = "/fencelock/"
 _ROOT_PASSWORD: Final = "root"  # noqa: S105 - the same
 _EVERYTHING: Final = base64.b64encode(b"\0").decode()  # as key and as end of a range: every key
 _HOST: Final = "127.0.0.1"
+_TOOL_SECONDS: Final = 30.0
 _SECONDS: Final = 2.0
 
 
@@ -361,9 +362,17 @@ def _environment() -> dict[str, str]:
 
 
 def _run(arguments: Sequence[str | Path]) -> str:
-    done = subprocess.run(
-        arguments, capture_output=True, text=True, check=False, env=_environment() | {"ETCDCTL_API": "3"}
-    )
+    try:
+        done = subprocess.run(
+            arguments,
+            capture_output=True,
+            text=True,
+            check=False,
+            env=_environment() | {"ETCDCTL_API": "3"},
+            timeout=_TOOL_SECONDS,
+        )
+    except subprocess.TimeoutExpired as error:
+        raise ServerError(f"{Path(arguments[0]).name} does not end: {error}") from error
     if done.returncode != 0:
         raise ServerError(f"{Path(arguments[0]).name} fails:\n{done.stdout}{done.stderr}")
     return done.stdout
