@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit, urlunsplit
 
 import psutil
 import psycopg
@@ -31,7 +32,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from fencelock import Database, Redlock
 from fencelock.alembic.plugin import PLUGIN_NAME, plugin
-from proof.servers import Node, Nodes, Postgres
+from proof.servers import Etcd, Node, Nodes, Postgres, ZooKeeper, zookeeper
 from proof.servers.galera import Galera, missing
 
 ROOT = Path(__file__).parent.parent
@@ -304,6 +305,53 @@ def server_program(request: pytest.FixtureRequest) -> Path:
         return server_programs()[series]
     except KeyError:
         pytest.skip(f"no {series} server: put one on PATH, or name its program in FENCELOCK_TEST_SERVERS")
+
+
+@pytest.fixture(scope="session")
+def etcd_cluster() -> Iterator[Etcd]:
+    """Three members of etcd that all tests share: a test may kill or pause them, and calls `heal` at its end.
+
+    Members of our own, also where FENCELOCK_TEST_ETCD names others: those are `etcd_url`'s.
+    """
+    with Etcd() as cluster:
+        yield cluster
+
+
+@pytest.fixture
+def etcd_url(request: pytest.FixtureRequest) -> str:
+    """A URL of etcd whose path no test has had before; FENCELOCK_TEST_ETCD names the user's."""
+    given = os.environ.get("FENCELOCK_TEST_ETCD")
+    if given is None:
+        cluster: Etcd = request.getfixturevalue("etcd_cluster")
+        cluster.heal()
+        given = cluster.url
+    return with_new_path(given)
+
+
+@pytest.fixture(scope="session")
+def zookeeper_server() -> Iterator[ZooKeeper]:
+    """One ZooKeeper that all tests share: a test may kill, pause or wipe it, and calls `heal` at its end."""
+    if lacks := zookeeper.missing():
+        pytest.skip(f"no ZooKeeper: this machine lacks {lacks}")
+    with ZooKeeper() as server:
+        yield server
+
+
+@pytest.fixture
+def zookeeper_url(request: pytest.FixtureRequest) -> str:
+    """A URL of ZooKeeper whose path no test has had before; FENCELOCK_TEST_ZOOKEEPER names the user's."""
+    given = os.environ.get("FENCELOCK_TEST_ZOOKEEPER")
+    if given is None:
+        server: ZooKeeper = request.getfixturevalue("zookeeper_server")
+        server.heal()
+        given = server.url
+    return with_new_path(given)
+
+
+def with_new_path(url: str) -> str:
+    """Return a URL below the path of another one, or with a path where that has none; its query stays."""
+    parts = urlsplit(url)
+    return urlunsplit(parts._replace(path=f"{parts.path.rstrip('/')}/test_{secrets.token_hex(8)}"))
 
 
 @pytest.fixture

