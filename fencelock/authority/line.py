@@ -23,6 +23,7 @@ import math
 import os
 import re
 import secrets
+import threading
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -30,10 +31,11 @@ from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
 from urllib.parse import quote
 
+from fencelock import _threads
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, held_by_another, in_use, named, too_slow
-from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait
+from fencelock.authority.loops import Abandon, AsyncWithLoops, ThreadBell, Wait
 from fencelock.authority.owed import Owed, Owing
 from fencelock.errors import (
     AuthorityError,
@@ -55,6 +57,8 @@ _ELECTION: Final = 5.0
 #: Milliseconds by which new tokens are above those of another authority.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
+#: Seconds between two looks at leases that end late, if there are none.
+_IDLE: Final = 60.0
 _NONCE: Final = re.compile("[0-9a-f]{16}")
 _MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16}))?(?: ([0-9]{1,20}) (.*))?")
 #: Of entries that another program wrote.
@@ -191,6 +195,10 @@ class LineAuthority(Owing):
         """Extend the lease of a place that waits; do nothing if it has ended."""
 
     @abc.abstractmethod
+    def _ends_late(self, ttl: float) -> bool:
+        """Whether the store ends a lease of this ttl later than it should."""
+
+    @abc.abstractmethod
     def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
         """Return the first entry of each line; of all lines, if no resource is named."""
 
@@ -215,6 +223,10 @@ class LineAuthority(Owing):
     def _start_over(self) -> None:
         super()._start_over()
         self._pid = os.getpid()
+        #: Of leases that the store would end late: their resources, and when they end.
+        self._ends: dict[str, tuple[tuple[str, ...], float]] = {}
+        self._ender: threading.Thread | None = None
+        self._enders_bell = ThreadBell()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._shown}>"
@@ -291,12 +303,13 @@ class LineAuthority(Owing):
         found: tuple[int, ...] | View
         found = yield from self._enter(place, alone=alone, until=_answer_by(end))
         while isinstance(found, View):
-            if not found.is_there and waited:  # its lease has ended while it waited
-                place.nonce, place.revision = _new_nonce(), 0
-                found = yield from self._enter(place, alone=False, until=_answer_by(end))
+            if not found.is_there and (waited or not found.ahead):
+                if waited:  # its lease has ended meanwhile
+                    place.nonce, place.revision = _new_nonce(), 0
+                found = yield from self._enter(place, alone=alone and not waited, until=_answer_by(end))
                 continue
-            if not found.is_there or found.ahead or found.kept_for > 0:
-                if time.monotonic() >= end or not found.is_there:
+            if found.ahead or found.kept_for > 0:
+                if alone or time.monotonic() >= end:
                     yield from self._refusing(place.resources, found.kept_for)
                 waited = True
                 yield from self._waiting(place, found, end, go_on)
@@ -304,7 +317,7 @@ class LineAuthority(Owing):
         if time.monotonic() >= place.expires_at:
             raise too_slow(self._shown, place.ttl, place.resources)
         grant = Grant(place.resources, found, place.expires_at, place.nonce)
-        self._note_end(grant)
+        self._note_end(grant, place.ttl)
         return grant
 
     def _waiting(self, place: Place, view: View, end: float, go_on: Callable[[], None]) -> Steps[None]:
@@ -337,7 +350,7 @@ class LineAuthority(Owing):
                 raise lost(grant)
             found = yield from self._take(place, extend=True, until=time.monotonic() + ANSWER[0])
         minted = replace(grant, tokens=found, expires_at=max(grant.expires_at, place.expires_at))
-        self._note_end(minted)
+        self._note_end(minted, ttl)
         return minted
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
@@ -356,8 +369,30 @@ class LineAuthority(Owing):
             yield Abandon(again)
             raise
 
-    def _note_end(self, grant: Grant) -> None:
-        """Note when a lease ends, if the store does not end it by itself."""
+    def _note_end(self, grant: Grant, ttl: float) -> None:
+        """End a lease in time, if the store would end it later."""
+        if self._ends_late(ttl) or grant.proof in self._ends:
+            self._end_at(grant, grant.expires_at)
+
+    def _end_at(self, grant: Grant, end: float) -> None:
+        """Release a lease at its end, in a thread, if it was not extended until then."""
+        self._ends[grant.proof] = grant.resources, end
+        if self._ender is None:
+            ender = self._ender = threading.Thread(target=self._end_leases, daemon=True)
+            with suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
+                _threads.start(ender)
+        self._enders_bell.ring()
+
+    def _end_leases(self) -> None:
+        while True:
+            now = time.monotonic()
+            for nonce, (resources, end) in list(self._ends.items()):
+                if end <= now:
+                    with suppress(FencelockError):
+                        self.run(self._giving_back(resources, nonce))
+                    self._ends.pop(nonce, None)
+            ends = [end for _, end in list(self._ends.values())]
+            self._enders_bell.sleep(max(0.0, min(ends, default=now + _IDLE) - now))
 
     def _gone_at(self, place: Place) -> float:
         """Return when the store ends the entries of a place by itself."""

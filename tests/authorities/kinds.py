@@ -10,7 +10,7 @@ from typing import Final
 import pytest
 from sqlalchemy import make_url
 
-from fencelock import Database, Redlock
+from fencelock import Database, Etcd, Redlock, ZooKeeper
 from proof.servers import Nodes
 from tests.authorities.faces import Client
 from tests.conftest import ReusedDatabase, mariadb_database
@@ -24,11 +24,17 @@ class Kind:
         name: of all three.
         make: returns a new client, with connections of its own, on the same server.
         url: what `fencelock.configure` takes in a child process.
+        mortal: the same for a process that is killed: its locks are free soon.
+        late: seconds by which the server may end a lease late, if its holder does not.
+        most: the most resources of one lock.
     """
 
     name: str
     make: Callable[[], Client]
     url: str
+    mortal: str = ""
+    late: float = 0.0
+    most: int = 5000
 
 
 #: Takes the fixtures of a test; the kind is over when its generator is.
@@ -59,6 +65,19 @@ def _database(driver: str, urls: Callable[[pytest.FixtureRequest], Iterator[str]
     return make
 
 
+def _etcd(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    url: str = request.getfixturevalue("etcd_url")
+    # Whole seconds, two at least, and it looks twice a second.
+    yield Kind("etcd", lambda: Etcd(url), url, late=3.0, most=40)
+
+
+def _zookeeper(request: pytest.FixtureRequest) -> Iterator[Kind]:
+    url: str = request.getfixturevalue("zookeeper_url")
+    # A process that has died holds until its session ends.
+    long, mortal = (f"{url}?session_timeout={seconds}" for seconds in (150, 2))
+    yield Kind("zookeeper", lambda: ZooKeeper(long), long, mortal, late=3.0, most=500)
+
+
 def _of_sqlite(request: pytest.FixtureRequest) -> Iterator[str]:
     folder: Path = request.getfixturevalue("tmp_path")
     yield f"sqlite:///{folder / 'app.db'}"
@@ -81,6 +100,8 @@ _BLOCKING: Final[dict[str, Maker]] = {
     "postgresql": _database("postgresql+psycopg", _of_postgresql),
     "mariadb": _database("mysql+pymysql", _of_mariadb),
     "sqlite": _database("sqlite", _of_sqlite),
+    "etcd": _etcd,
+    "zookeeper": _zookeeper,
 }
 #: Those that serve asyncio only.
 _ASYNCIO: Final[dict[str, Maker]] = {
@@ -108,5 +129,5 @@ EACH_DATABASE: Final = tuple(
 #: what drivers do differently: connections, threads, cancellations, the types of values.
 EACH_SERVER: Final = (
     *BLOCKING,
-    *(f"{name}, asyncio" for name in ("quorum", "asyncpg", "aiomysql", "aiosqlite")),
+    *(f"{name}, asyncio" for name in ("quorum", "asyncpg", "aiomysql", "aiosqlite", "etcd", "zookeeper")),
 )

@@ -118,7 +118,9 @@ class Asking(LineAuthority):
             return Watch(link, step.call, step.ended)
         try:
             answers = link.exchange(step.calls, time.monotonic() + step.seconds)
-        except OSError as error:
+        except RuntimeError:  # of a signal handler's own call: the connection is as it was
+            raise
+        except BaseException as error:
             self._leave(link, str(error))
             raise
         if (reason := next(filter(None, map(_why_to_leave, answers)), "")) != "":

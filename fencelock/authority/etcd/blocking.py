@@ -7,9 +7,10 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
+from fencelock._owners import current_stack
 from fencelock.authority.etcd.channel import ChannelError
 from fencelock.authority.etcd.members import Members
 from fencelock.authority.etcd.messages import Answer, Call
@@ -19,6 +20,7 @@ from fencelock.authority.loops import ThreadBell
 #: Seconds that a send may take, because the server's side is full.
 _SEND: Final = 2.0
 _CHUNK: Final = 65_536
+_INTERRUPTED: Final = "a signal handler has interrupted a lock's own exchange with etcd"
 
 
 class Link:
@@ -32,7 +34,9 @@ class Link:
         self.address = members.address
         self._channel = members.new_channel(self.address)
         self._mutex = threading.RLock()
-        self._inside = False
+        #: The stacks of threads and greenlets that wait here. A signal handler has the same one.
+        self._stacks: set[int] = set()
+        self._works = False
         self._reader: ThreadBell | None = None
         self._waiting: dict[ThreadBell, None] = {}
         #: Why the connection is lost.
@@ -75,17 +79,23 @@ class Link:
 
     def start(self, calls: Sequence[Call], answers: list[Answer]) -> None:
         """Begin calls; `answers` gets the answer of each."""
-        with self._alone():
+
+        def begin() -> None:
             answers.extend(map(self._channel.start, calls))
             self._send()
 
+        if current_stack() in self._stacks:
+            raise RuntimeError(_INTERRUPTED)
+        self._alone(begin)
+
     def wait(self, ready: Callable[[], bool], answers: Sequence[Answer], until: float) -> bool:
         """Wait until it is ready, or the connection is lost; return False if that takes too long."""
-        bell = ThreadBell()
+        bell, stack = ThreadBell(), current_stack()
         for answer in answers:
             answer.notify = bell.ring
         try:
             self._waiting[bell] = None
+            self._stacks.add(stack)
             while not ready() and not self.lost:
                 if (left := until - time.monotonic()) <= 0:
                     return False
@@ -96,6 +106,7 @@ class Link:
                 else:
                     bell.sleep(left)
         finally:
+            self._stacks.discard(stack)
             self._waiting.pop(bell, None)
             if self._reader is bell:
                 self._reader = None
@@ -104,18 +115,21 @@ class Link:
         return True
 
     def _become_reader(self, bell: ThreadBell) -> None:
-        with self._alone():
+        with self._mutex:
             if self._reader is None:
                 self._reader = bell
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Forget calls that are not over."""
-        with contextlib.suppress(OSError, RuntimeError):
-            if not self.lost and not all(answer.is_over for answer in answers):
-                with self._alone():
-                    for answer in answers:
-                        self._channel.cancel(answer)
-                    self._send()
+
+        def forget() -> None:
+            for answer in answers:
+                self._channel.cancel(answer)
+            self._send()
+
+        if not self.lost and not all(answer.is_over for answer in answers):
+            with contextlib.suppress(OSError):
+                self._alone(forget)
 
     def lose(self, reason: str) -> None:
         """Close the connection; all calls of all threads are over."""
@@ -135,22 +149,21 @@ class Link:
         self._socket.close()
         self._to_read.close()
 
-    @contextlib.contextmanager
-    def _alone(self) -> Iterator[None]:
-        """Keep other threads away; if something breaks in the middle, the connection is lost."""
+    def _alone(self, work: Callable[[], object]) -> None:
+        """Do work that no other thread disturbs; what breaks in the middle loses the connection."""
         with self._mutex:
-            if self._inside:
-                raise RuntimeError("a signal handler has interrupted a lock's own exchange with etcd")
+            if self._works:
+                raise RuntimeError(_INTERRUPTED)
             if self.lost:
                 raise ChannelError(self.lost)
             try:
-                self._inside = True
-                yield
+                self._works = True
+                work()
             except BaseException as error:
                 self.lose(str(error) or type(error).__name__)
                 raise
             finally:
-                self._inside = False
+                self._works = False
 
     def _send(self) -> None:
         data = self._channel.data_to_send()
@@ -168,11 +181,15 @@ class Link:
             if isinstance(error, OSError):
                 return
             raise
-        with contextlib.suppress(OSError), self._alone():
+
+        def take() -> None:
             if not data:
                 raise ChannelError("the server has closed the connection")
             self._channel.receive(data if self._tls is None else self._tls.decrypt(data))
             self._send()
+
+        with contextlib.suppress(OSError):
+            self._alone(take)
 
 
 class _Tls:

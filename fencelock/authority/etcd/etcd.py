@@ -75,8 +75,11 @@ class Etcd(Asking):
         #: Marks and base as last seen. They only spare a transaction that would be refused.
         self._known: OrderedDict[str, Mark] = OrderedDict()
         self._base = 0
-        #: The leases of entries that were put under another one than their own.
-        self._leases: dict[str, int] = {}
+        #: The leases that entries may be under, if they were put under another one than their own.
+        self._leases: dict[str, tuple[int, ...]] = {}
+
+    def _ends_late(self, ttl: float) -> bool:
+        return ttl < _SHORTEST or not ttl.is_integer()
 
     def _line(self, resource: str) -> bytes:
         return self._lines + quoted(resource).encode() + b"/"
@@ -114,7 +117,7 @@ class Etcd(Asking):
         began = time.monotonic()
         calls = [messages.txn(compares, marks, self._look(place))]
         if extend:
-            calls.append(messages.keep_alive([self._lease_of(place.nonce)]))
+            calls.append(messages.keep_alive(self._leases_of(place.nonce)[-1:]))
         answers = yield from self.asking(calls, until)
         done = Txn.read(self.checked(answers[0]))
         if extend:
@@ -211,7 +214,10 @@ class Etcd(Asking):
         began = time.monotonic()
         ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
         until = ends if ends > began else began + ANSWER[0]
-        leases = [self._lease_of(grant.proof) for grant, _ in wishes]
+        for grant, _ in wishes:
+            if len(self._leases_of(grant.proof)) > 1:  # an interrupted call has left it open
+                yield from self._finds_lease(grant.resources[0], grant.proof)
+        leases = [self._leases_of(grant.proof)[-1] for grant, _ in wishes]
         outcomes: list[Grant | FencelockError] = []
         try:
             (answer,) = yield from self.asking([messages.keep_alive(leases)], until)
@@ -226,6 +232,8 @@ class Etcd(Asking):
                     seconds = yield from self._moving(grant, ttl, until)
                 end = validity(began, min(ttl, seconds))
                 extended = replace(grant, expires_at=max(grant.expires_at, end))
+                if seconds > 0:
+                    self._note_end(extended, ttl)
                 outcomes.append(extended if seconds > 0 else lost(grant))
         except AuthorityError as error:
             outcomes += [error] * (len(wishes) - len(outcomes))
@@ -233,16 +241,16 @@ class Etcd(Asking):
 
     def _moving(self, grant: Grant, ttl: float, until: float) -> Steps[float]:
         """Put the entries of a grant under another lease; return its seconds, or 0 if there are none."""
-        old, new = self._lease_of(grant.proof), secrets.randbits(63) or 1
+        old, new = self._leases_of(grant.proof), secrets.randbits(63) or 1
+        self._leases[grant.proof] = (*old, new)
         seconds = yield from self._granted(new, ttl, until)
         entries = self._entries(Place(grant.resources, grant.proof, ttl))
         text = entry_text(ttl).encode()
         txn = messages.txn(map(_is_there, entries), [messages.put(each, text, new) for each in entries])
         (answer,) = yield from self.asking([txn], until)
         moved = Txn.read(self.checked(answer)).succeeded
-        if moved:
-            self._leases[grant.proof] = new
-        yield from self.asking([messages.revoke(old if moved else new)], until)
+        yield from self.asking([messages.revoke(each) for each in (old if moved else (new,))], until)
+        self._leases[grant.proof] = (new,) if moved else old
         return seconds if moved else 0.0
 
     def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
@@ -257,7 +265,8 @@ class Etcd(Asking):
         except BaseException:  # of a signal handler, or a cancellation: it is sent once more
             yield Abandon(functools.partial(self._moving, grant, seconds, by))
             raise
-        self._leases.pop(grant.proof, None)
+        if kept > 0:
+            self._end_at(grant, until)
         return kept > 0
 
     def _giving_back(
@@ -267,25 +276,30 @@ class Etcd(Asking):
         now = time.monotonic()
         until = min(ends, now + ANSWER[0]) if ends > now else now + 1.0
         while True:
-            (answer,) = yield from self.asking([messages.revoke(self._lease_of(nonce))], until, again)
-            if answer.status != messages.NOT_FOUND:
-                self.checked(answer)
-                self._leases.pop(nonce, None)
+            calls = [messages.revoke(lease) for lease in self._leases_of(nonce)]
+            answers = yield from self.asking(calls, until, again)
+            revoked = [answer for answer in answers if answer.status != messages.NOT_FOUND]
+            if any(map(self.checked, revoked)):
+                self._forget(nonce)
                 return True
             if not (yield from self._finds_lease(resources[0], nonce)):
-                self._leases.pop(nonce, None)
+                self._forget(nonce)
                 return None if again else False
 
-    def _lease_of(self, nonce: str) -> int:
-        return self._leases.get(nonce) or int(nonce, 16)
+    def _forget(self, nonce: str) -> None:
+        self._leases.pop(nonce, None)
+        self._ends.pop(nonce, None)
+
+    def _leases_of(self, nonce: str) -> tuple[int, ...]:
+        return self._leases.get(nonce) or (int(nonce, 16),)
 
     def _finds_lease(self, resource: str, nonce: str) -> Steps[bool]:
         """Look for the lease of an entry; return whether it is another one than was known."""
         key = self._line(resource) + nonce.encode()
         (found, _), *_ = yield from self._ranges([messages.get(key)])
-        if not found or found[0].lease == self._lease_of(nonce):
+        if not found or self._leases_of(nonce) == (found[0].lease,):
             return False
-        self._leases[nonce] = found[0].lease
+        self._leases[nonce] = (found[0].lease,)
         return True
 
     def _ranges(self, requests: Sequence[bytes]) -> Steps[list[tuple[list[KeyValue], int]]]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable, Sequence
+from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
 from kazoo.client import KazooClient
@@ -22,12 +24,16 @@ from kazoo.exceptions import (
 from kazoo.retry import KazooRetry
 from kazoo.security import make_digest_acl
 
-from fencelock import _events
+from fencelock import _events, _threads
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.hosts import Hosts, parse, shown
-from fencelock.authority.loops import Bell
+from fencelock.authority.loops import ThreadBell
+
+logger = logging.getLogger("fencelock.authority")
 
 _PORT: Final = 2181
+#: Seconds that the end of a session may take.
+_FAREWELL: Final = 2.0
 _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")
 #: What a request ends with that may be sent again: nobody can tell whether it was done.
@@ -59,15 +65,38 @@ class Watching(NamedTuple):
 
 
 class Session:
-    """A session. kazoo makes a new one when it has expired.
+    """A session, by kazoo's client, which makes a new one when it has expired.
+
+    A thread of its own calls kazoo, whose locks a signal handler that raises could leave locked.
 
     Args:
-        url: of the servers.
+        hosts: the servers.
         seconds: the session timeout to ask for.
     """
 
     def __init__(self, hosts: Hosts, seconds: float) -> None:
-        self._hosts = hosts
+        self._hosts, self._seconds = hosts, seconds
+        #: Seconds after which the servers end the session, as they have told.
+        self.timeout = 0.0
+        self._to_do: SimpleQueue[Callable[[KazooClient], object] | None] = SimpleQueue()
+        self._closed = ThreadBell()
+        _threads.start(threading.Thread(target=self._serve, name="fencelock-zookeeper", daemon=True))
+
+    def _serve(self) -> None:
+        client = self._new_client()
+        client.start_async()
+        while (work := self._to_do.get()) is not None:
+            try:
+                work(client)
+            except Exception:
+                logger.exception("a request could not be sent to ZooKeeper")
+        with contextlib.suppress(Exception):  # whatever kazoo says of a connection that was never there
+            client.stop()
+            client.close()
+        self._closed.ring()
+
+    def _new_client(self) -> KazooClient:
+        hosts = self._hosts
         options: dict[str, Any] = {}
         if hosts.scheme == "zookeepers":
             its = hosts.options
@@ -76,28 +105,24 @@ class Session:
         if hosts.user:
             options["auth_data"] = [("digest", f"{hosts.user}:{hosts.password}")]
             options["default_acl"] = [make_digest_acl(hosts.user, hosts.password, all=True)]
-        self._client = KazooClient(
+        client = KazooClient(
             hosts=",".join(map(shown, hosts.addresses)),
-            timeout=seconds,
+            timeout=self._seconds,
             connection_retry=KazooRetry(max_tries=-1, delay=0.05, backoff=1.5, max_delay=1.0),
             **options,
         )
-        #: Seconds after which the servers end the session, as they have told.
-        self.timeout = 0.0
-        self._is_open = threading.Event()
-        self._note_timeout()
-        self._client.add_listener(self._tell)
-        self._client.start_async()
+        self._note_timeout(client)
+        client.add_listener(self._tell)
+        return client
 
-    def _note_timeout(self) -> None:
+    def _note_timeout(self, client: KazooClient) -> None:
         """Learn the timeout on which the servers insist: kazoo tells it to nobody but itself."""
-        connection = self._client._connection  # noqa: SLF001
+        connection = client._connection  # noqa: SLF001
         connect = connection._connect  # noqa: SLF001
 
         def connect_and_note(*address: Any) -> Any:
             read_timeout, connect_timeout = connect(*address)
             self.timeout = read_timeout * 1.5 / 1000.0  # it is two thirds, in milliseconds
-            self._is_open.set()
             return read_timeout, connect_timeout
 
         connection._connect = connect_and_note  # noqa: SLF001
@@ -112,12 +137,26 @@ class Session:
 
     def close(self) -> None:
         """End the session. Its entries go at once."""
-        with contextlib.suppress(Exception):  # whatever kazoo says of a connection that was never there
-            self._client.stop()
-            self._client.close()
+        self._to_do.put(None)
+        self._closed.sleep(_FAREWELL)
 
-    def send(self, step: Requests) -> list[Any]:
-        return [request(self._client) for request in step.requests]
+    def _begin(self, requests: Sequence[Request], done: Callable[[], object]) -> list[Any]:
+        """Send requests; return a list that gets kazoo's result of each. Call `done` when all are there."""
+        results: list[Any] = []
+        missing: list[Request] = list(requests)
+
+        def note(_: object) -> None:
+            missing.pop()
+            if not missing:
+                done()
+
+        def send(client: KazooClient) -> None:
+            results.extend(request(client) for request in requests)
+            for result in results:
+                result.rawlink(note)
+
+        self._to_do.put(send)
+        return results
 
     def exchange(self, step: Requests) -> list[Any]:
         """Send requests; return the result of each, or its error.
@@ -125,52 +164,57 @@ class Session:
         Raises:
             OSError: there was no answer, or no connection.
         """
-        until = time.monotonic() + step.seconds
-        if not self._is_open.wait(step.seconds):
-            raise TimeoutError("no server could be connected to")
-        results = self.send(step)
-        for result in results:
-            if not result.wait(max(0.0, until - time.monotonic())):
+        if not step.requests:
+            return []
+        until, bell = time.monotonic() + step.seconds, ThreadBell()
+        over: list[bool] = []
+
+        def finish() -> None:
+            over.append(True)
+            bell.ring()
+
+        results = self._begin(step.requests, finish)
+        while not over:
+            if (left := until - time.monotonic()) <= 0:
                 raise TimeoutError("no server answered in time")
+            bell.sleep(left)
         return _outcomes(results)
 
     async def exchange_soon(self, step: Requests) -> list[Any]:
         """Send requests, as `exchange` does; other tasks run meanwhile."""
+        if not step.requests:
+            return []
         loop = asyncio.get_running_loop()
+        over = loop.create_future()
+
+        def finish() -> None:  # in the loop
+            if not over.done():
+                over.set_result(None)
+
+        def finish_soon() -> None:  # in kazoo's thread
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(finish)
+
+        results = self._begin(step.requests, finish_soon)
         async with asyncio.timeout(step.seconds):
-            while not self._is_open.is_set():  # noqa: ASYNC110 - kazoo's thread sets it, once
-                await asyncio.sleep(0.005)
-            results = self.send(step)
-            done = loop.create_future()
-            left = [len(results)]
-
-            def finish() -> None:
-                if not done.done():
-                    done.set_result(None)
-
-            def note(_: object) -> None:  # in kazoo's thread
-                left[0] -= 1
-                if not left[0]:
-                    with contextlib.suppress(RuntimeError):  # the loop is closed
-                        loop.call_soon_threadsafe(finish)
-
-            for result in results:
-                result.rawlink(note)
-            if results:
-                await done
+            await over
         return _outcomes(results)
 
-    def watch(self, path: str, bell: Bell) -> Watch:
-        return Watch(self._client, path, bell)
+    def watch(self, path: str, bell: Any) -> Watch:
+        watch = Watch(bell)
+        self._to_do.put(lambda client: watch.begin(client, path))
+        return watch
 
 
 class Watch:
     """Rings when a node has gone, and when the connection is lost: a bell for the step `Wait`."""
 
-    def __init__(self, client: KazooClient, path: str, bell: Any) -> None:
+    def __init__(self, bell: Any) -> None:
         self.over = False
         self._bell = bell
         self.sleep = bell.sleep
+
+    def begin(self, client: KazooClient, path: str) -> None:
         client.exists_async(path, watch=self._ring).rawlink(self._look)
 
     def _look(self, result: Any) -> None:

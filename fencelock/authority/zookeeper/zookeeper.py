@@ -9,7 +9,6 @@ import threading
 import time
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import unquote
@@ -24,7 +23,6 @@ from kazoo.exceptions import (
     RuntimeInconsistency,
 )
 
-from fencelock import _threads
 from fencelock._checks import check_seconds
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish
@@ -79,6 +77,9 @@ class ZooKeeper(LineAuthority):
     _most = _MOST
     _comes_late = False  # requests of a session are executed in their order
 
+    def _ends_late(self, ttl: float) -> bool:  # noqa: ARG002 - of any
+        return True
+
     def __init__(self, url: str, *, session_timeout: float = 30.0) -> None:
         self._hosts, given = hosts_of(url)
         self._timeout = check_seconds("session_timeout", given or session_timeout)
@@ -96,10 +97,6 @@ class ZooKeeper(LineAuthority):
         self._made: OrderedDict[str, None] = OrderedDict()
         #: The paths of entries of places and grants, by nonce.
         self._paths: dict[str, list[str]] = {}
-        #: Of each grant: its resources, and when its lease ends.
-        self._ends: dict[str, tuple[tuple[str, ...], float]] = {}
-        self._janitor: threading.Thread | None = None
-        self._janitors_bell = ThreadBell()
 
     def close(self) -> None:
         """Close the session; held leases keep it open until they end. The next use connects again."""
@@ -184,8 +181,9 @@ class ZooKeeper(LineAuthority):
         lines = list(map(self._line, place.resources))
         if alone:
             found = yield from self._asking([_children(line) for line in lines], until)
-            if any(not isinstance(its, NoNodeError) and self._checked(its) for its in found):
-                return View(is_there=False, ahead=())
+            ahead = [name for its in found if not isinstance(its, NoNodeError) for name in self._checked(its)]
+            if ahead:
+                return View(is_there=False, ahead=ahead)
         while True:
             yield from self._make(lines, until)
             text, place.began = entry_text(place.ttl).encode(), time.monotonic()
@@ -319,7 +317,7 @@ class ZooKeeper(LineAuthority):
                     continue
                 end = validity(began, self._lasts(ttl))
                 extended = replace(grant, expires_at=max(grant.expires_at, end))
-                self._note_end(extended)
+                self._note_end(extended, ttl)
                 outcomes.append(extended)
         except AuthorityError as error:
             outcomes += [error] * (len(wishes) - len(outcomes))
@@ -398,29 +396,6 @@ class ZooKeeper(LineAuthority):
 
     def _gone_at(self, place: Place) -> float:  # noqa: ARG002 - entries last as long as the session
         return math.inf
-
-    # Leases that end while their process lives.
-
-    def _note_end(self, grant: Grant) -> None:
-        self._ends[grant.proof] = grant.resources, grant.expires_at
-        if self._janitor is None:
-            janitor = self._janitor = threading.Thread(target=self._end_leases, daemon=True)
-            with suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
-                _threads.start(janitor)
-        self._janitors_bell.ring()
-
-    def _end_leases(self) -> None:
-        """Delete the entries of leases that have ended, in a thread; the servers only know the session."""
-        pid = os.getpid()
-        while pid == self._pid:
-            now = time.monotonic()
-            for nonce, (resources, end) in list(self._ends.items()):
-                if end <= now:
-                    with suppress(FencelockError):
-                        self.run(self._giving_back(resources, nonce))
-                    self._ends.pop(nonce, None)
-            ends = [end for _, end in list(self._ends.values())]
-            self._janitors_bell.sleep(max(0.0, min(ends, default=math.inf) - now) if ends else 60.0)
 
     # What operators see and do.
 
