@@ -119,5 +119,5 @@ class Judge:
 
     def kept(self, held: Held, until: float) -> None:
         for resource in held.resources:
-            if held.era == self.era:
+            if self._counts(held):
                 self._kept[resource] = (until, held.who, self.era)

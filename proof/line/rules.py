@@ -27,6 +27,8 @@ class Rules:
         keeps_both: etcd: while it is not known whether an entry has moved, both leases are renewed.
         counts_from_first: etcd: "the lease exists" counts from the first request for it.
         forgets_base: ZooKeeper: the base is forgotten with the session.
+        names_anew: ZooKeeper: a new session enters under a new nonce: the old one may still live.
+        drops_strangers: ZooKeeper: a process deletes entries of its session that it knows nothing of.
         all_anew: ZooKeeper: where one entry is missing, all are made anew.
         part: ZooKeeper: how much of a session's timeout is valid after an answer.
         spares_kept: ZooKeeper: prune leaves a mark alone that says how long its lock is kept.
@@ -43,6 +45,8 @@ class Rules:
     keeps_both: bool = True
     counts_from_first: bool = True
     forgets_base: bool = True
+    names_anew: bool = True
+    drops_strangers: bool = True
     all_anew: bool = True
     part: float = 2 / 3
     spares_kept: bool = True
