@@ -8,7 +8,7 @@ from typing import Final, Literal
 #: Milliseconds that a restore takes at least. Clocks differ by less.
 OUTAGE: Final = 1000
 #: A mark older than this may be pruned. It is an hour in truth.
-OLD: Final = 4 * OUTAGE
+OLD: Final = 3 * OUTAGE
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +18,7 @@ class Rules:
     Attributes:
         token: what a token is made from.
         compares_value: etcd: the mark has to be lower than the token; else its revision is compared.
-        reads_in_line: ZooKeeper: the mark is read while the own entry stands; else before it is made.
+        reads_in_line: ZooKeeper: the mark is read while the own entry stands; else it may be remembered from before.
         compares_base: a mint is refused where the base is another than the one remembered.
         enters_at_once: the lines of all resources in one transaction.
         entry: what a mint asks of the own entry; revision: that it is the one seen at the head.
@@ -28,7 +28,8 @@ class Rules:
         counts_from_first: etcd: "the lease exists" counts from the first request for it.
         forgets_base: ZooKeeper: the base is forgotten with the session.
         names_anew: ZooKeeper: a new session enters under a new nonce: the old one may still live.
-        drops_strangers: ZooKeeper: a process deletes entries of its session that it knows nothing of.
+        retires: ZooKeeper: a session that was cut off is closed once nothing is held under it: what was
+            restored has entries of it that its process knows nothing of.
         all_anew: ZooKeeper: where one entry is missing, all are made anew.
         part: ZooKeeper: how much of a session's timeout is valid after an answer.
         spares_kept: ZooKeeper: prune leaves a mark alone that says how long its lock is kept.
@@ -46,7 +47,7 @@ class Rules:
     counts_from_first: bool = True
     forgets_base: bool = True
     names_anew: bool = True
-    drops_strangers: bool = True
+    retires: bool = True
     all_anew: bool = True
     part: float = 2 / 3
     spares_kept: bool = True

@@ -19,8 +19,6 @@ Step = float | tuple[Callable[..., Any], tuple[Any, ...]]
 Steps = Generator[Step, Any, _Result]
 _EPOCH: Final = 1 << 40
 _DAY: Final = 86_400_000
-_RESOURCES: Final = 3
-_CLIENTS: Final = 4
 #: Milliseconds of trouble, and those within which all have to be served once it is over.
 _TROUBLE, _CALM = 12_000, 90_000
 
@@ -109,14 +107,14 @@ class Client:
     def live(self) -> Steps[None]:
         while True:
             last = self.world.calm
-            yield self.random.uniform(1, 150)
+            yield self.random.uniform(1, 150 if self.world.calm else self.world.idle)
             yield from self._use()
             if last:
                 return
 
     def _use(self) -> Steps[None]:
-        names = range(_RESOURCES)
-        held = self.new(sorted(self.random.sample(names, self.random.choice([1, 1, 2, 2, 3]))))
+        count = min(self.random.choice([1, 1, 2, 2, 3]), self.world.resources)
+        held = self.new(sorted(self.random.sample(range(self.world.resources), count)))
         self.world.judge.began(held, self.world.now)
         patience = self.random.choice([0, 500, 5000, 5000])
         if not (yield from self.acquire(held, self.mono() + patience)):
@@ -159,7 +157,7 @@ class Operator(Client):
     def live(self) -> Steps[None]:
         while not self.world.calm:
             yield self.random.uniform(50, 600)
-            resource = self.random.randrange(_RESOURCES)
+            resource = self.random.randrange(self.world.resources)
             act = self.random.choices(["prune", "force", "raise"], [6, 2, 0.5])[0]
             try:
                 if act == "prune":
@@ -187,10 +185,13 @@ class World:
         self._count = itertools.count()
         self._snapshots = [State()]
         self._clients: list[Client] = []
-        self._rough = self.random.choice([0.02, 0.1, 0.25])
+        self.resources = self.random.choice([1, 2, 3])
+        self.idle = self.random.choice([50, 150, 150, 3000])
+        self._crew = self.random.choice([2, 3, 4])
+        self._rough = self.random.choice([0.02, 0.1, 0.25, 0.5])
 
     def play(self, client: type[Client], operator: type[Client]) -> Judge:
-        self._clients = [client(self) for _ in range(_CLIENTS)] + [operator(self)]
+        self._clients = [client(self) for _ in range(self._crew)] + [operator(self)]
         for each in self._clients:
             self._resume(each, each.turn, None)
         self.at(0, self._disturb)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from .judge import Held
-from .rules import Rules
+from .rules import OUTAGE, Rules
 from .store import Base, Entry, GoneError, LostError, Node, Owner, Store, Who
 from .world import Client, Operator, Steps, validity
 
@@ -42,6 +42,9 @@ class ZooKeeper(Store):
     def connect(self, session: int) -> None:
         """Begin a session. It gets its number here in truth; its client chooses it in the model."""
         self.state.owners[session] = Owner(TIMEOUT, self.now + TIMEOUT)
+
+    def close(self, session: int) -> None:
+        self.end(session)
 
     def serve(self, session: int, lag: float, seen: int, request: str, *arguments: Any) -> tuple[int, Any]:
         """Serve a session's request; return the revision too. A server that is behind its client refuses."""
@@ -154,8 +157,10 @@ class ZooKeeperClient(Client):
     def begin(self) -> None:
         self.session = self.seen = 0
         self.heard = 0.0
+        self._cut = self._holding = False
         self._names = self.number() << 32
         self.base: Base | None = None
+        self.marks: dict[int, Node] = {}
         self._ping()
 
     def _ping(self) -> None:
@@ -164,17 +169,22 @@ class ZooKeeperClient(Client):
             return
         world, owner = self.world, self.store.state.owners.get(self.session)
         fine = world.now >= self.paused and not self.store.down and self.seen <= self.store.state.revision
-        if owner is not None and owner.ends > world.now and fine and world.random.random() < 0.8:
+        if owner is not None and owner.ends > world.now and fine and (world.calm or world.random.random() < 0.8):
+            self._hear()
             lag = world.random.uniform(0, _LAG)
             owner.ends = max(owner.ends, world.now - lag + owner.ttl)
         world.at(TIMEOUT / 4, self._ping)
 
     def _ask(self, request: str, *arguments: Any) -> Steps[Any]:
         """Send a request in the session, and begin one where there is none."""
+        if self.session and self._cut and not self._holding and self.rules.retires:
+            session, self.session = self.session, 0
+            yield self.store.close, (session,)
+            raise SessionError
         if not self.session:
             session, self.seen = self.number(), 0
             yield self.store.connect, (session,)
-            self.session, self.heard = session, self.mono()
+            self.session, self.heard, self._cut = session, self.mono(), False
             if self.rules.forgets_base:
                 self.base = None
         lag = self.random.uniform(0, _LAG)
@@ -188,8 +198,13 @@ class ZooKeeperClient(Client):
                 raise
             self.session = 0  # a wiped server never tells: it refuses who has seen more than it
             raise SessionError from None
-        self.heard = self.mono()
+        self._hear()
         return value
+
+    def _hear(self) -> None:
+        """Note whether nothing was heard for as long as a restore takes."""
+        self._cut |= self.mono() - self.heard > 0.9 * OUTAGE
+        self.heard = self.mono()
 
     def new(self, resources: list[int]) -> Held:
         return Lock(resources)
@@ -201,6 +216,7 @@ class ZooKeeperClient(Client):
         while self.mono() < end or self.world.calm:
             try:
                 if (yield from self._try(lock)):
+                    self._holding = True
                     return True
             except LostError:
                 pass
@@ -233,23 +249,13 @@ class ZooKeeperClient(Client):
         lock.entries = {
             resource: key for resource, line in lines.items() for key in line if key[0] == lock.who
         }
-        if self.rules.drops_strangers:
-            yield from self._drop_strangers(lock, lines)
         return lines
-
-    def _drop_strangers(self, lock: Lock, lines: dict[int, list[Key]]) -> Steps[None]:
-        """Delete entries of this process that it does not know: a restored snapshot has them again."""
-        for resource, line in lines.items():
-            for key in line:
-                if key[0] >> 32 == lock.who >> 32 and key[0] != lock.who:
-                    yield from self._ask("delete", {resource: key})
 
     def _enter(self, lock: Lock) -> Steps[None]:
         rules, gone = self.rules, dict(lock.entries)
         missing = [resource for resource in lock.resources if resource not in gone]
         if not rules.reads_in_line:
-            for resource in lock.resources:
-                lock.early[resource] = (yield from self._ask("data", resource)) or Node()
+            lock.early = {each: self.marks[each] for each in lock.resources if each in self.marks}
         if not rules.enters_at_once:
             resources, gone = [self.random.choice(missing)], {}
         elif not rules.all_anew:
@@ -275,14 +281,8 @@ class ZooKeeperClient(Client):
         lock.since = self.mono()
         if not self.rules.reads_in_line:
             nodes |= lock.early
-        if (yield from self._mint(lock, nodes)):
-            return True
-        if not self.rules.reads_in_line:
-            yield from self._leave_line(lock)
-        return False
-
-    def _leave_line(self, lock: Lock) -> Steps[None]:
-        yield from self._ask("delete", lock.entries)
+        lock.early = {}
+        return (yield from self._mint(lock, nodes))
 
     def _mint(self, lock: Lock, nodes: dict[int, Node]) -> Steps[bool]:
         assert self.base is not None
@@ -294,6 +294,7 @@ class ZooKeeperClient(Client):
         }
         versions = {each: node.version for each, node in nodes.items()}
         mint = Mint(tokens, versions, self.base)
+        self.marks |= {each: Node(token, versions[each] + 1) for each, token in tokens.items()}
         done = yield from self._ask("mint", lock.who, lock.entries, mint)
         if not done:
             self.base = None
@@ -334,6 +335,7 @@ class ZooKeeperClient(Client):
             versions = {each: node.version for each, node in nodes.items()}
             mint = Mint(marks, versions, base, until)
             if (yield from self._ask("mint", lock.who, lock.entries, mint)):
+                self._holding = False
                 return True
         except LostError:
             pass
@@ -345,6 +347,7 @@ class ZooKeeperClient(Client):
     def release(self, held: Held) -> Steps[None]:
         """Delete the entries. Nobody else does while this session lives, so that it is owed until done."""
         lock = self._own(held)
+        self._holding = False
         while True:
             try:
                 yield from self._lines(lock)
