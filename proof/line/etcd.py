@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -10,7 +11,8 @@ from .store import PATIENCE, Base, Entry, GoneError, LostError, Node, Owner, Sto
 from .judge import Held
 from .world import Client, Operator, Steps, validity
 
-TTLS: Final = (2000, 2000, 3000, 4000)
+#: Short ones, so that much happens while an owner lives; whole seconds in truth.
+_TTLS: Final = (700, 700, 1000, 1500)
 
 
 class View(NamedTuple):
@@ -196,7 +198,7 @@ class EtcdClient(Client):
     def _enter(self, lock: Lock) -> Steps[bool]:
         """Enter all lines under a new lease; return whether the lock is held at once."""
         lock.leases.clear()
-        lock.ttl = self.random.choice(TTLS)
+        lock.ttl = self.random.choice(_TTLS)
         lock.who = yield from self._grant(lock, lock.ttl)
         self.world.judge.entered(lock)
         try:
@@ -294,8 +296,8 @@ class EtcdClient(Client):
         self.prolong(lock)
         if len(lock.leases) > 1:
             return (yield from self._finish_move(lock, lock.ttl))
-        if self.random.random() < 0.3:
-            return (yield from self._move(lock, lock.ttl + 1000 * self.random.randint(1, 2)))
+        if self.random.random() < self.world.moves:
+            return (yield from self._move(lock, lock.ttl + self.random.choice([100, 300, 800])))
         return True
 
     def _move(self, lock: Lock, ttl: int) -> Steps[bool]:
@@ -331,7 +333,8 @@ class EtcdClient(Client):
             if sent is not None:
                 lock.ttl, lock.since = ttl, sent
                 self.prolong(lock)
-            yield from self._revoke(old)
+            with suppress(LostError):
+                yield self.store.revoke, (old,)
         return done
 
     def remint(self, held: Held) -> Steps[bool]:
@@ -347,7 +350,7 @@ class EtcdClient(Client):
         lock = self._own(held)
         if len(lock.leases) > 1:
             return False
-        new = yield from self._grant(lock, max(2000, -(-(until - self.clock()) // 1000) * 1000))
+        new = yield from self._grant(lock, max(500, -(-(until - self.clock()) // 100) * 100))
         moved = yield from self._finish_move(lock, 0)
         return moved and new in lock.leases
 

@@ -27,7 +27,6 @@ class Rules:
         keeps_both: etcd: while it is not known whether an entry has moved, both leases are renewed.
         counts_from_first: etcd: "the lease exists" counts from the first request for it.
         forgets_base: ZooKeeper: the base is forgotten with the session.
-        names_anew: ZooKeeper: a new session enters under a new nonce: the old one may still live.
         retires: ZooKeeper: a session that was cut off is closed once nothing is held under it: what was
             restored has entries of it that its process knows nothing of.
         all_anew: ZooKeeper: where one entry is missing, all are made anew.
@@ -46,7 +45,6 @@ class Rules:
     keeps_both: bool = True
     counts_from_first: bool = True
     forgets_base: bool = True
-    names_anew: bool = True
     retires: bool = True
     all_anew: bool = True
     part: float = 2 / 3

@@ -120,9 +120,9 @@ class Client:
         if not (yield from self.acquire(held, self.mono() + patience)):
             return
         kept = False
-        while held.until > self.world.now and self.random.random() < 0.8:
+        while held.until > self.world.now and self.random.random() < (0.5 if self.world.calm else self.world.holds):
             try:
-                yield self.random.uniform(1, 60)
+                yield self.random.uniform(1, 200)
                 act = self.random.random()
                 if act < 0.4:
                     if not (yield from self.extend(held)):
@@ -158,7 +158,7 @@ class Operator(Client):
         while not self.world.calm:
             yield self.random.uniform(50, 600)
             resource = self.random.randrange(self.world.resources)
-            act = self.random.choices(["prune", "force", "raise"], [6, 2, 0.5])[0]
+            act = self.random.choices(["prune", "force", "raise"], [6, self.world.forces, 0.5])[0]
             try:
                 if act == "prune":
                     yield from self.prune(resource)
@@ -187,6 +187,10 @@ class World:
         self._clients: list[Client] = []
         self.resources = self.random.choice([1, 2, 3])
         self.idle = self.random.choice([50, 150, 150, 3000])
+        self.holds = self.random.choice([0.5, 0.8, 0.97])
+        self.moves = self.random.choice([0, 0.2, 0.8])
+        self.forces = self.random.choice([0.3, 2, 10])
+        self._restores = self.random.choice([0, 1, 5])
         self._crew = self.random.choice([2, 3, 4])
         self._rough = self.random.choice([0.02, 0.1, 0.25, 0.5])
 
@@ -240,7 +244,7 @@ class World:
                 delay += client.paused - self.now
             if self.random.random() < self._rough:
                 fault = self.random.choice(["late", "late", "not sent", "not answered"])
-                delay += self.random.choice([150, 400, 2500]) if fault == "late" else 0
+                delay += self.random.choice([20, 150, 400, 1000, 2500]) if fault == "late" else 0
                 sent, answered = fault != "not sent", fault != "not answered"
         if self.fifo:
             delay = max(delay, client.arrived - self.now)
@@ -279,7 +283,7 @@ class World:
             return
         self.at(self.random.uniform(50, 400), self._disturb)
         client = self.random.choice(self._clients)
-        match self.random.choices(["pause", "crash", "clock", "snapshot", "restore"], [6, 2, 6, 3, 1])[0]:
+        match self.random.choices(["pause", "crash", "clock", "snapshot", "restore"], [6, 2, 6, 3, self._restores])[0]:
             case "pause":
                 client.paused = self.now + self.random.choice([300, 1500, 6000])
             case "crash":

@@ -11,7 +11,7 @@ from .rules import OUTAGE, Rules
 from .store import Base, Entry, GoneError, LostError, Node, Owner, Store, Who
 from .world import Client, Operator, Steps, validity
 
-TIMEOUT: Final = 3000
+TIMEOUT: Final = 1600
 #: A leader hears from its followers which sessions live, some time after they have heard it.
 _LAG: Final = TIMEOUT // 4
 #: A name of an entry: `<nonce>-<number>`.
@@ -211,7 +211,7 @@ class ZooKeeperClient(Client):
 
     def acquire(self, held: Held, end: float) -> Steps[bool]:
         lock = self._own(held)
-        lock.ttl = self.random.choice([500, 2000, 4000])
+        lock.ttl = self.random.choice([500, 1000, 4000])
         self._name(lock)
         while self.mono() < end or self.world.calm:
             try:
@@ -221,8 +221,7 @@ class ZooKeeperClient(Client):
             except LostError:
                 pass
             except SessionError:
-                if self.rules.names_anew:
-                    self._name(lock)
+                self._name(lock)  # the session that was given up may live, and its entries with it
         yield from self.release(lock)
         return False
 
