@@ -296,7 +296,7 @@ class EtcdClient(Client):
         self.prolong(lock)
         if len(lock.leases) > 1:
             return (yield from self._finish_move(lock, lock.ttl))
-        if self.random.random() < self.world.moves:
+        if self.random.random() < self.world.weather.moves:
             return (yield from self._move(lock, lock.ttl + self.random.choice([100, 300, 800])))
         return True
 

@@ -7,6 +7,7 @@ import heapq
 import itertools
 import random
 from collections.abc import Callable, Generator
+from dataclasses import dataclass, replace
 from typing import Any, Final, TypeVar
 
 from .judge import STUCK, Held, Judge
@@ -107,20 +108,20 @@ class Client:
     def live(self) -> Steps[None]:
         while True:
             last = self.world.calm
-            yield self.random.uniform(1, 150 if self.world.calm else self.world.idle)
+            yield self.random.uniform(1, 150 if self.world.calm else self.world.weather.idle)
             yield from self._use()
             if last:
                 return
 
     def _use(self) -> Steps[None]:
-        count = min(self.random.choice([1, 1, 2, 2, 3]), self.world.resources)
-        held = self.new(sorted(self.random.sample(range(self.world.resources), count)))
+        count = min(self.random.choice([1, 1, 2, 2, 3]), self.world.weather.resources)
+        held = self.new(sorted(self.random.sample(range(self.world.weather.resources), count)))
         self.world.judge.began(held, self.world.now)
         patience = self.random.choice([0, 500, 5000, 5000])
         if not (yield from self.acquire(held, self.mono() + patience)):
             return
         kept = False
-        while held.until > self.world.now and self.random.random() < (0.5 if self.world.calm else self.world.holds):
+        while held.until > self.world.now and self.random.random() < (0.5 if self.world.calm else self.world.weather.holds):
             try:
                 yield self.random.uniform(1, 200)
                 act = self.random.random()
@@ -157,8 +158,8 @@ class Operator(Client):
     def live(self) -> Steps[None]:
         while not self.world.calm:
             yield self.random.uniform(50, 600)
-            resource = self.random.randrange(self.world.resources)
-            act = self.random.choices(["prune", "force", "raise"], [6, self.world.forces, 0.5])[0]
+            resource = self.random.randrange(self.world.weather.resources)
+            act = self.random.choices(["prune", "force", "raise"], [6, self.world.weather.forces, 0.5])[0]
             try:
                 if act == "prune":
                     yield from self.prune(resource)
@@ -170,32 +171,75 @@ class Operator(Client):
                 pass
 
 
+@dataclass(frozen=True, slots=True)
+class Weather:
+    """How rough it is, and what clients do; each history has its own.
+
+    Attributes:
+        crew: how many clients there are.
+        idle: milliseconds between two acquisitions at most.
+        holds: the chance to go on holding, at each step.
+        moves: the chance that an extension asks for a longer lease.
+        rough: the chance that something becomes of a request.
+        pauses: weighs pauses of clients.
+        forces: weighs forced releases.
+        restores: weighs restores from a snapshot.
+    """
+
+    resources: int
+    crew: int
+    idle: int
+    holds: float
+    moves: float
+    rough: float
+    pauses: float
+    forces: float
+    restores: float
+
+    @classmethod
+    def by(cls, chance: random.Random) -> Weather:
+        return cls(
+            resources=chance.choice([1, 2, 3]),
+            crew=chance.choice([2, 3, 4]),
+            idle=chance.choice([50, 150, 150, 3000]),
+            holds=chance.choice([0.5, 0.8, 0.97]),
+            moves=chance.choice([0, 0.2, 0.8]),
+            rough=chance.choice([0.02, 0.1, 0.25, 0.5]),
+            pauses=chance.choice([0, 2, 6]),
+            forces=chance.choice([0.3, 2, 10]),
+            restores=chance.choice([0, 1, 5]),
+        )
+
+
 class World:
     """One history."""
 
-    def __init__(self, seed: int, store: Store, rules: Rules, *, skew: int, loses_base: bool) -> None:
+    def __init__(
+        self,
+        seed: int,
+        store: Store,
+        rules: Rules,
+        *,
+        fifo: bool = False,
+        skew: int = OUTAGE // 2 - 1,
+        loses_base: bool = False,
+        **weather: float,
+    ) -> None:
         self.random = random.Random(seed)
         self.store, self.rules, self.skew = store, rules, skew
         self.judge = Judge()
         self.now = 0.0
         self.calm = False
-        self.fifo = False
+        self.fifo = fifo
         self._loses_base = loses_base
         self._events: list[tuple[float, int, Callable[[], None]]] = []
         self._count = itertools.count()
         self._snapshots = [State()]
         self._clients: list[Client] = []
-        self.resources = self.random.choice([1, 2, 3])
-        self.idle = self.random.choice([50, 150, 150, 3000])
-        self.holds = self.random.choice([0.5, 0.8, 0.97])
-        self.moves = self.random.choice([0, 0.2, 0.8])
-        self.forces = self.random.choice([0.3, 2, 10])
-        self._restores = self.random.choice([0, 1, 5])
-        self._crew = self.random.choice([2, 3, 4])
-        self._rough = self.random.choice([0.02, 0.1, 0.25, 0.5])
+        self.weather = replace(Weather.by(self.random), **weather)
 
     def play(self, client: type[Client], operator: type[Client]) -> Judge:
-        self._clients = [client(self) for _ in range(self._crew)] + [operator(self)]
+        self._clients = [client(self) for _ in range(self.weather.crew)] + [operator(self)]
         for each in self._clients:
             self._resume(each, each.turn, None)
         self.at(0, self._disturb)
@@ -242,7 +286,7 @@ class World:
             if self.random.random() < 0.02:  # it is paused with a request in its hands
                 client.paused = self.now + self.random.choice([200, 1500, 5000])
                 delay += client.paused - self.now
-            if self.random.random() < self._rough:
+            if self.random.random() < self.weather.rough:
                 fault = self.random.choice(["late", "late", "not sent", "not answered"])
                 delay += self.random.choice([20, 150, 400, 1000, 2500]) if fault == "late" else 0
                 sent, answered = fault != "not sent", fault != "not answered"
@@ -283,7 +327,7 @@ class World:
             return
         self.at(self.random.uniform(50, 400), self._disturb)
         client = self.random.choice(self._clients)
-        match self.random.choices(["pause", "crash", "clock", "snapshot", "restore"], [6, 2, 6, 3, self._restores])[0]:
+        match self.random.choices(["pause", "crash", "clock", "snapshot", "restore"], [self.weather.pauses, 2, 6, 3, self.weather.restores])[0]:
             case "pause":
                 client.paused = self.now + self.random.choice([300, 1500, 6000])
             case "crash":
