@@ -6,9 +6,9 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
+from .judge import Held
 from .rules import Rules
 from .store import PATIENCE, Base, Entry, GoneError, LostError, Node, Owner, Store, Who
-from .judge import Held
 from .world import Client, Operator, Steps, validity
 
 #: Short ones, so that much happens while an owner lives; whole seconds in truth.
@@ -378,7 +378,6 @@ class EtcdClient(Client):
         mark, _ = view.marks[resource]
         if self.is_old(mark, view.base.value):
             yield self.store.prune, (resource, mark)
-
 
 
 class EtcdOperator(Operator, EtcdClient):

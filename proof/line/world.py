@@ -121,7 +121,9 @@ class Client:
         if not (yield from self.acquire(held, self.mono() + patience)):
             return
         kept = False
-        while held.until > self.world.now and self.random.random() < (0.5 if self.world.calm else self.world.weather.holds):
+        while held.until > self.world.now and self.random.random() < (
+            0.5 if self.world.calm else self.world.weather.holds
+        ):
             try:
                 yield self.random.uniform(1, 200)
                 act = self.random.random()
@@ -159,7 +161,9 @@ class Operator(Client):
         while not self.world.calm:
             yield self.random.uniform(50, 600)
             resource = self.random.randrange(self.world.weather.resources)
-            act = self.random.choices(["prune", "force", "raise"], [6, self.world.weather.forces, 0.5])[0]
+            act = self.random.choices(
+                ["prune", "force", "raise"], [6, self.world.weather.forces, self.world.weather.raises]
+            )[0]
             try:
                 if act == "prune":
                     yield from self.prune(resource)
@@ -183,6 +187,7 @@ class Weather:
         rough: the chance that something becomes of a request.
         pauses: weighs pauses of clients.
         forces: weighs forced releases.
+        raises: weighs raised bases.
         restores: weighs restores from a snapshot.
     """
 
@@ -194,6 +199,7 @@ class Weather:
     rough: float
     pauses: float
     forces: float
+    raises: float
     restores: float
 
     @classmethod
@@ -207,6 +213,7 @@ class Weather:
             rough=chance.choice([0.02, 0.1, 0.25, 0.5]),
             pauses=chance.choice([0, 2, 6]),
             forces=chance.choice([0.3, 2, 10]),
+            raises=chance.choice([0.2, 1]),
             restores=chance.choice([0, 1, 5]),
         )
 
@@ -327,7 +334,10 @@ class World:
             return
         self.at(self.random.uniform(50, 400), self._disturb)
         client = self.random.choice(self._clients)
-        match self.random.choices(["pause", "crash", "clock", "snapshot", "restore"], [self.weather.pauses, 2, 6, 3, self.weather.restores])[0]:
+        match self.random.choices(
+            ["pause", "crash", "clock", "snapshot", "restore"],
+            [self.weather.pauses, 2, 6, 3, self.weather.restores],
+        )[0]:
             case "pause":
                 client.paused = self.now + self.random.choice([300, 1500, 6000])
             case "crash":

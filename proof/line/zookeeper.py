@@ -169,7 +169,12 @@ class ZooKeeperClient(Client):
             return
         world, owner = self.world, self.store.state.owners.get(self.session)
         fine = world.now >= self.paused and not self.store.down and self.seen <= self.store.state.revision
-        if owner is not None and owner.ends > world.now and fine and (world.calm or world.random.random() < 0.8):
+        if (
+            owner is not None
+            and owner.ends > world.now
+            and fine
+            and (world.calm or world.random.random() < 0.8)
+        ):
             self._hear()
             lag = world.random.uniform(0, _LAG)
             owner.ends = max(owner.ends, world.now - lag + owner.ttl)
