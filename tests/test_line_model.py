@@ -22,6 +22,7 @@ def test_nothing_breaks_while_everything_goes_wrong(store: str) -> None:
 
 @pytest.mark.parametrize("name", CONTROLS)
 def test_each_control_breaks(name: str) -> None:
+    """A rule that could go unnoticed would be none."""
     assert CONTROLS[name].first(range(1500)) is not None
 
 
@@ -55,5 +56,6 @@ def test_a_request_to_enter_that_comes_late_leaves_the_entry_under_its_lease(kee
 
 
 def test_a_history_repeats() -> None:
+    """A seed is all that a report has to name."""
     first, again = (play(7, ETCD, SHIPPED) for _ in range(2))
     assert first.grants == again.grants

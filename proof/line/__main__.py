@@ -35,7 +35,8 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=4000, help="how many histories, half for each store")
     parser.add_argument("--control", action="append", help="only these controls")
     options = parser.parse_args()
-    right = all([_shipped(store, range(options.seeds // 2)) for store in STORES])
+    kept = [_shipped(store, range(options.seeds // 2)) for store in STORES]
+    right = all(kept)
     for name in options.control or CONTROLS:
         found = CONTROLS[name].first(range(PATIENCE))
         right &= found is not None

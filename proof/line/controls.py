@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final
 
 from .etcd import Etcd, EtcdClient, EtcdOperator
 from .judge import BELOW, KEPT, ORDER, OVERLAP, STUCK, TWICE, UNFAIR, Judge
@@ -23,7 +23,7 @@ class Control:
     store: str
     rules: Rules
     breaks: frozenset[str]
-    weather: Mapping[str, float] = field(default_factory=dict)
+    weather: Mapping[str, Any] = field(default_factory=dict)
 
     def first(self, seeds: Iterable[int]) -> tuple[int, Counter[str]] | None:
         """Return the first seed that breaks one of them, and what it breaks."""
@@ -34,7 +34,7 @@ class Control:
         return None
 
 
-def play(seed: int, store: str, rules: Rules = SHIPPED, **options: float) -> Judge:
+def play(seed: int, store: str, rules: Rules = SHIPPED, **options: Any) -> Judge:
     """Play the history of a seed."""
     if store == ETCD:
         return World(seed, Etcd(rules), rules, **options).play(EtcdClient, EtcdOperator)
@@ -48,8 +48,8 @@ def _both(rules: Rules, *breaks: str, **weather: float) -> dict[str, Control]:
 
 def _controls() -> dict[str, Control]:
     of_both = {
-        "tokens are places in line": _both(Rules(token="place"), BELOW, TWICE, ORDER),
-        "tokens without a clock": _both(Rules(token="own + 1"), BELOW, TWICE),
+        "tokens are places in line": _both(Rules(source="place"), BELOW, TWICE, ORDER),
+        "tokens without a clock": _both(Rules(source="own + 1"), BELOW, TWICE),
         "base not compared": _both(Rules(compares_base=False), BELOW),
         "lines entered one by one": _both(Rules(enters_at_once=False), STUCK, resources=3, idle=50),
         "entry not compared": _both(Rules(entry="none"), UNFAIR, ORDER),

@@ -76,7 +76,7 @@ class Etcd(Store):
         rules, nodes = self.rules, self.state.nodes
         if rules.compares_base and self.base().value != mint.base.value:
             return False
-        if rules.token == "place":
+        if rules.source == "place":
             return True
         there = {resource: nodes.get(resource, Node()) for resource in mint.tokens}
         if rules.compares_value:
@@ -278,7 +278,7 @@ class EtcdClient(Client):
     def mint(self, lock: Lock, view: View) -> Steps[bool]:
         mint = self._mint(view.marks, lock.created)
         done = yield self.store.mint, (lock.who, lock.created, mint)
-        return done and self.take(lock, mint.tokens)
+        return bool(done) and self.take(lock, mint.tokens)
 
     def _renew(self, lock: Lock) -> Steps[bool]:
         """Renew all leases; what is valid is what each of them grants."""
@@ -335,13 +335,13 @@ class EtcdClient(Client):
                 self.prolong(lock)
             with suppress(LostError):
                 yield self.store.revoke, (old,)
-        return done
+        return bool(done)
 
     def remint(self, held: Held) -> Steps[bool]:
         lock = self._own(held)
         view = yield self.store.look, (lock.resources,)
         self._remember(view)
-        if self.rules.token == "place":
+        if self.rules.source == "place":
             lock.created = 0
         return (yield from self.mint(lock, view))
 

@@ -16,9 +16,9 @@ class Rules:
     """What the protocol does; the defaults are what is shipped.
 
     Attributes:
-        token: what a token is made from.
+        source: what a token is made from.
         compares_value: etcd: the mark has to be lower than the token; else its revision is compared.
-        reads_in_line: ZooKeeper: the mark is read while the own entry stands; else it may be remembered from before.
+        reads_in_line: ZooKeeper: the mark is read while the own entry stands; else it may be older.
         compares_base: a mint is refused where the base is another than the one remembered.
         enters_at_once: the lines of all resources in one transaction.
         entry: what a mint asks of the own entry; revision: that it is the one seen at the head.
@@ -34,7 +34,7 @@ class Rules:
         spares_kept: ZooKeeper: prune leaves a mark alone that says how long its lock is kept.
     """
 
-    token: Literal["clock", "place", "own + 1"] = "clock"
+    source: Literal["clock", "place", "own + 1"] = "clock"
     compares_value: bool = True
     reads_in_line: bool = True
     compares_base: bool = True
@@ -52,9 +52,9 @@ class Rules:
 
     def mint(self, mark: int, base: int, now: int, place: int) -> int:
         """Return a token above a mark; `place` is the revision of the place in line."""
-        if self.token == "place":
+        if self.source == "place":
             return place
-        if self.token == "own + 1":
+        if self.source == "own + 1":
             return mark + 1
         return max((mark >> 10) + 1, base + now) << 10
 

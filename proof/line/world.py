@@ -39,6 +39,7 @@ class Client:
         self._rate = self.random.uniform(0.996, 1.004)
         self.paused = self.arrived = 0.0
         self.turn = 0
+        self.done = False
         self.steps: Steps[None] = self.live()
         self.begin()
 
@@ -230,7 +231,7 @@ class World:
         fifo: bool = False,
         skew: int = OUTAGE // 2 - 1,
         loses_base: bool = False,
-        **weather: float,
+        **weather: Any,
     ) -> None:
         self.random = random.Random(seed)
         self.store, self.rules, self.skew = store, rules, skew
@@ -255,7 +256,7 @@ class World:
         for each in self._clients:
             each.paused = 0.0
         self._run(_TROUBLE + _CALM)
-        self.judge.broken[STUCK] += sum(each.steps.gi_frame is not None for each in self._clients)
+        self.judge.broken[STUCK] += sum(not each.done for each in self._clients)
         return self.judge
 
     def at(self, delay: float, event: Callable[[], None]) -> None:
@@ -274,11 +275,10 @@ class World:
             return
         client.turn += 1
         try:
-            if isinstance(value, Exception):
-                step = client.steps.throw(value)
-            else:
-                step = client.steps.send(value)
+            failed = isinstance(value, Exception)
+            step = client.steps.throw(value) if failed else client.steps.send(value)
         except StopIteration:
+            client.done = True
             return
         self._take(client, step)
 
@@ -342,6 +342,7 @@ class World:
                 client.paused = self.now + self.random.choice([300, 1500, 6000])
             case "crash":
                 client.steps.close()
+                client.done = True
                 client.turn += 1
                 self._clients.remove(client)
                 self._clients.append(again := type(client)(self))

@@ -129,7 +129,7 @@ class ZooKeeper(Store):
         del self.state.nodes[resource]
         return True
 
-    def force(self, resource: int, *, whole: bool) -> None:
+    def force(self, resource: int, whole: bool = True) -> None:  # noqa: FBT002 - sent as it is
         """Delete the entry at the head of a line, or all that its acquisition has."""
         if (head := self.head(resource)) is None:
             return
@@ -165,7 +165,7 @@ class ZooKeeperClient(Client):
 
     def _ping(self) -> None:
         """Keep the session alive beside everything else, while the process is not paused."""
-        if self.steps.gi_frame is None:
+        if self.done:
             return
         world, owner = self.world, self.store.state.owners.get(self.session)
         fine = world.now >= self.paused and not self.store.down and self.seen <= self.store.state.revision
@@ -291,7 +291,7 @@ class ZooKeeperClient(Client):
     def _mint(self, lock: Lock, nodes: dict[int, Node]) -> Steps[bool]:
         assert self.base is not None
         now, place = self.clock(), self.seen
-        if self.rules.token == "place" and not lock.tokens:
+        if self.rules.source == "place" and not lock.tokens:
             place = 1 + lock.entries[lock.resources[0]][1]
         tokens = {
             each: self.rules.mint(node.mark, self.base.value, now, place) for each, node in nodes.items()
@@ -371,7 +371,7 @@ class ZooKeeperClient(Client):
         return held.since + min(validity(held.ttl), TIMEOUT * self.rules.part)
 
     def force(self, resource: int) -> Steps[None]:
-        yield lambda: self.store.force(resource, whole=self.random.random() < 0.5), ()
+        yield self.store.force, (resource, self.random.random() < 0.5)
 
     def prune(self, resource: int) -> Steps[None]:
         try:
