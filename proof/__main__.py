@@ -110,6 +110,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
     yield Proof("simulation", _python("proof.simulation", "--seeds", "40", "--jobs", "2"))
     yield Proof("mutants: each recorded seed notices again", _python("proof.simulation.mutants", "--replay"))
     yield Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "600"))
+    yield Proof("the line of etcd and ZooKeeper, and controls", _python("proof.line", "--seeds", "1000"))
     yield Proof("bytes and texts at random", _python("proof.fuzz", "--seconds", "20"))
     faults = _faults(NODES, "postgresql")
     yield _torture("all faults", folder, *DENSE, "--duration", "60", says=faults)
@@ -139,6 +140,7 @@ LONG = (
     Proof("model", ["make", "spec"]),
     Proof("simulation", _python("proof.simulation", "--seeds", "2000", "--jobs", "2")),
     Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "20000")),
+    Proof("the line of etcd and ZooKeeper, and controls", _python("proof.line", "--seeds", "40000")),
     Proof("mutants: searched for from the first seed", _python("proof.simulation.mutants", "--jobs", "2")),
     Proof("bytes and texts at random", _python("proof.fuzz", "--seconds", "600")),
     Proof("torture", ["make", "torture"]),

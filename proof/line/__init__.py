@@ -1,0 +1,1 @@
+"""Random histories of the line that grants leases in etcd and in ZooKeeper; `python -m proof.line`."""
