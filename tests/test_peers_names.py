@@ -26,7 +26,7 @@ from fencelock import Database, FencedModel, Redlock, fenced_lock, take_over
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError, QuorumError
 from fencelock.lease import held_leases
 from proof.servers import Nodes
-from tests.authorities.kinds import MAKERS, Kind
+from tests.authorities.kinds import MAKERS, SORTS, Kind
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 
@@ -45,7 +45,7 @@ class Order(FencedModel, Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
 
 
-@pytest.fixture(params=["quorum", "one-node", "postgresql", "mariadb", "sqlite"])
+@pytest.fixture(params=SORTS)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     """One server of each sort."""
     with contextmanager(MAKERS[request.param])(request) as made:
@@ -61,7 +61,7 @@ def pair(kind: Kind) -> Iterator[tuple[Any, Any]]:
     second.close()
 
 
-@pytest.fixture(params=["asyncpg", "aiomysql", "aiosqlite"])
+@pytest.fixture(params=["asyncpg", "aiomysql", "aiosqlite", "etcd", "zookeeper"])
 def tasks_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     """Two clients of a database, by a driver for coroutines."""
     with contextmanager(MAKERS[request.param])(request) as made:

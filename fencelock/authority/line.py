@@ -12,7 +12,7 @@ rise whatever clocks say. The place in the line is no token: a holder in front m
 
 A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time lifts new
 tokens above the lost ones, if clocks differ by less than the restore took. `base` is 0 until `init(above=…)`
-raises it. `proof/line.py` is the model.
+raises it. `proof/line` is the model.
 """
 
 from __future__ import annotations
@@ -144,6 +144,10 @@ class Head(NamedTuple):
         who = Holder.of(holder, _number(since)) if holder else None
         token = self.mark.token if self.mark.nonce == self.nonce else None
         return LockInfo(self.resource, token, who, left, self.waiters)
+
+
+def _name_of(info: LockInfo) -> str:
+    return info.resource
 
 
 def _number(text: str) -> float:
@@ -282,7 +286,7 @@ class LineAuthority(Owing):
                 f"one lock of {self!r} has at most {self._most} names, and this one has {len(resources)}: "
                 "lock what they have in common, or take several locks, always in the same order"
             )
-        place = Place(resources, _new_nonce(), ttl, began=time.monotonic())
+        place = Place(resources, _new_nonce(), float(ttl), began=time.monotonic())
         end = math.inf if timeout is None else place.began + timeout
         try:
             return (yield from self._acquiring(place, end, go_on))
@@ -304,13 +308,14 @@ class LineAuthority(Owing):
         found = yield from self._enter(place, alone=alone, until=_answer_by(end))
         while isinstance(found, View):
             if not found.is_there and (waited or not found.ahead):
-                if waited:  # its lease has ended meanwhile
+                if waited:  # its lease has ended meanwhile, or somebody has deleted an entry
+                    yield from self._giving_back(place.resources, place.nonce)
                     place.nonce, place.revision = _new_nonce(), 0
                 found = yield from self._enter(place, alone=alone and not waited, until=_answer_by(end))
                 continue
             if found.ahead or found.kept_for > 0:
                 if alone or time.monotonic() >= end:
-                    yield from self._refusing(place.resources, found.kept_for)
+                    yield from self._refusing(place)
                 waited = True
                 yield from self._waiting(place, found, end, go_on)
             found = yield from self._take(place, extend=waited, until=_answer_by(end))
@@ -336,11 +341,11 @@ class LineAuthority(Owing):
         if time.monotonic() >= place.extend_at:
             yield from self._keep_alive(place, _answer_by(end))
 
-    def _refusing(self, resources: tuple[str, ...], kept_for: float) -> Steps[None]:
-        found = yield from self.inspect_gen(resources)
-        left = max([kept_for, *(each.remaining for each in found)])
-        held = [each.resource for each in found] or resources
-        raise held_by_another(held, left if found or kept_for > 0 else None)
+    def _refusing(self, place: Place) -> Steps[None]:
+        heads = yield from self._heads(place.resources)
+        others = [head.info() for head in heads if head.nonce != place.nonce]
+        held = [info.resource for info in others] or place.resources
+        raise held_by_another(held, max((info.remaining for info in others), default=None))
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         place = Place(grant.resources, grant.proof, ttl, holds=True)
@@ -399,7 +404,7 @@ class LineAuthority(Owing):
         return max(time.monotonic(), place.began) + place.ttl + max(ANSWER)
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        return [head.info() for head in (yield from self._heads(resources))]
+        return sorted((head.info() for head in (yield from self._heads(resources))), key=_name_of)
 
     def force_gen(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
         (head,) = (yield from self._heads((resource,))) or (None,)
@@ -409,10 +414,9 @@ class LineAuthority(Owing):
         return head.info()
 
     def dump(self, grant: Grant) -> dict[str, Any]:
-        return {
-            type(self).__name__.lower(): self._shown.partition("://")[2].partition("/")[2],
-            "nonce": grant.proof,
-        }
+        self._ends.pop(grant.proof, None)  # where it is handed over to, it is extended
+        root = self._shown.partition("://")[2].partition("/")[2]
+        return {type(self).__name__.lower(): root, "nonce": grant.proof}
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
         if not _NONCE.fullmatch(data["nonce"]):

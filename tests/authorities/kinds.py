@@ -112,6 +112,9 @@ _ASYNCIO: Final[dict[str, Maker]] = {
     "aiosqlite": _database("sqlite+aiosqlite", _of_sqlite),
 }
 MAKERS: Final = _BLOCKING | _ASYNCIO
+#: One of each sort, by its name alone; the second in tasks.
+SORTS: Final = tuple(_BLOCKING)
+SORTS_IN_TASKS: Final = ("quorum", "asyncpg", "aiomysql", "aiosqlite", "etcd", "zookeeper")
 
 #: A kind and a world that can use it, as the fixture `stage` takes them.
 BLOCKING: Final = tuple(f"{name}, blocking" for name in _BLOCKING)
@@ -123,11 +126,11 @@ EACH_SORT: Final = tuple(name for name in BLOCKING if not name.startswith("one-n
 EACH_DATABASE: Final = tuple(
     name
     for name in (*EACH_SORT, "asyncpg, asyncio", "aiomysql, asyncio", "aiosqlite, asyncio")
-    if not name.startswith("quorum")
+    if not name.startswith(("quorum", "etcd", "zookeeper"))
 )
 #: Each server in each world, by one driver: drivers for one server say the same to it. The others are for
 #: what drivers do differently: connections, threads, cancellations, the types of values.
 EACH_SERVER: Final = (
     *BLOCKING,
-    *(f"{name}, asyncio" for name in ("quorum", "asyncpg", "aiomysql", "aiosqlite", "etcd", "zookeeper")),
+    *(f"{name}, asyncio" for name in SORTS_IN_TASKS),
 )

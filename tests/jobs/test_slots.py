@@ -29,20 +29,19 @@ from fencelock import (
 from fencelock.lease import held_leases
 from fencelock.lock import slots
 from fencelock.observe import forget, on_event
-from tests.authorities.kinds import MAKERS, Kind
+from tests.authorities.kinds import MAKERS, SORTS, SORTS_IN_TASKS, Kind
 from tests.polling import eventually
 
-SERVERS = ("quorum", "one-node", "postgresql", "mariadb", "sqlite")
 #: Seconds in which what is free must be had on a busy machine.
 SOON = 10.0
 
 
-@pytest.fixture(params=SERVERS)
+@pytest.fixture(params=SORTS)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     yield from MAKERS[request.param](request)
 
 
-@pytest.fixture(params=("quorum", "asyncpg", "aiomysql", "aiosqlite"))
+@pytest.fixture(params=SORTS_IN_TASKS)
 def kind_for_tasks(request: pytest.FixtureRequest) -> Iterator[Kind]:
     yield from MAKERS[request.param](request)
 

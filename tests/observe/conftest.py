@@ -24,7 +24,7 @@ from tests.observe.stage import RULES, Server, free_port, heard
 from tests.polling import eventually
 
 
-@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite"])
+@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite", "etcd", "zookeeper"])
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     """One server of each sort."""
     with contextmanager(MAKERS[request.param])(request) as made:

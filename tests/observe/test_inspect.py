@@ -21,12 +21,12 @@ from fencelock import QuorumError, Redlock
 from fencelock._owners import name_of_process
 from fencelock.holder import Holder
 from proof.servers import Nodes
-from tests.authorities.kinds import MAKERS, Kind
+from tests.authorities.kinds import MAKERS, SORTS, Kind
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
 
-@pytest.fixture(params=["quorum", "one-node", "postgresql", "mariadb", "sqlite"])
+@pytest.fixture(params=SORTS)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     """One server of each sort."""
     with contextmanager(MAKERS[request.param])(request) as made:

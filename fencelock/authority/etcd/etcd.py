@@ -98,7 +98,9 @@ class Etcd(Asking):
         compares += [_is_empty(self._line(resource)) for resource in place.resources]
         text = entry_text(place.ttl).encode()
         entries = [messages.put(key, text, lease) for key in self._entries(place)]
-        first = [] if alone else entries
+        # A repeated call must not put the entries back under a lease that they have left meanwhile.
+        absent = messages.compare(self._entries(place)[0], messages.VERSION, messages.EQUAL, 0)
+        first = [] if alone else [messages.nested([absent], entries)]
         txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
         done = Txn.read(self.checked(*(yield from self.asking([txn], until))))
         if done.succeeded:
@@ -111,13 +113,15 @@ class Etcd(Asking):
 
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
         tokens, compares, marks = self._minting(place)
-        compares.append(_is_there(self._entries(place)[0]))
+        mine = self._entries(place)[0]
+        its = messages.compare(mine, messages.CREATE, messages.EQUAL, place.revision)
+        compares.append(its if place.revision else _is_there(mine))
         if not place.holds:
             compares += [_is_empty(self._line(each), before=place.revision) for each in place.resources]
         began = time.monotonic()
         calls = [messages.txn(compares, marks, self._look(place))]
         if extend:
-            calls.append(messages.keep_alive(self._leases_of(place.nonce)[-1:]))
+            calls.append(messages.keep_alive(self._leases_of(place.nonce)[:1]))
         answers = yield from self.asking(calls, until)
         done = Txn.read(self.checked(answers[0]))
         if extend:
@@ -214,12 +218,12 @@ class Etcd(Asking):
         began = time.monotonic()
         ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
         until = ends if ends > began else began + ANSWER[0]
-        for grant, _ in wishes:
-            if len(self._leases_of(grant.proof)) > 1:  # an interrupted call has left it open
-                yield from self._finds_lease(grant.resources[0], grant.proof)
-        leases = [self._leases_of(grant.proof)[-1] for grant, _ in wishes]
         outcomes: list[Grant | FencelockError] = []
         try:
+            for grant, ttl in wishes:
+                if len(self._leases_of(grant.proof)) > 1:  # a call that was not answered has left it open
+                    yield from self._moving(grant, ttl, until)
+            leases = [self._leases_of(grant.proof)[0] for grant, _ in wishes]
             (answer,) = yield from self.asking([messages.keep_alive(leases)], until)
             self.checked(answer)
             lasts = dict(map(messages.lease_and_ttl, answer.messages))
@@ -240,17 +244,25 @@ class Etcd(Asking):
         return outcomes
 
     def _moving(self, grant: Grant, ttl: float, until: float) -> Steps[float]:
-        """Put the entries of a grant under another lease; return its seconds, or 0 if there are none."""
-        old, new = self._leases_of(grant.proof), secrets.randbits(63) or 1
-        self._leases[grant.proof] = (*old, new)
+        """Put the entries of a grant under another lease; return its seconds, or 0 if there are none.
+
+        If it is not answered, both leases are remembered, and the same move is repeated: it may come late.
+        """
+        old, *pending = self._leases_of(grant.proof)
+        new = pending[0] if pending else secrets.randbits(63) or 1
+        self._leases[grant.proof] = old, new
         seconds = yield from self._granted(new, ttl, until)
         entries = self._entries(Place(grant.resources, grant.proof, ttl))
         text = entry_text(ttl).encode()
-        txn = messages.txn(map(_is_there, entries), [messages.put(each, text, new) for each in entries])
+        under_old = [messages.compare(each, messages.LEASE, messages.EQUAL, old) for each in entries]
+        puts = [messages.put(each, text, new) for each in entries]
+        txn = messages.txn(under_old, puts, [messages.read(messages.get(entries[0]))])
         (answer,) = yield from self.asking([txn], until)
-        moved = Txn.read(self.checked(answer)).succeeded
-        yield from self.asking([messages.revoke(each) for each in (old if moved else (new,))], until)
-        self._leases[grant.proof] = (new,) if moved else old
+        done = Txn.read(self.checked(answer))
+        found = done.found[0][0].lease if not done.succeeded and done.found[0] else 0
+        moved = done.succeeded or found == new
+        yield from self.asking([messages.revoke(old if moved else new)], until)
+        self._leases[grant.proof] = (new if moved else found or old,)
         return seconds if moved else 0.0
 
     def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:

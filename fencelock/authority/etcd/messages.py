@@ -20,8 +20,8 @@ UNAUTHENTICATED: Final = 16
 
 #: The result and the target of a comparison.
 EQUAL, GREATER, LESS = 0, 1, 2
-VERSION, CREATE, VALUE = 0, 1, 3
-_FIELD_OF_TARGET: Final = {VERSION: 4, CREATE: 5, VALUE: 7}
+VERSION, CREATE, VALUE, LEASE = 0, 1, 3, 4
+_FIELD_OF_TARGET: Final = {VERSION: 4, CREATE: 5, VALUE: 7, LEASE: 8}
 
 
 class Call(NamedTuple):
@@ -155,23 +155,23 @@ def _found(message: bytes) -> list[KeyValue]:
 
 
 _KV: Final = b"/etcdserverpb.KV/"
-_LEASE: Final = b"/etcdserverpb.Lease/"
+_LEASES: Final = b"/etcdserverpb.Lease/"
 
 
 def grant(lease: int, ttl: int) -> Call:
-    return Call(_LEASE + b"LeaseGrant", (_int(1, ttl) + _int(2, lease),))
+    return Call(_LEASES + b"LeaseGrant", (_int(1, ttl) + _int(2, lease),))
 
 
 def revoke(lease: int) -> Call:
-    return Call(_LEASE + b"LeaseRevoke", (_int(1, lease),))
+    return Call(_LEASES + b"LeaseRevoke", (_int(1, lease),))
 
 
 def keep_alive(leases: Iterable[int]) -> Call:
-    return Call(_LEASE + b"LeaseKeepAlive", [_int(1, lease) for lease in leases])
+    return Call(_LEASES + b"LeaseKeepAlive", [_int(1, lease) for lease in leases])
 
 
 def time_to_live(lease: int) -> Call:
-    return Call(_LEASE + b"LeaseTimeToLive", (_int(1, lease),))
+    return Call(_LEASES + b"LeaseTimeToLive", (_int(1, lease),))
 
 
 def lease_and_ttl(message: bytes) -> tuple[int, int]:
@@ -268,6 +268,11 @@ def txn(compares: Iterable[bytes], then: Iterable[bytes], otherwise: Iterable[by
     parts += [_bytes(2, each) for each in then]
     parts += [_bytes(3, each) for each in otherwise]
     return Call(_KV + b"Txn", (b"".join(parts),))
+
+
+def nested(compares: Iterable[bytes], then: Iterable[bytes]) -> bytes:
+    """Return an operation that is a transaction itself."""
+    return _bytes(4, txn(compares, then).requests[0])
 
 
 def after(prefix: bytes) -> bytes:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -34,6 +36,7 @@ logger = logging.getLogger("fencelock.authority")
 _PORT: Final = 2181
 #: Seconds that the end of a session may take.
 _FAREWELL: Final = 2.0
+_CONNECTED: Final = "CONNECTED"
 _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")
 #: What a request ends with that may be sent again: nobody can tell whether it was done.
@@ -78,22 +81,31 @@ class Session:
         self._hosts, self._seconds = hosts, seconds
         #: Seconds after which the servers end the session, as they have told.
         self.timeout = 0.0
+        #: How often another session had to be begun.
+        self.renewals = 0
         self._to_do: SimpleQueue[Callable[[KazooClient], object] | None] = SimpleQueue()
         self._closed = ThreadBell()
         _threads.start(threading.Thread(target=self._serve, name="fencelock-zookeeper", daemon=True))
 
     def _serve(self) -> None:
         client = self._new_client()
-        client.start_async()
         while (work := self._to_do.get()) is not None:
+            if self._is_over:
+                # Servers that have lost their data refuse a session that knows more than they do, for ever.
+                threading.Thread(target=_end, args=(client,), daemon=True).start()
+                self.renewals += 1
+                client = self._new_client()
             try:
                 work(client)
             except Exception:
                 logger.exception("a request could not be sent to ZooKeeper")
-        with contextlib.suppress(Exception):  # whatever kazoo says of a connection that was never there
-            client.stop()
-            client.close()
+        _end(client)
         self._closed.ring()
+
+    @property
+    def _is_over(self) -> bool:
+        """Whether there was no connection for so long that the session has ended, as far as anybody knows."""
+        return time.monotonic() > self._away_since + max(self._seconds, self.timeout)
 
     def _new_client(self) -> KazooClient:
         hosts = self._hosts
@@ -112,7 +124,10 @@ class Session:
             **options,
         )
         self._note_timeout(client)
-        client.add_listener(self._tell)
+        self._away_since = time.monotonic()
+        client.add_listener(functools.partial(self._note_state, client))
+        self._client = client
+        client.start_async()
         return client
 
     def _note_timeout(self, client: KazooClient) -> None:
@@ -127,10 +142,12 @@ class Session:
 
         connection._connect = connect_and_note  # noqa: SLF001
 
-    def _tell(self, state: str) -> None:
+    def _note_state(self, client: KazooClient, state: str) -> None:
+        if client is self._client:
+            self._away_since = math.inf if state == _CONNECTED else time.monotonic()
         if _events.listeners:
             where = ",".join(map(shown, self._hosts.addresses))
-            if state == "CONNECTED":
+            if state == _CONNECTED:
                 _events.tell(ConnectionOpened("ZooKeeper", where))
             else:
                 _events.tell(ConnectionFailed("ZooKeeper", where, state))
@@ -227,6 +244,12 @@ class Watch:
 
     def close(self) -> None:
         """Do nothing: the watch ends with the node."""
+
+
+def _end(client: KazooClient) -> None:
+    with contextlib.suppress(Exception):  # whatever kazoo says of a connection that was never there
+        client.stop()
+        client.close()
 
 
 def _outcomes(results: Sequence[Any]) -> list[Any]:

@@ -97,6 +97,9 @@ class ZooKeeper(LineAuthority):
         self._made: OrderedDict[str, None] = OrderedDict()
         #: The paths of entries of places and grants, by nonce.
         self._paths: dict[str, list[str]] = {}
+        #: The ttl that entries tell, by nonce.
+        self._ttls: dict[str, float] = {}
+        self._renewals = 0
 
     def close(self) -> None:
         """Close the session; held leases keep it open until they end. The next use connects again."""
@@ -164,6 +167,9 @@ class ZooKeeper(LineAuthority):
             with self._opening:
                 if (session := self._session) is None:
                     session = self._session = Session(self._hosts, self._timeout)
+        if session.renewals != self._renewals:  # entries of the earlier session are not ours
+            self._renewals = session.renewals
+            self._paths.clear()
         return session
 
     def _check_process(self) -> None:
@@ -201,7 +207,7 @@ class ZooKeeper(LineAuthority):
                     self._made.pop(line, None)
                 continue
             self._checked(refused)
-            self._paths[place.nonce] = made
+            self._paths[place.nonce], self._ttls[place.nonce] = made, place.ttl
             place.granted = self._lasts(place.ttl)
             return (yield from self._mint_if_first(place, seen, until))
 
@@ -238,7 +244,7 @@ class ZooKeeper(LineAuthority):
     def _mint_if_first(self, place: Place, seen: list[Any], until: float) -> Steps[tuple[int, ...] | View]:
         """Mint if the place is the first in all lines; else return what stands there."""
         paths = self._paths.get(place.nonce, [])
-        if not paths or any(isinstance(each, NoNodeError) for each in seen):
+        if len(paths) < len(place.resources) or any(isinstance(each, NoNodeError) for each in seen):
             return View(is_there=False, ahead=())
         (base_text, base_stat), *rest = map(self._checked, seen)
         lines, found = list(map(self._line, place.resources)), rest[len(place.resources) :]
@@ -308,11 +314,15 @@ class ZooKeeper(LineAuthority):
                     yield from self._finds(grant.resources, grant.proof, until)
             paths = [self._paths.get(grant.proof, []) for grant, _ in wishes]
             requests = [_synced(self._root), *(_there(path) for its in paths for path in its)]
+            for (grant, ttl), its in zip(wishes, paths, strict=True):
+                if self._ttls.get(grant.proof) != ttl:
+                    self._ttls[grant.proof] = ttl
+                    requests += [_set(path, entry_text(ttl).encode()) for path in its]
             synced, *found = yield from self._asking(requests, until)
             self._checked(synced)
             for (grant, ttl), its in zip(wishes, paths, strict=True):
                 stand, found = found[: len(its)], found[len(its) :]
-                if not its or not all(map(self._checked, stand)):
+                if len(its) < len(grant.resources) or not all(map(self._checked, stand)):
                     outcomes.append(lost(grant))
                     continue
                 end = validity(began, self._lasts(ttl))
@@ -332,8 +342,7 @@ class ZooKeeper(LineAuthority):
         for line, names in zip(lines, found, strict=True):
             if not isinstance(names, NoNodeError):
                 paths += [f"{line}/{name}" for name in self._checked(names) if name.startswith(nonce)]
-        if len(paths) == len(lines):
-            self._paths[nonce] = paths
+        self._paths[nonce] = paths
         return len(paths) == len(lines)
 
     def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
@@ -379,20 +388,20 @@ class ZooKeeper(LineAuthority):
         again: list[str] = []
         now = time.monotonic()
         until = min(ends, now + ANSWER[0]) if ends > now else now + 1.0
-        if nonce not in self._paths and not (yield from self._finds(resources, nonce, until)):
-            self._forget(nonce)
-            return False
-        found = yield from self._asking([_deleted(path) for path in self._paths[nonce]], until, again)
+        if len(self._paths.get(nonce, ())) < len(resources):
+            yield from self._finds(resources, nonce, until)
+        paths = self._paths[nonce]
+        found = yield from self._asking([_deleted(path) for path in paths], until, again)
         self._forget(nonce)
-        if any(isinstance(its, NoNodeError) for its in found):
+        if len(paths) < len(resources) or any(isinstance(its, NoNodeError) for its in found):
             return None if again else False
         for its in found:
             self._checked(its)
         return True
 
     def _forget(self, nonce: str) -> None:
-        self._paths.pop(nonce, None)
-        self._ends.pop(nonce, None)
+        for each in (self._paths, self._ttls, self._ends):
+            each.pop(nonce, None)
 
     def _gone_at(self, place: Place) -> float:  # noqa: ARG002 - entries last as long as the session
         return math.inf
