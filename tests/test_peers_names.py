@@ -23,6 +23,7 @@ from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import Database, FencedModel, Redlock, fenced_lock, take_over
+from fencelock._locking import factory_of
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError, QuorumError
 from fencelock.lease import held_leases
 from proof.servers import Nodes
@@ -366,7 +367,7 @@ def test_another_process_takes_it_over(kind: Kind, pair: tuple[Any, Any]) -> Non
 
 def _child(url: str, handed: str, told: Any, wait: Any) -> None:
     """Take over, tell the token, and hold it until told to leave."""
-    authority = Redlock(url) if url.startswith("redis") else Database(url)
+    authority: Any = factory_of(url)(url)
     with take_over(handed, authority=authority) as token:
         told.put(token)
         wait.get(timeout=60)

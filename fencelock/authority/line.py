@@ -388,13 +388,21 @@ class LineAuthority(Owing):
                 _threads.start(ender)
         self._enders_bell.ring()
 
+    def _leave(self, nonce: str) -> None:
+        """Leave a lease to another process, which may extend it."""
+        self._ends.pop(nonce, None)
+
+    def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
+        """Release a lease that has ended."""
+        return self._giving_back(resources, nonce)
+
     def _end_leases(self) -> None:
         while True:
             now = time.monotonic()
             for nonce, (resources, end) in list(self._ends.items()):
                 if end <= now:
                     with suppress(FencelockError):
-                        self.run(self._giving_back(resources, nonce))
+                        self.run(self._ending(resources, nonce))
                     self._ends.pop(nonce, None)
             ends = [end for _, end in list(self._ends.values())]
             self._enders_bell.sleep(max(0.0, min(ends, default=now + _IDLE) - now))
@@ -414,7 +422,7 @@ class LineAuthority(Owing):
         return head.info()
 
     def dump(self, grant: Grant) -> dict[str, Any]:
-        self._ends.pop(grant.proof, None)  # where it is handed over to, it is extended
+        self._leave(grant.proof)
         root = self._shown.partition("://")[2].partition("/")[2]
         return {type(self).__name__.lower(): root, "nonce": grant.proof}
 

@@ -121,13 +121,13 @@ class Asking(LineAuthority):
         except RuntimeError:  # of a signal handler's own call: the connection is as it was
             raise
         except BaseException as error:
-            self._leave(link, str(error))
+            self._drop(link, str(error))
             raise
         if (reason := next(filter(None, map(_why_to_leave, answers)), "")) != "":
-            self._leave(link, reason)
+            self._drop(link, reason)
         return answers
 
-    def _leave(self, link: Link | LoopLink, reason: str) -> None:
+    def _drop(self, link: Link | LoopLink, reason: str) -> None:
         link.lose(reason)
         self._members.leave(link.address, reason)
 
@@ -152,10 +152,10 @@ class Asking(LineAuthority):
         try:
             answers = await link.exchange(step.calls, step.seconds)
         except OSError as error:
-            self._leave(link, str(error))
+            self._drop(link, str(error))
             raise
         if (reason := next(filter(None, map(_why_to_leave, answers)), "")) != "":
-            self._leave(link, reason)
+            self._drop(link, reason)
         return answers
 
     async def _opened_soon(self, state: LoopState, seconds: float) -> LoopLink:

@@ -106,12 +106,12 @@ class Link:
                 else:
                     bell.sleep(left)
         finally:
-            self._stacks.discard(stack)
             self._waiting.pop(bell, None)
             if self._reader is bell:
                 self._reader = None
                 if (other := next(iter(list(self._waiting)), None)) is not None:
                     other.ring()
+            self._stacks.discard(stack)  # last: a handler must not wait for a reader that it stops
         return True
 
     def _become_reader(self, bell: ThreadBell) -> None:

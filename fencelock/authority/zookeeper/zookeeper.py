@@ -13,14 +13,10 @@ from dataclasses import replace
 from typing import Any, Final
 from urllib.parse import unquote
 
-from kazoo.client import KazooClient
 from kazoo.exceptions import (
-    BadVersionError,
     NodeExistsError,
     NoNodeError,
     NotEmptyError,
-    RolledBackError,
-    RuntimeInconsistency,
 )
 
 from fencelock._checks import check_seconds
@@ -40,13 +36,13 @@ from fencelock.authority.line import (
     quoted,
 )
 from fencelock.authority.loops import Abandon, LoopBell, LoopEnd, ThreadBell, Wait, pauses
+from fencelock.authority.zookeeper import verbs
 from fencelock.authority.zookeeper.session import Request, Requests, Session, Watching, hosts_of
 from fencelock.errors import AuthorityError, FencelockError, QuorumError
 from fencelock.lease import validity
 
 #: The most names of one lock: their transaction must fit into a megabyte.
 _MOST: Final = 500
-_NONCE_LENGTH: Final = 16
 #: Requests that are sent at once.
 _AT_ONCE: Final = 200
 #: Lines that are known to be there.
@@ -99,6 +95,8 @@ class ZooKeeper(LineAuthority):
         self._paths: dict[str, list[str]] = {}
         #: The ttl that entries tell, by nonce.
         self._ttls: dict[str, float] = {}
+        #: Grants that were handed over to another process.
+        self._handed: set[str] = set()
         self._renewals = 0
 
     def close(self) -> None:
@@ -142,7 +140,7 @@ class ZooKeeper(LineAuthority):
 
     def _checked(self, outcome: Any) -> Any:
         if isinstance(outcome, Exception):
-            raise AuthorityError(f"{self._shown} refuses: {_said(outcome)}")
+            raise AuthorityError(f"{self._shown} refuses: {verbs.said(outcome)}")
         return outcome
 
     def work(self, step: Any) -> Any:
@@ -186,14 +184,14 @@ class ZooKeeper(LineAuthority):
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
         lines = list(map(self._line, place.resources))
         if alone:
-            found = yield from self._asking([_children(line) for line in lines], until)
+            found = yield from self._asking([verbs.children(line) for line in lines], until)
             ahead = [name for its in found if not isinstance(its, NoNodeError) for name in self._checked(its)]
             if ahead:
                 return View(is_there=False, ahead=ahead)
         while True:
             yield from self._make(lines, until)
             text, place.began = entry_text(place.ttl).encode(), time.monotonic()
-            entries = _transaction(*((_CREATE, f"{line}/{place.nonce}-", text) for line in lines))
+            entries = verbs.transaction(*((verbs.CREATE, f"{line}/{place.nonce}-", text) for line in lines))
             try:
                 made, *seen = yield Requests([entries, *self._look(place)], ANSWER[0])
             except OSError as error:
@@ -202,7 +200,7 @@ class ZooKeeper(LineAuthority):
                 if (yield from self._finds(place.resources, place.nonce, until)):
                     return (yield from self._take(place, extend=True, until=until))
                 continue
-            if isinstance(refused := _refusal(made), NoNodeError):  # somebody has pruned a line
+            if isinstance(refused := verbs.refusal(made), NoNodeError):  # somebody has pruned a line
                 for line in lines:
                     self._made.pop(line, None)
                 continue
@@ -213,7 +211,7 @@ class ZooKeeper(LineAuthority):
 
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
         began = time.monotonic()
-        sync = [_synced(self._root)] if extend else []
+        sync = [verbs.sync(self._root)] if extend else []
         seen = yield from self._asking([*sync, *self._look(place)], until)
         if extend:
             self._checked(seen.pop(0))
@@ -224,9 +222,9 @@ class ZooKeeper(LineAuthority):
         """Make the lines that are not known to be there."""
         missing = [line for line in lines if line not in self._made]
         while missing:
-            found = yield from self._asking([_made(line, b"") for line in missing], until)
+            found = yield from self._asking([verbs.create(line, b"") for line in missing], until)
             if any(isinstance(its, NoNodeError) for its in found):
-                yield from self._asking([_ensured(f"{self._root}/l")], until)
+                yield from self._asking([verbs.ensure_path(f"{self._root}/l")], until)
                 continue
             for line, its in zip(missing, found, strict=True):
                 if not isinstance(its, NodeExistsError):
@@ -239,7 +237,7 @@ class ZooKeeper(LineAuthority):
     def _look(self, place: Place) -> list[Request]:
         """Return the requests that read what `_mint_if_first` takes."""
         lines = list(map(self._line, place.resources))
-        return [_got(self._root), *map(_children, lines), *map(_got, lines)]
+        return [verbs.get(self._root), *map(verbs.children, lines), *map(verbs.get, lines)]
 
     def _mint_if_first(self, place: Place, seen: list[Any], until: float) -> Steps[tuple[int, ...] | View]:
         """Mint if the place is the first in all lines; else return what stands there."""
@@ -253,25 +251,25 @@ class ZooKeeper(LineAuthority):
             mine = path.rpartition("/")[2]
             if mine not in names:
                 return View(is_there=False, ahead=())
-            before = [name for name in names if _place_of(name) < _place_of(mine)]
+            before = [name for name in names if verbs.place_of(name) < verbs.place_of(mine)]
             if before:
-                ahead.append(f"{line}/{max(before, key=_place_of)}")
+                ahead.append(f"{line}/{max(before, key=verbs.place_of)}")
         marks = [self._mark_of(text, line) for (text, _), line in zip(found, lines, strict=True)]
         kept_for = max(mark.kept_for for mark in marks)
         if ahead or kept_for > 0:
             return View(is_there=True, ahead=ahead, kept_for=kept_for)
         base = self._mark_of(base_text, self._root).token
         tokens = tuple(self._minted(mark, base) for mark in marks)
-        operations: list[tuple[Any, ...]] = [(_CHECK, path, -1) for path in paths]
-        operations.append((_CHECK, self._root, base_stat.version))
+        operations: list[tuple[Any, ...]] = [(verbs.CHECK, path, -1) for path in paths]
+        operations.append((verbs.CHECK, self._root, base_stat.version))
         operations += [
-            (_SET, line, str(Mark(token, place.nonce)).encode(), stat.version)
+            (verbs.SET, line, str(Mark(token, place.nonce)).encode(), stat.version)
             for line, token, (_, stat) in zip(lines, tokens, found, strict=True)
         ]
-        (done,) = yield from self._asking([_transaction(*operations)], until)
-        if (refused := _refusal(done)) is None:
+        (done,) = yield from self._asking([verbs.transaction(*operations)], until)
+        if (refused := verbs.refusal(done)) is None:
             return tokens
-        if not isinstance(refused, _CHANGED):
+        if not isinstance(refused, verbs.CHANGED):
             self._checked(refused)
         return View(is_there=True, ahead=())  # something has changed: it looks again
 
@@ -293,7 +291,7 @@ class ZooKeeper(LineAuthority):
 
     def _keep_alive(self, place: Place, until: float) -> Steps[None]:
         began = time.monotonic()
-        (answer,) = yield from self._asking([_synced(self._root)], until)
+        (answer,) = yield from self._asking([verbs.sync(self._root)], until)
         self._checked(answer)
         place.began = began
 
@@ -313,11 +311,11 @@ class ZooKeeper(LineAuthority):
                 if grant.proof not in self._paths:
                     yield from self._finds(grant.resources, grant.proof, until)
             paths = [self._paths.get(grant.proof, []) for grant, _ in wishes]
-            requests = [_synced(self._root), *(_there(path) for its in paths for path in its)]
+            requests = [verbs.sync(self._root), *(verbs.exists(path) for its in paths for path in its)]
             for (grant, ttl), its in zip(wishes, paths, strict=True):
                 if self._ttls.get(grant.proof) != ttl:
                     self._ttls[grant.proof] = ttl
-                    requests += [_set(path, entry_text(ttl).encode()) for path in its]
+                    requests += [verbs.set_data(path, entry_text(ttl).encode()) for path in its]
             synced, *found = yield from self._asking(requests, until)
             self._checked(synced)
             for (grant, ttl), its in zip(wishes, paths, strict=True):
@@ -336,7 +334,7 @@ class ZooKeeper(LineAuthority):
     def _finds(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[bool]:
         """Look for the entries of a nonce; return whether they stand in all lines."""
         lines = list(map(self._line, resources))
-        requests = [_synced(self._root), *map(_children, lines)]
+        requests = [verbs.sync(self._root), *map(verbs.children, lines)]
         _, *found = yield from self._asking(requests, until)
         paths = []
         for line, names in zip(lines, found, strict=True):
@@ -366,20 +364,20 @@ class ZooKeeper(LineAuthority):
             if not (yield from self._finds(grant.resources, grant.proof, until)):
                 return False
             paths = self._paths[grant.proof]
-            found = yield from self._asking([*map(_got, paths), *map(_got, lines)], until)
+            found = yield from self._asking([*map(verbs.get, paths), *map(verbs.get, lines)], until)
             if any(isinstance(its, NoNodeError) for its in found):
                 return False
-            operations: list[tuple[Any, ...]] = [(_DELETE, path) for path in paths]
+            operations: list[tuple[Any, ...]] = [(verbs.DELETE, path) for path in paths]
             entries, marks = found[: len(paths)], found[len(paths) :]
             for line, (text, _), (mark, stat) in zip(lines, entries, marks, strict=True):
                 kept = self._mark_of(mark, line)._replace(
                     kept_until=kept_until, text=text.decode("utf-8", "replace")
                 )
-                operations.append((_SET, line, str(kept).encode(), stat.version))
-            (done,) = yield from self._asking([_transaction(*operations)], until)
-            if (refused := _refusal(done)) is None:
+                operations.append((verbs.SET, line, str(kept).encode(), stat.version))
+            (done,) = yield from self._asking([verbs.transaction(*operations)], until)
+            if (refused := verbs.refusal(done)) is None:
                 return True
-            if not isinstance(refused, _CHANGED):
+            if not isinstance(refused, verbs.CHANGED):
                 self._checked(refused)
 
     def _giving_back(
@@ -391,7 +389,7 @@ class ZooKeeper(LineAuthority):
         if len(self._paths.get(nonce, ())) < len(resources):
             yield from self._finds(resources, nonce, until)
         paths = self._paths[nonce]
-        found = yield from self._asking([_deleted(path) for path in paths], until, again)
+        found = yield from self._asking([verbs.delete(path) for path in paths], until, again)
         self._forget(nonce)
         if len(paths) < len(resources) or any(isinstance(its, NoNodeError) for its in found):
             return None if again else False
@@ -399,7 +397,19 @@ class ZooKeeper(LineAuthority):
             self._checked(its)
         return True
 
+    def _leave(self, nonce: str) -> None:
+        self._handed.add(nonce)
+
+    def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
+        if nonce not in self._handed:
+            return (yield from self._giving_back(resources, nonce))
+        # Who has taken it over has changed what the entries say.
+        yield from self._asking([verbs.delete(path, 0) for path in self._paths.get(nonce, ())])
+        self._forget(nonce)
+        return None
+
     def _forget(self, nonce: str) -> None:
+        self._handed.discard(nonce)
         for each in (self._paths, self._ttls, self._ends):
             each.pop(nonce, None)
 
@@ -411,19 +421,19 @@ class ZooKeeper(LineAuthority):
     def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
         names = resources or (yield from self._names())
         lines = [*map(self._line, names)]
-        found = yield from self._all([*map(_children, lines), *map(_got, lines)])
+        found = yield from self._all([*map(verbs.children, lines), *map(verbs.get, lines)])
         heads, texts = [], []
         for name, line, entries, its in zip(names, lines, found, found[len(lines) :], strict=False):
             if isinstance(entries, NoNodeError) or isinstance(its, NoNodeError):
                 continue
             mark = self._mark_of(self._checked(its)[0], line)
-            waiting = sorted(self._checked(entries), key=_place_of)
+            waiting = sorted(self._checked(entries), key=verbs.place_of)
             if mark.kept_for > 0:
                 heads.append(Head(name, line, mark.nonce, mark.text, mark, len(waiting), mark.kept_for))
             elif waiting:
                 path = f"{line}/{waiting[0]}"
-                heads.append(Head(name, path, waiting[0][:_NONCE_LENGTH], "", mark, len(waiting) - 1))
-        texts = yield from self._all([_got(head.key) for head in heads])
+                heads.append(Head(name, path, waiting[0][: verbs.NONCE_LENGTH], "", mark, len(waiting) - 1))
+        texts = yield from self._all([verbs.get(head.key) for head in heads])
         return [
             head if head.text else head._replace(text=text[0].decode("utf-8", "replace"))
             for head, text in zip(heads, texts, strict=True)
@@ -439,39 +449,39 @@ class ZooKeeper(LineAuthority):
         return found
 
     def _names(self) -> Steps[tuple[str, ...]]:
-        (names,) = yield from self._asking([_children(f"{self._root}/l")])
+        (names,) = yield from self._asking([verbs.children(f"{self._root}/l")])
         return () if isinstance(names, NoNodeError) else tuple(map(unquote, self._checked(names)))
 
     def _evict(self, head: Head) -> Steps[None]:
         if head.mark.kept_for > 0:
             freed = Mark(head.mark.token, head.nonce)
-            (done,) = yield from self._asking([_set(head.key, str(freed).encode())])
+            (done,) = yield from self._asking([verbs.set_data(head.key, str(freed).encode())])
         else:
-            (done,) = yield from self._asking([_deleted(head.key)])
+            (done,) = yield from self._asking([verbs.delete(head.key)])
         if not isinstance(done, NoNodeError):
             self._checked(done)
 
     def _raise_base(self, least: int) -> Steps[None]:
         while True:
-            (found,) = yield from self._asking([_got(self._root)])
+            (found,) = yield from self._asking([verbs.get(self._root)])
             if isinstance(found, NoNodeError):
-                yield from self._asking([_ensured(f"{self._root}/l")])
+                yield from self._asking([verbs.ensure_path(f"{self._root}/l")])
                 continue
             text, stat = self._checked(found)
             if least <= self._mark_of(text, self._root).token:
                 return
-            (done,) = yield from self._asking([_set(self._root, b"%020d" % least, stat.version)])
-            if not isinstance(done, _CHANGED):
+            (done,) = yield from self._asking([verbs.set_data(self._root, b"%020d" % least, stat.version)])
+            if not isinstance(done, verbs.CHANGED):
                 self._checked(done)
 
     def pruning(self, older_than: float) -> Steps[int]:
-        (found,) = yield from self._asking([_got(self._root)])
+        (found,) = yield from self._asking([verbs.get(self._root)])
         if isinstance(found, NoNodeError):
             return 0
         base = self._mark_of(self._checked(found)[0], self._root).token
         latest = (base + int((time.time() - older_than) * 1000)) << SHIFT
         lines = [self._line(name) for name in (yield from self._names())]
-        marks = yield from self._all(map(_got, lines))
+        marks = yield from self._all(map(verbs.get, lines))
         deletions = []
         for line, its in zip(lines, marks, strict=True):
             if isinstance(its, NoNodeError):
@@ -479,77 +489,9 @@ class ZooKeeper(LineAuthority):
             text, stat = self._checked(its)
             mark = self._mark_of(text, line)
             if mark.token < latest and mark.kept_for <= 0:
-                deletions.append(_deleted(line, stat.version))
+                deletions.append(verbs.delete(line, stat.version))
         done = yield from self._all(deletions)
         for its in done:
-            if not isinstance(its, (*_CHANGED, NotEmptyError)):
+            if not isinstance(its, (*verbs.CHANGED, NotEmptyError)):
                 self._checked(its)
         return sum(not isinstance(its, Exception) for its in done)
-
-
-#: Operations of a transaction, as kazoo calls them.
-_CREATE, _CHECK, _SET, _DELETE = "create", "check", "set_data", "delete"
-#: Somebody else was quicker.
-_CHANGED: Final = (BadVersionError, NoNodeError)
-
-
-def _transaction(*operations: tuple[Any, ...]) -> Request:
-    def begin(client: KazooClient) -> Any:
-        transaction = client.transaction()
-        for name, *arguments in operations:
-            options = {"ephemeral": True, "sequence": True} if name == _CREATE else {}
-            getattr(transaction, name)(*arguments, **options)
-        return transaction.commit_async()
-
-    return begin
-
-
-def _refusal(done: Any) -> Exception | None:
-    """Return why a transaction was refused: kazoo returns errors instead of raising them."""
-    if isinstance(done, Exception):
-        return done
-    errors = [each for each in done if isinstance(each, Exception)]
-    telling = (each for each in errors if not isinstance(each, (RolledBackError, RuntimeInconsistency)))
-    return next(telling, errors[0] if errors else None)
-
-
-def _children(path: str) -> Request:
-    return lambda client: client.get_children_async(path)
-
-
-def _got(path: str) -> Request:
-    return lambda client: client.get_async(path)
-
-
-def _there(path: str) -> Request:
-    return lambda client: client.exists_async(path)
-
-
-def _synced(path: str) -> Request:
-    return lambda client: client.sync_async(path)
-
-
-def _made(path: str, data: bytes) -> Request:
-    return lambda client: client.create_async(path, data)
-
-
-def _ensured(path: str) -> Request:
-    return lambda client: client.ensure_path_async(path)
-
-
-def _deleted(path: str, version: int = -1) -> Request:
-    return lambda client: client.delete_async(path, version)
-
-
-def _set(path: str, data: bytes, version: int = -1) -> Request:
-    return lambda client: client.set_async(path, data, version)
-
-
-def _place_of(name: str) -> int:
-    """Return the number of an entry in its line; ZooKeeper's counter may become negative."""
-    number = name[_NONCE_LENGTH + 1 :]
-    return int(number) if number.removeprefix("-").isdigit() else -(1 << 62)
-
-
-def _said(error: Exception) -> str:
-    return str(error) or type(error).__name__

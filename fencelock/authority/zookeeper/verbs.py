@@ -1,0 +1,79 @@
+"""Requests of ZooKeeper, as kazoo's client sends them: each is a function that begins one."""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+from kazoo.client import KazooClient
+from kazoo.exceptions import BadVersionError, NoNodeError, RolledBackError, RuntimeInconsistency
+
+from fencelock.authority.zookeeper.session import Request
+
+#: Characters of a nonce, with which the name of an entry begins.
+NONCE_LENGTH: Final = 16
+#: Operations of a transaction, as kazoo calls them.
+CREATE, CHECK, SET, DELETE = "create", "check", "set_data", "delete"
+#: Somebody else was quicker.
+CHANGED: Final = (BadVersionError, NoNodeError)
+
+
+def transaction(*operations: tuple[Any, ...]) -> Request:
+    def begin(client: KazooClient) -> Any:
+        transaction = client.transaction()
+        for name, *arguments in operations:
+            options = {"ephemeral": True, "sequence": True} if name == CREATE else {}
+            getattr(transaction, name)(*arguments, **options)
+        return transaction.commit_async()
+
+    return begin
+
+
+def refusal(done: Any) -> Exception | None:
+    """Return why a transaction was refused: kazoo returns errors instead of raising them."""
+    if isinstance(done, Exception):
+        return done
+    errors = [each for each in done if isinstance(each, Exception)]
+    telling = (each for each in errors if not isinstance(each, (RolledBackError, RuntimeInconsistency)))
+    return next(telling, errors[0] if errors else None)
+
+
+def children(path: str) -> Request:
+    return lambda client: client.get_children_async(path)
+
+
+def get(path: str) -> Request:
+    return lambda client: client.get_async(path)
+
+
+def exists(path: str) -> Request:
+    return lambda client: client.exists_async(path)
+
+
+def sync(path: str) -> Request:
+    return lambda client: client.sync_async(path)
+
+
+def create(path: str, data: bytes) -> Request:
+    return lambda client: client.create_async(path, data)
+
+
+def ensure_path(path: str) -> Request:
+    return lambda client: client.ensure_path_async(path)
+
+
+def delete(path: str, version: int = -1) -> Request:
+    return lambda client: client.delete_async(path, version)
+
+
+def set_data(path: str, data: bytes, version: int = -1) -> Request:
+    return lambda client: client.set_async(path, data, version)
+
+
+def place_of(name: str) -> int:
+    """Return the number of an entry in its line; ZooKeeper's counter may become negative."""
+    number = name[NONCE_LENGTH + 1 :]
+    return int(number) if number.removeprefix("-").isdigit() else -(1 << 62)
+
+
+def said(error: Exception) -> str:
+    return str(error) or type(error).__name__
