@@ -292,6 +292,9 @@ class LineAuthority(Owing):
             return (yield from self._acquiring(place, end, go_on))
         except GeneratorExit:
             raise
+        except QuorumError:
+            yield from self._owe(place.nonce, Owed(resources, self._gone_at(place), self._comes_late))
+            raise
         except FencelockError:
             with suppress(AuthorityError):
                 yield from self._abandoning(resources, [place.nonce], self._gone_at(place))

@@ -1,0 +1,367 @@
+"""What only etcd does: members that fail, TLS and logins, compaction, leases of its own, odd values."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from fencelock import AuthorityError, CountersExhaustedError, Etcd, QuorumError
+from fencelock.authority.base import Grant
+from fencelock.authority.etcd import messages
+from fencelock.authority.line import quoted
+from fencelock.tokens import MAX_TOKEN
+from proof.servers import Etcd as Cluster
+from tests.authorities.faces import BlockingFace, is_held, take
+from tests.conftest import with_new_path
+from tests.polling import eventually
+
+pytestmark = pytest.mark.timed
+
+
+@pytest.fixture
+def cluster(etcd_cluster: Cluster) -> Iterator[Cluster]:
+    """Three members of our own, whole before and behind the test."""
+    etcd_cluster.heal()
+    yield etcd_cluster
+    etcd_cluster.heal()
+
+
+@pytest.fixture
+def authority(cluster: Cluster) -> Iterator[Etcd]:
+    """A client of them, below a root of its own."""
+    with Etcd(with_new_path(cluster.url)) as made:
+        yield made
+
+
+@pytest.fixture
+def face(authority: Etcd) -> BlockingFace:
+    """The same with defaults for tests."""
+    return BlockingFace(authority)
+
+
+def key_of(authority: Etcd, part: str, resource: str) -> str:
+    """Return a key as etcdctl has it."""
+    return f"/{authority._members.hosts.root}/{part}/{quoted(resource)}"
+
+
+@pytest.mark.parametrize("member", range(3))
+@pytest.mark.parametrize("fault", ["kill", "pause", "stop"])
+def test_one_member_of_three_may_fail(cluster: Cluster, face: BlockingFace, fault: str, member: int) -> None:
+    """Whichever it is: the leader, or the one that was asked. A lease goes on, and another is granted."""
+    held = face.acquire("held", ttl=30.0)
+    getattr(cluster, fault)(member)
+    began = time.monotonic()
+    assert take(face, "r") > 0
+    assert time.monotonic() - began < 8.0
+    (said,) = face.extend_many([(held, 30.0)])
+    assert isinstance(said, Grant), said
+    assert face.release(said) is True
+
+
+def test_no_majority_is_told_in_time(cluster: Cluster, face: BlockingFace) -> None:
+    """With what each member said; and all goes on when one comes back."""
+    take(face)
+    for member in (0, 1):
+        cluster.kill(member)
+    began = time.monotonic()
+    with pytest.raises(QuorumError, match="did not answer") as caught:
+        face.acquire("r", timeout=2.0)
+    assert time.monotonic() - began < 4.5
+    assert caught.value.nodes
+    cluster.heal()
+    assert take(face) > 0
+
+
+def test_waiter_hears_through_another_member(cluster: Cluster, authority: Etcd, face: BlockingFace) -> None:
+    """The member that it watches at is killed while it waits."""
+    with Etcd(str(authority._members.hosts)) as other:
+        grant = face.acquire("r")
+        got: list[Grant] = []
+        waiter = threading.Thread(target=lambda: got.append(other.acquire(("r",), ttl=5.0, timeout=20.0)))
+        waiter.start()
+        assert eventually(lambda: other._link is not None and bool(other._link._waiting))
+        assert other._link is not None
+        cluster.kill(cluster.client_ports.index(other._link.address[1]))
+        time.sleep(0.3)
+        assert face.release(grant) is not False
+        waiter.join(15.0)
+        assert len(got) == 1
+        other.release(got[0])
+
+
+def test_compaction_does_not_disturb_a_waiter(cluster: Cluster, authority: Etcd, face: BlockingFace) -> None:
+    """A watch from a revision that is gone is ended by etcd; the waiter looks again."""
+    with Etcd(str(authority._members.hosts)) as other:
+        grant = face.acquire("r")
+        got: list[Grant] = []
+        waiter = threading.Thread(target=lambda: got.append(other.acquire(("r",), ttl=5.0, timeout=20.0)))
+        waiter.start()
+        assert eventually(lambda: other._link is not None and bool(other._link._waiting))
+        for number in range(5):
+            take(face, f"other{number}")
+        cluster.compact(cluster.revision())
+        face.release(grant)
+        waiter.join(10.0)
+        assert len(got) == 1
+        assert other.release(got[0]) is True
+
+
+def test_restored_snapshot_gives_no_token_again(cluster: Cluster, face: BlockingFace, tmp_path: Any) -> None:
+    """Its revisions and its marks go back; the time in a token does not."""
+    take(face)
+    cluster.snapshot(tmp_path / "snapshot.db")
+    lost = [take(face) for _ in range(20)]
+    before = cluster.revision()
+    cluster.restore(tmp_path / "snapshot.db")
+    cluster.await_healthy()
+    assert cluster.revision() < before
+    assert take(face) > max(lost)
+
+
+def test_release_by_force_is_heard_of(face: BlockingFace, authority: Etcd) -> None:
+    """Also by who waits at the place of a holder, and with its token only."""
+    grant = face.acquire("r")
+    assert authority.force_release("r", token=grant.tokens[0] + 1) is None
+    forced = authority.force_release("r")
+    assert forced is not None
+    assert forced.token == grant.tokens[0]
+    (said,) = face.extend_many([(grant, 30.0)])
+    assert isinstance(said, Exception)
+    assert face.release(grant) is False
+
+
+def test_lease_of_a_waiter_that_was_taken_away_is_made_anew(face: BlockingFace, authority: Etcd) -> None:
+    """Of several names, one of which is free: nothing of the first attempt stands in its way."""
+    with Etcd(str(authority._members.hosts)) as other:
+        second = face.acquire("b")
+        got: list[Grant] = []
+        waiter = threading.Thread(target=lambda: got.append(other.acquire(("a", "b"), ttl=5.0, timeout=20.0)))
+        waiter.start()
+        assert eventually(lambda: bool(authority.inspect("a")))
+        assert authority.force_release("a") is not None
+        time.sleep(0.3)
+        assert face.release(second) is True
+        waiter.join(10.0)
+        assert len(got) == 1
+        assert other.release(got[0]) is True
+        assert authority.inspect() == []
+
+
+def test_extension_beyond_a_lease_of_etcd(face: BlockingFace, authority: Etcd) -> None:
+    """The entry gets another lease, and none is left when it is released."""
+    grant = face.acquire("r", ttl=5.0)
+    (said,) = face.extend_many([(grant, 60.0)])
+    assert isinstance(said, Grant), said
+    assert said.expires_at > time.monotonic() + 55.0
+    minted = face.remint(said)
+    (again,) = face.extend_many([(minted, 20.0)])
+    assert isinstance(again, Grant), again
+    assert face.release(again) is True
+    assert authority.inspect() == []
+
+
+def test_move_that_was_not_answered_is_repeated(
+    face: BlockingFace, authority: Etcd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both leases are remembered; the next extension makes the same move, and the release ends both."""
+    grant = face.acquire("r", ttl=5.0)
+    asking, sent = authority.asking, [0]
+
+    def lossy(calls: Any, until: float, again: Any = None) -> Any:
+        answers = yield from asking(calls, until, again)
+        if calls[0].path.endswith(b"Txn"):
+            sent[0] += 1
+            if sent[0] == 1:
+                raise QuorumError("the answer is lost")
+        return answers
+
+    monkeypatch.setattr(authority, "asking", lossy)
+    (said,) = face.extend_many([(grant, 60.0)])
+    assert isinstance(said, QuorumError)
+    assert len(authority._leases_of(grant.proof)) == 2
+    (said,) = face.extend_many([(grant, 2.0)])
+    assert isinstance(said, Grant), said
+    assert len(authority._leases_of(grant.proof)) == 1
+    time.sleep(5.5)  # the first lease would have ended
+    assert is_held(face, "r")
+    assert face.release(grant) is True
+    assert not is_held(face, "r")
+
+
+@pytest.mark.parametrize("value", ["", "garbage", "-1", "9" * 30, "\xff", "5 x"])
+def test_mark_of_somebody_else_is_named(
+    face: BlockingFace, authority: Etcd, cluster: Cluster, value: str
+) -> None:
+    """Nothing is granted by a number that nobody minted, and nothing is left in the line."""
+    key = key_of(authority, "m", "r")
+    cluster.ctl("put", key, "--", value)
+    with pytest.raises(AuthorityError, match="no mark of fencelock") as caught:
+        face.acquire("r")
+    assert "/m/r" in str(caught.value)
+    assert authority.inspect("other") is None
+    cluster.ctl("del", key)
+    assert take(face) > 0
+
+
+def test_last_token_is_the_last(face: BlockingFace, authority: Etcd, cluster: Cluster) -> None:
+    """It does not wrap around."""
+    cluster.ctl("put", key_of(authority, "m", "r"), f"{MAX_TOKEN:020d}")
+    with pytest.raises(CountersExhaustedError):
+        face.acquire("r")
+
+
+def test_more_names_than_a_transaction_takes(authority: Etcd) -> None:
+    """Are refused before anything is sent."""
+    with pytest.raises(ValueError, match="at most 40 names"):
+        authority.acquire(tuple(f"r{number}" for number in range(41)), ttl=5.0, timeout=0)
+    names = tuple(f"r{number}" for number in range(40))
+    grant = authority.acquire(names, ttl=5.0, timeout=0)
+    assert authority.release(grant) is True
+
+
+def test_tls_with_client_certificates() -> None:
+    """Blocking and in tasks; without a certificate, and without the CA, nothing is said in the open."""
+    with Cluster(tls=True) as cluster:
+        assert cluster.tls is not None
+        files = f"ca={cluster.tls.ca}&cert={cluster.tls.certificate}&key={cluster.tls.key}"
+        with Etcd(f"{cluster.url}?{files}") as authority:
+            assert take(BlockingFace(authority)) > 0
+
+            async def main() -> None:
+                grant = await authority.aio.acquire(("r",), ttl=5.0, timeout=2.0)
+                assert await authority.aio.release(grant) is True
+                await authority.aio.close()
+
+            asyncio.run(main())
+        for query in (f"?ca={cluster.tls.ca}", ""):
+            with Etcd(cluster.url + query) as stranger, pytest.raises(QuorumError):
+                stranger.acquire(("r",), ttl=5.0, timeout=0.5)
+        with Etcd(cluster.url.replace("etcds", "etcd")) as plain, pytest.raises(QuorumError):
+            plain.acquire(("r",), ttl=5.0, timeout=0.5)
+
+
+def test_login_by_user_and_password() -> None:
+    """A wrong one is refused at once; a token that etcd has forgotten is renewed; rights are of a prefix."""
+    with Cluster(members=1, settings={"auth-token-ttl": "2"}) as cluster:
+        cluster.enable_auth()
+        with Etcd(cluster.login_url) as authority:
+            face = BlockingFace(authority)
+            first = take(face)
+            time.sleep(4.0)
+            assert take(face) > first
+            cluster.kill(0)
+            cluster.come_back(0)
+            cluster.await_healthy()
+            assert take(face) > first  # the member has forgotten all tokens
+        with Etcd(cluster.login_url.replace(":wonder", ":under")) as wrong:
+            with pytest.raises(AuthorityError, match="refuses the login of 'alice'") as caught:
+                wrong.acquire(("r",), ttl=5.0, timeout=0.5)
+            assert "under" not in str(caught.value)
+        with Etcd(cluster.url) as nobody, pytest.raises(AuthorityError, match="user name is empty"):
+            nobody.acquire(("r",), ttl=5.0, timeout=0.5)
+        elsewhere = Etcd(with_new_path(cluster.login_url))
+        with elsewhere, pytest.raises(AuthorityError, match="permission denied"):
+            elsewhere.acquire(("r",), ttl=5.0, timeout=0.5)
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("etcd://", "no host"),
+        ("etcd://h:0", "no host"),
+        ("etcd://h:99999", "no host"),
+        ("etcd://a:1,b:2,a:1", "named twice"),
+        ("etcd://h:2379/a//b", "names no root"),
+        ("etcd://h:2379/../x", "names no root"),
+        ("etcd://h:2379?ca=x.pem", "certificates are for etcds"),
+        ("etcds://h:2379?ca=missing.pem", "cannot be read"),
+        ("etcds://h:2379?key=x", "needs its certificate"),
+        ("etcds://h:2379?verify=no", "no setting"),
+        ("http://h:2379", "none of etcd"),
+        ("etcd:h", "none of etcd"),
+    ],
+)
+def test_url_that_cannot_be_understood(url: str, says: str) -> None:
+    """Before anything is connected to."""
+    with pytest.raises(ValueError, match=says):
+        Etcd(url)
+
+
+def test_password_is_not_shown() -> None:
+    """In no text of the object or of its errors."""
+    with Etcd("etcd://user:hidden@127.0.0.1:1") as authority:
+        assert "hidden" not in repr(authority)
+        with pytest.raises(QuorumError) as caught:
+            authority.acquire(("r",), ttl=5.0, timeout=0.2)
+        assert "hidden" not in str(caught.value)
+        assert "127.0.0.1:1" in str(caught.value)
+
+
+def test_server_that_speaks_no_http2(make_nodes: Callable[..., Any]) -> None:
+    """Such as a Redis at that port: it is told, and not waited for."""
+    port = make_nodes(1).urls[0].rpartition(":")[2]
+    with Etcd(f"etcd://127.0.0.1:{port}") as authority, pytest.raises(QuorumError, match="did not answer"):
+        authority.acquire(("r",), ttl=5.0, timeout=0.2)
+
+
+def test_large_requests_wait_for_room(cluster: Cluster) -> None:
+    """HTTP/2 allows so many bytes at once; the rest is sent when the server has read."""
+    with Etcd(with_new_path(cluster.url)) as authority:
+        big = messages.txn([], [messages.put(b"/big", b"x" * 1_000_000)])
+
+        def ask() -> Any:
+            (answer,) = yield from authority.asking([big], time.monotonic() + 5.0)
+            return answer
+
+        assert authority.run(ask()).status == messages.OK
+        found = authority.run(authority._ranges([messages.get(b"/big")]))
+        assert len(found[0][0][0].value) == 1_000_000
+
+
+def test_fields_of_a_message_that_ends_too_early() -> None:
+    """It is no message; nothing is read beyond it."""
+    for text in (b"\x08", b"\x12\x05ab", b"\xff\xff\xff"):
+        with pytest.raises(ValueError, match="too early"):
+            messages.fields_of(text)
+
+
+def test_prune_spares_what_is_held_and_what_is_young(
+    face: BlockingFace, authority: Etcd, cluster: Cluster
+) -> None:
+    """The next token exceeds all of that age."""
+    for name in ("free", "held"):
+        take(face, name)
+    old = int((time.time() - 7200) * 1000) << 10
+    for name in ("free", "held"):
+        cluster.ctl("put", key_of(authority, "m", name), f"{old:020d}")
+    take(face, "young")
+    other = Etcd(str(authority._members.hosts))
+    held = other.acquire(("held",), ttl=10.0, timeout=0)
+    cluster.ctl("put", key_of(authority, "m", "held"), f"{old:020d}")
+    assert authority.prune(3600) == 1
+    assert take(face, "free") > old
+    assert other.release(held) is True
+    other.close()
+    with pytest.raises(ValueError, match="an hour at least"):
+        authority.prune(60)
+
+
+def test_init_above_another_authority(face: BlockingFace, authority: Etcd) -> None:
+    """Tokens of nodes and of a database are about as large; those of a far future are passed, too."""
+    first = take(face)
+    authority.init(above=first + 5)
+    near = take(face)
+    assert near > first + 5
+    far = near + (1 << 45)
+    with Etcd(str(authority._members.hosts)) as running:
+        take(BlockingFace(running), "warm")
+        authority.init(above=far)
+        assert take(face) > far
+        assert take(BlockingFace(running), "s") > far  # a client that was at work meanwhile
+    with pytest.raises(ValueError, match="token"):
+        authority.init(above=MAX_TOKEN + 1)

@@ -1,0 +1,345 @@
+"""What only ZooKeeper does: sessions, servers that lose their data, entries that somebody deletes, logins."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from kazoo.client import KazooClient
+
+from fencelock import AuthorityError, CountersExhaustedError, FencelockError, QuorumError, ZooKeeper
+from fencelock.authority.base import Grant
+from fencelock.authority.line import quoted
+from fencelock.tokens import MAX_TOKEN
+from proof.servers import ZooKeeper as Server
+from proof.servers import zookeeper
+from tests.authorities.faces import BlockingFace, is_held, take
+from tests.conftest import with_new_path
+from tests.polling import eventually
+
+pytestmark = pytest.mark.timed
+
+
+@pytest.fixture
+def url(zookeeper_server: Server) -> Iterator[str]:
+    """A root of its own on a server of our own, whole before and behind the test."""
+    zookeeper_server.heal()
+    yield f"{with_new_path(zookeeper_server.url)}?session_timeout=4"
+    zookeeper_server.heal()
+
+
+@pytest.fixture
+def authority(url: str) -> Iterator[ZooKeeper]:
+    """A client, with a short session."""
+    with ZooKeeper(url) as made:
+        yield made
+
+
+@pytest.fixture
+def face(authority: ZooKeeper) -> BlockingFace:
+    """The same with defaults for tests; a ttl must fit into the session."""
+    return BlockingFace(authority)
+
+
+@pytest.fixture
+def other(url: str) -> Iterator[ZooKeeper]:
+    """The client of another process."""
+    with ZooKeeper(url) as made:
+        yield made
+
+
+@pytest.fixture
+def kazoo(zookeeper_server: Server) -> Iterator[KazooClient]:
+    """The means of an operator."""
+    client = KazooClient(zookeeper_server.hosts)
+    client.start()
+    yield client
+    client.stop()
+    client.close()
+
+
+def line_of(authority: ZooKeeper, resource: str) -> str:
+    """Return the path of a line."""
+    return f"/{authority._hosts.root}/l/{quoted(resource)}"
+
+
+def granted_soon(authority: ZooKeeper, *resources: str, seconds: float = 20.0) -> Grant:
+    """Return a grant, whatever the servers say meanwhile."""
+    found: list[Grant] = []
+
+    def is_granted() -> bool:
+        try:
+            found.append(authority.acquire(resources or ("r",), ttl=3.0, timeout=1.0))
+        except FencelockError:
+            return False
+        return True
+
+    assert eventually(is_granted, seconds)
+    return found[0]
+
+
+def test_validity_is_two_thirds_of_the_session(authority: ZooKeeper) -> None:
+    """As the servers have granted it; a longer ttl is refused, with the setting that allows it."""
+    began = time.monotonic()
+    grant = authority.acquire(("r",), ttl=4.0, timeout=0)
+    assert 2.4 < grant.expires_at - began < 4.0 * 2 / 3 + 0.2
+    for refuse in (
+        lambda: authority.acquire(("s",), ttl=4.1, timeout=0),
+        lambda: authority.extend_many([(grant, 5.0)]),
+    ):
+        with pytest.raises(ValueError, match=r"a ttl of .* is longer than the session of 4 s"):
+            refuse()
+    assert not is_held(BlockingFace(authority), "s")
+    authority.release(grant)
+
+
+def test_servers_limit_the_session(url: str) -> None:
+    """To twenty ticks and more here; what they have granted counts, not what was asked for."""
+    with ZooKeeper(url.partition("?")[0], session_timeout=1_000_000) as authority:
+        authority.acquire(("r",), ttl=3.0, timeout=0)
+        with pytest.raises(ValueError, match="session of 400 s"):
+            authority.acquire(("s",), ttl=401.0, timeout=0)
+
+
+def test_lock_is_renewed_before_two_thirds_are_over(authority: ZooKeeper, other: ZooKeeper) -> None:
+    """Though a third of the ttl would be too late."""
+    with authority.lock("r", ttl=4.0) as token:
+        time.sleep(6.0)
+        info = other.inspect("r")
+        assert info is not None
+        assert info.token == token
+
+
+def test_process_that_is_stopped_loses_its_session(url: str, other: ZooKeeper) -> None:
+    """Its lock goes to the next with a larger token, and it hears of that when it goes on."""
+    program = """
+        import sys, time, fencelock
+        authority = fencelock.configure(sys.argv[1])
+        grant = authority.acquire(("r",), ttl=3.0, timeout=2.0)
+        print(grant.tokens[0], flush=True)
+        sys.stdin.readline()
+        (said,) = authority.extend_many([(grant, 3.0)])
+        print(type(said).__name__, authority.release(grant))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), url]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        token = int(process.stdout.readline())
+        os.kill(process.pid, signal.SIGSTOP)
+        grant = other.acquire(("r",), ttl=4.0, timeout=20.0)
+        assert grant.tokens[0] > token
+        os.kill(process.pid, signal.SIGCONT)
+        said, _ = process.communicate("go on\n", timeout=30)
+    assert said == "LockLostError False\n"
+    assert other.release(grant) is True
+
+
+def test_wiped_server_gives_no_token_again(zookeeper_server: Server, authority: ZooKeeper) -> None:
+    """It counts anew; the time in a token does not. A client that had a session gets another one."""
+    lost = granted_soon(authority)
+    zookeeper_server.wipe()
+    grant = granted_soon(authority)
+    assert grant.tokens[0] > lost.tokens[0]
+    assert authority.release(grant) is True
+    assert authority.release(lost) is False
+
+
+def test_restart_keeps_leases(zookeeper_server: Server, authority: ZooKeeper) -> None:
+    """A session outlives it."""
+    grant = authority.acquire(("r",), ttl=4.0, timeout=0)
+    zookeeper_server.stop(0)
+    zookeeper_server.come_back(0)
+
+    def is_extended() -> bool:
+        (said,) = authority.extend_many([(grant, 4.0)])
+        return isinstance(said, Grant)
+
+    assert eventually(is_extended, 3.5)
+    assert authority.release(grant) is True
+
+
+@pytest.mark.long
+def test_leader_of_three_is_killed() -> None:
+    """The others elect another one; a lease goes on, and another is granted."""
+    if lacks := zookeeper.missing():
+        pytest.skip(f"no ZooKeeper: this machine lacks {lacks}")
+    with Server(3) as servers, ZooKeeper(servers.url, session_timeout=15.0) as authority:
+        grant = authority.acquire(("held",), ttl=10.0, timeout=2.0)
+        for _ in range(2):
+            leader = servers.leader()
+            servers.kill(leader)
+            later = granted_soon(authority)
+            assert later.tokens[0] > grant.tokens[0]
+            assert authority.release(later) is True
+            (said,) = authority.extend_many([(grant, 10.0)])
+            assert isinstance(said, Grant), said
+            servers.come_back(leader)
+            servers.await_healthy()
+        assert authority.release(grant) is True
+
+
+def test_entry_that_somebody_deletes(authority: ZooKeeper, other: ZooKeeper, kazoo: KazooClient) -> None:
+    """Its holder hears of it at its next extension; a waiter enters anew, and leaves nothing behind."""
+    held = authority.acquire(("a", "b"), ttl=4.0, timeout=0)
+    got: list[Grant] = []
+    waiter = threading.Thread(target=lambda: got.append(other.acquire(("a", "b"), ttl=4.0, timeout=20.0)))
+    waiter.start()
+    line = line_of(authority, "a")
+    assert eventually(lambda: len(kazoo.get_children(line)) == 2)
+    first, second = sorted(kazoo.get_children(line), key=lambda name: name.rpartition("-")[2])
+    kazoo.delete(f"{line}/{second}")
+    time.sleep(0.2)
+    kazoo.delete(f"{line}/{first}")
+    (said,) = authority.extend_many([(held, 4.0)])
+    assert isinstance(said, FencelockError)
+    assert authority.release(held) is False
+    waiter.join(15.0)
+    assert len(got) == 1
+    assert got[0].tokens > held.tokens
+    assert other.release(got[0]) is True
+    assert authority.inspect() == []
+
+
+def test_release_by_force_frees_what_is_kept(authority: ZooKeeper, other: ZooKeeper) -> None:
+    """`at_least` keeps without an entry, and the operator sees by whom."""
+    lock = authority.lock("r", ttl=4.0, at_least=60.0)
+    with lock as token:
+        pass
+    info = other.inspect("r")
+    assert info is not None
+    assert (info.token, info.holder is not None) == (token, True)
+    assert 50 < info.remaining <= 60.0 or info.remaining <= 4.0
+    assert is_held(BlockingFace(other), "r")
+    assert other.force_release("r", token=token) is not None
+    assert take(BlockingFace(other), "r", ttl=4.0) > token
+
+
+def test_lease_ends_though_its_session_goes_on(authority: ZooKeeper, other: ZooKeeper) -> None:
+    """Its process deletes the entry when the ttl is over."""
+    authority.acquire(("r",), ttl=0.5, timeout=0)
+    began = time.monotonic()
+    other.acquire(("r",), ttl=4.0, timeout=5.0)
+    assert 0.3 < time.monotonic() - began < 1.5
+
+
+@pytest.mark.parametrize("value", ["garbage", "-1", "9" * 30])
+def test_mark_of_somebody_else_is_named(
+    face: BlockingFace, authority: ZooKeeper, kazoo: KazooClient, value: str
+) -> None:
+    """Nothing is granted by a number that nobody minted, and nothing is left in the line."""
+    take(face, "r", ttl=4.0)
+    kazoo.set(line_of(authority, "r"), value.encode())
+    with pytest.raises(AuthorityError, match="no mark of fencelock"):
+        face.acquire("r", ttl=4.0)
+    assert kazoo.get_children(line_of(authority, "r")) == []
+
+
+def test_last_token_is_the_last(face: BlockingFace, authority: ZooKeeper, kazoo: KazooClient) -> None:
+    """It does not wrap around."""
+    take(face, "r", ttl=4.0)
+    kazoo.set(line_of(authority, "r"), f"{MAX_TOKEN:020d}".encode())
+    with pytest.raises(CountersExhaustedError):
+        face.acquire("r", ttl=4.0)
+
+
+def test_prune_spares_what_is_held_and_what_is_young(
+    face: BlockingFace, authority: ZooKeeper, other: ZooKeeper, kazoo: KazooClient
+) -> None:
+    """A line that was deleted is made again, also by a client that knew it."""
+    old = f"{int((time.time() - 7200) * 1000) << 10:020d}".encode()
+    for name in ("free", "held", "young"):
+        take(face, name, ttl=4.0)
+    held = other.acquire(("held",), ttl=4.0, timeout=0)
+    for name in ("free", "held"):
+        kazoo.set(line_of(authority, name), old)
+    assert authority.prune(3600) == 1
+    assert not kazoo.exists(line_of(authority, "free"))
+    assert take(face, "free", ttl=4.0) > int(old)
+    assert other.release(held) is True
+
+
+def test_init_above_another_authority(face: BlockingFace, authority: ZooKeeper, other: ZooKeeper) -> None:
+    """A client that was at work meanwhile is above it, too."""
+    first = take(face, ttl=4.0)
+    take(BlockingFace(other), "warm", ttl=4.0)
+    authority.init(above=first + (1 << 45))
+    assert take(face, ttl=4.0) > first + (1 << 45)
+    assert take(BlockingFace(other), "s", ttl=4.0) > first + (1 << 45)
+
+
+def test_login_guards_the_nodes(url: str) -> None:
+    """Nobody else may read or write what such a client has made."""
+    with_login = url.replace("://", "://alice:secret@")
+    with ZooKeeper(with_login) as authority, ZooKeeper(url) as stranger:
+        assert "secret" not in repr(authority)
+        take(BlockingFace(authority), ttl=4.0)
+        with pytest.raises(AuthorityError, match="NoAuthError"):
+            stranger.acquire(("r",), ttl=3.0, timeout=0.5)
+        assert take(BlockingFace(authority), ttl=4.0) > 0
+
+
+def test_no_server_is_told_in_time() -> None:
+    """The sentence names the servers, and no password; closing then takes no time."""
+    authority = ZooKeeper("zookeeper://bob:secret@127.0.0.1:1,127.0.0.1:2")
+    began = time.monotonic()
+    with pytest.raises(QuorumError, match=r"127.0.0.1:1,127.0.0.1:2/fencelock did not answer") as caught:
+        authority.acquire(("r",), ttl=3.0, timeout=0.5)
+    assert "secret" not in str(caught.value)
+    assert time.monotonic() - began < 4.0
+    authority.close()
+    assert time.monotonic() - began < 7.0
+
+
+@pytest.mark.parametrize(
+    ("url", "says"),
+    [
+        ("zookeeper://", "no host"),
+        ("zookeeper://h:2181?session_timeout=long", "no number"),
+        ("zookeeper://h:2181?session_timeout=-1", "positive"),
+        ("zookeeper://h:2181?timeout=3", "no setting"),
+        ("zk://h:2181", "none of zookeeper"),
+    ],
+)
+def test_url_that_cannot_be_understood(url: str, says: str) -> None:
+    """Before anything is connected to."""
+    with pytest.raises(ValueError, match=says):
+        ZooKeeper(url)
+
+
+def test_loop_goes_on_meanwhile(authority: ZooKeeper) -> None:
+    """Kazoo's own threads wait for the servers."""
+
+    async def main() -> int:
+        beats = 0
+
+        async def beat() -> None:
+            nonlocal beats
+            while True:
+                await asyncio.sleep(0.001)
+                beats += 1
+
+        task = asyncio.create_task(beat())
+        grant = await authority.aio.acquire(("r",), ttl=4.0, timeout=1.0)
+        with pytest.raises(FencelockError):
+            await authority.aio.acquire(("r",), ttl=4.0, timeout=0.5)
+        await authority.aio.release(grant)
+        task.cancel()
+        return beats
+
+    assert asyncio.run(main()) > 50
+
+
+def test_kazoo_tells_the_timeout(authority: ZooKeeper) -> None:
+    """By a method of its own that is no public name: another version may have another."""
+    authority.inspect()
+    session: Any = authority._session
+    assert session.timeout == pytest.approx(4.0)
