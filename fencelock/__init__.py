@@ -1,6 +1,6 @@
 """fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
 
-from typing import TYPE_CHECKING, Any
+import typing as _typing
 
 from fencelock._fenced_once import fenced_once
 from fencelock._leader import Leader, Term, leader
@@ -65,7 +65,7 @@ from fencelock.lock.lock import AsyncLock, FencedLock
 from fencelock.lock.slots import FencedSemaphore
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 
-if TYPE_CHECKING:
+if _typing.TYPE_CHECKING:
     from fencelock.authority.etcd.etcd import Etcd
     from fencelock.authority.zookeeper.zookeeper import ZooKeeper
 
@@ -141,7 +141,7 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> _typing.Any:
     """Return a class of an authority that needs an extra."""
     if name in {"Etcd", "ZooKeeper"}:
         return _load(name)

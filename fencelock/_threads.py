@@ -16,8 +16,7 @@ _GLANCE: Final = 0.01
 def start(thread: threading.Thread) -> None:
     """Start a thread; raise RuntimeError if there are too many, or if the program ends.
 
-    The error of a signal handler that raises meanwhile is raised as it is. `Thread.start` may hide such an
-    error behind one of its own, because it fails to clean up.
+    The error of a signal handler that raises meanwhile comes out, which `Thread.start` may hide.
     """
     if sys.is_finalizing():  # Python 3.11 would wait for ever until the thread begins
         raise RuntimeError("the interpreter ends: no thread can be started any more")

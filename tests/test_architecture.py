@@ -50,7 +50,8 @@ MODULES = {
 }
 
 VALUES = (
-    "_checks _databases _engines _events _generators _owners _platform _threads errors holder lease tokens"
+    "_checks _databases _engines _events _generators _owners _platform _threads authority.hosts errors "
+    "holder lease tokens"
 )
 REDLOCK = "authority.redlock"
 ARROWS = {
@@ -60,14 +61,19 @@ ARROWS = {
     "renewal": "values authority.base",
     "lock": "values authority.base renewal",
     "authority.generators": "values authority.base lock",
-    "authority.database": "values authority.base authority.generators",
+    "authority.loops": "values authority.base authority.generators",
+    "authority.owed": "values authority.base authority.loops",
+    "authority.database": "values authority.base authority.loops authority.owed",
+    "authority.line": "values authority.base authority.loops authority.owed",
+    "authority.etcd": "values authority.base authority.line authority.loops",
+    "authority.zookeeper": "values authority.base authority.line authority.loops",
     f"{REDLOCK}.protocol": "values authority.base",
     f"{REDLOCK}.membership": f"values {REDLOCK}.protocol",
     f"{REDLOCK}.wire": f"values {REDLOCK}.protocol {REDLOCK}.membership",
     f"{REDLOCK}.transport": f"values authority.base {REDLOCK}.protocol {REDLOCK}.membership {REDLOCK}.wire",
     REDLOCK: f"values authority.base authority.generators {REDLOCK}.protocol {REDLOCK}.membership "
     f"{REDLOCK}.wire {REDLOCK}.transport",
-    "_locking": f"values authority.base authority.database lock {REDLOCK} {REDLOCK}.transport",
+    "_locking": f"values authority.base authority.database authority.line lock {REDLOCK} {REDLOCK}.transport",
     "lock.decorator": "values lock _locking",
     "guard": "values",
     "max_fence": "guard",
@@ -78,10 +84,11 @@ ARROWS = {
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
     "stores": "values",
-    "cli": f"values _locking authority.database {REDLOCK} {REDLOCK}.transport guard lock max_fence observe",
+    "cli": f"values _locking authority.database authority.line {REDLOCK} {REDLOCK}.transport guard lock "
+    "max_fence observe",
     "__main__": "cli",
-    "": f"values _locking _fenced_once authority.database {REDLOCK} guard _leader lock lock.decorator "
-    "transaction",
+    "": f"values _locking _fenced_once authority.database authority.etcd authority.zookeeper {REDLOCK} "
+    "guard _leader lock lock.decorator transaction",
 }
 """The house from the ground up."""
 
@@ -155,6 +162,7 @@ PURE = [
     module
     for module in MODULES
     if module.startswith(tuple(f"fencelock.{REDLOCK}.{room}" for room in ("membership", "protocol", "wire")))
+    or module in {"fencelock.authority.etcd.channel", "fencelock.authority.etcd.messages"}
 ]
 IMPURE = {"time", "random", "secrets", "socket", "ssl", "select", "threading", "asyncio", "os"}
 
@@ -186,7 +194,8 @@ def test_public_names_are_listed_and_documented() -> None:
     assert {"FencedLock", "Lease", "Redlock", "configure", "fenced_lock"} <= set(fencelock.__all__)
     for name in fencelock.__all__:
         assert getattr(fencelock, name).__doc__, name
-    visible = {name for name, value in vars(fencelock).items() if not name.startswith("_")}
+    loaded_when_asked_for = {"Etcd", "ZooKeeper"}
+    visible = loaded_when_asked_for | {name for name in vars(fencelock) if not name.startswith("_")}
     modules = {name for name in visible if isinstance(getattr(fencelock, name), types.ModuleType)}
     assert visible - modules == {name for name in fencelock.__all__ if not name.startswith("_")} - modules
 

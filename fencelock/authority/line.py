@@ -1,19 +1,4 @@
-"""The line: how etcd and ZooKeeper grant leases, first come, first served.
-
-The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
-the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
-same everywhere, and no two can wait for each other. The first in all of them mints and holds:
-
-    token = max((mark >> 10) + 1, base + now) << 10
-
-`now` is the Unix time of the client in milliseconds. The transaction that mints requires that its entry still
-stands in the line, that the base is the one it knows, and that the mark is lower. So the tokens of a resource
-rise whatever clocks say. The place in the line is no token: a holder in front may mint again.
-
-A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time lifts new
-tokens above the lost ones, if clocks differ by less than the restore took. `base` is 0 until `init(above=…)`
-raises it. `proof/line` is the model.
-"""
+"""The line: how etcd and ZooKeeper grant leases, first come, first served."""
 
 from __future__ import annotations
 
@@ -47,6 +32,17 @@ from fencelock.errors import (
 from fencelock.holder import Holder, LockInfo
 from fencelock.lease import validity
 from fencelock.tokens import MAX_TOKEN, check
+
+# The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
+# the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
+# same everywhere, and no two can wait for each other. The first in all of them mints and holds. The token is
+# `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time of the client in milliseconds. The transaction that mints requires that its entry
+# still stands in the line, that the base is the one it knows, and that the mark is lower. So the tokens of a
+# resource rise whatever clocks say. The place in the line is no token: a holder in front may mint again.
+#
+# A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time lifts
+# new tokens above the lost ones, if clocks differ by less than the restore took. `base` is 0 until
+# `init(above=…)` raises it. `proof/line` is the model.
 
 #: Bits by which the time is shifted in a token.
 SHIFT: Final = 10
@@ -92,7 +88,7 @@ class View(NamedTuple):
     is_there: bool
     #: The entry before its own, where there is one: a key or a path.
     ahead: Sequence[Any]
-    #: Seconds for which the resources are kept for nobody.
+    #: Seconds until the last holder no longer keeps them.
     kept_for: float = 0.0
 
 
@@ -101,10 +97,9 @@ class Place:
     """An acquisition, and what the store has granted to it.
 
     Attributes:
-        began: when its lease was asked for, or extended last, on the clock of `time.monotonic`.
+        began: when its lease was asked for or extended, on the clock of `time.monotonic`.
         granted: seconds that the lease lasts since then.
-        holds: it is the first in all lines.
-        revision: where its entries stand, as the store counts.
+        revision: where its entries stand.
     """
 
     resources: tuple[str, ...]
@@ -112,6 +107,7 @@ class Place:
     ttl: float
     began: float = 0.0
     granted: float = 0.0
+    #: It is known to be the first in all lines.
     holds: bool = False
     revision: int = 0
 
@@ -125,7 +121,7 @@ class Place:
 
 
 class Head(NamedTuple):
-    """The first entry of a line: its key or path, what it says, and what is known beside it."""
+    """The first entry of a line: its key or path, what it says, and all that is known beside it."""
 
     resource: str
     key: Any
@@ -141,9 +137,9 @@ class Head(NamedTuple):
     def info(self) -> LockInfo:
         ttl, since, holder = (*self.text.split(" ", 2), "", "", "")[:3]
         left = min(_number(ttl) or math.inf, self.left)
-        who = Holder.of(holder, _number(since)) if holder else None
+        process = Holder.of(holder, _number(since)) if holder else None
         token = self.mark.token if self.mark.nonce == self.nonce else None
-        return LockInfo(self.resource, token, who, left, self.waiters)
+        return LockInfo(self.resource, token, process, left, self.waiters)
 
 
 def _name_of(info: LockInfo) -> str:
@@ -184,7 +180,7 @@ class LineAuthority(Owing):
 
     @abc.abstractmethod
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Enter the lines, unless `alone` and somebody stands there; return tokens if it holds them now."""
+        """Enter the lines, if `alone` only empty ones; return tokens if the place holds them now."""
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
@@ -216,7 +212,7 @@ class LineAuthority(Owing):
 
     @abc.abstractmethod
     def pruning(self, older_than: float) -> Steps[int]:
-        """Delete the marks of resources that nobody holds or waits for."""
+        """Delete the marks of resources without a holder and without waiters."""
 
     # What all of them have.
 
@@ -236,11 +232,7 @@ class LineAuthority(Owing):
         return f"<{type(self).__name__} {self._shown}>"
 
     def init(self, *, above: int | None = None) -> None:
-        """Look whether the servers answer, and raise new tokens above those of another authority.
-
-        Args:
-            above: the highest fencing token that a storage has seen, if another authority has granted so far,
-                or if this one has lost its grants: all new tokens are larger.
+        """Look whether the servers answer, and raise all new tokens above one that a storage has seen.
 
         Raises:
             AuthorityError: the servers cannot be used.
@@ -251,17 +243,14 @@ class LineAuthority(Owing):
     def prune(self, older_than: float) -> int:
         """Delete the marks of resources that nothing holds, and that were last locked long ago.
 
-        There is a mark for each resource that was ever locked. Its next token exceeds all tokens of that age.
-
         Args:
-            older_than: seconds since the last lock; an hour at least.
+            older_than: seconds since then; an hour at least.
 
         Returns:
-            how many marks were deleted.
+            how many were deleted.
 
         Raises:
             AuthorityError: the servers cannot be used.
-            ValueError: for less than an hour.
         """
         if not _HOUR <= older_than < math.inf:
             raise ValueError(f"marks are pruned after an hour at least, 3600, not after {older_than!r} s")
@@ -311,7 +300,7 @@ class LineAuthority(Owing):
         found = yield from self._enter(place, alone=alone, until=_answer_by(end))
         while isinstance(found, View):
             if not found.is_there and (waited or not found.ahead):
-                if waited:  # its lease has ended meanwhile, or somebody has deleted an entry
+                if waited:  # its lease has ended meanwhile, or an entry was deleted
                     yield from self._giving_back(place.resources, place.nonce)
                     place.nonce, place.revision = _new_nonce(), 0
                 found = yield from self._enter(place, alone=alone and not waited, until=_answer_by(end))
@@ -459,7 +448,7 @@ class AsyncLine(AsyncWithLoops):
         await self.run(self._authority.initialising(above))
 
     async def prune(self, older_than: float) -> int:
-        """Delete marks that nobody needs: see `LineAuthority.prune`."""
+        """Delete old marks: see `LineAuthority.prune`."""
         return await self.run(self._authority.pruning(older_than))
 
 

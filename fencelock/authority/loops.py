@@ -110,10 +110,9 @@ _SLEEP: Final = 1.0
 
 
 class LoopEnd:
-    """The work of an event loop before it closes: it waits until these tasks have ended, and calls `close`.
+    """The end of an event loop: it waits until these tasks have ended, and calls `close`.
 
-    It is an asynchronous generator, because `asyncio.run` ends those of its loop. `here` and `kept` are what
-    an authority keeps for this loop; `over` is True when all this is done.
+    It is an asynchronous generator, because `asyncio.run` ends those of its loop.
     """
 
     def __init__(
@@ -122,6 +121,7 @@ class LoopEnd:
         self.tasks: set[asyncio.Task[Any]] = set()
         #: The tasks that are cancelled at the end.
         self.later: WeakSet[asyncio.Task[Any]] = WeakSet()
+        #: The state of an authority for this loop.
         self.here, self.kept = here, kept
         self.over = False
         self._close = close

@@ -22,7 +22,8 @@ PAGE: Final = ROOT / "docs" / "names.md"
 
 LOCKS: Final = (
     *("fenced_lock", "take_over", "fenced_transaction", "fenced", "configure", "exit_on_signals"),
-    *("assert_held", "Database", "lease_table", "Redlock", "leader", "fenced_semaphore"),
+    *("assert_held", "Database", "lease_table", "Redlock", "Etcd", "ZooKeeper", "leader"),
+    *("fenced_semaphore",),
 )
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
 WRITING: Final = (
@@ -56,6 +57,8 @@ MEMBERS: Final = {
         "in_doubt",
     ),
     "Database": ("lock", "inspect", "force_release", "init", "close"),
+    "Etcd": ("lock", "inspect", "force_release", "init", "prune", "close"),
+    "ZooKeeper": ("lock", "inspect", "force_release", "init", "prune", "close"),
     "Redlock": ("nodes", "lock", "inspect", "force_release", "init", "status", "recover", "close"),
 }
 """Of other classes all public members are shown; these have some that are for the library alone."""

@@ -23,7 +23,7 @@ from fencelock.errors import AuthorityError, QuorumError
 #: Codes of gRPC, and words, of a member that cannot work now: DEADLINE_EXCEEDED is the first.
 _AWAY: Final = frozenset({4, messages.UNAVAILABLE})
 _AWAY_WORDS: Final = ("not a primary lessor", "leader changed", "too many requests", "lost leader")
-#: What is said of a login that is too old.
+#: Words about a login that is too old.
 _LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old")
 #: Links of a parent process. A child keeps them, because they would be closed when it frees them.
 _of_parents: list[object] = []

@@ -1,4 +1,4 @@
-"""One connection to etcd that all threads of a process share: whoever waits for an answer reads for all."""
+"""One connection to etcd that all threads of a process share: one that waits for an answer reads for all."""
 
 from __future__ import annotations
 
@@ -143,11 +143,11 @@ class Link:
         for bell in list(self._waiting):
             bell.ring()
 
-    def leave_to_parent(self) -> None:
-        """In a forked child, close its copies of the socket."""
-        self.lost = "it is the parent's"
-        self._socket.close()
-        self._to_read.close()
+    def __del__(self) -> None:
+        """Close the sockets, without a word: in a forked child they are the parent's."""
+        for each in (getattr(self, "_socket", None), getattr(self, "_to_read", None)):
+            if each is not None:
+                each.close()
 
     def _alone(self, work: Callable[[], object]) -> None:
         """Do work that no other thread disturbs; what breaks in the middle loses the connection."""

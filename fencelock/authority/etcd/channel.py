@@ -101,7 +101,7 @@ class Channel:
         self._send()
 
     def _send(self) -> None:
-        """Send what is left of requests, as far as the server takes it."""
+        """Send the rest of the requests, as far as the server takes it."""
         while self._sending:
             stream = self._sending[0]
             if stream.number in self._streams:

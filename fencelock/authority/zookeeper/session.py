@@ -39,7 +39,7 @@ _FAREWELL: Final = 2.0
 _CONNECTED: Final = "CONNECTED"
 _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")
-#: What a request ends with that may be sent again: nobody can tell whether it was done.
+#: Errors of a request that may have been executed, and may be sent again.
 AWAY: Final = (
     ConnectionClosedError,
     ConnectionLoss,
@@ -68,7 +68,7 @@ class Watching(NamedTuple):
 
 
 class Session:
-    """A session, by kazoo's client, which makes a new one when it has expired.
+    """A session, by kazoo's client.
 
     A thread of its own calls kazoo, whose locks a signal handler that raises could leave locked.
 
@@ -104,7 +104,7 @@ class Session:
 
     @property
     def _is_over(self) -> bool:
-        """Whether there was no connection for so long that the session has ended, as far as anybody knows."""
+        """Whether the session must have ended, because there was no connection for its timeout."""
         return time.monotonic() > self._away_since + max(self._seconds, self.timeout)
 
     def _new_client(self) -> KazooClient:
@@ -131,7 +131,7 @@ class Session:
         return client
 
     def _note_timeout(self, client: KazooClient) -> None:
-        """Learn the timeout on which the servers insist: kazoo tells it to nobody but itself."""
+        """Learn the timeout on which the servers insist, which kazoo keeps to itself."""
         connection = client._connection  # noqa: SLF001
         connect = connection._connect  # noqa: SLF001
 

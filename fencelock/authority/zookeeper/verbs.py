@@ -13,7 +13,7 @@ from fencelock.authority.zookeeper.session import Request
 NONCE_LENGTH: Final = 16
 #: Operations of a transaction, as kazoo calls them.
 CREATE, CHECK, SET, DELETE = "create", "check", "set_data", "delete"
-#: Somebody else was quicker.
+#: Another client was quicker.
 CHANGED: Final = (BadVersionError, NoNodeError)
 
 

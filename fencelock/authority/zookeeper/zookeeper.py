@@ -200,7 +200,7 @@ class ZooKeeper(LineAuthority):
                 if (yield from self._finds(place.resources, place.nonce, until)):
                     return (yield from self._take(place, extend=True, until=until))
                 continue
-            if isinstance(refused := verbs.refusal(made), NoNodeError):  # somebody has pruned a line
+            if isinstance(refused := verbs.refusal(made), NoNodeError):  # a line was pruned
                 for line in lines:
                     self._made.pop(line, None)
                 continue
@@ -357,7 +357,7 @@ class ZooKeeper(LineAuthority):
         return kept
 
     def _keeping(self, grant: Grant, kept_until: int) -> Steps[bool]:
-        """Note in the marks that nobody may have the resources before this time, and delete the entries."""
+        """Note in the marks until when the resources are kept, and delete the entries."""
         until = time.monotonic() + ANSWER[0]
         lines = list(map(self._line, grant.resources))
         while True:
@@ -403,7 +403,7 @@ class ZooKeeper(LineAuthority):
     def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
         if nonce not in self._handed:
             return (yield from self._giving_back(resources, nonce))
-        # Who has taken it over has changed what the entries say.
+        # The process that has taken it over has changed the text of the entries.
         yield from self._asking([verbs.delete(path, 0) for path in self._paths.get(nonce, ())])
         self._forget(nonce)
         return None
