@@ -36,9 +36,11 @@ from fencelock.tokens import MAX_TOKEN, check
 # The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
 # the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
 # same everywhere, and no two can wait for each other. The first in all of them mints and holds. The token is
-# `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time of the client in milliseconds. The transaction that mints requires that its entry
-# still stands in the line, that the base is the one it knows, and that the mark is lower. So the tokens of a
-# resource rise whatever clocks say. The place in the line is no token: a holder in front may mint again.
+# `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time of the client in milliseconds.
+#
+# The transaction that mints requires that its entry still stands in the line, that the base is the one it
+# knows, and that the mark is lower. So the tokens of a resource rise whatever clocks say. The place in the
+# line is no token: a holder in front may mint again.
 #
 # A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time lifts
 # new tokens above the lost ones, if clocks differ by less than the restore took. `base` is 0 until

@@ -22,6 +22,7 @@ from sqlalchemy import Connection, MetaData, inspect
 from fencelock._locking import Shipped
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.statements import SERVER_BITS
+from fencelock.authority.line import LineAuthority
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import as_redis, split_urls
@@ -60,6 +61,8 @@ def doctor(
     with shared.authority_of(url, namespace) as authority:
         if isinstance(authority, Redlock):
             found += _of_nodes(authority, given)
+        if isinstance(authority, LineAuthority):
+            found += _of_line(given[0])
         where = "nodes" if isinstance(authority, Redlock) else shared.without_password(given[0])
         token = _new_token(authority, where, found)
         for its in database or ():
@@ -166,6 +169,33 @@ def _of_clock(node: Redis, name: str) -> Iterator[Finding]:
 def _time_of(node: Redis) -> float:
     seconds, microseconds = node.time()
     return float(seconds + microseconds / 1e6)
+
+
+# etcd and ZooKeeper.
+
+
+def _of_line(url: str) -> Iterator[Finding]:
+    """Ask each server by itself."""
+    hosts = url.partition("://")[2].partition("/")[0].partition("?")[0].rpartition("@")[2].split(",")
+    if len(hosts) % 2 == 0:
+        survives = "no failure" if len(hosts) == 2 else f"no more failures than {len(hosts) - 1}"  # noqa: PLR2004
+        yield note(shared.without_password(url), f"{len(hosts)} servers survive {survives}", "use 1, 3 or 5")
+    for host in hosts:
+        with shared.new_authority(url.replace(",".join(hosts), host, 1)) as one:
+            try:
+                one.inspect(_PROBE)
+                version = str(getattr(one, "version", str)())
+            except FencelockError as error:
+                yield Finding(host, f"cannot be used: {error}", "see that it runs, and reaches the others")
+                continue
+        if version and _is_old(version):
+            what = f"is etcd {version}: a lease that was revoked may be renewed (etcd issue 20813)"
+            yield note(host, what, "3.5.23 or 3.6.5; a forced release is heard of late until then")
+
+
+def _is_old(version: str) -> bool:
+    its = tuple(int(part) for part in version.split("-", maxsplit=1)[0].split(".") if part.isdecimal())
+    return its < (3, 5, 23) or (3, 6) <= its < (3, 6, 5)
 
 
 # Databases.

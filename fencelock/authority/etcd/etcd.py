@@ -365,6 +365,14 @@ class Etcd(Asking):
             start = found[-1].key + b"\0" if found else end
         return everything
 
+    def version(self) -> str:
+        """Return the version of a member; raise AuthorityError if none answers."""
+        return self.run(self._version_gen())
+
+    def _version_gen(self) -> Steps[str]:
+        (answer,) = yield from self._all([messages.status()])
+        return messages.version_of(self.checked(answer))
+
     def _evict(self, head: Head) -> Steps[None]:
         (answer,) = yield from self._all([messages.revoke(head.lease)])
         if answer.status != messages.NOT_FOUND:
