@@ -36,14 +36,23 @@ NOT_RUN: Final[dict[tuple[str, str], str]] = {
 PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
 #: Pages that tell to install what they need, for those who begin with them.
 INSTALLING: Final = ("docs/celery.md", "docs/fastapi.md", "docs/flask-sqlalchemy.md", "docs/sqlmodel.md")
+#: Servers that a page names, and the fixture of a URL.
+_CONSENSUS: Final = {
+    "etcd://e1:2379,e2:2379,e3:2379": "etcd_url",
+    "zookeeper://z1:2181,z2:2181,z3:2181": "zookeeper_url",
+}
 LONGEST_SENTENCE: Final = 30
 LONGEST_README: Final = 900
 
 _LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 
 
-def urls_for(text: str, nodes: Nodes, postgres: Postgres) -> Iterator[tuple[str, str]]:
+def urls_for(text: str, nodes: Nodes, request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """Yield what stands in a page for a server, and what the tests have in its place: here and only here."""
+    postgres: Postgres = request.getfixturevalue("postgres")
+    for printed, fixture in _CONSENSUS.items():
+        if printed in text:
+            yield printed, request.getfixturevalue(fixture)
     for number, node in enumerate(nodes, start=1):
         yield f"redis://r{number}:6379", node.url
     yield "redis://localhost:6379", nodes[0].url
@@ -111,7 +120,7 @@ def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.Fixtur
             environment["FENCELOCK_URL"] = nodes[0].url
             with Redlock(nodes[0].url) as authority:
                 authority.init()
-        servers = tuple(urls_for(text, nodes, request.getfixturevalue("postgres")))
+        servers = tuple(urls_for(text, nodes, request))
         ended = play(page, found, tmp_path, environment, servers=servers)
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
@@ -122,13 +131,15 @@ def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.Fixtur
     reason="FENCELOCK_TEST_INSTALLS=1 makes an environment for each of some pages, in two minutes",
 )
 @pytest.mark.parametrize("page", INSTALLING)
-def test_page_needs_nothing_but_what_it_installs(page: str, tmp_path: Path, postgres: Postgres) -> None:
+def test_page_needs_nothing_but_what_it_installs(
+    page: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     """Its first block makes an empty environment into one in which the others run."""
     subprocess.run([sys.executable, "-m", "venv", tmp_path / "empty"], check=True)
     found = to_run(page)
     text = "".join(block.text for block in found)
     with Nodes(1) as nodes:
-        servers = tuple(urls_for(text, nodes, postgres))
+        servers = tuple(urls_for(text, nodes, request))
         python = str(tmp_path / "empty" / "bin" / "python")
         ended = play(page, found, tmp_path, {"FENCELOCK_INSTALLS": "1"}, servers=servers, python=python)
     assert ended.returncode == 0, ended.stdout + ended.stderr
