@@ -200,7 +200,10 @@ class Etcd(Asking):
 
     def _watch(self, place: Place, ahead: Any) -> Steps[Any]:
         call = messages.watch(ahead, place.revision + 1)
-        return (yield Watching(call, _has_ended))
+        try:
+            return (yield Watching(call, _has_ended))
+        except OSError:  # the connection is lost: it looks again, by another one
+            return _Over()
 
     def _keep_alive(self, place: Place, until: float) -> Steps[None]:
         began = time.monotonic()
@@ -392,6 +395,15 @@ class Etcd(Asking):
                 calls.append(messages.txn([unchanged, _is_empty(line)], [messages.delete(each.key)]))
         answers = yield from self._all(calls)
         return sum(Txn.read(self.checked(answer)).succeeded for answer in answers)
+
+
+class _Over:
+    """The bell of a watch that could not begin."""
+
+    over = True
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class AsyncEtcd(AsyncLine):
