@@ -102,7 +102,10 @@ class Etcd(Asking):
         absent = messages.compare(self._entries(place)[0], messages.VERSION, messages.EQUAL, 0)
         first = [] if alone else [messages.nested([absent], entries)]
         txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
-        done = Txn.read(self.checked(*(yield from self.asking([txn], until))))
+        (answer,) = yield from self.asking([txn], until)
+        if answer.status == messages.NOT_FOUND:  # the lease has ended: it enters anew
+            return View(is_there=False, ahead=())
+        done = Txn.read(self.checked(answer))
         if done.succeeded:
             place.revision = done.revision
             return self._noted(place, tokens)
