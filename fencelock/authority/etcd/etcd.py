@@ -103,7 +103,7 @@ class Etcd(Asking):
         first = [] if alone else [messages.nested([absent], entries)]
         txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
         (answer,) = yield from self.asking([txn], until)
-        if answer.status == messages.NOT_FOUND:  # the lease has ended: it enters anew
+        if answer.status == messages.NOT_FOUND:  # the lease has ended: it enters again
             return View(is_there=False, ahead=())
         done = Txn.read(self.checked(answer))
         if done.succeeded:
