@@ -279,7 +279,7 @@ class ZooKeeper(LineAuthority):
     def _lasts(self, ttl: float) -> float:
         """Return for how many seconds a lease lasts."""
         timeout = self._opened().timeout
-        if ttl > timeout:
+        if ttl > timeout > 0:  # 0 if another thread has closed the session, whose leases are over
             raise ValueError(
                 f"a ttl of {ttl:g} s is longer than the session of {timeout:g} s that the servers grant: "
                 "use a shorter one, which is renewed while its block lasts, or session_timeout="
