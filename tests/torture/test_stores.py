@@ -14,9 +14,12 @@ import pytest
 
 import fencelock
 from fencelock import _generators
+from fencelock._generators import Steps
+from fencelock.authority.base import Grant
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.asking import Exchange, Watching
 from fencelock.authority.line import SHIFT
+from fencelock.errors import LockLostError
 from proof.servers import ZooKeeper, zookeeper
 from proof.torture.checker import Rule
 from proof.torture.run import Result, run
@@ -24,6 +27,7 @@ from proof.torture.settings import Settings
 from proof.torture.trials import LOSSES
 
 NEEDS_JAVA = pytest.mark.skipif(bool(zookeeper.missing()), reason=f"no ZooKeeper: {zookeeper.missing()}")
+KINDS: dict[str, Any] = {"etcd": fencelock.Etcd, "zookeeper": fencelock.ZooKeeper}
 STORES = ["etcd", pytest.param("zookeeper", marks=NEEDS_JAVA)]
 pytestmark = pytest.mark.timed
 
@@ -104,3 +108,33 @@ def test_a_lease_that_ends_before_its_entry_is_made_anew(etcd_url: str) -> None:
         grant = _generators.run(authority.acquire_gen(("r",), ttl=2.0, timeout=5.0), do)
     assert ended
     assert grant.tokens[0] >> SHIFT >= began
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_an_answer_after_the_end_of_a_lease_extends_nothing(
+    store: str, request: pytest.FixtureRequest
+) -> None:
+    """A thread may have given the lease back when the answer comes; else there were two holders."""
+    authority = KINDS[store](request.getfixturevalue(f"{store}_url"))
+    with authority:
+
+        def do_late(step: object) -> object:
+            answer = authority.do(step)
+            time.sleep(0.7)
+            return answer
+
+        for extend in (
+            lambda grant: authority.remint_gen(grant, 5.0),
+            lambda grant: extending(authority, grant),
+        ):
+            grant = authority.acquire(("r",), ttl=0.5, timeout=5.0)
+            with pytest.raises(LockLostError):
+                _generators.run(extend(grant), do_late)
+            authority.release(authority.acquire(("r",), ttl=2.0, timeout=2.0))
+
+
+def extending(authority: Any, grant: Grant) -> Steps[None]:
+    """Extend a lease, and raise its error."""
+    (outcome,) = yield from authority.extend_gen([(grant, 5.0)])
+    if isinstance(outcome, Exception):
+        raise outcome

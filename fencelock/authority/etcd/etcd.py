@@ -224,6 +224,7 @@ class Etcd(Asking):
         began = time.monotonic()
         ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
         until = ends if ends > began else began + ANSWER[0]
+        watched = self._ends.keys() & {grant.proof for grant, _ in wishes}
         outcomes: list[Grant | FencelockError] = []
         try:
             for grant, ttl in wishes:
@@ -241,10 +242,11 @@ class Etcd(Asking):
                 if 0 < seconds < ttl:
                     seconds = yield from self._moving(grant, ttl, until)
                 end = validity(began, min(ttl, seconds))
-                extended = replace(grant, expires_at=max(grant.expires_at, end))
-                if seconds > 0:
-                    self._note_end(extended, ttl)
-                outcomes.append(extended if seconds > 0 else lost(grant))
+                longer = replace(grant, expires_at=max(grant.expires_at, end))
+                is_watched = grant.proof in watched
+                outcomes.append(
+                    self._extended(grant, longer, ttl, is_watched=is_watched) if seconds > 0 else lost(grant)
+                )
         except AuthorityError as error:
             outcomes += [error] * (len(wishes) - len(outcomes))
         return outcomes
