@@ -12,7 +12,7 @@ RUN := $(VENV)/bin/
 # A process of tests that crashes ends the run: pytest-xdist would start another one and may wait forever (its issue 784).
 BY_FILE := --dist loadfile --max-worker-restart 0
 
-.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities bench-jobs simulate torture torture-databases torture-edges torture-galera torture-patroni retries spec spec-long proof mutation clean
+.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities bench-jobs simulate torture torture-databases torture-edges torture-galera torture-patroni torture-consensus retries spec spec-long proof mutation clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -32,10 +32,11 @@ help:
 	@echo "make torture-edges  the same with signal handlers that raise, frozen clients in line, odd values and partial writes, and controls (seven minutes)"
 	@echo "make torture-galera  three nodes of MariaDB Galera that grant leases, while they are killed, paused and cut off, and a control (four minutes)"
 	@echo "make torture-patroni  three nodes of PostgreSQL under Patroni, the same with switchovers, failovers and two primaries, and a control (eleven minutes)"
+	@echo "make torture-consensus  etcd and ZooKeeper, three servers each, killed, paused, cut off, restored and wiped, and controls (five minutes)"
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into proof/spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
-	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (ten minutes; PROOF='torture' for some, PROOF=--long for a release)"
+	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (thirteen minutes; PROOF='torture' for some, PROOF=--long for a release)"
 	@echo "make mutation   change the library in 300 places and see which the tests notice, a portion at a time; writes proof/mutation/results.md (hours in all; MUTATION='--minutes 20', '--help')"
 	@echo "make clean      remove the virtual environments"
 
@@ -128,6 +129,9 @@ torture-galera: $(VENV)/installed
 
 torture-patroni: $(VENV)/installed .venv-patroni/installed
 	$(RUN)python -m proof.torture.trials --patroni
+
+torture-consensus: $(VENV)/installed
+	$(RUN)python -m proof.torture.trials --consensus
 
 retries: $(VENV)/installed
 	@$(RUN)python -m proof.retries $(RETRIES)

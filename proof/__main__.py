@@ -1,4 +1,4 @@
-"""Every proof in short, in ten minutes on two cores; `--long` makes those of a release, in hours.
+"""Every proof in short, in thirteen minutes on two cores; `--long` makes those of a release, in hours.
 
     python -m proof
     python -m proof torture model      # those whose name contains one of these words
@@ -24,7 +24,19 @@ from pathlib import Path
 
 from proof.torture.run import skipped_faults
 from proof.torture.settings import DATABASE, NODES, Settings, default_faults
-from proof.torture.trials import CORE, DENSE, EDGE, EDGES, NAIVE, NAIVE_TABLE, PAUSED, databases
+from proof.torture.trials import (
+    CORE,
+    DENSE,
+    EDGE,
+    EDGES,
+    NAIVE,
+    NAIVE_TABLE,
+    PAUSED,
+    STORE,
+    databases,
+    naive_store,
+    stores,
+)
 
 ROOT = Path(__file__).parents[1]
 #: Configurations of the model that are explored within seconds; those with an M leave a rule out.
@@ -130,6 +142,13 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
         naive = (*where, *NAIVE_TABLE, "--duration", "10")
         yield _torture(f"a naive table in {name}", folder, *naive, breaks="P1")
         yield _torture(f"no guard, leases in {name}", folder, *where, *no_guard, breaks="lost update")
+    for store in stores():
+        faults = _faults(store, "postgresql")
+        run = ("--authority", store, *STORE, "--every", "1", "--duration", "60")
+        yield _torture(f"{store} grants leases", folder, *run, says=faults)
+        yield _torture(
+            f"naive tokens of {store}", folder, *naive_store(store), "--duration", "15", breaks="P2"
+        )
     yield Proof("leaders, and a control", _python("proof.leaders", "--rounds", "1"))
     yield Proof("slots, readers and writers, and controls", _python("proof.slots", "--seconds", "15"))
     yield Proof("receipts, and a control", _python("proof.receipts", "--runs", "40"))
@@ -146,6 +165,7 @@ LONG = (
     Proof("torture", ["make", "torture"]),
     Proof("torture-databases", ["make", "torture-databases"]),
     Proof("torture-edges", ["make", "torture-edges"]),
+    Proof("torture-consensus", ["make", "torture-consensus"]),
     Proof("leaders", _python("proof.leaders", "--rounds", "20")),
     Proof("slots, readers and writers", _python("proof.slots", "--seconds", "600")),
     Proof("receipts", _python("proof.receipts")),

@@ -344,13 +344,15 @@ class LineAuthority(Owing):
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         place = Place(grant.resources, grant.proof, ttl, holds=True)
         found: tuple[int, ...] | View = View(is_there=True, ahead=())
+        is_watched = grant.proof in self._ends
         while isinstance(found, View):
             if not found.is_there:
                 raise lost(grant)
             found = yield from self._take(place, extend=True, until=time.monotonic() + ANSWER[0])
         minted = replace(grant, tokens=found, expires_at=max(grant.expires_at, place.expires_at))
-        self._note_end(minted, ttl)
-        return minted
+        if isinstance(outcome := self._extended(grant, minted, ttl, is_watched=is_watched), LockLostError):
+            raise outcome
+        return outcome
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         try:
@@ -372,6 +374,19 @@ class LineAuthority(Owing):
         """End a lease in time, if the store would end it later."""
         if self._ends_late(ttl) or grant.proof in self._ends:
             self._end_at(grant, grant.expires_at)
+
+    def _extended(
+        self, grant: Grant, longer: Grant, ttl: float, *, is_watched: bool
+    ) -> Grant | LockLostError:
+        """Note the new end of a lease. It is lost if the thread that ends leases may have been quicker.
+
+        That thread knew of it when its extension began, if `is_watched`.
+        """
+        self._note_end(longer, ttl)  # before the look at the clock: what the thread sees later is in time
+        if is_watched and time.monotonic() >= grant.expires_at:
+            self._end_at(grant, grant.expires_at)
+            return lost(grant)
+        return longer
 
     def _end_at(self, grant: Grant, end: float) -> None:
         """Release a lease at its end, in a thread, if it was not extended until then."""

@@ -1,22 +1,27 @@
-"""Faults of clusters of databases: each breaks something, sees it whole again, and measures the outage.
+"""Faults of clusters of databases, and of stores: each breaks something, and sees it whole again.
 
-A fault is over when the cluster is healthy and all clients of `service.py` have been served again.
+A fault is over when the cluster is healthy and all clients of `service.py` have been served again. These
+measure the outage, where databases grant the leases.
 """
 
 from __future__ import annotations
 
 import random
 import signal
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
+from pathlib import Path
 from typing import Final
 
 import psutil
 import psycopg
 
+from proof.servers import Etcd, ZooKeeper
 from proof.servers.galera import Galera
+from proof.servers.members import Members
 from proof.servers.patroni import TTL, Patroni
 from proof.torture.proxy import FAIR, SILENT, Proxies
 from proof.torture.service import Service
@@ -26,6 +31,8 @@ from proof.torture.stage import FaultError, Note, Stage
 _PATIENCE: Final = 120.0
 #: Seconds for which a node of Galera is paused; its group gives it up after five.
 _PAUSED: Final = 12.0
+#: Seconds for which members of a store are away, at least and at most.
+_AWAY: Final = (0.5, 5.0)
 #: Seconds for which two primaries stand beside each other.
 _BESIDE: Final = 6.0
 _END_ALL: Final = (
@@ -44,14 +51,17 @@ def _await(stage: Stage, ready: Callable[[], bool], failure: str) -> None:
 
 
 @contextmanager
-def _broken(stage: Stage, fault: str, cluster: Galera | Patroni, nodes: Collection[int]) -> Iterator[Note]:
+def _broken(
+    stage: Stage, fault: str, cluster: Galera | Patroni | Members, nodes: Collection[int]
+) -> Iterator[Note]:
     """Break nodes in the block, and see the cluster whole behind it."""
-    with stage.fault(fault, *(f"database {node}" for node in nodes)) as note:
+    kind = stage.settings.authority if isinstance(cluster, Members) else "database"
+    with stage.fault(fault, *(f"{kind} {node}" for node in nodes)) as note:
         began = time.monotonic()
         yield note
         _await(stage, cluster.is_healthy, f"after {fault} the cluster did not become healthy")
         healthy = time.monotonic()
-        with suppress(FaultError):  # a run of naive locks has none
+        with suppress(FaultError):  # a run of naive locks has none, nor has one over a store
             service = stage.tool(Service)
             _await(stage, lambda: service.is_back(healthy), f"after {fault} not all clients were served")
             note.detail = str(service.outage(began, nodes if isinstance(cluster, Galera) else ()))
@@ -176,6 +186,68 @@ def _lag(stage: Stage, _: random.Random) -> None:
             _crash(stage, cluster, leader)
 
 
+def _kill_members(
+    fault: str, kind: type[Etcd | ZooKeeper], least: int, stage: Stage, rng: random.Random
+) -> None:
+    members = stage.tool(kind)
+    victims = rng.sample(range(members.count), rng.randint(least, members.count))
+    with _broken(stage, fault, members, victims):
+        _kill_and_come_back(stage, rng, members, victims)
+
+
+def _kill_leader(fault: str, kind: type[Etcd | ZooKeeper], stage: Stage, rng: random.Random) -> None:
+    members = stage.tool(kind)
+    victims = [members.leader()]
+    with _broken(stage, fault, members, victims):
+        _kill_and_come_back(stage, rng, members, victims)
+
+
+def _kill_and_come_back(
+    stage: Stage, rng: random.Random, members: Etcd | ZooKeeper, victims: Collection[int]
+) -> None:
+    for member in victims:
+        members.kill(member)
+    stage.sleep(rng.uniform(*_AWAY))
+    for member in victims:
+        members.come_back(member)
+
+
+def _pause_members(fault: str, kind: type[Etcd | ZooKeeper], stage: Stage, rng: random.Random) -> None:
+    members = stage.tool(kind)
+    victims = rng.sample(range(members.count), rng.randint(1, 2))
+    with _broken(stage, fault, members, victims), _paused(map(members.process, victims)):
+        stage.sleep(rng.uniform(*_AWAY))
+
+
+def _isolate_member(stage: Stage, rng: random.Random) -> None:
+    members = stage.tool(Etcd)
+    victim = rng.choice((members.leader(), rng.randrange(members.count)))
+    with _broken(stage, "etcd-isolate", members, [victim]), members.isolated(victim):
+        stage.sleep(rng.uniform(*_AWAY))
+
+
+def _restore(stage: Stage, rng: random.Random) -> None:
+    members = stage.tool(Etcd)
+    with tempfile.TemporaryDirectory(prefix="fencelock-") as folder:
+        snapshot = Path(folder) / "snapshot"
+        members.snapshot(snapshot)
+        stage.sleep(rng.uniform(*_AWAY))
+        with _broken(stage, "etcd-restore", members, range(members.count)):
+            members.restore(snapshot)
+
+
+def _compact(stage: Stage, _: random.Random) -> None:
+    members = stage.tool(Etcd)
+    with _broken(stage, "etcd-compact", members, range(members.count)):
+        members.compact()
+
+
+def _wipe(stage: Stage, _: random.Random) -> None:
+    members = stage.tool(ZooKeeper)
+    with _broken(stage, "zookeeper-wipe", members, range(members.count)):
+        members.wipe()
+
+
 CLUSTER_FAULTS: Final[Mapping[str, Callable[[Stage, random.Random], None]]] = {
     "galera-kill": partial(_end_node, "galera-kill", signal.SIGKILL),
     "galera-leave": partial(_end_node, "galera-leave", signal.SIGTERM),
@@ -191,4 +263,14 @@ CLUSTER_FAULTS: Final[Mapping[str, Callable[[Stage, random.Random], None]]] = {
     "etcd-pause": _pause_etcd,
     "silence": _be_silent,
     "lag": _lag,
+    "etcd-kill": partial(_kill_members, "etcd-kill", Etcd, 1),
+    "etcd-leader-kill": partial(_kill_leader, "etcd-leader-kill", Etcd),
+    "etcd-member-pause": partial(_pause_members, "etcd-member-pause", Etcd),
+    "etcd-isolate": _isolate_member,
+    "etcd-restore": _restore,
+    "etcd-compact": _compact,
+    "zookeeper-kill": partial(_kill_leader, "zookeeper-kill", ZooKeeper),
+    "zookeeper-pause": partial(_pause_members, "zookeeper-pause", ZooKeeper),
+    "zookeeper-restart": partial(_kill_members, "zookeeper-restart", ZooKeeper, 3),
+    "zookeeper-wipe": _wipe,
 }

@@ -78,7 +78,8 @@ def torture(
     ] = 0.5,
     think: Annotated[float, Option(help="Seconds between read and write, on average.")] = 0.01,
     authority: Annotated[
-        str, Option(help="What grants the leases: nodes, or database, which is that of the run.")
+        str,
+        Option(help="What grants the leases: nodes; database, that of the run; etcd or zookeeper."),
     ] = NODES,
     nodes: Annotated[
         list[str] | None,

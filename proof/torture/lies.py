@@ -12,6 +12,8 @@ from contextlib import suppress
 from typing import Any, Final
 
 from fencelock._locking import take_over
+from fencelock.authority.base import Grant
+from fencelock.authority.line import LineAuthority
 from fencelock.authority.redlock.protocol.attempts import Attempt, in_pairs, release_command
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command
 from fencelock.authority.redlock.redlock import Redlock
@@ -42,6 +44,8 @@ class Liar:
     def _make_up_a_text(self, rng: random.Random) -> None:
         if isinstance(self._authority, Redlock):
             proof = {"namespace": self._authority._namespace, "nonce": f"{rng.getrandbits(172):043x}"}
+        elif isinstance(self._authority, LineAuthority):
+            proof = self._authority.dump(Grant((), (), 0.0, f"{rng.getrandbits(63):016x}"))
         else:
             proof = {
                 "database": self._authority.url.get_backend_name(),

@@ -5,18 +5,29 @@ nodes' counters to it, and a node that lost its memory counts from the beginning
 
 In a database, one transaction reads the lease, Python adds 1 to its token, and a second transaction writes
 both back. Whatever another holder does in between is overwritten.
+
+In etcd the token is the revision at which a key was put that was not there, in ZooKeeper the transaction that
+made a node. Stores that begin anew, or go back to a snapshot, count from there again.
 """
 
 from __future__ import annotations
 
+import base64
+import json
 import random
 import secrets
 import time
+import urllib.request
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import TypeVar, Unpack
+from contextlib import suppress
+from typing import Any, TypeVar, Unpack
+from urllib.parse import urlsplit
 
 import redis
+from kazoo.client import KazooClient
+from kazoo.exceptions import KazooException, NodeExistsError
+from kazoo.handlers.threading import KazooTimeoutError
 from redis.backoff import NoBackoff
 from redis.retry import Retry
 from sqlalchemy import BigInteger, Column, Double, MetaData, String, Table, insert, select, update
@@ -140,6 +151,79 @@ class NaiveLeases(_Naive):
                 return connection.execute(update(_LEASES).where(its).values(nonce=None)).rowcount == 1
         except DBAPIError:
             return None
+
+
+class NaiveEtcd(_Naive):
+    """Speaks JSON to the gateway of any member."""
+
+    def __init__(self, url: str) -> None:
+        self._members = urlsplit(url).netloc.split(",")
+        self._leases: dict[str, int] = {}
+
+    def _take(self, resource: str, nonce: str, ttl: float) -> int:
+        lease = secrets.randbits(62) + 1
+        self._ask("lease/grant", {"ID": lease, "TTL": max(2, round(ttl))})
+        key = base64.b64encode(f"naive/{resource}".encode()).decode()
+        compare = {"key": key, "target": "CREATE", "result": "EQUAL", "create_revision": 0}
+        put = {"request_put": {"key": key, "value": "", "lease": lease}}
+        answer = self._ask("kv/txn", {"compare": [compare], "success": [put]})
+        if answer.get("succeeded"):
+            self._leases[nonce] = lease
+            return int(answer["header"]["revision"])
+        self._ask("lease/revoke", {"ID": lease})
+        return 0
+
+    def _give_back(self, grant: Grant) -> bool | None:
+        with suppress(AuthorityError):
+            self._ask("lease/revoke", {"ID": self._leases.pop(grant.proof)})
+            return True
+        return None
+
+    def _ask(self, path: str, data: dict[str, Any]) -> Any:
+        for member in random.sample(self._members, len(self._members)):
+            request = urllib.request.Request(f"http://{member}/v3/{path}", json.dumps(data).encode())
+            with suppress(OSError, ValueError), urllib.request.urlopen(request, timeout=1.0) as answer:  # noqa: S310
+                return json.load(answer)
+        raise AuthorityError("no member answers")
+
+
+class NaiveZooKeeper(_Naive):
+    def __init__(self, url: str, session_timeout: float) -> None:
+        self._hosts, self._seconds = urlsplit(url).netloc, session_timeout
+        self._client: KazooClient | None = None
+
+    def _take(self, resource: str, nonce: str, ttl: float) -> int:  # noqa: ARG002 - the session lasts longer
+        try:
+            path, options = f"/naive/{resource}", {"makepath": True, "include_data": True}
+            _, stat = self._connected().create(path, ephemeral=True, **options)
+        except NodeExistsError:
+            return 0
+        except (KazooException, KazooTimeoutError) as error:
+            self._leave()
+            raise AuthorityError(str(error)) from error
+        return int(stat.czxid)
+
+    def _connected(self) -> KazooClient:
+        if self._client is None:
+            client = KazooClient(self._hosts, timeout=self._seconds)
+            client.start(timeout=2.0)
+            self._client = client
+        return self._client
+
+    def _leave(self) -> None:
+        """Begin anew: kazoo does not come back to servers that have counted less far."""
+        client, self._client = self._client, None
+        if client is not None:
+            client.stop()
+            client.close()
+
+    def _give_back(self, grant: Grant) -> bool | None:
+        try:
+            self._connected().delete(f"/naive/{grant.resources[0]}")
+        except (KazooException, KazooTimeoutError):
+            self._leave()
+            return None
+        return True
 
 
 class NaiveRedlock(_Naive):

@@ -43,7 +43,7 @@ _SHARES: Final = {
 }
 #: What the naive control can do.
 _SIMPLE: Final = {manner: _SHARES[manner] for manner in (Manner.QUICK, Manner.OVERSTAYING, Manner.BRIEF)}
-#: What a database can do, which keeps no waiting line.
+#: What a database can do, which keeps no waiting line. In a store everybody waits in turn.
 _WITHOUT_A_LINE: Final = {
     manner: share for manner, share in _SHARES.items() if manner not in {Manner.FAIR, Manner.LARGE}
 }
@@ -58,7 +58,7 @@ _CLAIMS: Final = 4
 
 def choose_plan(rng: random.Random, settings: Settings) -> Plan:
     """Return what to do next. Some resources are much more wanted than others."""
-    shares = _WITHOUT_A_LINE if settings.on_database else _SHARES
+    shares = _SHARES if settings.on_nodes else _WITHOUT_A_LINE
     if not settings.quorum:
         shares = _SIMPLE
     shares = {manner: share for manner, share in shares.items() if manner in settings.manners}

@@ -20,8 +20,9 @@ from sqlalchemy import Engine, make_url
 
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import Redlock
-from proof.servers import Nodes, Postgres
+from proof.servers import Etcd, Nodes, Postgres, ZooKeeper
 from proof.servers.galera import Galera
+from proof.servers.members import Members
 from proof.servers.patroni import Patroni
 from proof.torture import clocks, table
 from proof.torture.checker import Verdict, check_file
@@ -39,9 +40,9 @@ from proof.torture.naive import NaiveLeases
 from proof.torture.plan import names
 from proof.torture.proxy import Proxies
 from proof.torture.service import Service
-from proof.torture.settings import CLUSTERS, Settings
+from proof.torture.settings import CLUSTERS, ETCD, Settings
 from proof.torture.stage import Stage
-from proof.torture.worker import IMPATIENT, Places
+from proof.torture.worker import IMPATIENT, Places, store_on
 
 #: Seconds after which a run in which nothing is acquired is given up.
 STALLED_AFTER: Final = 120.0
@@ -100,10 +101,10 @@ def run(settings: Settings, tell: Callable[[float, int], None] = lambda *_: None
 
 
 def _await_healthy(tools: Sequence[object]) -> None:
-    """Wait until a cluster of databases has got over its last fault."""
+    """Wait until a cluster has got over its last fault."""
     deadline = time.monotonic() + STALLED_AFTER
     for cluster in tools:
-        if isinstance(cluster, Galera | Patroni):
+        if isinstance(cluster, Galera | Patroni | Members):
             while not cluster.is_healthy() and time.monotonic() < deadline:
                 time.sleep(_TICK)
 
@@ -188,7 +189,7 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
             urls = nodes.urls
         namespace = f"fencelock-torture-{secrets.token_hex(4)}"
         authority = None
-        if not settings.on_database:
+        if settings.on_nodes:
             authority = stack.enter_context(Redlock(urls, namespace=namespace, recover=False, **IMPATIENT))
             authority.init(max_ttl=settings.ttl)
             if settings.nodes:
@@ -207,10 +208,7 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         if "database-kill" in faults:
             tools.append(doubt := Doubt(database))
             doubt.prepare(each.name for each in table.tables(fences=fences))
-        leases: Sequence[str] = ()
-        if settings.on_database:
-            _prepare_leases(settings, database, stack)
-            leases = _ways_to_leases(settings, databases, faults, stack, tools)
+        leases = _leases(settings, databases, namespace, faults, stack, tools)
         if "lie" in faults:
             tools.append(_liar(settings, urls, namespace, leases, stack))
         if settings.database in CLUSTERS and settings.quorum and settings.guard:
@@ -219,14 +217,36 @@ def _servers(settings: Settings, faults: Sequence[str]) -> Iterator[_Servers]:
         yield _Servers(places, authority, engine, tools)
 
 
+def _leases(  # noqa: PLR0917
+    settings: Settings,
+    databases: Sequence[str],
+    namespace: str,
+    faults: Sequence[str],
+    stack: ExitStack,
+    tools: list[object],
+) -> Sequence[str]:
+    """Return by which URLs the workers ask for leases, in turn; add a store to the tools."""
+    if settings.on_database:
+        _prepare_leases(settings, databases[0], stack)
+        return _ways_to_leases(settings, databases, faults, stack, tools)
+    if settings.on_store:
+        store: Etcd | ZooKeeper = Etcd(partitions=True) if settings.authority == ETCD else ZooKeeper(3)
+        stack.enter_context(store)
+        tools.append(store)
+        return [f"{store.url}/{namespace}"]
+    return ()
+
+
 def _liar(
     settings: Settings, urls: Sequence[str], namespace: str, leases: Sequence[str], stack: ExitStack
 ) -> Liar:
     if not settings.mends:
         weaken(["lie"])
-    authority = (
-        Database(leases[0]) if settings.on_database else Redlock(urls, namespace=namespace, recover=False)
-    )
+    authority: Any
+    if settings.on_nodes:
+        authority = Redlock(urls, namespace=namespace, recover=False)
+    else:
+        authority = Database(leases[0]) if settings.on_database else store_on(leases[0], settings)
     return Liar(stack.enter_context(authority))
 
 
@@ -318,7 +338,11 @@ def _first_line(settings: Settings, servers: _Servers) -> Run:
         datetime.now(UTC).astimezone().isoformat(timespec="seconds"),
         time.monotonic_ns(),
         _for_json(settings),
-        {**_about_nodes(servers.places.nodes), "database": _about_database(servers.engine)},
+        {
+            **_about_nodes(servers.places.nodes),
+            **_about_store(servers.tools),
+            "database": _about_database(servers.engine),
+        },
     )
 
 
@@ -341,6 +365,16 @@ def _about_nodes(urls: Sequence[str]) -> dict[str, str]:
             valkey = info.get("valkey_version")
             about.add(f"Valkey {valkey}" if valkey else f"Redis {info['redis_version']}")
     return {"nodes": f"{len(urls)} × {' and '.join(sorted(about))}"}
+
+
+def _about_store(tools: Sequence[object]) -> dict[str, str]:
+    for tool in tools:
+        if isinstance(tool, Etcd):
+            return {"store": f"{tool.count} × etcd {tool.ctl('version').split()[2]}"}
+        if isinstance(tool, ZooKeeper):
+            version = tool.ask(0, "srvr").partition(": ")[2].partition("-")[0]
+            return {"store": f"{tool.count} × ZooKeeper {version}"}
+    return {}
 
 
 def _about_database(engine: Engine) -> str:

@@ -51,7 +51,26 @@ CLUSTERS: Final = {
         "lag": "SIGSTOP the processes that feed the standbys, then SIGKILL the primary and its Patroni",
     },
 }
-_OF_CLUSTERS: Final = {fault: cluster for cluster, faults in CLUSTERS.items() for fault in faults}
+#: What grants the leases: nodes of Valkey or Redis, the run's database, or one of the stores.
+NODES, DATABASE, ETCD, ZOOKEEPER = "nodes", "database", "etcd", "zookeeper"
+#: What stores that elect a leader are, and the faults that only they have. Each is made once at least.
+STORES: Final = {
+    ETCD: {
+        "etcd-kill": "SIGKILL members, maybe all, which come back with their data",
+        "etcd-leader-kill": "SIGKILL the member that leads, which comes back with its data",
+        "etcd-member-pause": "SIGSTOP one or two of the members",
+        "etcd-isolate": "cut a member off the others, while clients reach it",
+        "etcd-restore": "restore all members from a snapshot: what was granted since is lost",
+        "etcd-compact": "have all older revisions forgotten",
+    },
+    ZOOKEEPER: {
+        "zookeeper-kill": "SIGKILL the server that leads, which comes back with its data",
+        "zookeeper-pause": "SIGSTOP one or two of the servers",
+        "zookeeper-restart": "SIGKILL all servers, which come back with their data",
+        "zookeeper-wipe": "SIGKILL all servers, which come back without their data",
+    },
+}
+_OWN: Final = {fault: where for where, faults in {**CLUSTERS, **STORES}.items() for fault in faults}
 #: Those that break nodes, fewer than a majority at a time.
 _OF_NODES: Final = frozenset(
     {"node-pause", "node-blank", "node-rolling", "node-rollback", "node-replica", "node-flush"}
@@ -62,9 +81,7 @@ _WITH_NODES: Final = _OF_NODES | {"clock", "partition", "line-freeze", "odd-valu
 GENTLE: Final = frozenset({"signal", "line-freeze", "odd-value", "partial-write", "lie"})
 #: What only connections to a database have.
 _OF_CONNECTIONS: Final = frozenset({"connection-end", "lease-silence"})
-#: What grants the leases: nodes of Valkey or Redis, or the run's database.
-NODES, DATABASE = "nodes", "database"
-AUTHORITIES: Final = (NODES, DATABASE)
+AUTHORITIES: Final = (NODES, DATABASE, *STORES)
 #: Styles of writing for which something is promised.
 PROMISED: Final = tuple(style for style in Style if style is not Style.CORE)
 #: The servers that are started unless others are named.
@@ -73,7 +90,7 @@ EMBEDDED: Final = ("postgresql", "sqlite", *CLUSTERS)
 
 def default_faults(authority: str, database: str = "") -> tuple[str, ...]:
     general = (each for each in FAULTS if authority == DATABASE or each not in _OF_CONNECTIONS)
-    return (*general, *CLUSTERS.get(database, ()))
+    return (*general, *CLUSTERS.get(database, ()), *STORES.get(authority, ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,10 +123,8 @@ class Settings:
 
     def __post_init__(self) -> None:
         for fault in self.faults:
-            if fault not in FAULTS and fault not in _OF_CLUSTERS:
-                raise ValueError(
-                    f"there is no fault {fault!r}; choose from {', '.join((*FAULTS, *_OF_CLUSTERS))}"
-                )
+            if fault not in FAULTS and fault not in _OWN:
+                raise ValueError(f"there is no fault {fault!r}; choose from {', '.join((*FAULTS, *_OWN))}")
         self._check_authority()
         if self.duration is None and self.acquisitions is None:
             raise ValueError("when is it enough? Give --duration, --acquisitions, or both")
@@ -131,9 +146,11 @@ class Settings:
     def _check_authority(self) -> None:
         if self.authority not in AUTHORITIES:
             raise ValueError(f"--authority is one of {', '.join(AUTHORITIES)}, not {self.authority!r}")
-        if self.on_database and self.nodes:
-            raise ValueError("--nodes are for --authority nodes: with --authority database there are none")
-        if self.on_database and not set(self.manners) - {Manner.FAIR, Manner.LARGE}:
+        if self.nodes and not self.on_nodes:
+            raise ValueError(
+                f"--nodes are for --authority nodes: with --authority {self.authority} there are none"
+            )
+        if not self.on_nodes and not set(self.manners) - {Manner.FAIR, Manner.LARGE}:
             raise ValueError("--manner fair and large are for --authority nodes")
         if self.synchronous and self.database != "patroni":
             raise ValueError("--synchronous is for --database patroni")
@@ -148,6 +165,14 @@ class Settings:
         return self.authority == DATABASE
 
     @property
+    def on_nodes(self) -> bool:
+        return self.authority == NODES
+
+    @property
+    def on_store(self) -> bool:
+        return self.authority in STORES
+
+    @property
     def blocking_workers(self) -> list[int]:
         return [number for number in range(self.workers) if not (self.tasks and number % 2)]
 
@@ -158,7 +183,7 @@ class Settings:
 
     @property
     def embedded_nodes(self) -> bool:
-        return not self.nodes and not self.on_database
+        return self.on_nodes and not self.nodes
 
     @property
     def embedded_database(self) -> bool:
@@ -170,10 +195,10 @@ class Settings:
 
     def _reason_against(self, fault: str) -> str:  # noqa: C901, PLR0911, PLR0912 - a table, in effect
         match fault:
-            case str() if _OF_CLUSTERS.get(fault, self.database) != self.database:
-                return f"it is for --database {_OF_CLUSTERS[fault]}"
-            case str() if fault in _WITH_NODES and self.on_database:
-                return "the database grants the leases, and there are no nodes"
+            case str() if (own := _OWN.get(fault)) and own not in {self.database, self.authority}:
+                return f"it is for {'--authority' if own in STORES else '--database'} {own}"
+            case str() if fault in _WITH_NODES and not self.on_nodes:
+                return f"the leases are those of --authority {self.authority}, and there are no nodes"
             case "lie" if not self.quorum:
                 return "naive tokens know no hand_over"
             case "signal" if not self.blocking_workers:
@@ -193,7 +218,7 @@ class Settings:
             case "database-kill" if not self.writes:
                 return "nothing is written"
             case str() if fault in _OF_CONNECTIONS and not self.on_database:
-                return "nodes grant the leases: it is for --authority database"
+                return "it is for --authority database"
             case str() if fault in _OF_CONNECTIONS and self.database.startswith("sqlite"):
                 return "SQLite is a file, to which there are no connections"
             case "lease-silence" if self.database in CLUSTERS:

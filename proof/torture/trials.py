@@ -5,6 +5,7 @@
     python -m proof.torture.trials --edges          # seven minutes; the same of faults at the library's edges
     python -m proof.torture.trials --galera         # four minutes; the same of three nodes of Galera
     python -m proof.torture.trials --patroni        # eleven minutes; the same of three nodes of Patroni
+    python -m proof.torture.trials --consensus      # five minutes; the same of etcd and ZooKeeper
 
 PostgreSQL is embedded, SQLite is a file. MariaDB takes part where FENCELOCK_TEST_MARIADB_URL names one or one
 answers at its standard port. `--folder` keeps the histories; a run whose history is there already is judged
@@ -21,12 +22,13 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from benchmarks.guard import mariadb
+from proof.servers import zookeeper
 from proof.torture.checker import Verdict, check_file, describe
 from proof.torture.history import Fault, read_records
 from proof.torture.service import OUTAGE
@@ -51,6 +53,10 @@ CLUSTER = (
     *("--ttl", "1", "--pause", "2", "--every", "3", "--workers", "6", "--tasks", "4"),
     *("--acquisitions", "2000"),
 )
+#: Workers of etcd and ZooKeeper: sessions last twice as long as leases, so that some pauses outlast them.
+STORE = ("--ttl", "1", "--pause", "4", "--resources", "200", "--workers", "6", "--tasks", "8")
+#: How each store loses what it has granted.
+LOSSES = {"etcd": "etcd-restore", "zookeeper": "zookeeper-wipe"}
 #: Faults at the edges: nodes and network are well. Nothing is written, so the database does not matter.
 EDGE = ("--writes", "0", "--database", "sqlite", "--workers")
 EDGES = {
@@ -109,6 +115,31 @@ CLUSTERS = {
         ),
     ),
 }
+
+
+def naive_store(store: str) -> tuple[str, ...]:
+    """Return the options of a control: the store's own counter as the token."""
+    return (
+        *("--authority", store, "--naive-tokens", "--fault", LOSSES[store], "--fault", "worker-pause"),
+        *("--resources", "5", "--workers", "4", "--every", "1"),
+    )
+
+
+def stores() -> list[str]:
+    """Return the stores that this machine can run."""
+    if lacks := zookeeper.missing():
+        print(f"left out: ZooKeeper, which needs {lacks}")
+    return [store for store in LOSSES if store != "zookeeper" or not lacks]
+
+
+def store_trials() -> Iterator[Trial]:
+    for store in stores():
+        run = ("--authority", store, *STORE, "--every", "3", "--acquisitions", "10000")
+        yield Trial(store, f"{store}: 10,000 acquisitions with all faults", run)
+        control = (*naive_store(store), "--duration", "20")
+        yield Trial(f"{store}-naive", f"{store}, control: its own counter as the token", control, right=False)
+
+
 LONG = (
     Trial(
         "million",
@@ -220,6 +251,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--databases", action="store_true", help="runs over databases that grant leases")
     parser.add_argument("--edges", action="store_true", help="runs with faults at the library's edges")
+    parser.add_argument("--consensus", action="store_true", help="runs over etcd and ZooKeeper")
     for cluster, trials in CLUSTERS.items():
         parser.add_argument(
             f"--{cluster}", dest="trials", action="store_const", const=trials, help="runs over its nodes"
@@ -231,8 +263,14 @@ def main() -> None:
     page = ["# Long runs", f"Written by `make torture`, not by hand, from the histories of the runs. {about}"]
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        chosen = database_trials(stack) if options.databases else edge_trials() if options.edges else LONG
-        for trial in options.trials or chosen:
+        chosen: Iterable[Trial] = options.trials or LONG
+        if options.databases:
+            chosen = database_trials(stack)
+        elif options.edges:
+            chosen = edge_trials()
+        elif options.consensus:
+            chosen = store_trials()
+        for trial in chosen:
             verdict = judge(trial, folder)
             page.append(section(trial, verdict, outages_of(folder / trial.name / "history.jsonl")))
             print(page[-1], end="\n\n", flush=True)

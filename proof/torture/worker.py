@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 from weakref import WeakSet
 
+from fencelock import Etcd, ZooKeeper
 from fencelock._generators import Call, Steps
 from fencelock._locking import fenced_lock
 from fencelock.authority.redlock.redlock import Redlock
@@ -35,9 +36,9 @@ from proof.torture.edges import Strikes, Struck, narrow_sockets, weaken
 from proof.torture.history import Style
 from proof.torture.journal import Journal, Notes
 from proof.torture.keeper import Keeper
-from proof.torture.naive import NaiveLeases, NaiveRedlock
+from proof.torture.naive import NaiveEtcd, NaiveLeases, NaiveRedlock, NaiveZooKeeper
 from proof.torture.plan import Plan, choose_plan
-from proof.torture.settings import Settings
+from proof.torture.settings import ETCD, Settings
 from proof.torture.steps import run, run_in_task, sleep
 from proof.torture.storage import Storage
 from proof.torture.table import async_engine_on, authority_on, engine_on
@@ -64,7 +65,7 @@ class Places:
     proxies: Sequence[str]
     namespace: str
     databases: Sequence[str]  #: URLs, for the workers in turn
-    leases: Sequence[str]  #: the same of the database that grants them, if one does
+    leases: Sequence[str]  #: the same of the database or store that grants them, if one does
     folder: Path
 
 
@@ -277,6 +278,8 @@ def _authority(assignment: Assignment) -> Any:
         if not settings.quorum:
             return NaiveLeases(assignment.leases)
         return authority_on(assignment.leases, for_tasks=bool(assignment.tasks))
+    if settings.on_store:
+        return store_on(assignment.leases, settings)
     if not settings.quorum:
         return NaiveRedlock(assignment.urls)
     patience = {} if settings.gentle else IMPATIENT
@@ -285,10 +288,18 @@ def _authority(assignment: Assignment) -> Any:
     )
 
 
+def store_on(url: str, settings: Settings) -> Any:
+    if settings.authority == ETCD:
+        return Etcd(url) if settings.quorum else NaiveEtcd(url)
+    # The servers round it; a lease lasts two thirds of it.
+    seconds = 2 * settings.ttl
+    return ZooKeeper(url, session_timeout=seconds) if settings.quorum else NaiveZooKeeper(url, seconds)
+
+
 def _keepers(assignment: Assignment, notes: Notes, over: Callable[[], bool]) -> list[Keeper]:
     """Return who keeps a lease for as long as the worker lives, and who waits for that of the next."""
     settings = assignment.settings
-    if not settings.quorum or settings.on_database or "node-rolling" not in settings.faults:
+    if not settings.quorum or not settings.on_nodes or "node-rolling" not in settings.faults:
         return []
     ours = assignment.number
 

@@ -9,7 +9,7 @@ import pytest
 
 from proof.torture.clusters import CLUSTER_FAULTS
 from proof.torture.history import Manner
-from proof.torture.settings import CLUSTERS, DATABASE, FAULTS, Settings, default_faults
+from proof.torture.settings import CLUSTERS, DATABASE, FAULTS, STORES, Settings, default_faults
 
 
 @pytest.mark.parametrize(
@@ -27,8 +27,9 @@ from proof.torture.settings import CLUSTERS, DATABASE, FAULTS, Settings, default
         ({"pause": 0.5, "ttl": 1.0}, "--pause 0.5 is to outlast a lease of --ttl 1"),
         ({"writes": 1.5}, "--writes is a share, from 0 to 1, not 1.5"),
         ({"quorum": False}, "--tasks 0 --writes 0"),
-        ({"authority": "oracle"}, "--authority is one of nodes, database, not 'oracle'"),
+        ({"authority": "oracle"}, "--authority is one of nodes, database, etcd, zookeeper, not 'oracle'"),
         ({"authority": "database", "nodes": ("redis://a",)}, "--nodes are for --authority nodes"),
+        ({"authority": "etcd", "nodes": ("redis://a",)}, "with --authority etcd there are none"),
         ({"authority": "database", "manners": (Manner.FAIR,)}, "--manner fair and large are for"),
         ({"authority": "database", "synchronous": True}, "--synchronous is for --database patroni"),
     ],
@@ -57,6 +58,7 @@ SELDOM = {"odd-value", *OF_CONNECTIONS}
         ({"authority": "database"}, WITH_NODES),
         ({"authority": "database", "database": "sqlite"}, WITH_NODES | {"database-kill", *OF_CONNECTIONS}),
         ({"authority": "database", "database": "mysql+pymysql://b"}, WITH_NODES | {"database-kill"}),
+        ({"authority": "zookeeper"}, WITH_NODES | OF_CONNECTIONS),
         (
             {"nodes": ("redis://a", "redis://b", "redis://c")},
             OF_NODES | {"clock", "odd-value", *OF_CONNECTIONS},
@@ -85,3 +87,13 @@ def test_faults_of_a_cluster_are_for_that_cluster(cluster: str, tmp_path: Path) 
     elsewhere = Settings(tmp_path, faults, authority=DATABASE, database="postgresql").skipped()
     assert set(CLUSTERS[cluster]) <= set(elsewhere)
     assert set(CLUSTERS[cluster]) <= set(CLUSTER_FAULTS)
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_faults_of_a_store_are_for_that_store(store: str, tmp_path: Path) -> None:
+    """The same of what elects a leader and grants leases."""
+    faults = default_faults(store)
+    skipped = Settings(tmp_path, faults, authority=store).skipped()
+    assert set(STORES[store]) <= set(faults) - set(skipped)
+    assert set(STORES[store]) <= set(Settings(tmp_path, faults, authority=DATABASE).skipped())
+    assert set(STORES[store]) <= set(CLUSTER_FAULTS)

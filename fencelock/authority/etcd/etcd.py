@@ -102,7 +102,10 @@ class Etcd(Asking):
         absent = messages.compare(self._entries(place)[0], messages.VERSION, messages.EQUAL, 0)
         first = [] if alone else [messages.nested([absent], entries)]
         txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
-        done = Txn.read(self.checked(*(yield from self.asking([txn], until))))
+        (answer,) = yield from self.asking([txn], until)
+        if answer.status == messages.NOT_FOUND:  # the lease has ended: it enters again
+            return View(is_there=False, ahead=())
+        done = Txn.read(self.checked(answer))
         if done.succeeded:
             place.revision = done.revision
             return self._noted(place, tokens)
@@ -200,7 +203,10 @@ class Etcd(Asking):
 
     def _watch(self, place: Place, ahead: Any) -> Steps[Any]:
         call = messages.watch(ahead, place.revision + 1)
-        return (yield Watching(call, _has_ended))
+        try:
+            return (yield Watching(call, _has_ended))
+        except OSError:  # the connection is lost: it looks again, by another one
+            return _Over()
 
     def _keep_alive(self, place: Place, until: float) -> Steps[None]:
         began = time.monotonic()
@@ -218,6 +224,7 @@ class Etcd(Asking):
         began = time.monotonic()
         ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
         until = ends if ends > began else began + ANSWER[0]
+        watched = self._ends.keys() & {grant.proof for grant, _ in wishes}
         outcomes: list[Grant | FencelockError] = []
         try:
             for grant, ttl in wishes:
@@ -235,10 +242,11 @@ class Etcd(Asking):
                 if 0 < seconds < ttl:
                     seconds = yield from self._moving(grant, ttl, until)
                 end = validity(began, min(ttl, seconds))
-                extended = replace(grant, expires_at=max(grant.expires_at, end))
-                if seconds > 0:
-                    self._note_end(extended, ttl)
-                outcomes.append(extended if seconds > 0 else lost(grant))
+                longer = replace(grant, expires_at=max(grant.expires_at, end))
+                is_watched = grant.proof in watched
+                outcomes.append(
+                    self._extended(grant, longer, ttl, is_watched=is_watched) if seconds > 0 else lost(grant)
+                )
         except AuthorityError as error:
             outcomes += [error] * (len(wishes) - len(outcomes))
         return outcomes
@@ -400,6 +408,15 @@ class Etcd(Asking):
                 calls.append(messages.txn([unchanged, _is_empty(line)], [messages.delete(each.key)]))
         answers = yield from self._all(calls)
         return sum(Txn.read(self.checked(answer)).succeeded for answer in answers)
+
+
+class _Over:
+    """The bell of a watch that could not begin."""
+
+    over = True
+
+    def close(self) -> None:
+        """Do nothing."""
 
 
 class AsyncEtcd(AsyncLine):

@@ -255,8 +255,9 @@ def _end(client: KazooClient) -> None:
 def _outcomes(results: Sequence[Any]) -> list[Any]:
     outcomes = [result.value if result.successful() else result.exception for result in results]
     for outcome in outcomes:
-        if isinstance(outcome, AWAY):
-            raise ConnectionError(type(outcome).__name__)
+        for each in outcome if isinstance(outcome, list) else [outcome]:  # a transaction has several
+            if isinstance(each, AWAY):
+                raise ConnectionError(type(each).__name__)
     return outcomes
 
 

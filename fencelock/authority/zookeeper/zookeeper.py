@@ -279,7 +279,7 @@ class ZooKeeper(LineAuthority):
     def _lasts(self, ttl: float) -> float:
         """Return for how many seconds a lease lasts."""
         timeout = self._opened().timeout
-        if ttl > timeout:
+        if ttl > timeout > 0:  # 0 if another thread has closed the session, whose leases are over
             raise ValueError(
                 f"a ttl of {ttl:g} s is longer than the session of {timeout:g} s that the servers grant: "
                 "use a shorter one, which is renewed while its block lasts, or session_timeout="
@@ -305,6 +305,7 @@ class ZooKeeper(LineAuthority):
         began = time.monotonic()
         ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
         until = ends if ends > began else began + ANSWER[0]
+        watched = self._ends.keys() & {grant.proof for grant, _ in wishes}
         outcomes: list[Grant | FencelockError] = []
         try:
             for grant, _ in wishes:
@@ -324,9 +325,8 @@ class ZooKeeper(LineAuthority):
                     outcomes.append(lost(grant))
                     continue
                 end = validity(began, self._lasts(ttl))
-                extended = replace(grant, expires_at=max(grant.expires_at, end))
-                self._note_end(extended, ttl)
-                outcomes.append(extended)
+                longer = replace(grant, expires_at=max(grant.expires_at, end))
+                outcomes.append(self._extended(grant, longer, ttl, is_watched=grant.proof in watched))
         except AuthorityError as error:
             outcomes += [error] * (len(wishes) - len(outcomes))
         return outcomes
