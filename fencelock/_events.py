@@ -151,8 +151,8 @@ class ConnectionEvent(Event):
     """Something that happened to a connection of an authority.
 
     Attributes:
-        authority: `"Redlock"` or `"Database"`.
-        endpoint: the node's address, or the database without its password.
+        authority: `"Redlock"`, `"Database"`, `"Etcd"` or `"ZooKeeper"`.
+        endpoint: the address of the server, or the database without its password.
     """
 
     authority: str
@@ -166,7 +166,7 @@ class ConnectionOpened(ConnectionEvent):
 
 @dataclass(slots=True)
 class ConnectionFailed(ConnectionEvent):
-    """A node could not be connected to, or a database did not answer.
+    """A server could not be connected to, or did not answer.
 
     Attributes:
         reason: why.

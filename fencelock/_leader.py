@@ -118,7 +118,7 @@ class Term:
 class Leader:
     """A candidate, and the leader while it is elected.
 
-    `run` goes on while the nodes or the database do not answer, and logs that; entering a block raises.
+    `run` goes on while the authority does not answer, and logs that; entering a block raises.
     """
 
     def __init__(self, name: str, ttl: float, authority: Authority | None) -> None:

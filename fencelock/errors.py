@@ -125,11 +125,11 @@ class NotHeldError(LockError):
 
 
 class AuthorityError(FencelockError):
-    """The nodes or the database that grant the leases could not do their work, or must not."""
+    """What grants the leases could not do its work, or must not."""
 
 
 class QuorumError(AuthorityError):
-    """Too few nodes answered to decide, or the database that grants the leases did not answer.
+    """Too few nodes answered to decide, or the authority did not answer.
 
     Attributes:
         nodes: the answer of each node, or of the database, by its address.

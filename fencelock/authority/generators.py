@@ -123,7 +123,7 @@ class GeneratorAuthority(abc.ABC):
         """Return the lock of a resource, or None if it is free; without a resource, return all held locks.
 
         Raises:
-            AuthorityError: the nodes or the database could not tell.
+            AuthorityError: the authority could not tell.
         """
         found = self.run(self.inspect_gen(() if resource is None else (check_resource(resource),)))
         return found if resource is None else next(iter(found), None)

@@ -56,7 +56,7 @@ class FencedLock(BaseLock[Token]):
         Raises:
             LockTimeoutError: another holder kept it until the timeout.
             LockLostError: the lease of a resource that was held already ended meanwhile.
-            AuthorityError: the nodes or the database could not decide.
+            AuthorityError: the authority could not decide.
         """
         return self._enter(self._new_block(timeout))  # type: ignore[no-any-return]
 

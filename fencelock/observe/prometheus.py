@@ -135,7 +135,7 @@ class Metrics:
         self._doubts = made(Counter, "commits_in_doubt", "COMMITs whose outcome is not known")
         self._remints = made(Counter, "remints", "Tokens exchanged for larger ones", "authority")
         self._errors = made(Counter, "authority_errors", "Undecided operations", "authority", "error")
-        self._opened = made(Counter, "connections_opened", "Connections to nodes or a database", "authority")
+        self._opened = made(Counter, "connections_opened", "Connections to what grants leases", "authority")
         self._notes: dict[type[Event], Callable[[Any], object]] = {
             LockWaiting: lambda event: self._of(event).count(1, 0),
             LockAcquired: self._on_acquired,
