@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import logging
 import math
 import os
 import re
@@ -20,8 +21,7 @@ from fencelock import _threads
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, held_by_another, in_use, named, too_slow
-from fencelock.authority.loops import Abandon, AsyncWithLoops, ThreadBell, Wait
-from fencelock.authority.owed import Owed, Owing
+from fencelock.authority.loops import Abandon, AsyncWithLoops, ThreadBell, Wait, WithLoops
 from fencelock.errors import (
     AuthorityError,
     CountersExhaustedError,
@@ -46,6 +46,8 @@ from fencelock.tokens import MAX_TOKEN, check
 # new tokens above the lost ones, if clocks differ by less than the restore took. `base` is 0 until
 # `init(above=…)` raises it. `proof/line` is the model.
 
+logger = logging.getLogger("fencelock.authority")
+
 #: Bits by which the time is shifted in a token.
 SHIFT: Final = 10
 #: The most and the least seconds that an answer may take.
@@ -55,8 +57,9 @@ _ELECTION: Final = 5.0
 #: Milliseconds by which new tokens are above those of another authority.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
-#: Seconds between two looks at leases that end late, if there are none.
-_IDLE: Final = 60.0
+#: Seconds until a release that was not answered is sent again, and for which a thread without work stays.
+_PAUSE: Final = 0.3
+_IDLE: Final = 30.0
 _NONCE: Final = re.compile("[0-9a-f]{16}")
 _MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16}))?(?: ([0-9]{1,20}) (.*))?")
 #: Of entries that another program wrote.
@@ -122,6 +125,16 @@ class Place:
         return self.began + self.granted / 3
 
 
+class Due(NamedTuple):
+    """A release that is to be made at a time of `time.monotonic`, and to be repeated until another one."""
+
+    resources: tuple[str, ...]
+    at: float
+    until: float
+    #: The acquisition may still be on its way, so a release that finds nothing came too early.
+    in_doubt: bool
+
+
 class Head(NamedTuple):
     """The first entry of a line: its key or path, what it says, and all that is known beside it."""
 
@@ -171,9 +184,11 @@ def lost(grant: Grant) -> LockLostError:
     )
 
 
-class LineAuthority(Owing):
+class LineAuthority(WithLoops):
     """An authority that grants by lines of entries."""
 
+    #: A request that was sent before may still be executed after a later one.
+    _comes_late = True
     #: The most resources of one lock.
     _most: int
     _shown: str
@@ -187,6 +202,12 @@ class LineAuthority(Owing):
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
         """Mint if the place is the first in all lines; else return what stands there."""
+
+    @abc.abstractmethod
+    def _giving_back(
+        self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
+    ) -> Steps[bool | None]:
+        """Release, as `release_gen` does; wait only briefly if the lease has ended already."""
 
     @abc.abstractmethod
     def _watch(self, place: Place, ahead: str) -> Steps[Any]:
@@ -225,10 +246,10 @@ class LineAuthority(Owing):
     def _start_over(self) -> None:
         super()._start_over()
         self._pid = os.getpid()
-        #: Of leases that the store would end late: their resources, and when they end.
-        self._ends: dict[str, tuple[tuple[str, ...], float]] = {}
+        #: Releases that a thread is to make, by nonce.
+        self._due: dict[str, Due] = {}
         self._ender: threading.Thread | None = None
-        self._enders_bell = ThreadBell()
+        self._bell_of_ender = ThreadBell()
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._shown}>"
@@ -284,15 +305,14 @@ class LineAuthority(Owing):
         except GeneratorExit:
             raise
         except QuorumError:
-            yield from self._owe(place.nonce, Owed(resources, self._gone_at(place), self._comes_late))
+            self._owe(place, in_doubt=True)
             raise
         except FencelockError:
             with suppress(AuthorityError):
-                yield from self._abandoning(resources, [place.nonce], self._gone_at(place))
+                yield from self._abandoning(place)
             raise
         except BaseException:
-            names = functools.partial(self._abandoning, resources, [place.nonce], self._gone_at(place))
-            yield Abandon(names)
+            yield Abandon(functools.partial(self._abandoning, place))
             raise
 
     def _acquiring(self, place: Place, end: float, go_on: Callable[[], None]) -> Steps[Grant]:
@@ -344,7 +364,7 @@ class LineAuthority(Owing):
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         place = Place(grant.resources, grant.proof, ttl, holds=True)
         found: tuple[int, ...] | View = View(is_there=True, ahead=())
-        is_watched = grant.proof in self._ends
+        is_watched = grant.proof in self._due
         while isinstance(found, View):
             if not found.is_there:
                 raise lost(grant)
@@ -355,25 +375,43 @@ class LineAuthority(Owing):
         return outcome
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
+        place = Place(grant.resources, grant.proof, 0.0, began=grant.expires_at)
         try:
             return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
         except QuorumError as error:
-            place = Place(grant.resources, grant.proof, 0.0, began=grant.expires_at)
-            owed = Owed(grant.resources, self._gone_at(place), in_doubt=False)
-            yield from self._owe(grant.proof, owed)
+            self._owe(place, in_doubt=False)
             raise QuorumError(f"{error}; it is released when they answer", nodes=error.nodes) from error
         except (AuthorityError, GeneratorExit):
             raise
         except BaseException:
-            place = Place(grant.resources, grant.proof, 0.0, began=grant.expires_at)
-            again = functools.partial(self._abandoning, grant.resources, [grant.proof], self._gone_at(place))
-            yield Abandon(again)
+            yield Abandon(functools.partial(self._abandoning, place))
             raise
+
+    def _abandoning(self, place: Place) -> Steps[None]:
+        """Release what an interrupted operation may have left; later, if the servers are silent now."""
+        try:
+            yield from self._giving_back(place.resources, place.nonce)
+        except QuorumError:
+            self._owe(place, in_doubt=True)
+
+    def _owe(self, place: Place, *, in_doubt: bool) -> None:
+        """Release in the background, while the caller goes on."""
+        until = max(time.monotonic(), place.began) + max(place.ttl, place.granted) + ANSWER[0]
+        in_doubt = in_doubt and self._comes_late
+        self._plan(place.nonce, Due(place.resources, time.monotonic(), self._gone_at(until), in_doubt))
+
+    def _gone_at(self, until: float) -> float:
+        """Return when the store has ended the entries by itself, whose lease is over then."""
+        return until
 
     def _note_end(self, grant: Grant, ttl: float) -> None:
         """End a lease in time, if the store would end it later."""
-        if self._ends_late(ttl) or grant.proof in self._ends:
+        if self._ends_late(ttl) or grant.proof in self._due:
             self._end_at(grant, grant.expires_at)
+
+    def _end_at(self, grant: Grant, end: float) -> None:
+        """Release a lease at its end, if it was not extended until then."""
+        self._plan(grant.proof, Due(grant.resources, end, math.inf, in_doubt=False))
 
     def _extended(
         self, grant: Grant, longer: Grant, ttl: float, *, is_watched: bool
@@ -388,37 +426,49 @@ class LineAuthority(Owing):
             return lost(grant)
         return longer
 
-    def _end_at(self, grant: Grant, end: float) -> None:
-        """Release a lease at its end, in a thread, if it was not extended until then."""
-        self._ends[grant.proof] = grant.resources, end
+    def _plan(self, nonce: str, due: Due) -> None:
+        """Have a thread release it in time; a loop could end before that."""
+        self._due[nonce] = due
         if self._ender is None:
-            ender = self._ender = threading.Thread(target=self._end_leases, daemon=True)
-            with suppress(RuntimeError):  # no thread can be started, as when the interpreter ends
-                _threads.start(ender)
-        self._enders_bell.ring()
+            self._ender = threading.Thread(target=self._release_what_is_due, daemon=True)
+            try:
+                _threads.start(self._ender)
+            except RuntimeError:  # no thread can be started, as when the interpreter ends
+                self._ender = None
+        self._bell_of_ender.ring()
 
-    def _leave(self, nonce: str) -> None:
-        """Leave a lease to another process, which may extend it."""
-        self._ends.pop(nonce, None)
+    def _release_what_is_due(self) -> None:
+        while True:
+            for nonce, due in list(self._due.items()):
+                if due.at <= time.monotonic() and self._has_to_go_on(nonce, due):
+                    due = due._replace(at=time.monotonic() + _PAUSE)  # noqa: PLW2901
+                    self._due.setdefault(nonce, due)
+            first = min((due.at for due in list(self._due.values())), default=math.inf)
+            self._bell_of_ender.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
+            if not self._due and first == math.inf:
+                self._ender = None
+                if not self._due:  # `_plan` adds, and then looks for the thread
+                    return
+
+    def _has_to_go_on(self, nonce: str, due: Due) -> bool:
+        """Release what is due; return whether to do so once more."""
+        self._due.pop(nonce, None)
+        try:
+            found = self.run(self._ending(due.resources, nonce))
+        except QuorumError:
+            return time.monotonic() < due.until
+        except FencelockError as error:
+            logger.warning("%s could not be released: %s", named(due.resources), error)
+            return False
+        return due.in_doubt and not found and time.monotonic() < due.until
 
     def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
         """Release a lease that has ended."""
         return self._giving_back(resources, nonce)
 
-    def _end_leases(self) -> None:
-        while True:
-            now = time.monotonic()
-            for nonce, (resources, end) in list(self._ends.items()):
-                if end <= now:
-                    with suppress(FencelockError):
-                        self.run(self._ending(resources, nonce))
-                    self._ends.pop(nonce, None)
-            ends = [end for _, end in list(self._ends.values())]
-            self._enders_bell.sleep(max(0.0, min(ends, default=now + _IDLE) - now))
-
-    def _gone_at(self, place: Place) -> float:
-        """Return when the store ends the entries of a place by itself."""
-        return max(time.monotonic(), place.began) + place.ttl + max(ANSWER)
+    def _leave(self, nonce: str) -> None:
+        """Leave a lease to another process, which may extend it."""
+        self._due.pop(nonce, None)
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         return sorted((head.info() for head in (yield from self._heads(resources))), key=_name_of)

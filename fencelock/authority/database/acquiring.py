@@ -17,9 +17,8 @@ from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, 
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.queues import NAME_LENGTH, Place, Queues, new_name
-from fencelock.authority.database.releasing import Releasing, holder, parts
+from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
 from fencelock.authority.loops import HERE, Abandon, Later, Wait
-from fencelock.authority.owed import Owed
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.lease import validity
 

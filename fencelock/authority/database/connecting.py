@@ -42,8 +42,7 @@ from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.queues import Queues
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.authority.loops import LoopBell, LoopEnd, ThreadBell
-from fencelock.authority.owed import Owing
+from fencelock.authority.loops import LoopBell, LoopEnd, ThreadBell, WithLoops
 from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingError, QuorumError
 
 if TYPE_CHECKING:
@@ -83,7 +82,7 @@ _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
 _EXPECTED: Final[tuple[type[Exception], ...]] = (*_OURS, OSError)
 
 
-class Connecting(Owing):
+class Connecting(WithLoops):
     """An authority whose steps are `Work` on its database."""
 
     def __init__(

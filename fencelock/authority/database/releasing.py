@@ -11,17 +11,16 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process
-from fencelock.authority.base import Grant
+from fencelock.authority.base import Grant, named
 from fencelock.authority.database.connecting import ANSWER, Connecting, Work
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.queues import Place, Queues
 from fencelock.authority.database.statements import Statement
-from fencelock.authority.loops import HERE, Abandon
-from fencelock.authority.owed import Owed
+from fencelock.authority.loops import HERE, Abandon, Later, Wait, pauses
 from fencelock.errors import AuthorityError, FencelockError, QuorumError
 from fencelock.lease import validity
 
@@ -35,11 +34,23 @@ _MAY_BE_LOST: Final = 5.0
 BATCH: Final = 500
 
 
+class Owed(NamedTuple):
+    """A release that is still to be sent."""
+
+    resources: tuple[str, ...]
+    #: When the lease ends by itself, on the clock of `time.monotonic`.
+    until: float
+    #: The acquisition may still be on its way to the server, so a release that finds nothing came too early.
+    in_doubt: bool
+
+
 class Releasing(Connecting):
     """A database that releases leases."""
 
     def _start_over(self) -> None:
         super()._start_over()
+        self._owed: dict[str, Owed] = {}
+        self._settles = False
         #: The last releases that a server has confirmed, and when. A failover may lose them.
         self._confirmed: deque[tuple[float, str, Owed]] = deque(maxlen=256)
 
@@ -122,6 +133,49 @@ class Releasing(Connecting):
                 at, nonce, owed = self._confirmed.popleft()
                 if at > since:
                     yield from self._owe(nonce, owed)
+
+    def _owe(self, nonce: str, owed: Owed) -> Steps[None]:
+        """Release in the background, while the caller goes on."""
+        self._owed[nonce] = owed
+        if not self._settles:
+            self._settles = True
+            try:
+                yield Later(self._settling)
+            except RuntimeError:  # no thread can be started, as when the interpreter ends
+                self._settles = False
+
+    def _abandoning(self, resources: tuple[str, ...], nonces: list[str], until: float) -> Steps[None]:
+        """Release what an interrupted operation may have left; later, if the server is silent now."""
+        for nonce in nonces:
+            try:
+                yield from self._giving_back(resources, nonce)
+            except QuorumError:
+                yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
+
+    def _settling(self) -> Steps[None]:
+        """Send the releases that are owed, until each is done or its lease has ended."""
+        looks = pauses(0.1, 1.0)
+        try:
+            while self._owed:
+                yield Wait(time.monotonic() + next(looks), "")
+                yield from self._settling_once()
+        finally:  # also if its event loop ends: the next owed release starts this again
+            self._settles = False
+
+    def _settling_once(self) -> Steps[None]:
+        for nonce, owed in list(self._owed.items()):
+            if time.monotonic() < owed.until:
+                try:
+                    found = yield from self._giving_back(owed.resources, nonce)
+                except QuorumError:
+                    return
+                except AuthorityError as error:
+                    name = named(owed.resources)
+                    logger.warning("%s could not be released and ends by itself: %s", name, error)
+                else:
+                    if owed.in_doubt and not found:
+                        continue
+            self._owed.pop(nonce, None)
 
     def _giving_back(
         self, resources: tuple[str, ...], nonce: str, ends: float = math.inf

@@ -224,7 +224,7 @@ class Etcd(Asking):
         began = time.monotonic()
         ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
         until = ends if ends > began else began + ANSWER[0]
-        watched = self._ends.keys() & {grant.proof for grant, _ in wishes}
+        watched = self._due.keys() & {grant.proof for grant, _ in wishes}
         outcomes: list[Grant | FencelockError] = []
         try:
             for grant, ttl in wishes:
@@ -308,7 +308,7 @@ class Etcd(Asking):
 
     def _forget(self, nonce: str) -> None:
         self._leases.pop(nonce, None)
-        self._ends.pop(nonce, None)
+        self._due.pop(nonce, None)
 
     def _leases_of(self, nonce: str) -> tuple[int, ...]:
         return self._leases.get(nonce) or (int(nonce, 16),)

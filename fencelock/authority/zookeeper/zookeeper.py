@@ -103,7 +103,7 @@ class ZooKeeper(LineAuthority):
         """Close the session; held leases keep it open until they end. The next use connects again."""
         self._check_process()
         super().close()
-        if not self._ends:
+        if not self._due:
             session, self._session = self._session, None
             if session is not None:
                 session.close()
@@ -305,7 +305,7 @@ class ZooKeeper(LineAuthority):
         began = time.monotonic()
         ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
         until = ends if ends > began else began + ANSWER[0]
-        watched = self._ends.keys() & {grant.proof for grant, _ in wishes}
+        watched = self._due.keys() & {grant.proof for grant, _ in wishes}
         outcomes: list[Grant | FencelockError] = []
         try:
             for grant, _ in wishes:
@@ -410,10 +410,10 @@ class ZooKeeper(LineAuthority):
 
     def _forget(self, nonce: str) -> None:
         self._handed.discard(nonce)
-        for each in (self._paths, self._ttls, self._ends):
+        for each in (self._paths, self._ttls, self._due):
             each.pop(nonce, None)
 
-    def _gone_at(self, place: Place) -> float:  # noqa: ARG002 - entries last as long as the session
+    def _gone_at(self, until: float) -> float:  # noqa: ARG002 - entries last as long as the session
         return math.inf
 
     # What operators see and do.
