@@ -11,7 +11,7 @@ import re
 import secrets
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any, Final, NamedTuple
@@ -20,8 +20,8 @@ from urllib.parse import quote
 from fencelock import _threads
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process
-from fencelock.authority.base import Grant, held_by_another, in_use, named, too_slow
-from fencelock.authority.loops import Abandon, AsyncWithLoops, ThreadBell, Wait, WithLoops
+from fencelock.authority.base import Grant, Wish, held_by_another, in_use, named, too_slow
+from fencelock.authority.loops import Abandon, AsyncWithLoops, ThreadBell, Wait, WithLoops, pauses
 from fencelock.errors import (
     AuthorityError,
     CountersExhaustedError,
@@ -57,6 +57,8 @@ _ELECTION: Final = 5.0
 #: Milliseconds by which new tokens are above those of another authority.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
+#: Requests, and leases, at once.
+_AT_ONCE: Final = 200
 #: Seconds until a release that was not answered is sent again, and for which a thread without work stays.
 _PAUSE: Final = 0.3
 _IDLE: Final = 30.0
@@ -133,6 +135,13 @@ class Due(NamedTuple):
     until: float
     #: The acquisition may still be on its way, so a release that finds nothing came too early.
     in_doubt: bool
+
+
+class Exchange(NamedTuple):
+    """A step: requests to one server, which has to answer within these seconds."""
+
+    requests: Sequence[Any]
+    seconds: float
 
 
 class Head(NamedTuple):
@@ -214,6 +223,14 @@ class LineAuthority(WithLoops):
         """Return a bell that rings, and is `over`, when the entry ahead has gone."""
 
     @abc.abstractmethod
+    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
+        """Extend leases; return for how many seconds each lasts, 0 if it has ended."""
+
+    @abc.abstractmethod
+    def _keeping(self, grant: Grant, until: float) -> Steps[bool]:
+        """Move the end of leases; return False if they have ended."""
+
+    @abc.abstractmethod
     def _keep_alive(self, place: Place, until: float) -> Steps[None]:
         """Extend the lease of a place that waits; do nothing if it has ended."""
 
@@ -250,6 +267,55 @@ class LineAuthority(WithLoops):
         self._due: dict[str, Due] = {}
         self._ender: threading.Thread | None = None
         self._bell_of_ender = ThreadBell()
+
+    def asking(
+        self, requests: Sequence[Any], until: float, again: list[str] | None = None
+    ) -> Steps[list[Any]]:
+        """Return the answers to requests, which may be sent several times; `again` gets why.
+
+        Raises:
+            QuorumError: no server answered in time.
+        """
+        failures: dict[str, str] = {}
+        waits = pauses(0.01, 0.2)
+        while True:
+            seconds = min(ANSWER[0], max(ANSWER[1], (until - time.monotonic()) / 2))
+            where = self._asked
+            try:
+                answers: list[Any] = yield Exchange(requests, seconds)
+                reason = next(filter(None, map(self._why_again, answers)), "")
+            except OSError as error:
+                reason = str(error) or type(error).__name__
+            else:
+                if not reason:
+                    return answers
+            failures[where] = reason
+            if again is not None:
+                again.append(reason)
+            if time.monotonic() >= until:
+                raise self._silent(failures)
+            yield Wait(time.monotonic() + next(waits), "")
+
+    def all_of(self, requests: Iterable[Any]) -> Steps[list[Any]]:
+        """Return the answers to any number of requests, which are sent in parts."""
+        left, answers = list(requests), []
+        while left:
+            part, left = left[:_AT_ONCE], left[_AT_ONCE:]
+            answers += yield from self.asking(part, time.monotonic() + ANSWER[0])
+        return answers
+
+    def _silent(self, failures: Mapping[str, str]) -> QuorumError:
+        said = "; ".join(f"{where}: {reason}" for where, reason in failures.items())
+        return QuorumError(f"{self._shown} did not answer: {said}", nodes=failures)
+
+    @property
+    def _asked(self) -> str:
+        """The server that is asked now, for errors."""
+        return self._shown
+
+    def _why_again(self, answer: Any) -> str:  # noqa: ARG002 - etcd has an answer for it
+        """Return why a request has to be sent again; nothing if it was answered."""
+        return ""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._shown}>"
@@ -373,6 +439,40 @@ class LineAuthority(WithLoops):
         if isinstance(outcome := self._extended(grant, minted, ttl, is_watched=is_watched), LockLostError):
             raise outcome
         return outcome
+
+    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        outcomes: list[Grant | FencelockError] = []
+        for start in range(0, len(wishes), _AT_ONCE):
+            outcomes += yield from self._extending(wishes[start : start + _AT_ONCE])
+        return outcomes
+
+    def _extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
+        began = time.monotonic()
+        ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
+        watched = self._due.keys() & {grant.proof for grant, _ in wishes}
+        try:
+            lasts: list[float]
+            lasts = yield from self._lasting(wishes, ends if ends > began else began + ANSWER[0])
+        except AuthorityError as error:
+            return [error] * len(wishes)
+        outcomes: list[Grant | FencelockError] = []
+        for (grant, ttl), seconds in zip(wishes, lasts, strict=True):
+            longer = replace(grant, expires_at=max(grant.expires_at, validity(began, min(ttl, seconds))))
+            is_watched = grant.proof in watched
+            outcomes.append(
+                self._extended(grant, longer, ttl, is_watched=is_watched) if seconds > 0 else lost(grant)
+            )
+        return outcomes
+
+    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
+        keep = functools.partial(self._keeping, grant, until)
+        try:
+            return (yield from keep())
+        except (FencelockError, GeneratorExit):
+            raise
+        except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+            yield Abandon(keep)
+            raise
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         place = Place(grant.resources, grant.proof, 0.0, began=grant.expires_at)

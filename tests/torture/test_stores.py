@@ -17,8 +17,7 @@ from fencelock import _generators
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant
 from fencelock.authority.etcd import messages
-from fencelock.authority.etcd.asking import Exchange, Watching
-from fencelock.authority.line import SHIFT
+from fencelock.authority.line import SHIFT, Exchange, Watching
 from fencelock.errors import LockLostError
 from proof.servers import ZooKeeper, zookeeper
 from proof.torture.checker import Rule
@@ -99,7 +98,7 @@ def test_a_lease_that_ends_before_its_entry_is_made_anew(etcd_url: str) -> None:
 
         def do(step: object) -> object:
             answer = authority.do(step)
-            if isinstance(step, Exchange) and step.calls[0].path.endswith(b"LeaseGrant") and not ended:
+            if isinstance(step, Exchange) and step.requests[0].path.endswith(b"LeaseGrant") and not ended:
                 ended.append(messages.lease_and_ttl(authority.checked(*answer))[0])
                 authority.do(Exchange([messages.revoke(ended[0])], 2.0))
             return answer

@@ -6,19 +6,18 @@ import asyncio
 import os
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
-from fencelock._generators import Steps
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.aio import LoopLink, LoopWatch
 from fencelock.authority.etcd.blocking import Link, Watch
 from fencelock.authority.etcd.members import Members
 from fencelock.authority.etcd.messages import Answer, Call
 from fencelock.authority.hosts import shown
-from fencelock.authority.line import ANSWER, LineAuthority
-from fencelock.authority.loops import LoopEnd, Wait, pauses
-from fencelock.errors import AuthorityError, QuorumError
+from fencelock.authority.line import ANSWER, Exchange, LineAuthority
+from fencelock.authority.loops import LoopEnd
+from fencelock.errors import AuthorityError
 
 #: Codes of gRPC, and words, of a member that cannot work now: DEADLINE_EXCEEDED is the first.
 _AWAY: Final = frozenset({4, messages.UNAVAILABLE})
@@ -27,13 +26,6 @@ _AWAY_WORDS: Final = ("not a primary lessor", "leader changed", "too many reques
 _LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old")
 #: Links of a parent process. A child keeps them, because they would be closed when it frees them.
 _of_parents: list[object] = []
-
-
-class Exchange(NamedTuple):
-    """A step: calls to one member, which has to answer within these seconds."""
-
-    calls: Sequence[Call]
-    seconds: float
 
 
 class Watching(NamedTuple):
@@ -77,33 +69,14 @@ class Asking(LineAuthority):
         if link is not None:
             link.lose("it was closed")
 
-    def asking(
-        self, calls: Sequence[Call], until: float, again: list[str] | None = None
-    ) -> Steps[list[Answer]]:
-        """Return the answers to calls, which may be sent several times; `again` gets why.
+    @property
+    def _asked(self) -> str:
+        return shown(self._members.address)
 
-        Raises:
-            QuorumError: no member answered in time.
-        """
-        failures: dict[str, str] = {}
-        waits = pauses(0.01, 0.2)
-        while True:
-            seconds = min(ANSWER[0], max(ANSWER[1], (until - time.monotonic()) / 2))
-            address = shown(self._members.address)
-            try:
-                answers: list[Answer] = yield Exchange(calls, seconds)
-            except OSError as error:
-                failures[address] = str(error) or type(error).__name__
-            else:
-                if (reason := next(filter(None, map(_why_away, answers)), "")) == "":
-                    return answers
-                failures[address] = reason
-            if again is not None:
-                again.append(failures[address])
-            if time.monotonic() >= until:
-                said = "; ".join(f"{member}: {reason}" for member, reason in failures.items())
-                raise QuorumError(f"{self._shown} did not answer: {said}", nodes=failures)
-            yield Wait(time.monotonic() + next(waits), "")
+    def _why_again(self, answer: Answer) -> str:
+        if answer.status in _AWAY or any(word in answer.detail for word in _AWAY_WORDS):
+            return answer.detail or "unavailable"
+        return _why_to_log_in(answer)
 
     def checked(self, answer: Answer) -> bytes:
         """Return the one message of an answer; raise AuthorityError if etcd has refused the call."""
@@ -117,7 +90,7 @@ class Asking(LineAuthority):
         if isinstance(step, Watching):
             return Watch(link, step.call, step.ended)
         try:
-            answers = link.exchange(step.calls, time.monotonic() + step.seconds)
+            answers = link.exchange(step.requests, time.monotonic() + step.seconds)
         except RuntimeError:  # of a signal handler's own call: the connection is as it was
             raise
         except BaseException as error:
@@ -150,7 +123,7 @@ class Asking(LineAuthority):
         if isinstance(step, Watching):
             return LoopWatch(link, step.call, step.ended)
         try:
-            answers = await link.exchange(step.calls, step.seconds)
+            answers = await link.exchange(step.requests, step.seconds)
         except OSError as error:
             self._drop(link, str(error))
             raise
@@ -181,13 +154,6 @@ class Asking(LineAuthority):
         if self._pid != os.getpid():
             _of_parents.append((self._link, self._loop_ends))
             self._start_over()
-
-
-def _why_away(answer: Answer) -> str:
-    """Return why a call can be repeated; nothing if it was answered."""
-    if answer.status in _AWAY or any(word in answer.detail for word in _AWAY_WORDS):
-        return answer.detail or "unavailable"
-    return _why_to_log_in(answer)
 
 
 def _why_to_log_in(answer: Answer) -> str:

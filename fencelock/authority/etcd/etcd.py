@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import secrets
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -16,7 +14,7 @@ from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.asking import Asking, Watching
-from fencelock.authority.etcd.messages import Answer, Call, KeyValue, Txn
+from fencelock.authority.etcd.messages import Answer, KeyValue, Txn
 from fencelock.authority.line import (
     ANSWER,
     SHIFT,
@@ -26,19 +24,15 @@ from fencelock.authority.line import (
     Place,
     View,
     entry_text,
-    lost,
     quoted,
 )
-from fencelock.authority.loops import Abandon
-from fencelock.errors import AuthorityError, FencelockError
-from fencelock.lease import validity
 
 #: etcd allows 128 operations in a transaction; an acquisition has three for each resource, and two more.
 _MOST: Final = 40
 #: Seconds of the shortest lease of etcd.
 _SHORTEST: Final = 2
-#: Calls that are sent at once, and keys in one answer.
-_AT_ONCE: Final = 200
+#: Keys in one answer.
+_PAGE: Final = 500
 #: Resources whose last marks a client remembers.
 _REMEMBERED: Final = 10_000
 _LEASE_IS_THERE: Final = "lease already exists"
@@ -60,7 +54,7 @@ class Etcd(Asking):
         ImportError: the extra `fencelock[etcd]` is not installed.
     """
 
-    aio: AsyncEtcd
+    aio: AsyncLine
     _most = _MOST
 
     def __init__(self, url: str) -> None:
@@ -68,7 +62,7 @@ class Etcd(Asking):
         root = f"/{self._members.hosts.root}/".encode()
         self._lines, self._marks, self._base_key = root + b"l/", root + b"m/", root + b"b"
         #: The same authority for coroutines.
-        self.aio = AsyncEtcd(self)
+        self.aio = AsyncLine(self)
 
     def _start_over(self) -> None:
         super()._start_over()
@@ -214,42 +208,23 @@ class Etcd(Asking):
         if (seconds := _seconds_of(answer)) > 0:
             place.began, place.granted = began, seconds
 
-    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        outcomes: list[Grant | FencelockError] = []
-        for start in range(0, len(wishes), _AT_ONCE):
-            outcomes += yield from self._extending(wishes[start : start + _AT_ONCE])
-        return outcomes
-
-    def _extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        began = time.monotonic()
-        ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
-        until = ends if ends > began else began + ANSWER[0]
-        watched = self._due.keys() & {grant.proof for grant, _ in wishes}
-        outcomes: list[Grant | FencelockError] = []
-        try:
-            for grant, ttl in wishes:
-                if len(self._leases_of(grant.proof)) > 1:  # a call that was not answered has left it open
-                    yield from self._moving(grant, ttl, until)
-            leases = [self._leases_of(grant.proof)[0] for grant, _ in wishes]
-            (answer,) = yield from self.asking([messages.keep_alive(leases)], until)
-            self.checked(answer)
-            lasts = dict(map(messages.lease_and_ttl, answer.messages))
-            for (grant, ttl), lease in zip(wishes, leases, strict=True):
-                seconds = float(lasts.get(lease, 0))
-                if seconds <= 0 and (yield from self._finds_lease(grant.resources[0], grant.proof)):
-                    outcomes += yield from self._extending([(grant, ttl)])
-                    continue
-                if 0 < seconds < ttl:
-                    seconds = yield from self._moving(grant, ttl, until)
-                end = validity(began, min(ttl, seconds))
-                longer = replace(grant, expires_at=max(grant.expires_at, end))
-                is_watched = grant.proof in watched
-                outcomes.append(
-                    self._extended(grant, longer, ttl, is_watched=is_watched) if seconds > 0 else lost(grant)
-                )
-        except AuthorityError as error:
-            outcomes += [error] * (len(wishes) - len(outcomes))
-        return outcomes
+    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
+        for grant, ttl in wishes:
+            if len(self._leases_of(grant.proof)) > 1:  # a call that was not answered has left it open
+                yield from self._moving(grant, ttl, until)
+        leases = [self._leases_of(grant.proof)[0] for grant, _ in wishes]
+        (answer,) = yield from self.asking([messages.keep_alive(leases)], until)
+        self.checked(answer)
+        found = dict(map(messages.lease_and_ttl, answer.messages))
+        lasts = []
+        for (grant, ttl), lease in zip(wishes, leases, strict=True):
+            seconds = float(max(0, found.get(lease, 0)))
+            if not seconds and (yield from self._finds_lease(grant.resources[0], grant.proof)):
+                (seconds,) = yield from self._lasting([(grant, ttl)], until)
+            elif 0 < seconds < ttl:
+                seconds = yield from self._moving(grant, ttl, until)
+            lasts.append(seconds)
+        return lasts
 
     def _moving(self, grant: Grant, ttl: float, until: float) -> Steps[float]:
         """Put the entries of a grant under another lease; return its seconds, or 0 if there are none.
@@ -273,21 +248,12 @@ class Etcd(Asking):
         self._leases[grant.proof] = (new if moved else found or old,)
         return seconds if moved else 0.0
 
-    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
-        seconds = until - time.monotonic()
-        if seconds <= 0:
-            return (yield from self._giving_back(grant.resources, grant.proof))
-        by = time.monotonic() + ANSWER[0]
-        try:
-            kept = yield from self._moving(grant, seconds, by)
-        except (FencelockError, GeneratorExit):
-            raise
-        except BaseException:  # of a signal handler, or a cancellation: it is sent once more
-            yield Abandon(functools.partial(self._moving, grant, seconds, by))
-            raise
+    def _keeping(self, grant: Grant, until: float) -> Steps[bool]:
+        seconds = max(until - time.monotonic(), 0.0)
+        kept = yield from self._moving(grant, seconds, time.monotonic() + ANSWER[0])
         if kept > 0:
             self._end_at(grant, until)
-        return kept > 0
+        return bool(kept > 0)
 
     def _giving_back(
         self, resources: tuple[str, ...], nonce: str, ends: float = math.inf
@@ -323,16 +289,8 @@ class Etcd(Asking):
         return True
 
     def _ranges(self, requests: Sequence[bytes]) -> Steps[list[tuple[list[KeyValue], int]]]:
-        answers = yield from self._all(map(messages.range_call, requests))
+        answers = yield from self.all_of(map(messages.range_call, requests))
         return [messages.found_by(self.checked(answer)) for answer in answers]
-
-    def _all(self, calls: Iterable[Call]) -> Steps[list[Answer]]:
-        """Return the answers to any number of calls, which are sent in parts."""
-        left, answers = list(calls), []
-        while left:
-            part, left = left[:_AT_ONCE], left[_AT_ONCE:]
-            answers += yield from self.asking(part, time.monotonic() + ANSWER[0])
-        return answers
 
     def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
         names = resources or (yield from self._names())
@@ -340,7 +298,7 @@ class Etcd(Asking):
         found = yield from self._ranges(ranges)
         heads = [(name, keys[0], count) for name, (keys, count) in zip(names, found, strict=True) if keys]
         marks = yield from self._ranges([messages.get(self._mark(name)) for name, _, _ in heads])
-        ends = yield from self._all(messages.time_to_live(entry.lease) for _, entry, _ in heads)
+        ends = yield from self.all_of(messages.time_to_live(entry.lease) for _, entry, _ in heads)
         return [
             Head(
                 resource=name,
@@ -367,7 +325,7 @@ class Etcd(Asking):
         everything: list[KeyValue] = []
         start, end, count = prefix, messages.after(prefix), 1
         while count:
-            ((found, count),) = yield from self._ranges([messages.page(start, end, _AT_ONCE)])
+            ((found, count),) = yield from self._ranges([messages.page(start, end, _PAGE)])
             everything += found
             count -= len(found)
             start = found[-1].key + b"\0" if found else end
@@ -378,11 +336,11 @@ class Etcd(Asking):
         return self.run(self._version_gen())
 
     def _version_gen(self) -> Steps[str]:
-        (answer,) = yield from self._all([messages.status()])
+        (answer,) = yield from self.all_of([messages.status()])
         return messages.version_of(self.checked(answer))
 
     def _evict(self, head: Head) -> Steps[None]:
-        (answer,) = yield from self._all([messages.revoke(head.lease)])
+        (answer,) = yield from self.all_of([messages.revoke(head.lease)])
         if answer.status != messages.NOT_FOUND:
             self.checked(answer)
 
@@ -395,7 +353,7 @@ class Etcd(Asking):
             raising = messages.txn(
                 [self._base_is(self._base)], [messages.put(self._base_key, b"%020d" % least)]
             )
-            yield from self._all([raising])
+            yield from self.all_of([raising])
 
     def pruning(self, older_than: float) -> Steps[int]:
         yield from self._raise_base(0)
@@ -406,7 +364,7 @@ class Etcd(Asking):
                 unchanged = messages.compare(each.key, messages.VALUE, messages.EQUAL, each.value)
                 line = self._lines + each.key[len(self._marks) :] + b"/"
                 calls.append(messages.txn([unchanged, _is_empty(line)], [messages.delete(each.key)]))
-        answers = yield from self._all(calls)
+        answers = yield from self.all_of(calls)
         return sum(Txn.read(self.checked(answer)).succeeded for answer in answers)
 
 
@@ -417,10 +375,6 @@ class _Over:
 
     def close(self) -> None:
         """Do nothing."""
-
-
-class AsyncEtcd(AsyncLine):
-    """An `Etcd` for asyncio code, found as `Etcd.aio`. Each loop has its own connection."""
 
 
 def _is_empty(line: bytes, *, before: int = 1) -> bytes:

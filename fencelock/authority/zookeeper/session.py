@@ -29,6 +29,7 @@ from kazoo.security import make_digest_acl
 from fencelock import _events, _threads
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.hosts import Hosts, parse, shown
+from fencelock.authority.line import Exchange
 from fencelock.authority.loops import ThreadBell
 
 logger = logging.getLogger("fencelock.authority")
@@ -52,13 +53,6 @@ AWAY: Final = (
 
 #: A request: it begins, and returns kazoo's `AsyncResult`.
 Request = Callable[[KazooClient], Any]
-
-
-class Requests(NamedTuple):
-    """A step: requests that are sent together, in this order; it returns what became of each."""
-
-    requests: Sequence[Request]
-    seconds: float
 
 
 class Watching(NamedTuple):
@@ -175,7 +169,7 @@ class Session:
         self._to_do.put(send)
         return results
 
-    def exchange(self, step: Requests) -> list[Any]:
+    def exchange(self, step: Exchange) -> list[Any]:
         """Send requests; return the result of each, or its error.
 
         Raises:
@@ -197,7 +191,7 @@ class Session:
             bell.sleep(left)
         return _outcomes(results)
 
-    async def exchange_soon(self, step: Requests) -> list[Any]:
+    async def exchange_soon(self, step: Exchange) -> list[Any]:
         """Send requests, as `exchange` does; other tasks run meanwhile."""
         if not step.requests:
             return []

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
@@ -26,25 +24,22 @@ from fencelock.authority.line import (
     ANSWER,
     SHIFT,
     AsyncLine,
+    Exchange,
     Head,
     LineAuthority,
     Mark,
     Place,
     View,
     entry_text,
-    lost,
     quoted,
 )
-from fencelock.authority.loops import Abandon, LoopBell, LoopEnd, ThreadBell, Wait, pauses
+from fencelock.authority.loops import LoopBell, LoopEnd, ThreadBell
 from fencelock.authority.zookeeper import verbs
-from fencelock.authority.zookeeper.session import Request, Requests, Session, Watching, hosts_of
-from fencelock.errors import AuthorityError, FencelockError, QuorumError
-from fencelock.lease import validity
+from fencelock.authority.zookeeper.session import Request, Session, Watching, hosts_of
+from fencelock.errors import AuthorityError
 
 #: The most names of one lock: their transaction must fit into a megabyte.
 _MOST: Final = 500
-#: Requests that are sent at once.
-_AT_ONCE: Final = 200
 #: Lines that are known to be there.
 _REMEMBERED: Final = 10_000
 #: Sessions of a parent process. A child keeps them, because kazoo would speak when it frees them.
@@ -110,34 +105,6 @@ class ZooKeeper(LineAuthority):
 
     # Requests.
 
-    def _asking(
-        self, requests: Sequence[Request], until: float | None = None, again: list[str] | None = None
-    ) -> Steps[list[Any]]:
-        """Return what became of requests, which may be sent several times; `again` gets why.
-
-        Raises:
-            QuorumError: no server answered in time.
-            AuthorityError: ZooKeeper refuses them.
-        """
-        end = time.monotonic() + ANSWER[0] if until is None else until
-        waits = pauses(0.01, 0.2)
-        while True:
-            seconds = min(ANSWER[0], max(ANSWER[1], (end - time.monotonic()) / 2))
-            try:
-                found: list[Any] = yield Requests(requests, seconds)
-            except OSError as error:
-                if time.monotonic() >= end:
-                    raise self._silent(error) from error
-                if again is not None:
-                    again.append(str(error))
-            else:
-                return found
-            yield Wait(time.monotonic() + next(waits), "")
-
-    def _silent(self, error: OSError) -> QuorumError:
-        said = str(error) or type(error).__name__
-        return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
-
     def _checked(self, outcome: Any) -> Any:
         if isinstance(outcome, Exception):
             raise AuthorityError(f"{self._shown} refuses: {verbs.said(outcome)}")
@@ -184,7 +151,7 @@ class ZooKeeper(LineAuthority):
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
         lines = list(map(self._line, place.resources))
         if alone:
-            found = yield from self._asking([verbs.children(line) for line in lines], until)
+            found = yield from self.asking([verbs.children(line) for line in lines], until)
             ahead = [name for its in found if not isinstance(its, NoNodeError) for name in self._checked(its)]
             if ahead:
                 return View(is_there=False, ahead=ahead)
@@ -193,10 +160,10 @@ class ZooKeeper(LineAuthority):
             text, place.began = entry_text(place.ttl).encode(), time.monotonic()
             entries = verbs.transaction(*((verbs.CREATE, f"{line}/{place.nonce}-", text) for line in lines))
             try:
-                made, *seen = yield Requests([entries, *self._look(place)], ANSWER[0])
+                made, *seen = yield Exchange([entries, *self._look(place)], ANSWER[0])
             except OSError as error:
                 if time.monotonic() >= until:
-                    raise self._silent(error) from error
+                    raise self._silent({self._shown: str(error) or type(error).__name__}) from error
                 if (yield from self._finds(place.resources, place.nonce, until)):
                     return (yield from self._take(place, extend=True, until=until))
                 continue
@@ -212,7 +179,7 @@ class ZooKeeper(LineAuthority):
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
         began = time.monotonic()
         sync = [verbs.sync(self._root)] if extend else []
-        seen = yield from self._asking([*sync, *self._look(place)], until)
+        seen = yield from self.asking([*sync, *self._look(place)], until)
         if extend:
             self._checked(seen.pop(0))
             place.began, place.granted = began, self._lasts(place.ttl)
@@ -222,9 +189,9 @@ class ZooKeeper(LineAuthority):
         """Make the lines that are not known to be there."""
         missing = [line for line in lines if line not in self._made]
         while missing:
-            found = yield from self._asking([verbs.create(line, b"") for line in missing], until)
+            found = yield from self.asking([verbs.create(line, b"") for line in missing], until)
             if any(isinstance(its, NoNodeError) for its in found):
-                yield from self._asking([verbs.ensure_path(f"{self._root}/l")], until)
+                yield from self.asking([verbs.ensure_path(f"{self._root}/l")], until)
                 continue
             for line, its in zip(missing, found, strict=True):
                 if not isinstance(its, NodeExistsError):
@@ -266,7 +233,7 @@ class ZooKeeper(LineAuthority):
             (verbs.SET, line, str(Mark(token, place.nonce)).encode(), stat.version)
             for line, token, (_, stat) in zip(lines, tokens, found, strict=True)
         ]
-        (done,) = yield from self._asking([verbs.transaction(*operations)], until)
+        (done,) = yield from self.asking([verbs.transaction(*operations)], until)
         if (refused := verbs.refusal(done)) is None:
             return tokens
         if not isinstance(refused, verbs.CHANGED):
@@ -291,51 +258,34 @@ class ZooKeeper(LineAuthority):
 
     def _keep_alive(self, place: Place, until: float) -> Steps[None]:
         began = time.monotonic()
-        (answer,) = yield from self._asking([verbs.sync(self._root)], until)
+        (answer,) = yield from self.asking([verbs.sync(self._root)], until)
         self._checked(answer)
         place.began = began
 
-    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        outcomes: list[Grant | FencelockError] = []
-        for start in range(0, len(wishes), _AT_ONCE):
-            outcomes += yield from self._extending(wishes[start : start + _AT_ONCE])
-        return outcomes
-
-    def _extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        began = time.monotonic()
-        ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
-        until = ends if ends > began else began + ANSWER[0]
-        watched = self._due.keys() & {grant.proof for grant, _ in wishes}
-        outcomes: list[Grant | FencelockError] = []
-        try:
-            for grant, _ in wishes:
-                if grant.proof not in self._paths:
-                    yield from self._finds(grant.resources, grant.proof, until)
-            paths = [self._paths.get(grant.proof, []) for grant, _ in wishes]
-            requests = [verbs.sync(self._root), *(verbs.exists(path) for its in paths for path in its)]
-            for (grant, ttl), its in zip(wishes, paths, strict=True):
-                if self._ttls.get(grant.proof) != ttl:
-                    self._ttls[grant.proof] = ttl
-                    requests += [verbs.set_data(path, entry_text(ttl).encode()) for path in its]
-            synced, *found = yield from self._asking(requests, until)
-            self._checked(synced)
-            for (grant, ttl), its in zip(wishes, paths, strict=True):
-                stand, found = found[: len(its)], found[len(its) :]
-                if len(its) < len(grant.resources) or not all(map(self._checked, stand)):
-                    outcomes.append(lost(grant))
-                    continue
-                end = validity(began, self._lasts(ttl))
-                longer = replace(grant, expires_at=max(grant.expires_at, end))
-                outcomes.append(self._extended(grant, longer, ttl, is_watched=grant.proof in watched))
-        except AuthorityError as error:
-            outcomes += [error] * (len(wishes) - len(outcomes))
-        return outcomes
+    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
+        for grant, _ in wishes:
+            if grant.proof not in self._paths:
+                yield from self._finds(grant.resources, grant.proof, until)
+        paths = [self._paths.get(grant.proof, []) for grant, _ in wishes]
+        requests = [verbs.sync(self._root), *(verbs.exists(path) for its in paths for path in its)]
+        for (grant, ttl), its in zip(wishes, paths, strict=True):
+            if self._ttls.get(grant.proof) != ttl:
+                self._ttls[grant.proof] = ttl
+                requests += [verbs.set_data(path, entry_text(ttl).encode()) for path in its]
+        synced, *found = yield from self.asking(requests, until)
+        self._checked(synced)
+        lasts = []
+        for (grant, ttl), its in zip(wishes, paths, strict=True):
+            stand, found = found[: len(its)], found[len(its) :]
+            stands = len(its) == len(grant.resources) and all(map(self._checked, stand))
+            lasts.append(self._lasts(ttl) if stands else 0.0)
+        return lasts
 
     def _finds(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[bool]:
         """Look for the entries of a nonce; return whether they stand in all lines."""
         lines = list(map(self._line, resources))
         requests = [verbs.sync(self._root), *map(verbs.children, lines)]
-        _, *found = yield from self._asking(requests, until)
+        _, *found = yield from self.asking(requests, until)
         paths = []
         for line, names in zip(lines, found, strict=True):
             if not isinstance(names, NoNodeError):
@@ -343,28 +293,16 @@ class ZooKeeper(LineAuthority):
         self._paths[nonce] = paths
         return len(paths) == len(lines)
 
-    def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
-        kept_until = int((time.time() + until - time.monotonic()) * 1000)
-        keep = functools.partial(self._keeping, grant, kept_until)
-        try:
-            kept = yield from keep()
-        except (FencelockError, GeneratorExit):
-            raise
-        except BaseException:  # of a signal handler, or a cancellation: it is sent once more
-            yield Abandon(keep)
-            raise
-        self._forget(grant.proof)
-        return kept
-
-    def _keeping(self, grant: Grant, kept_until: int) -> Steps[bool]:
+    def _keeping(self, grant: Grant, until: float) -> Steps[bool]:
         """Note in the marks until when the resources are kept, and delete the entries."""
+        kept_until = int((time.time() + until - time.monotonic()) * 1000)
         until = time.monotonic() + ANSWER[0]
         lines = list(map(self._line, grant.resources))
         while True:
             if not (yield from self._finds(grant.resources, grant.proof, until)):
                 return False
             paths = self._paths[grant.proof]
-            found = yield from self._asking([*map(verbs.get, paths), *map(verbs.get, lines)], until)
+            found = yield from self.asking([*map(verbs.get, paths), *map(verbs.get, lines)], until)
             if any(isinstance(its, NoNodeError) for its in found):
                 return False
             operations: list[tuple[Any, ...]] = [(verbs.DELETE, path) for path in paths]
@@ -374,8 +312,9 @@ class ZooKeeper(LineAuthority):
                     kept_until=kept_until, text=text.decode("utf-8", "replace")
                 )
                 operations.append((verbs.SET, line, str(kept).encode(), stat.version))
-            (done,) = yield from self._asking([verbs.transaction(*operations)], until)
+            (done,) = yield from self.asking([verbs.transaction(*operations)], until)
             if (refused := verbs.refusal(done)) is None:
+                self._forget(grant.proof)
                 return True
             if not isinstance(refused, verbs.CHANGED):
                 self._checked(refused)
@@ -389,7 +328,7 @@ class ZooKeeper(LineAuthority):
         if len(self._paths.get(nonce, ())) < len(resources):
             yield from self._finds(resources, nonce, until)
         paths = self._paths[nonce]
-        found = yield from self._asking([verbs.delete(path) for path in paths], until, again)
+        found = yield from self.asking([verbs.delete(path) for path in paths], until, again)
         self._forget(nonce)
         if len(paths) < len(resources) or any(isinstance(its, NoNodeError) for its in found):
             return None if again else False
@@ -404,7 +343,7 @@ class ZooKeeper(LineAuthority):
         if nonce not in self._handed:
             return (yield from self._giving_back(resources, nonce))
         # The process that has taken it over has changed the text of the entries.
-        yield from self._asking([verbs.delete(path, 0) for path in self._paths.get(nonce, ())])
+        yield from self.all_of([verbs.delete(path, 0) for path in self._paths.get(nonce, ())])
         self._forget(nonce)
         return None
 
@@ -421,7 +360,7 @@ class ZooKeeper(LineAuthority):
     def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
         names = resources or (yield from self._names())
         lines = [*map(self._line, names)]
-        found = yield from self._all([*map(verbs.children, lines), *map(verbs.get, lines)])
+        found = yield from self.all_of([*map(verbs.children, lines), *map(verbs.get, lines)])
         heads, texts = [], []
         for name, line, entries, its in zip(names, lines, found, found[len(lines) :], strict=False):
             if isinstance(entries, NoNodeError) or isinstance(its, NoNodeError):
@@ -433,55 +372,47 @@ class ZooKeeper(LineAuthority):
             elif waiting:
                 path = f"{line}/{waiting[0]}"
                 heads.append(Head(name, path, waiting[0][: verbs.NONCE_LENGTH], "", mark, len(waiting) - 1))
-        texts = yield from self._all([verbs.get(head.key) for head in heads])
+        texts = yield from self.all_of([verbs.get(head.key) for head in heads])
         return [
             head if head.text else head._replace(text=text[0].decode("utf-8", "replace"))
             for head, text in zip(heads, texts, strict=True)
             if head.text or not isinstance(text, NoNodeError)
         ]
 
-    def _all(self, requests: Iterable[Request]) -> Steps[list[Any]]:
-        """Return what became of any number of requests, which are sent in parts."""
-        left, found = list(requests), []
-        while left:
-            part, left = left[:_AT_ONCE], left[_AT_ONCE:]
-            found += yield from self._asking(part)
-        return found
-
     def _names(self) -> Steps[tuple[str, ...]]:
-        (names,) = yield from self._asking([verbs.children(f"{self._root}/l")])
+        (names,) = yield from self.all_of([verbs.children(f"{self._root}/l")])
         return () if isinstance(names, NoNodeError) else tuple(map(unquote, self._checked(names)))
 
     def _evict(self, head: Head) -> Steps[None]:
         if head.mark.kept_for > 0:
             freed = Mark(head.mark.token, head.nonce)
-            (done,) = yield from self._asking([verbs.set_data(head.key, str(freed).encode())])
+            (done,) = yield from self.all_of([verbs.set_data(head.key, str(freed).encode())])
         else:
-            (done,) = yield from self._asking([verbs.delete(head.key)])
+            (done,) = yield from self.all_of([verbs.delete(head.key)])
         if not isinstance(done, NoNodeError):
             self._checked(done)
 
     def _raise_base(self, least: int) -> Steps[None]:
         while True:
-            (found,) = yield from self._asking([verbs.get(self._root)])
+            (found,) = yield from self.all_of([verbs.get(self._root)])
             if isinstance(found, NoNodeError):
-                yield from self._asking([verbs.ensure_path(f"{self._root}/l")])
+                yield from self.all_of([verbs.ensure_path(f"{self._root}/l")])
                 continue
             text, stat = self._checked(found)
             if least <= self._mark_of(text, self._root).token:
                 return
-            (done,) = yield from self._asking([verbs.set_data(self._root, b"%020d" % least, stat.version)])
+            (done,) = yield from self.all_of([verbs.set_data(self._root, b"%020d" % least, stat.version)])
             if not isinstance(done, verbs.CHANGED):
                 self._checked(done)
 
     def pruning(self, older_than: float) -> Steps[int]:
-        (found,) = yield from self._asking([verbs.get(self._root)])
+        (found,) = yield from self.all_of([verbs.get(self._root)])
         if isinstance(found, NoNodeError):
             return 0
         base = self._mark_of(self._checked(found)[0], self._root).token
         latest = (base + int((time.time() - older_than) * 1000)) << SHIFT
         lines = [self._line(name) for name in (yield from self._names())]
-        marks = yield from self._all(map(verbs.get, lines))
+        marks = yield from self.all_of(map(verbs.get, lines))
         deletions = []
         for line, its in zip(lines, marks, strict=True):
             if isinstance(its, NoNodeError):
@@ -490,7 +421,7 @@ class ZooKeeper(LineAuthority):
             mark = self._mark_of(text, line)
             if mark.token < latest and mark.kept_for <= 0:
                 deletions.append(verbs.delete(line, stat.version))
-        done = yield from self._all(deletions)
+        done = yield from self.all_of(deletions)
         for its in done:
             if not isinstance(its, (*verbs.CHANGED, NotEmptyError)):
                 self._checked(its)
