@@ -32,7 +32,7 @@ help:
 	@echo "make torture-edges  the same with signal handlers that raise, frozen clients in line, odd values and partial writes, and controls (seven minutes)"
 	@echo "make torture-galera  three nodes of MariaDB Galera that grant leases, while they are killed, paused and cut off, and a control (four minutes)"
 	@echo "make torture-patroni  three nodes of PostgreSQL under Patroni, the same with switchovers, failovers and two primaries, and a control (eleven minutes)"
-	@echo "make torture-consensus  etcd and ZooKeeper, three servers each, killed, paused, cut off, restored and wiped, and controls (five minutes)"
+	@echo "make torture-consensus  etcd and ZooKeeper, three servers each, killed, paused, cut off, restored and wiped, and controls (seven minutes)"
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into proof/spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"

@@ -49,6 +49,8 @@ return 0
 _RELEASE = "if redis.call('GET', KEYS[1]) == ARGV[1] then return redis.call('DEL', KEYS[1]) end return 0"
 #: Seconds between two attempts.
 _PAUSES = (0.005, 0.05)
+#: Seconds that ZooKeeper may take to answer: kazoo would wait for ever.
+_ANSWER = 2.0
 _LEASES = Table(
     "fencelock_torture_naive_leases",
     MetaData(),
@@ -194,8 +196,10 @@ class NaiveZooKeeper(_Naive):
 
     def _take(self, resource: str, nonce: str, ttl: float) -> int:  # noqa: ARG002 - the session lasts longer
         try:
-            path, options = f"/naive/{resource}", {"makepath": True, "include_data": True}
-            _, stat = self._connected().create(path, ephemeral=True, **options)
+            done = self._connected().create_async(
+                f"/naive/{resource}", ephemeral=True, makepath=True, include_data=True
+            )
+            _, stat = done.get(timeout=_ANSWER)
         except NodeExistsError:
             return 0
         except (KazooException, KazooTimeoutError) as error:
@@ -206,7 +210,7 @@ class NaiveZooKeeper(_Naive):
     def _connected(self) -> KazooClient:
         if self._client is None:
             client = KazooClient(self._hosts, timeout=self._seconds)
-            client.start(timeout=2.0)
+            client.start(timeout=_ANSWER)
             self._client = client
         return self._client
 
@@ -214,12 +218,13 @@ class NaiveZooKeeper(_Naive):
         """Begin anew: kazoo does not come back to servers that have counted less far."""
         client, self._client = self._client, None
         if client is not None:
-            client.stop()
-            client.close()
+            with suppress(Exception):  # whatever kazoo says of a connection that is not there
+                client.stop()
+                client.close()
 
     def _give_back(self, grant: Grant) -> bool | None:
         try:
-            self._connected().delete(f"/naive/{grant.resources[0]}")
+            self._connected().delete_async(f"/naive/{grant.resources[0]}").get(timeout=_ANSWER)
         except (KazooException, KazooTimeoutError):
             self._leave()
             return None

@@ -5,7 +5,7 @@
     python -m proof.torture.trials --edges          # seven minutes; the same of faults at the library's edges
     python -m proof.torture.trials --galera         # four minutes; the same of three nodes of Galera
     python -m proof.torture.trials --patroni        # eleven minutes; the same of three nodes of Patroni
-    python -m proof.torture.trials --consensus      # five minutes; the same of etcd and ZooKeeper
+    python -m proof.torture.trials --consensus      # seven minutes; the same of etcd and ZooKeeper
 
 PostgreSQL is embedded, SQLite is a file. MariaDB takes part where FENCELOCK_TEST_MARIADB_URL names one or one
 answers at its standard port. `--folder` keeps the histories; a run whose history is there already is judged

@@ -73,7 +73,8 @@ class Link:
             raise
         if not in_time:
             raise TimeoutError(f"{shown(self.address)} did not answer in time")
-        if self.lost and any(not answer.messages for answer in answers):
+        # A message may have come without the status that follows it.
+        if self.lost and not all(answer.is_over and answer.messages for answer in answers):
             raise ChannelError(self.lost)
         return answers
 
