@@ -98,8 +98,9 @@ class Session:
 
     @property
     def _is_over(self) -> bool:
-        """Whether the session must have ended, because there was no connection for its timeout."""
-        return time.monotonic() > self._away_since + max(self._seconds, self.timeout)
+        """Whether the session must have ended: for its timeout there was no connection, or no answer."""
+        since = min(self._away_since, self._unanswered_since)
+        return time.monotonic() > since + max(self._seconds, self.timeout)
 
     def _new_client(self) -> KazooClient:
         hosts = self._hosts
@@ -118,7 +119,7 @@ class Session:
             **options,
         )
         self._note_timeout(client)
-        self._away_since = time.monotonic()
+        self._away_since, self._unanswered_since = time.monotonic(), math.inf
         client.add_listener(functools.partial(self._note_state, client))
         self._client = client
         client.start_async()
@@ -157,11 +158,13 @@ class Session:
         missing: list[Request] = list(requests)
 
         def note(_: object) -> None:
+            self._unanswered_since = math.inf
             missing.pop()
             if not missing:
                 done()
 
         def send(client: KazooClient) -> None:
+            self._unanswered_since = min(self._unanswered_since, time.monotonic())
             results.extend(request(client) for request in requests)
             for result in results:
                 result.rawlink(note)
