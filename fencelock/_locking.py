@@ -17,7 +17,7 @@ from sqlalchemy import URL, Engine
 from fencelock._engines import is_async_engine
 from fencelock.authority.base import Authority, Grant
 from fencelock.authority.database.database import Database
-from fencelock.authority.line import LineAuthority
+from fencelock.authority.line.line import LineAuthority
 from fencelock.authority.redlock.redlock import Redlock
 from fencelock.authority.redlock.transport.endpoints import Source
 from fencelock.errors import AuthorityError

@@ -87,7 +87,7 @@ from fencelock import (
     take_over,
     upsert,
 )
-from fencelock.authority.line import LineAuthority
+from fencelock.authority.line.line import LineAuthority
 from fencelock.guard import fence_column, triggers, write_id_column
 from fencelock.integrations import header
 from fencelock.integrations.asgi import FencingTokenMiddleware

@@ -22,7 +22,7 @@ from sqlalchemy import Connection, MetaData, inspect
 from fencelock._locking import Shipped
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.statements import SERVER_BITS
-from fencelock.authority.line import LineAuthority
+from fencelock.authority.line.line import LineAuthority
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import as_redis, split_urls

@@ -27,7 +27,7 @@ from sqlalchemy.orm import Session
 
 from fencelock._locking import Shipped
 from fencelock.authority.database.database import Database
-from fencelock.authority.line import LineAuthority
+from fencelock.authority.line.line import LineAuthority
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.cli import shared
 from fencelock.errors import FencelockError, StaleTokenError

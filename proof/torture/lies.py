@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from fencelock._locking import take_over
 from fencelock.authority.base import Grant
-from fencelock.authority.line import LineAuthority
+from fencelock.authority.line.line import LineAuthority
 from fencelock.authority.redlock.protocol.attempts import Attempt, in_pairs, release_command
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command
 from fencelock.authority.redlock.redlock import Redlock

@@ -13,7 +13,7 @@ import pytest
 from fencelock import AuthorityError, CountersExhaustedError, Etcd, QuorumError
 from fencelock.authority.base import Grant
 from fencelock.authority.etcd import messages
-from fencelock.authority.line import quoted
+from fencelock.authority.line.entries import quoted
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import Etcd as Cluster
 from tests.authorities.faces import BlockingFace, is_held, take

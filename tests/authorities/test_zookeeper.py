@@ -18,7 +18,7 @@ from kazoo.client import KazooClient
 
 from fencelock import AuthorityError, CountersExhaustedError, FencelockError, QuorumError, ZooKeeper
 from fencelock.authority.base import Grant
-from fencelock.authority.line import quoted
+from fencelock.authority.line.entries import quoted
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import ZooKeeper as Server
 from proof.servers import zookeeper

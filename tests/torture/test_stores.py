@@ -17,7 +17,8 @@ from fencelock import _generators
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant
 from fencelock.authority.etcd import messages
-from fencelock.authority.line import SHIFT, Exchange, Watching
+from fencelock.authority.etcd.asking import Watching
+from fencelock.authority.line.entries import SHIFT, Exchange
 from fencelock.errors import LockLostError
 from proof.servers import ZooKeeper, zookeeper
 from proof.torture.checker import Rule

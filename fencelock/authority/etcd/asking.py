@@ -15,7 +15,8 @@ from fencelock.authority.etcd.blocking import Link, Watch
 from fencelock.authority.etcd.members import Members
 from fencelock.authority.etcd.messages import Answer, Call
 from fencelock.authority.hosts import shown
-from fencelock.authority.line import ANSWER, Exchange, LineAuthority
+from fencelock.authority.line.entries import Exchange
+from fencelock.authority.line.line import ANSWER, LineAuthority
 from fencelock.authority.loops import LoopEnd
 from fencelock.errors import AuthorityError
 

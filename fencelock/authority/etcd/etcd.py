@@ -15,17 +15,8 @@ from fencelock.authority.base import Grant, Wish
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.asking import Asking, Watching
 from fencelock.authority.etcd.messages import Answer, KeyValue, Txn
-from fencelock.authority.line import (
-    ANSWER,
-    SHIFT,
-    AsyncLine,
-    Head,
-    Mark,
-    Place,
-    View,
-    entry_text,
-    quoted,
-)
+from fencelock.authority.line.entries import SHIFT, Head, Mark, Place, View, entry_text, quoted
+from fencelock.authority.line.line import ANSWER, AsyncLine
 
 #: etcd allows 128 operations in a transaction; an acquisition has three for each resource, and two more.
 _MOST: Final = 40

@@ -29,14 +29,14 @@ from kazoo.security import make_digest_acl
 from fencelock import _events, _threads
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.hosts import Hosts, parse, shown
-from fencelock.authority.line import Exchange
+from fencelock.authority.line.entries import Exchange
 from fencelock.authority.loops import ThreadBell
 
 logger = logging.getLogger("fencelock.authority")
 
 _PORT: Final = 2181
 #: Seconds that the end of a session may take.
-_FAREWELL: Final = 2.0
+_FAREWELL: Final = 1.0
 _CONNECTED: Final = "CONNECTED"
 _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")

@@ -20,19 +20,8 @@ from kazoo.exceptions import (
 from fencelock._checks import check_seconds
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish
-from fencelock.authority.line import (
-    ANSWER,
-    SHIFT,
-    AsyncLine,
-    Exchange,
-    Head,
-    LineAuthority,
-    Mark,
-    Place,
-    View,
-    entry_text,
-    quoted,
-)
+from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, entry_text, quoted
+from fencelock.authority.line.line import ANSWER, AsyncLine, LineAuthority
 from fencelock.authority.loops import LoopBell, LoopEnd, ThreadBell
 from fencelock.authority.zookeeper import verbs
 from fencelock.authority.zookeeper.session import Request, Session, Watching, hosts_of

@@ -13,14 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from typing import Any, Final, NamedTuple
-from urllib.parse import quote
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any, Final
 
 from fencelock import _threads
 from fencelock._generators import Steps
-from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, Wish, held_by_another, in_use, named, too_slow
+from fencelock.authority.line.entries import SHIFT, Due, Exchange, Head, Mark, Place, View, lost
 from fencelock.authority.loops import Abandon, AsyncWithLoops, ThreadBell, Wait, WithLoops, pauses
 from fencelock.errors import (
     AuthorityError,
@@ -29,7 +29,7 @@ from fencelock.errors import (
     LockLostError,
     QuorumError,
 )
-from fencelock.holder import Holder, LockInfo
+from fencelock.holder import LockInfo
 from fencelock.lease import validity
 from fencelock.tokens import MAX_TOKEN, check
 
@@ -48,8 +48,6 @@ from fencelock.tokens import MAX_TOKEN, check
 
 logger = logging.getLogger("fencelock.authority")
 
-#: Bits by which the time is shifted in a token.
-SHIFT: Final = 10
 #: The most and the least seconds that an answer may take.
 ANSWER: Final = (2.0, 0.5)
 #: Seconds for which an acquisition goes on beside servers that elect a leader, within its timeout.
@@ -63,134 +61,6 @@ _AT_ONCE: Final = 200
 _PAUSE: Final = 0.3
 _IDLE: Final = 30.0
 _NONCE: Final = re.compile("[0-9a-f]{16}")
-_MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16}))?(?: ([0-9]{1,20}) (.*))?")
-#: Of entries that another program wrote.
-_UNKNOWN: Final = "0 0 "
-
-
-class Mark(NamedTuple):
-    """The last token of a resource, and which acquisition minted it."""
-
-    token: int = 0
-    nonce: str = ""
-    #: Until when its holder keeps the resource without an entry, in Unix milliseconds, and what that said.
-    kept_until: int = 0
-    text: str = ""
-
-    def __str__(self) -> str:
-        """Return its text. Texts compare as their tokens do, because they have as many digits."""
-        kept = f" {self.kept_until} {self.text}" if self.kept_until else ""
-        return f"{self.token:020d} {self.nonce}{kept}"
-
-    @property
-    def kept_for(self) -> float:
-        """For how many seconds from now it is kept, by the clock of this client."""
-        return self.kept_until / 1000.0 - time.time() if self.kept_until else 0.0
-
-
-class View(NamedTuple):
-    """What an acquisition that has not got its resources sees of them."""
-
-    #: Its own entry stands in the lines.
-    is_there: bool
-    #: The entry before its own, where there is one: a key or a path.
-    ahead: Sequence[Any]
-    #: Seconds until the last holder no longer keeps them.
-    kept_for: float = 0.0
-
-
-@dataclass(eq=False, slots=True)
-class Place:
-    """An acquisition, and what the store has granted to it.
-
-    Attributes:
-        began: when its lease was asked for or extended, on the clock of `time.monotonic`.
-        granted: seconds that the lease lasts since then.
-        revision: where its entries stand.
-    """
-
-    resources: tuple[str, ...]
-    nonce: str
-    ttl: float
-    began: float = 0.0
-    granted: float = 0.0
-    #: It is known to be the first in all lines.
-    holds: bool = False
-    revision: int = 0
-
-    @property
-    def expires_at(self) -> float:
-        return validity(self.began, min(self.ttl, self.granted))
-
-    @property
-    def extend_at(self) -> float:
-        return self.began + self.granted / 3
-
-
-class Due(NamedTuple):
-    """A release that is to be made at a time of `time.monotonic`, and to be repeated until another one."""
-
-    resources: tuple[str, ...]
-    at: float
-    until: float
-    #: The acquisition may still be on its way, so a release that finds nothing came too early.
-    in_doubt: bool
-
-
-class Exchange(NamedTuple):
-    """A step: requests to one server, which has to answer within these seconds."""
-
-    requests: Sequence[Any]
-    seconds: float
-
-
-class Head(NamedTuple):
-    """The first entry of a line: its key or path, what it says, and all that is known beside it."""
-
-    resource: str
-    key: Any
-    nonce: str
-    text: str
-    mark: Mark
-    waiters: int
-    #: Seconds until the store ends it, at most; infinite if the store cannot tell.
-    left: float = math.inf
-    #: The store's lease of the entry.
-    lease: int = 0
-
-    def info(self) -> LockInfo:
-        ttl, since, holder = (*self.text.split(" ", 2), "", "", "")[:3]
-        left = min(_number(ttl) or math.inf, self.left)
-        process = Holder.of(holder, _number(since)) if holder else None
-        token = self.mark.token if self.mark.nonce == self.nonce else None
-        return LockInfo(self.resource, token, process, left, self.waiters)
-
-
-def _name_of(info: LockInfo) -> str:
-    return info.resource
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
-
-
-def entry_text(ttl: float) -> str:
-    """Return what an entry says: its ttl, the Unix time, and the process."""
-    return f"{ttl:g} {time.time():.3f} {name_of_process(os.getpid())}"
-
-
-def quoted(resource: str) -> str:
-    """Return a resource as one part of a key or path."""
-    return quote(resource, safe="").replace(".", "%2E")
-
-
-def lost(grant: Grant) -> LockLostError:
-    return LockLostError(
-        f"the lease of {named(grant.resources)} has ended, and may have been given to another"
-    )
 
 
 class LineAuthority(WithLoops):
@@ -551,7 +421,7 @@ class LineAuthority(WithLoops):
                     return
 
     def _has_to_go_on(self, nonce: str, due: Due) -> bool:
-        """Release what is due; return whether to do so once more."""
+        """Make a release; return whether to make it once more."""
         self._due.pop(nonce, None)
         try:
             found = self.run(self._ending(due.resources, nonce))
@@ -571,7 +441,9 @@ class LineAuthority(WithLoops):
         self._due.pop(nonce, None)
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        return sorted((head.info() for head in (yield from self._heads(resources))), key=_name_of)
+        return sorted(
+            (head.info() for head in (yield from self._heads(resources))), key=attrgetter("resource")
+        )
 
     def force_gen(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
         (head,) = (yield from self._heads((resource,))) or (None,)
@@ -600,9 +472,9 @@ class LineAuthority(WithLoops):
         return token
 
     def read_mark(self, text: bytes, key: object) -> Mark:
-        if (found := _MARK.fullmatch(text.decode("utf-8", "replace"))) is None or int(found[1]) > MAX_TOKEN:
+        if (mark := Mark.read(text)) is None:
             raise AuthorityError(f"{self._shown} has {text[:40]!r} at {key}, which is no mark of fencelock")
-        return Mark(int(found[1]), found[2] or "", int(found[3] or 0), found[4] or "")
+        return mark
 
 
 class AsyncLine(AsyncWithLoops):

@@ -1,0 +1,1 @@
+"""The line, by which etcd and ZooKeeper grant leases."""
