@@ -90,16 +90,6 @@ class Place:
         return self.began + self.granted / 3
 
 
-class Due(NamedTuple):
-    """A release that is to be made at a time of `time.monotonic`, and to be repeated until another one."""
-
-    resources: tuple[str, ...]
-    at: float
-    until: float
-    #: The acquisition may still be on its way, so a release that finds nothing came too early.
-    in_doubt: bool
-
-
 class Exchange(NamedTuple):
     """A step: requests to one server, which has to answer within these seconds."""
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import abc
 import functools
-import logging
 import math
 import os
 import re
 import secrets
-import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -17,11 +15,11 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final
 
-from fencelock import _threads
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish, held_by_another, in_use, named, too_slow
-from fencelock.authority.line.entries import SHIFT, Due, Exchange, Head, Mark, Place, View, lost
-from fencelock.authority.loops import Abandon, AsyncWithLoops, ThreadBell, Wait, WithLoops, pauses
+from fencelock.authority.line.due import Due, DueReleases
+from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, lost
+from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait, WithLoops, pauses
 from fencelock.errors import (
     AuthorityError,
     CountersExhaustedError,
@@ -46,7 +44,6 @@ from fencelock.tokens import MAX_TOKEN, check
 # new tokens above the lost ones, if clocks differ by less than the restore took. `base` is 0 until
 # `init(above=…)` raises it. `proof/line` is the model.
 
-logger = logging.getLogger("fencelock.authority")
 
 #: The most and the least seconds that an answer may take.
 ANSWER: Final = (2.0, 0.5)
@@ -57,9 +54,6 @@ _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
 #: Requests, and leases, at once.
 _AT_ONCE: Final = 200
-#: Seconds until a release that was not answered is sent again, and for which a thread without work stays.
-_PAUSE: Final = 0.3
-_IDLE: Final = 30.0
 _NONCE: Final = re.compile("[0-9a-f]{16}")
 
 
@@ -134,9 +128,7 @@ class LineAuthority(WithLoops):
         super()._start_over()
         self._pid = os.getpid()
         #: Releases that a thread is to make, by nonce.
-        self._due: dict[str, Due] = {}
-        self._ender: threading.Thread | None = None
-        self._bell_of_ender = ThreadBell()
+        self._due = DueReleases(lambda nonce, due: self.run(self._ending(due.resources, nonce)))
 
     def asking(
         self, requests: Sequence[Any], until: float, again: list[str] | None = None
@@ -368,7 +360,7 @@ class LineAuthority(WithLoops):
         """Release in the background, while the caller goes on."""
         until = max(time.monotonic(), place.began) + max(place.ttl, place.granted) + ANSWER[0]
         in_doubt = in_doubt and self._comes_late
-        self._plan(place.nonce, Due(place.resources, time.monotonic(), self._gone_at(until), in_doubt))
+        self._due.plan(place.nonce, Due(place.resources, time.monotonic(), self._gone_at(until), in_doubt))
 
     def _gone_at(self, until: float) -> float:
         """Return when the store has ended the entries by itself, whose lease is over then."""
@@ -381,7 +373,7 @@ class LineAuthority(WithLoops):
 
     def _end_at(self, grant: Grant, end: float) -> None:
         """Release a lease at its end, if it was not extended until then."""
-        self._plan(grant.proof, Due(grant.resources, end, math.inf, in_doubt=False))
+        self._due.plan(grant.proof, Due(grant.resources, end, math.inf, in_doubt=False))
 
     def _extended(
         self, grant: Grant, longer: Grant, ttl: float, *, is_watched: bool
@@ -395,42 +387,6 @@ class LineAuthority(WithLoops):
             self._end_at(grant, grant.expires_at)
             return lost(grant)
         return longer
-
-    def _plan(self, nonce: str, due: Due) -> None:
-        """Have a thread release it in time; a loop could end before that."""
-        self._due[nonce] = due
-        if self._ender is None:
-            self._ender = threading.Thread(target=self._release_what_is_due, daemon=True)
-            try:
-                _threads.start(self._ender)
-            except RuntimeError:  # no thread can be started, as when the interpreter ends
-                self._ender = None
-        self._bell_of_ender.ring()
-
-    def _release_what_is_due(self) -> None:
-        while True:
-            for nonce, due in list(self._due.items()):
-                if due.at <= time.monotonic() and self._has_to_go_on(nonce, due):
-                    due = due._replace(at=time.monotonic() + _PAUSE)  # noqa: PLW2901
-                    self._due.setdefault(nonce, due)
-            first = min((due.at for due in list(self._due.values())), default=math.inf)
-            self._bell_of_ender.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
-            if not self._due and first == math.inf:
-                self._ender = None
-                if not self._due:  # `_plan` adds, and then looks for the thread
-                    return
-
-    def _has_to_go_on(self, nonce: str, due: Due) -> bool:
-        """Make a release; return whether to make it once more."""
-        self._due.pop(nonce, None)
-        try:
-            found = self.run(self._ending(due.resources, nonce))
-        except QuorumError:
-            return time.monotonic() < due.until
-        except FencelockError as error:
-            logger.warning("%s could not be released: %s", named(due.resources), error)
-            return False
-        return due.in_doubt and not found and time.monotonic() < due.until
 
     def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
         """Release a lease that has ended."""

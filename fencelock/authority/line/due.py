@@ -1,0 +1,76 @@
+"""Releases that are to be made later, by a thread, because an event loop could end before that."""
+
+from __future__ import annotations
+
+import logging
+import math
+import threading
+import time
+from collections.abc import Callable
+from typing import Final, NamedTuple
+
+from fencelock import _threads
+from fencelock.authority.base import named
+from fencelock.authority.loops import ThreadBell
+from fencelock.errors import FencelockError, QuorumError
+
+logger = logging.getLogger("fencelock.authority")
+
+#: Seconds until a release that was not answered is sent again, and for which a thread without work stays.
+_PAUSE: Final = 0.3
+_IDLE: Final = 30.0
+
+
+class Due(NamedTuple):
+    """A release that is to be made at a time of `time.monotonic`, and to be repeated until another one."""
+
+    resources: tuple[str, ...]
+    at: float
+    until: float
+    #: The acquisition may still be on its way, so a release that finds nothing came too early.
+    in_doubt: bool
+
+
+class DueReleases(dict[str, Due]):
+    """Releases by nonce; `release` makes one, and returns whether it has found something."""
+
+    def __init__(self, release: Callable[[str, Due], object]) -> None:
+        super().__init__()
+        self._release = release
+        self._thread: threading.Thread | None = None
+        self._bell = ThreadBell()
+
+    def plan(self, nonce: str, due: Due) -> None:
+        self[nonce] = due
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, daemon=True)
+            try:
+                _threads.start(self._thread)
+            except RuntimeError:  # no thread can be started, as when the interpreter ends
+                self._thread = None
+        self._bell.ring()
+
+    def _run(self) -> None:
+        while True:
+            for nonce, due in list(self.items()):
+                # The second look is for an extension that has moved it meanwhile.
+                if due.at <= time.monotonic() and self.get(nonce) is due and self._has_to_go_on(nonce, due):
+                    self.setdefault(nonce, due._replace(at=time.monotonic() + _PAUSE))
+            first = min((due.at for due in list(self.values())), default=math.inf)
+            self._bell.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
+            if not self and first == math.inf:
+                self._thread = None
+                if not self:  # `plan` adds, and then looks for the thread
+                    return
+
+    def _has_to_go_on(self, nonce: str, due: Due) -> bool:
+        """Make a release; return whether to make it once more."""
+        self.pop(nonce, None)
+        try:
+            found = self._release(nonce, due)
+        except QuorumError:
+            return time.monotonic() < due.until
+        except FencelockError as error:
+            logger.warning("%s could not be released: %s", named(due.resources), error)
+            return False
+        return due.in_doubt and not found and time.monotonic() < due.until
