@@ -49,7 +49,8 @@ def _authority(setting: Setting) -> Any:
 
 
 def _timeout(setting: Setting) -> float:
-    return PATIENCE if setting.waiting else 0
+    # kazoo's lock always waits, so that fencelock does beside it, too.
+    return PATIENCE if setting.waiting or setting.urls[0].startswith("zookeeper") else 0
 
 
 def _fencelock(setting: Setting) -> Callable[[str], Any]:
@@ -123,7 +124,7 @@ def _target(setting: Setting) -> str:
     return urlsplit(setting.urls[0]).netloc
 
 
-def _grpcio(setting: Setting) -> Callable[[str], BlockingLock]:
+def _grpcio(setting: Setting, *, by_service: bool = False) -> Callable[[str], BlockingLock]:
     say = _saying(importlib.import_module("grpc").insecure_channel(_target(setting)))
 
     def make_lock(resource: str) -> BlockingLock:
@@ -132,25 +133,10 @@ def _grpcio(setting: Setting) -> Callable[[str], BlockingLock]:
         def lock() -> int:
             lease = _new_lease()
             say(calls.grant(lease))
-            if calls.has_put(say(calls.put(lease))):
-                return lease
-            raise NotLockedError("it was not granted")
-
-        return AskedFor(lock, lambda lease: say(calls.revoke(lease)), waiting=False)
-
-    return make_lock
-
-
-def _service(setting: Setting) -> Callable[[str], BlockingLock]:
-    say = _saying(importlib.import_module("grpc").insecure_channel(_target(setting)))
-
-    def make_lock(resource: str) -> BlockingLock:
-        calls = _Calls(resource)
-
-        def lock() -> int:
-            lease = _new_lease()
-            say(calls.grant(lease))
-            say(calls.line_up(lease))
+            if by_service:
+                say(calls.line_up(lease))
+            elif not calls.has_put(say(calls.put(lease))):
+                raise NotLockedError("it was not granted")
             return lease
 
         return AskedFor(lock, lambda lease: say(calls.revoke(lease)), waiting=False)
@@ -270,6 +256,7 @@ def _on(database: str, name: str, make: Callable[[Setting], Any], nodes: int = 1
 GRPCIO, SERVICE, GRPC_AIO = "grpcio, three calls", "grpcio, etcd's Lock service", "grpc.aio, three calls"
 ETCD3GW, KAZOO, KAZOO_IN_THREADS = "etcd3gw Lock", "kazoo Lock", "kazoo Lock in threads"
 _SECTION = ", whole section"
+_service = functools.partial(_grpcio, by_service=True)
 _CONTENDING = {
     ETCD: ((FENCELOCK, _fencelock, None), (SERVICE, _service, "grpc"), (ETCD3GW, _etcd3gw, "etcd3gw")),
     ZOOKEEPER: ((FENCELOCK, _fencelock, None), (KAZOO, _kazoo, "kazoo")),
