@@ -25,7 +25,7 @@ help:
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
 	@echo "make bench-observing  what metrics and inspect cost (eight minutes)"
 	@echo "make bench-jobs  what a receipt costs, and slots of a semaphore beside plain locks (one minute)"
-	@echo "make bench-authorities  databases that grant leases beside their peers and bare statements; writes docs/authority-benchmarks.md (six minutes)"
+	@echo "make bench-authorities  databases, etcd and ZooKeeper that grant leases, beside their peers and bare calls; writes docs/authority-benchmarks.md (ten minutes)"
 	@echo "make simulate   the shipped algorithm with everything going wrong, seed by seed until Ctrl-C (SIMULATE='--seeds 1000', '--replay 62 --nodes 3')"
 	@echo "make torture    a million acquisitions while everything breaks, and controls that must fail; writes docs/long-run.md (half an hour)"
 	@echo "make torture-databases  the same over each database that grants leases, in short, and its controls (five minutes)"

@@ -163,11 +163,9 @@ def _take_turn(url: str, crowd: Crowd, *, is_fenced: bool) -> Waits:
     return [each for waits, _ in found for each in waits], max(took for _, took in found)
 
 
-def deposit(arena: Arena, database: str, crowd: Crowd, *, elapsed: float | None, p99: float | None) -> None:
-    """Let all callers deposit, in turns; the goals are ratios to the database's own way."""
-    blocking = make_url(arena.urls[0])
-    dialect = blocking.get_backend_name()
-    engine = create_engine(blocking)
+def prepare(url: str) -> None:
+    """Make both tables, with the one account in each."""
+    engine = create_engine(url)
     Base.metadata.create_all(engine)
     with engine.begin() as connection:
         cursor = connection.connection.cursor()  # past the guard
@@ -176,6 +174,13 @@ def deposit(arena: Arena, database: str, crowd: Crowd, *, elapsed: float | None,
         cursor.execute("INSERT INTO deposit_accounts (id, balance, last_fencing_token) VALUES (1, 0, 0)")
         cursor.execute("INSERT INTO deposit_plain (id, balance) VALUES (1, 0)")
     engine.dispose()
+
+
+def deposit(arena: Arena, database: str, crowd: Crowd, *, elapsed: float | None, p99: float | None) -> None:
+    """Let all callers deposit, in turns; the goals are ratios to the database's own way."""
+    blocking = make_url(arena.urls[0])
+    dialect = blocking.get_backend_name()
+    prepare(arena.urls[0])
     url = blocking.set(drivername=_DRIVERS.get(dialect, blocking.drivername))
     shown = url.render_as_string(hide_password=False)
     turns: dict[bool, list[Waits]] = {True: [], False: []}

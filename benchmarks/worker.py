@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks import contenders, on_databases
+from benchmarks import contenders, on_consensus, on_databases
 from benchmarks.contenders import AsyncLock, BlockingLock, Contender, Setting
 
 ROOT = Path(__file__).parent.parent
@@ -254,7 +254,8 @@ def main() -> None:
 
 
 def _find(key: str) -> Contender:
-    return next(one for one in (*contenders.ALL, *on_databases.ALL) if one.key == key)
+    everybody = (*contenders.ALL, *on_databases.ALL, *on_consensus.ALL)
+    return next(one for one in everybody if one.key == key)
 
 
 async def _prepare(function: Callable[..., Any], *arguments: Any) -> Any:

