@@ -75,6 +75,8 @@ class Asking(LineAuthority):
         return shown(self._members.address)
 
     def _why_again(self, answer: Answer) -> str:
+        if answer.status == messages.OK:
+            return ""
         if answer.status in _AWAY or any(word in answer.detail for word in _AWAY_WORDS):
             return answer.detail or "unavailable"
         return _why_to_log_in(answer)
@@ -163,6 +165,8 @@ def _why_to_log_in(answer: Answer) -> str:
 
 def _why_to_leave(answer: Answer) -> str:
     """Return why another member is to be asked, or this one with a new login."""
+    if answer.status == messages.OK:
+        return ""
     if answer.status == messages.UNAVAILABLE:
         return answer.detail or "unavailable"
     return _why_to_log_in(answer)

@@ -172,6 +172,9 @@ class Link:
             self._socket.sendall(data if self._tls is None else self._tls.encrypt(data))
 
     def _read(self, seconds: float) -> None:
+        # What an earlier read has left to say, acknowledgements above all, waited for the next request.
+        with contextlib.suppress(OSError):
+            self._alone(self._send)
         try:
             self._to_read.settimeout(seconds)
             data = self._to_read.recv(_CHUNK)
@@ -187,7 +190,6 @@ class Link:
             if not data:
                 raise ChannelError("the server has closed the connection")
             self._channel.receive(data if self._tls is None else self._tls.decrypt(data))
-            self._send()
 
         with contextlib.suppress(OSError):
             self._alone(take)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from typing import Final
+from typing import Any, Final
 
 import h2.config
 import h2.connection
 import h2.errors
 import h2.events
 import h2.exceptions
+import hpack
 
 from fencelock.authority.etcd.messages import UNAVAILABLE, UNKNOWN, Answer, Call
 
@@ -27,8 +28,51 @@ _CONFIG: Final = h2.config.H2Configuration(
 )
 
 
+#: Events that have headers, and those that end a call.
+_HEADERS: Final = (h2.events.ResponseReceived, h2.events.TrailersReceived)
+_ENDS: Final = (h2.events.StreamEnded, h2.events.StreamReset)
+
+
 class ChannelError(ConnectionError):
     """The connection cannot be used any more."""
+
+
+class _Encoder(hpack.Encoder):
+    """Sends headers as literals that no table keeps, so that those of a method are encoded once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._encoded: dict[tuple[bytes, ...], bytes] = {}
+
+    def encode(self, headers: Any, huffman: bool = True) -> bytes:  # noqa: ARG002, FBT002 - as h2 calls it
+        key = tuple(value for _, value in headers)
+        if (found := self._encoded.get(key)) is None:
+            found = b"".join(b"\0" + _literal(name) + _literal(value) for name, value in headers)
+            self._encoded[key] = found
+        return found
+
+
+class _Decoder(hpack.Decoder):
+    """Decodes a block of headers once if it only refers to the table, as those of most answers do."""
+
+    def __init__(self) -> None:
+        super().__init__(h2.connection.H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE)
+        self._decoded: dict[bytes, Any] = {}
+
+    def decode(self, data: bytes, raw: bool = False) -> Any:  # noqa: FBT002 - as h2 calls it
+        block = bytes(data)
+        if (found := self._decoded.get(block)) is None:
+            found = list(super().decode(block, raw))
+            if min(block, default=0) >= 0x80:  # indexed fields, each of one byte or of more above
+                self._decoded[block] = found
+            else:
+                self._decoded.clear()
+        return found
+
+
+def _literal(text: bytes) -> bytes:
+    """Return a string of HPACK, without Huffman's code."""
+    return bytes(hpack.hpack.encode_integer(len(text), 7)) + text
 
 
 class _Stream:
@@ -40,7 +84,7 @@ class _Stream:
         self.goes_on = call.goes_on
         #: What has come of a message that is not complete.
         self.buffer = bytearray()
-        self.to_send = b"".join(b"\0" + len(each).to_bytes(4, "big") + each for each in call.requests)
+        self.to_send = b"".join([b"\0" + len(each).to_bytes(4, "big") + each for each in call.requests])
 
 
 class Channel:
@@ -53,6 +97,7 @@ class Channel:
 
     def __init__(self, scheme: str, authority: str) -> None:
         self._h2 = h2.connection.H2Connection(_CONFIG)
+        self._h2.encoder, self._h2.decoder = _Encoder(), _Decoder()
         self._h2.initiate_connection()
         self._headers = [
             (b":method", b"POST"),
@@ -84,11 +129,16 @@ class Channel:
             raise ChannelError("the connection has carried as many calls as it can")
         stream = _Stream(call)
         self._by_answer[stream.answer] = stream
-        if self._waiting or self._h2.open_outbound_streams >= self._h2.remote_settings.max_concurrent_streams:
+        if self._waiting or self._is_full():
             self._waiting.append((stream, call.path))
         else:
             self._open(stream, call.path)
         return stream.answer
+
+    def _is_full(self) -> bool:
+        """Whether the server allows no stream more. h2 counts them one by one; etcd has no limit."""
+        limit = self._h2.remote_settings.max_concurrent_streams
+        return limit < _LAST_STREAM and self._h2.open_outbound_streams >= limit
 
     def _open(self, stream: _Stream, path: bytes) -> None:
         stream.number = number = self._h2.get_next_available_stream_id()
@@ -140,7 +190,7 @@ class Channel:
             self._take(event)
         self._send()
         while self._waiting:
-            if self._h2.open_outbound_streams >= self._h2.remote_settings.max_concurrent_streams:
+            if self._is_full():
                 break
             self._open(*self._waiting.popleft())
 
@@ -155,14 +205,14 @@ class Channel:
                 self._add(stream, event.data)
         elif stream is None:
             return
-        elif isinstance(event, h2.events.ResponseReceived | h2.events.TrailersReceived):
+        elif isinstance(event, _HEADERS):
             its = dict(event.headers)
             if (status := its.get(b"grpc-status")) is not None:
                 message = its.get(b"grpc-message", b"").decode("utf-8", "replace")
                 self._finish(stream, int(status) if status.isdigit() else UNKNOWN, message)
             elif its.get(b":status", b"200") != b"200":
                 self._finish(stream, UNAVAILABLE, f"HTTP {its[b':status'].decode('ascii', 'replace')}")
-        elif isinstance(event, h2.events.StreamEnded | h2.events.StreamReset):
+        elif isinstance(event, _ENDS):
             self._finish(stream, UNAVAILABLE, "the server has broken off the call")
 
     def _add(self, stream: _Stream, data: bytes) -> None:

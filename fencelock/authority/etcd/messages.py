@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 _KEEPS_EIGHT_BYTES: Final = (1 << 64) - 1
+_SHORT: Final = tuple(bytes([number]) for number in range(0x80))
 
 # Status codes of gRPC.
 OK: Final = 0
@@ -48,6 +49,8 @@ class Answer:
 
 
 def _varint(number: int) -> bytes:
+    if 0 <= number <= 0x7F:
+        return _SHORT[number]
     number &= _KEEPS_EIGHT_BYTES
     out = bytearray()
     while number > 0x7F:
