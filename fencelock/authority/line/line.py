@@ -170,6 +170,10 @@ class LineAuthority(WithLoops):
         said = "; ".join(f"{where}: {reason}" for where, reason in failures.items())
         return QuorumError(f"{self._shown} did not answer: {said}", nodes=failures)
 
+    def _check_time(self, error: OSError, until: float) -> None:
+        if time.monotonic() >= until:
+            raise self._silent({self._asked: str(error) or type(error).__name__}) from error
+
     @property
     def _asked(self) -> str:
         """The server that is asked now, for errors."""

@@ -77,6 +77,8 @@ class Session:
         self.timeout = 0.0
         #: How often another session had to be begun.
         self.renewals = 0
+        #: How often the connection was lost or opened.
+        self.changes = 0
         self._to_do: SimpleQueue[Callable[[KazooClient], object] | None] = SimpleQueue()
         self._closed = ThreadBell()
         _threads.start(threading.Thread(target=self._serve, name="fencelock-zookeeper", daemon=True))
@@ -139,6 +141,7 @@ class Session:
 
     def _note_state(self, client: KazooClient, state: str) -> None:
         if client is self._client:
+            self.changes += 1
             self._away_since = math.inf if state == _CONNECTED else time.monotonic()
         if _events.listeners:
             where = ",".join(map(shown, self._hosts.addresses))
@@ -164,6 +167,10 @@ class Session:
                 done()
 
         def send(client: KazooClient) -> None:
+            if self._away_since < math.inf:
+                # kazoo would send them later, when what they rely on is old.
+                done()
+                return
             self._unanswered_since = min(self._unanswered_since, time.monotonic())
             results.extend(request(client) for request in requests)
             for result in results:
@@ -250,6 +257,8 @@ def _end(client: KazooClient) -> None:
 
 
 def _outcomes(results: Sequence[Any]) -> list[Any]:
+    if not results:
+        raise ConnectionError("no server is connected to")
     outcomes = [result.value if result.successful() else result.exception for result in results]
     for outcome in outcomes:
         for each in outcome if isinstance(outcome, list) else [outcome]:  # a transaction has several

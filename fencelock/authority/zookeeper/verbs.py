@@ -41,6 +41,11 @@ def children(path: str) -> Request:
     return lambda client: client.get_children_async(path)
 
 
+def children_and_version(path: str) -> Request:
+    """Return the request for the names of children, and the facts of the node."""
+    return lambda client: client.get_children_async(path, include_data=True)
+
+
 def get(path: str) -> Request:
     return lambda client: client.get_async(path)
 

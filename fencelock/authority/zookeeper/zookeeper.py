@@ -81,7 +81,10 @@ class ZooKeeper(LineAuthority):
         self._ttls: dict[str, float] = {}
         #: Grants that were handed over to another process.
         self._handed: set[str] = set()
-        self._renewals = 0
+        self._renewals = self._changes = 0
+        #: Marks and base with their versions, as seen by the present connection. They spare a request.
+        self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()
+        self._base = 0, -1
 
     def close(self) -> None:
         """Close the session; held leases keep it open until they end. The next use connects again."""
@@ -124,6 +127,9 @@ class ZooKeeper(LineAuthority):
         if session.renewals != self._renewals:  # entries of the earlier session are not ours
             self._renewals = session.renewals
             self._paths.clear()
+        if session.changes != self._changes:  # the servers may have lost data meanwhile
+            self._changes = session.changes
+            self._known.clear()
         return session
 
     def _check_process(self) -> None:
@@ -147,23 +153,71 @@ class ZooKeeper(LineAuthority):
         while True:
             yield from self._make(lines, until)
             text, place.began = entry_text(place.ttl).encode(), time.monotonic()
-            entries = verbs.transaction(*((verbs.CREATE, f"{line}/{place.nonce}-", text) for line in lines))
+            operations = [(verbs.CREATE, f"{line}/{place.nonce}-", text) for line in lines]
+            known = [its for line in lines if (its := self._known.pop(line, None)) is not None]
+            mints = len(known) == len(lines)
+            look = [verbs.children_and_version(line) for line in lines] if mints else self._look(place)
+            if mints:
+                operations += self._marking(place, known, self._base)
             try:
-                made, *seen = yield Exchange([entries, *self._look(place)], ANSWER[0])
+                made, *seen = yield Exchange([verbs.transaction(*operations), *look], ANSWER[0])
             except OSError as error:
-                if time.monotonic() >= until:
-                    raise self._silent({self._shown: str(error) or type(error).__name__}) from error
+                self._check_time(error, until)
                 if (yield from self._finds(place.resources, place.nonce, until)):
                     return (yield from self._take(place, extend=True, until=until))
                 continue
-            if isinstance(refused := verbs.refusal(made), NoNodeError):  # a line was pruned
-                for line in lines:
-                    self._made.pop(line, None)
+            if self._has_changed(made, lines):
                 continue
-            self._checked(refused)
-            self._paths[place.nonce], self._ttls[place.nonce] = made, place.ttl
+            self._paths[place.nonce], self._ttls[place.nonce] = made[: len(lines)], place.ttl
             place.granted = self._lasts(place.ttl)
-            return (yield from self._mint_if_first(place, seen, until))
+            if not mints:
+                return (yield from self._mint_if_first(place, seen, until))
+            if self._stands_alone(place, made, seen):
+                return self._noted(place, operations, made)
+            return (yield from self._take(place, extend=False, until=until))
+
+    def _has_changed(self, made: Any, lines: Sequence[str]) -> bool:
+        """Whether a transaction was refused because another has minted, or a line was pruned."""
+        refused = verbs.refusal(made)
+        if isinstance(refused, NoNodeError):
+            for line in lines:
+                self._made.pop(line, None)
+        return isinstance(refused, verbs.CHANGED) or self._checked(refused) is not None
+
+    def _marking(
+        self, place: Place, known: Sequence[tuple[Mark, int]], base: tuple[int, int]
+    ) -> list[tuple[Any, ...]]:
+        """Return the operations that mint, if marks and base have the versions that are known."""
+        operations: list[tuple[Any, ...]] = [(verbs.CHECK, self._root, base[1])]
+        for line, (mark, version) in zip(map(self._line, place.resources), known, strict=True):
+            minted = Mark(self._minted(mark, base[0]), place.nonce)
+            operations.append((verbs.SET, line, str(minted).encode(), version))
+        return operations
+
+    def _stands_alone(self, place: Place, made: list[Any], seen: list[Any]) -> bool:
+        """Whether a place that minted as it entered is the first in all lines, and no other minted since."""
+        stats = made[-len(place.resources) :]
+        return all(
+            its.version == stat.version
+            and min(names, key=verbs.place_of, default="") == path.rpartition("/")[2]
+            for path, stat, (names, its) in zip(
+                self._paths[place.nonce], stats, map(self._checked, seen), strict=True
+            )
+        )
+
+    def _noted(
+        self, place: Place, operations: Sequence[tuple[Any, ...]], done: Sequence[Any]
+    ) -> tuple[int, ...]:
+        """Return the tokens that a transaction has minted; note the versions for the next one."""
+        tokens = []
+        sets = zip(operations[-len(place.resources) :], done[-len(place.resources) :], strict=True)
+        for (_, line, text, _), stat in sets:
+            mark = self._mark_of(text, line)
+            tokens.append(mark.token)
+            self._known[line] = mark, stat.version
+        while len(self._known) > _REMEMBERED:
+            self._known.popitem(last=False)
+        return tuple(tokens)
 
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
         began = time.monotonic()
@@ -214,17 +268,13 @@ class ZooKeeper(LineAuthority):
         kept_for = max(mark.kept_for for mark in marks)
         if ahead or kept_for > 0:
             return View(is_there=True, ahead=ahead, kept_for=kept_for)
-        base = self._mark_of(base_text, self._root).token
-        tokens = tuple(self._minted(mark, base) for mark in marks)
+        self._base = self._mark_of(base_text, self._root).token, base_stat.version
+        known = [(mark, stat.version) for mark, (_, stat) in zip(marks, found, strict=True)]
         operations: list[tuple[Any, ...]] = [(verbs.CHECK, path, -1) for path in paths]
-        operations.append((verbs.CHECK, self._root, base_stat.version))
-        operations += [
-            (verbs.SET, line, str(Mark(token, place.nonce)).encode(), stat.version)
-            for line, token, (_, stat) in zip(lines, tokens, found, strict=True)
-        ]
+        operations += self._marking(place, known, self._base)
         (done,) = yield from self.asking([verbs.transaction(*operations)], until)
         if (refused := verbs.refusal(done)) is None:
-            return tokens
+            return self._noted(place, operations, done)
         if not isinstance(refused, verbs.CHANGED):
             self._checked(refused)
         return View(is_there=True, ahead=())  # something has changed: it looks again
@@ -402,16 +452,21 @@ class ZooKeeper(LineAuthority):
         latest = (base + int((time.time() - older_than) * 1000)) << SHIFT
         lines = [self._line(name) for name in (yield from self._names())]
         marks = yield from self.all_of(map(verbs.get, lines))
-        deletions = []
+        text, root = found
+        count, version = 0, root.version
         for line, its in zip(lines, marks, strict=True):
             if isinstance(its, NoNodeError):
                 continue
-            text, stat = self._checked(its)
-            mark = self._mark_of(text, line)
+            data, stat = self._checked(its)
+            mark = self._mark_of(data, line)
             if mark.token < latest and mark.kept_for <= 0:
-                deletions.append(verbs.delete(line, stat.version))
-        done = yield from self.all_of(deletions)
-        for its in done:
-            if not isinstance(its, (*verbs.CHANGED, NotEmptyError)):
-                self._checked(its)
-        return sum(not isinstance(its, Exception) for its in done)
+                # The version of the root rises, because a line that is made again begins at version 0.
+                raising = (verbs.SET, self._root, text, version)
+                (done,) = yield from self.all_of(
+                    [verbs.transaction((verbs.DELETE, line, stat.version), raising)]
+                )
+                if (refused := verbs.refusal(done)) is None:
+                    count, version = count + 1, done[-1].version
+                elif not isinstance(refused, (*verbs.CHANGED, NotEmptyError)):
+                    self._checked(refused)
+        return count
