@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import secrets
 import time
@@ -22,6 +23,8 @@ from fencelock.authority.line.line import ANSWER, AsyncLine
 _MOST: Final = 40
 #: Seconds of the shortest lease of etcd.
 _SHORTEST: Final = 2
+#: Letters of the name of an entry; the rest of a nonce is its first lease.
+_NAME: Final = 16
 #: Keys in one answer.
 _PAGE: Final = 500
 #: Resources whose last marks a client remembers.
@@ -60,8 +63,12 @@ class Etcd(Asking):
         #: Marks and base as last seen. They only spare a transaction that would be refused.
         self._known: OrderedDict[str, Mark] = OrderedDict()
         self._base = 0
-        #: The leases that entries may be under, if they were put under another one than their own.
+        #: The leases that entries may be under, by nonce.
         self._leases: dict[str, tuple[int, ...]] = {}
+        self._client = secrets.randbits(32)
+        self._numbers = itertools.count()
+        #: Names of entries that are over.
+        self._free_names: list[str] = []
 
     def _ends_late(self, ttl: float) -> bool:
         return ttl < _SHORTEST or not ttl.is_integer()
@@ -73,15 +80,33 @@ class Etcd(Asking):
         return self._marks + quoted(resource).encode()
 
     def _entries(self, place: Place) -> list[bytes]:
-        return [self._line(resource) + place.nonce.encode() for resource in place.resources]
+        return [self._line(resource) + place.nonce[:_NAME].encode() for resource in place.resources]
+
+    def _new_nonce(self) -> str:
+        """Return the name of entries, and the lease that they are put under at first.
+
+        A name is used again when it is free: etcd keeps each name that ever was, until it is compacted, and
+        looks at all of them when it looks at a line.
+        """
+        try:
+            name = self._free_names.pop()
+        except IndexError:
+            name = f"{self._client:08x}{next(self._numbers):08x}"
+        nonce = name + super()._new_nonce()
+        self._leases[nonce] = (_first_lease(nonce),)
+        return nonce
+
+    @staticmethod
+    def _text(nonce: str, ttl: float) -> bytes:
+        return f"{nonce[_NAME:]} {entry_text(ttl)}".encode()
 
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        lease = int(place.nonce, 16)
+        lease = _first_lease(place.nonce)
         place.began = time.monotonic()
         place.granted = yield from self._granted(lease, place.ttl, until)
         tokens, compares, marks = self._minting(place)
         compares += [_is_empty(self._line(resource)) for resource in place.resources]
-        text = entry_text(place.ttl).encode()
+        text = self._text(place.nonce, place.ttl)
         entries = [messages.put(key, text, lease) for key in self._entries(place)]
         # A repeated call must not put the entries back under a lease that they have left meanwhile.
         absent = messages.compare(self._entries(place)[0], messages.VERSION, messages.EQUAL, 0)
@@ -101,9 +126,8 @@ class Etcd(Asking):
 
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
         tokens, compares, marks = self._minting(place)
-        mine = self._entries(place)[0]
-        its = messages.compare(mine, messages.CREATE, messages.EQUAL, place.revision)
-        compares.append(its if place.revision else _is_there(mine))
+        mine, lease = self._entries(place)[0], self._leases_of(place.nonce)[0]
+        compares.append(messages.compare(mine, messages.LEASE, messages.EQUAL, lease))
         if not place.holds:
             compares += [_is_empty(self._line(each), before=place.revision) for each in place.resources]
         began = time.monotonic()
@@ -163,14 +187,15 @@ class Etcd(Asking):
         for resource, marks in zip(place.resources, rest, strict=False):
             mark = self.read_mark(marks[0].value, marks[0].key) if marks else Mark()
             self._remember(resource, mark)
-        place.revision = own[0].created if own else 0
+        is_there = bool(own) and own[0].value.startswith(place.nonce[_NAME:].encode())
+        place.revision = own[0].created if is_there else 0
         lines = rest[len(place.resources) :]
-        ahead = [
-            next(each.key for each in line if each.key != mine)
+        others = (
+            [each.key for each in line if each.key != mine or not is_there]
             for line, mine in zip(lines, self._entries(place), strict=False)
-            if any(each.key != mine for each in line)
-        ]
-        return View(is_there=bool(own), ahead=ahead)
+        )
+        ahead = [keys[0] for keys in others if keys]
+        return View(is_there=is_there, ahead=ahead)
 
     def _read_base(self, found: list[KeyValue]) -> int:
         return self.read_mark(found[0].value, found[0].key).token if found else 0
@@ -195,7 +220,7 @@ class Etcd(Asking):
 
     def _keep_alive(self, place: Place, until: float) -> Steps[None]:
         began = time.monotonic()
-        (answer,) = yield from self.asking([messages.keep_alive([int(place.nonce, 16)])], until)
+        (answer,) = yield from self.asking([messages.keep_alive(self._leases_of(place.nonce)[:1])], until)
         if (seconds := _seconds_of(answer)) > 0:
             place.began, place.granted = began, seconds
 
@@ -227,7 +252,7 @@ class Etcd(Asking):
         self._leases[grant.proof] = old, new
         seconds = yield from self._granted(new, ttl, until)
         entries = self._entries(Place(grant.resources, grant.proof, ttl))
-        text = entry_text(ttl).encode()
+        text = self._text(grant.proof, ttl)
         under_old = [messages.compare(each, messages.LEASE, messages.EQUAL, old) for each in entries]
         puts = [messages.put(each, text, new) for each in entries]
         txn = messages.txn(under_old, puts, [messages.read(messages.get(entries[0]))])
@@ -257,6 +282,8 @@ class Etcd(Asking):
             answers = yield from self.asking(calls, until, again)
             revoked = [answer for answer in answers if answer.status != messages.NOT_FOUND]
             if any(map(self.checked, revoked)):
+                if nonce in self._leases and nonce.startswith(f"{self._client:08x}"):
+                    self._free_names.append(nonce[:_NAME])
                 self._forget(nonce)
                 return True
             if not (yield from self._finds_lease(resources[0], nonce)):
@@ -268,13 +295,14 @@ class Etcd(Asking):
         self._due.pop(nonce, None)
 
     def _leases_of(self, nonce: str) -> tuple[int, ...]:
-        return self._leases.get(nonce) or (int(nonce, 16),)
+        return self._leases.get(nonce) or (_first_lease(nonce),)
 
     def _finds_lease(self, resource: str, nonce: str) -> Steps[bool]:
         """Look for the lease of an entry; return whether it is another one than was known."""
-        key = self._line(resource) + nonce.encode()
+        key = self._line(resource) + nonce[:_NAME].encode()
         (found, _), *_ = yield from self._ranges([messages.get(key)])
-        if not found or self._leases_of(nonce) == (found[0].lease,):
+        is_there = bool(found) and found[0].value.startswith(nonce[_NAME:].encode())
+        if not is_there or self._leases_of(nonce) == (found[0].lease,):
             return False
         self._leases[nonce] = (found[0].lease,)
         return True
@@ -294,8 +322,8 @@ class Etcd(Asking):
             Head(
                 resource=name,
                 key=entry.key,
-                nonce=entry.key.rpartition(b"/")[2].decode("ascii", "replace"),
-                text=entry.value.decode("utf-8", "replace"),
+                nonce=(entry.key.rpartition(b"/")[2] + entry.value[:_NAME]).decode("ascii", "replace"),
+                text=entry.value[_NAME + 1 :].decode("utf-8", "replace"),
                 mark=self.read_mark(mark[0].value, mark[0].key) if mark else Mark(),
                 waiters=count - 1,
                 left=messages.lease_and_ttl(self.checked(end))[1] + 1.0,  # etcd tells whole seconds
@@ -368,15 +396,15 @@ class _Over:
         """Do nothing."""
 
 
+def _first_lease(nonce: str) -> int:
+    return int(nonce[_NAME:], 16)
+
+
 def _is_empty(line: bytes, *, before: int = 1) -> bytes:
     """Return the comparison: the line has no entry that was made before this revision."""
     if before > 1:
         return messages.compare(line, messages.CREATE, messages.GREATER, before - 1, end=messages.after(line))
     return messages.compare(line, messages.CREATE, messages.EQUAL, 0, end=messages.after(line))
-
-
-def _is_there(key: bytes) -> bytes:
-    return messages.compare(key, messages.VERSION, messages.GREATER, 0)
 
 
 def _seconds_of(answer: Answer) -> float:

@@ -20,7 +20,7 @@ from fencelock.tokens import MAX_TOKEN
 
 #: Bits by which the time is shifted in a token.
 SHIFT: Final = 10
-_MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16}))?(?: ([0-9]{1,20}) (.*))?")
+_MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16,32}))?(?: ([0-9]{1,20}) (.*))?")
 
 
 class Mark(NamedTuple):

@@ -54,7 +54,7 @@ _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
 #: Requests, and leases, at once.
 _AT_ONCE: Final = 200
-_NONCE: Final = re.compile("[0-9a-f]{16}")
+_NONCE: Final = re.compile("[0-9a-f]{16}|[0-9a-f]{32}")
 
 
 class LineAuthority(WithLoops):
@@ -230,7 +230,7 @@ class LineAuthority(WithLoops):
                 f"one lock of {self!r} has at most {self._most} names, and this one has {len(resources)}: "
                 "lock what they have in common, or take several locks, always in the same order"
             )
-        place = Place(resources, _new_nonce(), float(ttl), began=time.monotonic())
+        place = Place(resources, self._new_nonce(), float(ttl), began=time.monotonic())
         end = math.inf if timeout is None else place.began + timeout
         try:
             return (yield from self._acquiring(place, end, go_on))
@@ -247,6 +247,9 @@ class LineAuthority(WithLoops):
             yield Abandon(functools.partial(self._abandoning, place))
             raise
 
+    def _new_nonce(self) -> str:
+        return f"{secrets.randbits(63) or 1:016x}"
+
     def _acquiring(self, place: Place, end: float, go_on: Callable[[], None]) -> Steps[Grant]:
         alone = end <= place.began
         waited = False
@@ -255,8 +258,8 @@ class LineAuthority(WithLoops):
         while isinstance(found, View):
             if not found.is_there and (waited or not found.ahead):
                 if waited:  # its lease has ended meanwhile, or an entry was deleted
-                    yield from self._giving_back(place.resources, place.nonce)
-                    place.nonce, place.revision = _new_nonce(), 0
+                    old, place.nonce, place.revision = place.nonce, self._new_nonce(), 0
+                    yield from self._giving_back(place.resources, old)
                 found = yield from self._enter(place, alone=alone and not waited, until=_answer_by(end))
                 continue
             if found.ahead or found.kept_for > 0:
@@ -449,10 +452,6 @@ class AsyncLine(AsyncWithLoops):
     async def prune(self, older_than: float) -> int:
         """Delete old marks: see `LineAuthority.prune`."""
         return await self.run(self._authority.pruning(older_than))
-
-
-def _new_nonce() -> str:
-    return f"{secrets.randbits(63) or 1:016x}"
 
 
 def _answer_by(end: float) -> float:
