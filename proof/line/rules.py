@@ -31,6 +31,9 @@ class Rules:
             restored has entries of it that its process knows nothing of.
         all_anew: ZooKeeper: where one entry is missing, all are made anew.
         part: ZooKeeper: how much of a session's timeout is valid after an answer.
+        forgets_known: ZooKeeper: versions of marks are forgotten with the connection.
+        prune_raises: ZooKeeper: prune raises the version of the base, which says that lines begin again.
+        compares_mark: ZooKeeper: who has minted while it entered looks whether another has minted since.
         spares_kept: ZooKeeper: prune leaves a mark alone that says how long its lock is kept.
     """
 
@@ -48,6 +51,9 @@ class Rules:
     retires: bool = True
     all_anew: bool = True
     part: float = 2 / 3
+    forgets_known: bool = True
+    prune_raises: bool = True
+    compares_mark: bool = True
     spares_kept: bool = True
 
     def mint(self, mark: int, base: int, now: int, place: int) -> int:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from .judge import Held
 from .rules import OUTAGE, Rules
-from .store import Base, Entry, GoneError, LostError, Node, Owner, Store, Who
+from .store import Base, Entry, GoneError, LostError, Minted, Node, Owner, Store, Who
 from .world import Client, Operator, Steps, validity
 
 TIMEOUT: Final = 1600
@@ -81,6 +81,25 @@ class ZooKeeper(Store):
             node.number += 1
         return keys
 
+    def do_enter_minting(
+        self, session: int, who: Who, resources: list[int], mint: Mint
+    ) -> dict[int, Key] | None:
+        """Make the entries and set the marks in one multi, if nothing has changed."""
+        nodes = {resource: self.state.nodes[resource] for resource in resources}
+        if self.rules.compares_base and mint.base.version != self.base().version:
+            return None
+        if any(node.version != mint.versions[resource] for resource, node in nodes.items()):
+            return None
+        keys = self.do_enter(session, who, resources, {})
+        for resource, node in nodes.items():
+            node.mark, node.kept, node.version = mint.tokens[resource], 0, node.version + 1
+        # Perhaps out of turn, and then not used.
+        self.minted.append(Minted(who, mint.tokens, ahead=False))
+        return keys
+
+    def do_children_and_version(self, _: int, resource: int) -> tuple[list[Key], int]:
+        return self.do_children(0, resource), self.state.nodes[resource].version
+
     def do_delete(self, _: int, keys: dict[int, Key]) -> None:
         self.state.revision += 1
         for resource, key in keys.items():
@@ -127,6 +146,8 @@ class ZooKeeper(Store):
             return False
         self.state.revision += 1
         del self.state.nodes[resource]
+        if self.rules.prune_raises:
+            self.state.base.version += 1
         return True
 
     def force(self, resource: int, whole: bool = True) -> None:  # noqa: FBT002 - sent as it is
@@ -161,6 +182,8 @@ class ZooKeeperClient(Client):
         self._names = self.number() << 32
         self.base: Base | None = None
         self.marks: dict[int, Node] = {}
+        #: Marks with their versions, as this connection has seen them last.
+        self.known: dict[int, Node] = {}
         self._ping()
 
     def _ping(self) -> None:
@@ -197,14 +220,20 @@ class ZooKeeperClient(Client):
             self.seen, value = yield self.store.serve, (self.session, lag, self.seen, request, *arguments)
         except GoneError:
             self.session = 0
+            self._forget()
             raise SessionError from None
         except LostError:
+            self._forget()
             if self.mono() < self.heard + TIMEOUT:
                 raise
             self.session = 0  # a wiped server never tells: it refuses who has seen more than it
             raise SessionError from None
         self._hear()
         return value
+
+    def _forget(self) -> None:
+        if self.rules.forgets_known:
+            self.known.clear()
 
     def _hear(self) -> None:
         """Note whether nothing was heard for as long as a restore takes."""
@@ -237,6 +266,9 @@ class ZooKeeperClient(Client):
 
     def _try(self, lock: Lock) -> Steps[bool]:
         """Find the own entries, or make them; mint where all are first, else wait a little."""
+        known = {each: self.known.pop(each) for each in lock.resources if each in self.known}
+        if len(known) == len(lock.resources) and not lock.entries and self.base is not None:
+            return (yield from self._enter_minting(lock, known))
         lines = yield from self._lines(lock)
         if len(lock.entries) < len(lock.resources):
             yield from self._enter(lock)
@@ -245,6 +277,29 @@ class ZooKeeperClient(Client):
             return (yield from self._hold(lock))
         yield self.random.uniform(20, 100)
         return False
+
+    def _enter_minting(self, lock: Lock, known: dict[int, Node]) -> Steps[bool]:
+        """Mint while entering; hold if all are first, and no other has minted since."""
+        assert self.base is not None
+        lock.since, now = self.mono(), self.clock()
+        tokens = {
+            each: self.rules.mint(node.mark, self.base.value, now, self.seen) for each, node in known.items()
+        }
+        versions = {each: node.version for each, node in known.items()}
+        mint = Mint(tokens, versions, self.base)
+        made = yield from self._ask("enter_minting", lock.who, lock.resources, mint)
+        if made is None:
+            self.base = None
+            return False
+        lock.entries = made
+        for each, key in made.items():
+            found = yield from self._ask("children_and_version", each)
+            if found is None or found[0][:1] != [key]:
+                return False
+            if self.rules.compares_mark and found[1] != versions[each] + 1:
+                return False
+        self.known |= {each: Node(token, versions[each] + 1) for each, token in tokens.items()}
+        return self.take(lock, tokens)
 
     def _lines(self, lock: Lock) -> Steps[dict[int, list[Key]]]:
         lines = {}
@@ -302,6 +357,8 @@ class ZooKeeperClient(Client):
         done = yield from self._ask("mint", lock.who, lock.entries, mint)
         if not done:
             self.base = None
+        else:
+            self.known |= {each: Node(token, versions[each] + 1) for each, token in tokens.items()}
         return bool(done) and self.take(lock, tokens)
 
     def extend(self, held: Held) -> Steps[bool]:
