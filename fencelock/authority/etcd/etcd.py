@@ -83,11 +83,9 @@ class Etcd(Asking):
         return [self._line(resource) + place.nonce[:_NAME].encode() for resource in place.resources]
 
     def _new_nonce(self) -> str:
-        """Return the name of entries, and the lease that they are put under at first.
-
-        A name is used again when it is free: etcd keeps each name that ever was, until it is compacted, and
-        looks at all of them when it looks at a line.
-        """
+        """Return the name of entries, and the lease that they are put under at first."""
+        # Names are used again: etcd keeps each name that ever was, until it is compacted, and looks at all of
+        # them when it looks at a line.
         try:
             name = self._free_names.pop()
         except IndexError:
