@@ -184,7 +184,7 @@ class Channel:
         if self._by_answer.pop(answer, None) is not None and answer.status is None:
             answer.status, answer.detail = status, detail
             answer.notify()
-        del self._streams[stream.number]
+        self._streams.pop(stream.number, None)
         if stream.goes_on:
             with contextlib.suppress(h2.exceptions.StreamClosedError):
                 self._h2.reset_stream(stream.number, h2.errors.ErrorCodes.CANCEL)

@@ -64,7 +64,7 @@ class Etcd(Asking):
         self._leases: dict[str, tuple[int, ...]] = {}
 
     def _ends_late(self, ttl: float) -> bool:
-        return ttl < _SHORTEST or not ttl.is_integer()
+        return ttl < _SHORTEST or ttl % 1 > 0
 
     def _line(self, resource: str) -> bytes:
         return self._lines + quoted(resource).encode() + b"/"
@@ -77,8 +77,9 @@ class Etcd(Asking):
 
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
         lease = int(place.nonce, 16)
-        place.began = time.monotonic()
-        place.granted = yield from self._granted(lease, place.ttl, until)
+        if not place.granted:  # it may have got its lease before, when the marks were not known
+            place.began = time.monotonic()
+            place.granted = yield from self._granted(lease, place.ttl, until)
         tokens, compares, marks = self._minting(place)
         compares += [_is_empty(self._line(resource)) for resource in place.resources]
         text = entry_text(place.ttl).encode()
@@ -89,8 +90,10 @@ class Etcd(Asking):
         txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
         (answer,) = yield from self.asking([txn], until)
         if answer.status == messages.NOT_FOUND:  # the lease has ended: it enters again
+            place.granted = 0.0
             return View(is_there=False, ahead=())
         done = Txn.read(self.checked(answer))
+        place.seen = done.revision
         if done.succeeded:
             place.revision = done.revision
             return self._noted(place, tokens)
@@ -112,6 +115,7 @@ class Etcd(Asking):
             calls.append(messages.keep_alive(self._leases_of(place.nonce)[:1]))
         answers = yield from self.asking(calls, until)
         done = Txn.read(self.checked(answers[0]))
+        place.seen = done.revision
         if extend:
             place.began, place.granted = began, _seconds_of(answers[1])
             if place.granted <= 0:
@@ -187,17 +191,11 @@ class Etcd(Asking):
             self._known.popitem(last=False)
 
     def _watch(self, place: Place, ahead: Any) -> Steps[Any]:
-        call = messages.watch(ahead, place.revision + 1)
+        call = messages.watch(ahead, place.seen + 1)  # an earlier revision may be compacted
         try:
             return (yield Watching(call, _has_ended))
         except OSError:  # the connection is lost: it looks again, by another one
             return _Over()
-
-    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
-        began = time.monotonic()
-        (answer,) = yield from self.asking([messages.keep_alive([int(place.nonce, 16)])], until)
-        if (seconds := _seconds_of(answer)) > 0:
-            place.began, place.granted = began, seconds
 
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
         for grant, ttl in wishes:
@@ -344,7 +342,8 @@ class Etcd(Asking):
             raising = messages.txn(
                 [self._base_is(self._base)], [messages.put(self._base_key, b"%020d" % least)]
             )
-            yield from self.all_of([raising])
+            (answer,) = yield from self.all_of([raising])
+            self.checked(answer)
 
     def pruning(self, older_than: float) -> Steps[int]:
         yield from self._raise_base(0)

@@ -95,10 +95,6 @@ class LineAuthority(WithLoops):
         """Move the end of leases; return False if they have ended."""
 
     @abc.abstractmethod
-    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
-        """Extend the lease of a place that waits; do nothing if it has ended."""
-
-    @abc.abstractmethod
     def _ends_late(self, ttl: float) -> bool:
         """Whether the store ends a lease of this ttl later than it should."""
 
@@ -252,7 +248,7 @@ class LineAuthority(WithLoops):
             if not found.is_there and (waited or not found.ahead):
                 if waited:  # its lease has ended meanwhile, or an entry was deleted
                     yield from self._giving_back(place.resources, place.nonce)
-                    place.nonce, place.revision = _new_nonce(), 0
+                    place.nonce, place.revision, place.granted = _new_nonce(), 0, 0.0
                 found = yield from self._enter(place, alone=alone and not waited, until=_answer_by(end))
                 continue
             if found.ahead or found.kept_for > 0:
@@ -280,8 +276,6 @@ class LineAuthority(WithLoops):
         finally:
             if bell is not None:
                 bell.close()
-        if time.monotonic() >= place.extend_at:
-            yield from self._keep_alive(place, _answer_by(end))
 
     def _refusing(self, place: Place) -> Steps[None]:
         heads = yield from self._heads(place.resources)

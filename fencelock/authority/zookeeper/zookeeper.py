@@ -121,9 +121,11 @@ class ZooKeeper(LineAuthority):
             with self._opening:
                 if (session := self._session) is None:
                     session = self._session = Session(self._hosts, self._timeout)
-        if session.renewals != self._renewals:  # entries of the earlier session are not ours
-            self._renewals = session.renewals
-            self._paths.clear()
+        if session.renewals != self._renewals:
+            with self._opening:  # no thread must clear what another one has noted of the new session
+                if session.renewals != self._renewals:  # entries of the earlier session are not ours
+                    self._paths.clear()
+                    self._renewals = session.renewals
         return session
 
     def _check_process(self) -> None:
@@ -161,8 +163,8 @@ class ZooKeeper(LineAuthority):
                     self._made.pop(line, None)
                 continue
             self._checked(refused)
+            place.granted = self._lasts(place.ttl)  # before the next line: it may forget an earlier session
             self._paths[place.nonce], self._ttls[place.nonce] = made, place.ttl
-            place.granted = self._lasts(place.ttl)
             return (yield from self._mint_if_first(place, seen, until))
 
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
@@ -180,7 +182,8 @@ class ZooKeeper(LineAuthority):
         while missing:
             found = yield from self.asking([verbs.create(line, b"") for line in missing], until)
             if any(isinstance(its, NoNodeError) for its in found):
-                yield from self.asking([verbs.ensure_path(f"{self._root}/l")], until)
+                (made,) = yield from self.asking([verbs.ensure_path(f"{self._root}/l")], until)
+                self._checked(made)
                 continue
             for line, its in zip(missing, found, strict=True):
                 if not isinstance(its, NodeExistsError):
@@ -244,12 +247,6 @@ class ZooKeeper(LineAuthority):
 
     def _watch(self, place: Place, ahead: Any) -> Steps[Any]:  # noqa: ARG002 - etcd needs the place
         return (yield Watching(ahead))
-
-    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
-        began = time.monotonic()
-        (answer,) = yield from self.asking([verbs.sync(self._root)], until)
-        self._checked(answer)
-        place.began = began
 
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
         for grant, _ in wishes:
@@ -385,7 +382,8 @@ class ZooKeeper(LineAuthority):
         while True:
             (found,) = yield from self.all_of([verbs.get(self._root)])
             if isinstance(found, NoNodeError):
-                yield from self.all_of([verbs.ensure_path(f"{self._root}/l")])
+                (made,) = yield from self.all_of([verbs.ensure_path(f"{self._root}/l")])
+                self._checked(made)
                 continue
             text, stat = self._checked(found)
             if least <= self._mark_of(text, self._root).token:
