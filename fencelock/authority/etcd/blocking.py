@@ -133,6 +133,11 @@ class Link:
             with contextlib.suppress(OSError):
                 self._alone(forget)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether it carries as many watches as it should."""
+        return self._channel.is_crowded
+
     def lose(self, reason: str) -> None:
         """Close the connection; all calls of all threads are over."""
         self.lost = self.lost or reason or "the connection is lost"

@@ -123,6 +123,11 @@ class Channel:
         else:
             self._waiting = deque(each for each in self._waiting if each[0] is not stream)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether half of the streams that the server allows are open: the rest is for calls that end."""
+        return len(self._streams) * 2 >= self._h2.remote_settings.max_concurrent_streams
+
     def data_to_send(self) -> bytes:
         return self._h2.data_to_send()
 

@@ -195,7 +195,7 @@ class Etcd(Asking):
         try:
             return (yield Watching(call, _has_ended))
         except OSError:  # the connection is lost: it looks again, by another one
-            return _Over()
+            return None
 
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
         for grant, ttl in wishes:
@@ -356,15 +356,6 @@ class Etcd(Asking):
                 calls.append(messages.txn([unchanged, _is_empty(line)], [messages.delete(each.key)]))
         answers = yield from self.all_of(calls)
         return sum(Txn.read(self.checked(answer)).succeeded for answer in answers)
-
-
-class _Over:
-    """The bell of a watch that could not begin."""
-
-    over = True
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _is_empty(line: bytes, *, before: int = 1) -> bytes:

@@ -72,7 +72,6 @@ class Place:
         began: when its lease was asked for or extended, on the clock of `time.monotonic`.
         granted: seconds that the lease lasts since then.
         revision: where its entries stand.
-        seen: the revision at which the lines were read last.
     """
 
     resources: tuple[str, ...]
@@ -83,6 +82,7 @@ class Place:
     #: It is known to be the first in all lines.
     holds: bool = False
     revision: int = 0
+    #: The revision at which the lines were read last.
     seen: int = 0
 
     @property

@@ -52,6 +52,8 @@ _ELECTION: Final = 5.0
 #: Milliseconds by which new tokens are above those of another authority.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
+#: Seconds after which an acquisition without a bell looks again.
+_GLANCE: Final = 0.5
 #: Requests, and leases, at once.
 _AT_ONCE: Final = 200
 _NONCE: Final = re.compile("[0-9a-f]{16}")
@@ -84,7 +86,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _watch(self, place: Place, ahead: str) -> Steps[Any]:
-        """Return a bell that rings, and is `over`, when the entry ahead has gone."""
+        """Return a bell that rings, and is `over`, when the entry ahead has gone; None if there is none."""
 
     @abc.abstractmethod
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
@@ -269,6 +271,8 @@ class LineAuthority(WithLoops):
         if not view.ahead:
             until = min(until, time.monotonic() + view.kept_for)
         bell = (yield from self._watch(place, view.ahead[0])) if view.ahead else None
+        if view.ahead and bell is None:
+            until = min(until, time.monotonic() + _GLANCE)
         try:
             while time.monotonic() < until and not (bell is not None and bell.over):
                 yield Wait(until, named(place.resources), bell)
