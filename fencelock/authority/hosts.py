@@ -54,6 +54,8 @@ def parse(url: object, schemes: Collection[str], port: int, options: Collection[
     if not isinstance(url, str):
         raise TypeError(f"a URL is a str such as {form!r}, not {type(url).__name__}")
     match = _URL.fullmatch(url.strip())
+    if url.count("@") > (match is not None and match[2] is not None):  # before a message shows a password
+        raise ValueError("in what a URL names, write % as %25, @ as %40, / as %2F, ? as %3F and : as %3A")
     if match is None or match[1] not in schemes:
         raise ValueError(f"the URL is none of {', '.join(schemes)}: write {form}")
     scheme, login, hosts, root, query = match.groups()

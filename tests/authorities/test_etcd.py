@@ -94,6 +94,89 @@ def test_waiter_hears_through_another_member(cluster: Cluster, authority: Etcd, 
         other.release(got[0])
 
 
+def test_leaving_thread_calls_another_to_read(authority: Etcd, cluster: Cluster) -> None:
+    """The reader asks one to go on that is about to leave: it must pass that on."""
+    authority.init()
+    link = authority._link
+    assert link is not None
+    answers: dict[str, list[messages.Answer]] = {name: [] for name in "abc"}
+    came: dict[str, bool] = {}
+
+    def ended(name: str) -> bool:
+        return any(map(messages.has_ended, answers[name][0].messages))
+
+    def ended_slowly() -> bool:
+        found = ended("b")
+        time.sleep(0.3 if found else 0.0)
+        return found
+
+    def wait(name: str) -> None:
+        ready = ended_slowly if name == "b" else lambda: ended(name)
+        came[name] = link.wait(ready, answers[name], time.monotonic() + 4.0)
+
+    keys = {"a": b"/first", "b": b"/first", "c": b"/second"}
+    for name, key in keys.items():
+        link.start([messages.watch(key, 1)], answers[name])
+    threads = [threading.Thread(target=wait, args=(name,)) for name in keys]
+    for thread in threads:
+        thread.start()
+        time.sleep(0.1)
+    for name in ("/first", "/second"):
+        cluster.ctl("put", name, "x")
+        cluster.ctl("del", name)
+        time.sleep(0.6)
+    for thread in threads:
+        thread.join(6.0)
+    assert came == {"a": True, "b": True, "c": True}
+
+
+def test_promise_counts_from_the_grant_of_the_lease(
+    authority: Etcd, face: BlockingFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not from a second attempt, which a client makes that does not know the mark."""
+    take(face)
+    enter, entered = Etcd._enter, list[float]()
+
+    def entering(self: Etcd, *arguments: Any, **named: Any) -> Any:
+        entered.append(time.monotonic())
+        if len(entered) > 1:
+            time.sleep(1.0)
+        return (yield from enter(self, *arguments, **named))
+
+    monkeypatch.setattr(Etcd, "_enter", entering)
+    with Etcd(str(authority._members.hosts)) as other:
+        grant = other.acquire(("r",), ttl=5.0, timeout=0.0)
+        assert len(entered) == 2
+        assert grant.expires_at < entered[0] + 5.0
+        assert other.release(grant) is True
+
+
+def test_watch_begins_behind_a_compaction(
+    cluster: Cluster, authority: Etcd, face: BlockingFace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A waiter need not look ten times a second, only because the revision of its entry is gone."""
+    take_, looks = Etcd._take, list[float]()
+
+    def taking(self: Etcd, *arguments: Any, **named: Any) -> Any:
+        looks.append(time.monotonic())
+        return (yield from take_(self, *arguments, **named))
+
+    with Etcd(str(authority._members.hosts)) as other:
+        grant = face.acquire("r", ttl=30.0)
+        waiter = threading.Thread(target=lambda: other.release(other.acquire(("r",), ttl=6.0, timeout=20.0)))
+        waiter.start()
+        assert eventually(lambda: other._link is not None and bool(other._link._waiting))
+        for number in range(5):
+            take(face, f"other{number}")
+        cluster.compact(cluster.revision())
+        monkeypatch.setattr(Etcd, "_take", taking)
+        time.sleep(5.0)  # at a third of its ttl it looks, and watches anew
+        assert len(looks) <= 4
+        assert face.release(grant) is True
+        waiter.join(10.0)
+        assert not waiter.is_alive()
+
+
 def test_compaction_does_not_disturb_a_waiter(cluster: Cluster, authority: Etcd, face: BlockingFace) -> None:
     """A watch from a revision that is gone is ended by etcd; the waiter looks again."""
     with Etcd(str(authority._members.hosts)) as other:
@@ -283,6 +366,9 @@ def test_login_by_user_and_password() -> None:
         ("etcds://h:2379?key=x", "needs its certificate"),
         ("etcds://h:2379?verify=no", "no setting"),
         ("http://h:2379", "none of etcd"),
+        ("etcd://user:hid/den@h", "^in what a URL names"),
+        ("etcd://user:hid?den@h", "^in what a URL names"),
+        ("etcd://user:hid@den@h", "^in what a URL names"),
         ("etcd:h", "none of etcd"),
     ],
 )

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from kazoo.client import KazooClient
+from kazoo.security import make_acl
 
 from fencelock import AuthorityError, CountersExhaustedError, FencelockError, QuorumError, ZooKeeper
 from fencelock.authority.base import Grant
@@ -285,6 +286,44 @@ def test_login_guards_the_nodes(url: str) -> None:
         with pytest.raises(AuthorityError, match="NoAuthError"):
             stranger.acquire(("r",), ttl=3.0, timeout=0.5)
         assert take(BlockingFace(authority), ttl=4.0) > 0
+
+
+def test_root_that_nobody_may_make(authority: ZooKeeper, kazoo: KazooClient) -> None:
+    """It is told, and not tried for ever."""
+    everything = kazoo.get_acls("/")[0]
+    kazoo.set_acls("/", [make_acl("world", "anyone", read=True, admin=True)])
+    try:
+        with pytest.raises(AuthorityError, match="NoAuth"):
+            authority.init()
+        with pytest.raises(AuthorityError, match="NoAuth"):
+            authority.acquire(("r",), ttl=2.0, timeout=0.0)
+    finally:
+        kazoo.set_acls("/", everything)
+
+
+def test_watch_is_forgotten_with_its_waiter(authority: ZooKeeper, other: ZooKeeper) -> None:
+    """Else a leader that holds for months fills the memory of those that ask every second."""
+    grant = authority.acquire(("r",), ttl=2.0, timeout=0.0)
+    for _ in range(5):
+        with pytest.raises(FencelockError):
+            other.acquire(("r",), ttl=2.0, timeout=0.05)
+    assert other._session is not None
+    watchers = other._session._client._data_watchers
+    time.sleep(0.5)
+    assert not any(watchers.values())
+    assert authority.release(grant) is True
+
+
+def test_acquisition_begins_the_next_session(zookeeper_server: Server, authority: ZooKeeper) -> None:
+    """It keeps what it has entered there; else it would wait for itself, and leave an entry for ever."""
+    authority.release(authority.acquire(("r",), ttl=2.0, timeout=0.0))
+    zookeeper_server.pause(0)
+    time.sleep(9.0)
+    resumed = threading.Timer(0.1, zookeeper_server.resume, (0,))
+    resumed.start()
+    grant = authority.acquire(("r",), ttl=2.0, timeout=3.0)
+    assert authority.release(grant) is True
+    assert authority.inspect("r") is None
 
 
 def test_no_server_is_told_in_time() -> None:

@@ -57,6 +57,11 @@ class LoopLink(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self.lose(str(exc or "the server has closed the connection"))
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether it carries as many watches as it should."""
+        return self._channel.is_crowded
+
     def lose(self, reason: str) -> None:
         """Close the connection; all calls are over."""
         self.lost = self.lost or reason or "the connection is lost"

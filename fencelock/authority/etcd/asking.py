@@ -30,7 +30,7 @@ _of_parents: list[object] = []
 
 
 class Watching(NamedTuple):
-    """A step: begin to watch until `ended` of what comes; it returns a bell."""
+    """A step: watch until `ended` of what comes; it returns a bell, or None if there are too many."""
 
     call: Call
     ended: Callable[[Answer], bool]
@@ -91,7 +91,7 @@ class Asking(LineAuthority):
         self._check_process()
         link = self._opened(step.seconds if isinstance(step, Exchange) else ANSWER[1])
         if isinstance(step, Watching):
-            return Watch(link, step.call, step.ended)
+            return None if link.is_crowded else Watch(link, step.call, step.ended)
         try:
             answers = link.exchange(step.requests, time.monotonic() + step.seconds)
         except RuntimeError:  # of a signal handler's own call: the connection is as it was
@@ -124,7 +124,7 @@ class Asking(LineAuthority):
         state: LoopState = self.loop_end().kept
         link = await self._opened_soon(state, step.seconds if isinstance(step, Exchange) else ANSWER[1])
         if isinstance(step, Watching):
-            return LoopWatch(link, step.call, step.ended)
+            return None if link.is_crowded else LoopWatch(link, step.call, step.ended)
         try:
             answers = await link.exchange(step.requests, step.seconds)
         except OSError as error:

@@ -110,8 +110,9 @@ class Link:
             self._waiting.pop(bell, None)
             if self._reader is bell:
                 self._reader = None
-                if (other := next(iter(list(self._waiting)), None)) is not None:
-                    other.ring()
+            # Also by one that was no reader: it may have been asked to read while it was leaving.
+            if self._reader is None and (other := next(iter(list(self._waiting)), None)) is not None:
+                other.ring()
             self._stacks.discard(stack)  # last: a handler must not wait for a reader that it stops
         return True
 
@@ -132,6 +133,11 @@ class Link:
             with contextlib.suppress(OSError):
                 self._alone(forget)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether it carries as many watches as it should."""
+        return self._channel.is_crowded
+
     def lose(self, reason: str) -> None:
         """Close the connection; all calls of all threads are over."""
         self.lost = self.lost or reason or "the connection is lost"
@@ -140,7 +146,8 @@ class Link:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
                 each.close()
-        self._channel.lose(self.lost)
+        with self._mutex:  # not while another thread takes what has come
+            self._channel.lose(self.lost)
         for bell in list(self._waiting):
             bell.ring()
 

@@ -173,6 +173,11 @@ class Channel:
         else:
             self._waiting = deque(each for each in self._waiting if each[0] is not stream)
 
+    @property
+    def is_crowded(self) -> bool:
+        """Whether half of the streams that the server allows are open: the rest is for calls that end."""
+        return len(self._streams) * 2 >= self._h2.remote_settings.max_concurrent_streams
+
     def data_to_send(self) -> bytes:
         return self._h2.data_to_send()
 
@@ -234,7 +239,7 @@ class Channel:
         if self._by_answer.pop(answer, None) is not None and answer.status is None:
             answer.status, answer.detail = status, detail
             answer.notify()
-        del self._streams[stream.number]
+        self._streams.pop(stream.number, None)
         if stream.goes_on:
             with contextlib.suppress(h2.exceptions.StreamClosedError):
                 self._h2.reset_stream(stream.number, h2.errors.ErrorCodes.CANCEL)

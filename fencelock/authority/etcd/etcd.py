@@ -71,7 +71,7 @@ class Etcd(Asking):
         self._free_names: list[str] = []
 
     def _ends_late(self, ttl: float) -> bool:
-        return ttl < _SHORTEST or not ttl.is_integer()
+        return ttl < _SHORTEST or ttl % 1 > 0
 
     def _line(self, resource: str) -> bytes:
         return self._lines + quoted(resource).encode() + b"/"
@@ -100,8 +100,9 @@ class Etcd(Asking):
 
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
         lease = _first_lease(place.nonce)
-        place.began = time.monotonic()
-        place.granted = yield from self._granted(lease, place.ttl, until)
+        if not place.granted:  # it may have got its lease before, when the marks were not known
+            place.began = time.monotonic()
+            place.granted = yield from self._granted(lease, place.ttl, until)
         tokens, compares, marks = self._minting(place)
         compares += [_is_empty(self._line(resource)) for resource in place.resources]
         text = self._text(place.nonce, place.ttl)
@@ -112,8 +113,10 @@ class Etcd(Asking):
         txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
         (answer,) = yield from self.asking([txn], until)
         if answer.status == messages.NOT_FOUND:  # the lease has ended: it enters again
+            place.granted = 0.0
             return View(is_there=False, ahead=())
         done = Txn.read(self.checked(answer))
+        place.seen = done.revision
         if done.succeeded:
             place.revision = done.revision
             return self._noted(place, tokens)
@@ -134,6 +137,7 @@ class Etcd(Asking):
             calls.append(messages.keep_alive(self._leases_of(place.nonce)[:1]))
         answers = yield from self.asking(calls, until)
         done = Txn.read(self.checked(answers[0]))
+        place.seen = done.revision
         if extend:
             place.began, place.granted = began, _seconds_of(answers[1])
             if place.granted <= 0:
@@ -204,23 +208,17 @@ class Etcd(Asking):
         return tuple(tokens)
 
     def _remember(self, resource: str, mark: Mark) -> None:
+        self._known.pop(resource, None)  # so that it becomes the latest; another thread may be at it, too
         self._known[resource] = mark
-        self._known.move_to_end(resource)
-        while len(self._known) > _REMEMBERED:
+        if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
 
     def _watch(self, place: Place, ahead: Any) -> Steps[Any]:
-        call = messages.watch(ahead, place.revision + 1)
+        call = messages.watch(ahead, place.seen + 1)  # an earlier revision may be compacted
         try:
             return (yield Watching(call, _has_ended))
         except OSError:  # the connection is lost: it looks again, by another one
-            return _Over()
-
-    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
-        began = time.monotonic()
-        (answer,) = yield from self.asking([messages.keep_alive(self._leases_of(place.nonce)[:1])], until)
-        if (seconds := _seconds_of(answer)) > 0:
-            place.began, place.granted = began, seconds
+            return None
 
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
         for grant, ttl in wishes:
@@ -370,7 +368,8 @@ class Etcd(Asking):
             raising = messages.txn(
                 [self._base_is(self._base)], [messages.put(self._base_key, b"%020d" % least)]
             )
-            yield from self.all_of([raising])
+            (answer,) = yield from self.all_of([raising])
+            self.checked(answer)
 
     def pruning(self, older_than: float) -> Steps[int]:
         yield from self._raise_base(0)
@@ -383,15 +382,6 @@ class Etcd(Asking):
                 calls.append(messages.txn([unchanged, _is_empty(line)], [messages.delete(each.key)]))
         answers = yield from self.all_of(calls)
         return sum(Txn.read(self.checked(answer)).succeeded for answer in answers)
-
-
-class _Over:
-    """The bell of a watch that could not begin."""
-
-    over = True
-
-    def close(self) -> None:
-        """Do nothing."""
 
 
 def _first_lease(nonce: str) -> int:

@@ -9,7 +9,7 @@ from typing import Final
 from fencelock import _events
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.etcd.channel import Channel
-from fencelock.authority.etcd.messages import OK, Answer, Call, auth_token, authenticate
+from fencelock.authority.etcd.messages import OK, UNAVAILABLE, Answer, Call, auth_token, authenticate
 from fencelock.authority.hosts import Hosts, parse, shown
 from fencelock.errors import AuthorityError
 
@@ -51,7 +51,10 @@ class Members:
 
         Raises:
             AuthorityError: etcd does not know this user with this password.
+            OSError: the member cannot tell now.
         """
+        if answer.status == UNAVAILABLE:
+            raise ConnectionError(answer.detail)
         if answer.status != OK:
             raise AuthorityError(f"{self.hosts} refuses the login of {self.hosts.user!r}: {answer.detail}")
         channel.authenticate(auth_token(answer.messages[0]))

@@ -73,4 +73,7 @@ class DueReleases(dict[str, Due]):
         except FencelockError as error:
             logger.warning("%s could not be released: %s", named(due.resources), error)
             return False
+        except Exception:
+            logger.exception("%s could not be released", named(due.resources))
+            return False
         return due.in_doubt and not found and time.monotonic() < due.until

@@ -20,6 +20,8 @@ from fencelock.tokens import MAX_TOKEN
 
 #: Bits by which the time is shifted in a token.
 SHIFT: Final = 10
+#: Seconds after which a waiter looks again, because its connection may be dead without a word.
+_PATIENCE: Final = 10.0
 _MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16,32}))?(?: ([0-9]{1,20}) (.*))?")
 
 
@@ -80,6 +82,8 @@ class Place:
     #: It is known to be the first in all lines.
     holds: bool = False
     revision: int = 0
+    #: The revision at which the lines were read last.
+    seen: int = 0
 
     @property
     def expires_at(self) -> float:
@@ -87,7 +91,7 @@ class Place:
 
     @property
     def extend_at(self) -> float:
-        return self.began + self.granted / 3
+        return self.began + min(self.granted / 3, _PATIENCE)
 
 
 class Exchange(NamedTuple):

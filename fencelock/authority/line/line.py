@@ -52,6 +52,8 @@ _ELECTION: Final = 5.0
 #: Milliseconds by which new tokens are above those of another authority.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
+#: Seconds after which an acquisition without a bell looks again.
+_GLANCE: Final = 0.5
 #: Requests, and leases, at once.
 _AT_ONCE: Final = 200
 _NONCE: Final = re.compile("[0-9a-f]{16}|[0-9a-f]{32}")
@@ -84,7 +86,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _watch(self, place: Place, ahead: str) -> Steps[Any]:
-        """Return a bell that rings, and is `over`, when the entry ahead has gone."""
+        """Return a bell that rings, and is `over`, when the entry ahead has gone; None if there is none."""
 
     @abc.abstractmethod
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
@@ -93,10 +95,6 @@ class LineAuthority(WithLoops):
     @abc.abstractmethod
     def _keeping(self, grant: Grant, until: float) -> Steps[bool]:
         """Move the end of leases; return False if they have ended."""
-
-    @abc.abstractmethod
-    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
-        """Extend the lease of a place that waits; do nothing if it has ended."""
 
     @abc.abstractmethod
     def _ends_late(self, ttl: float) -> bool:
@@ -258,7 +256,8 @@ class LineAuthority(WithLoops):
         while isinstance(found, View):
             if not found.is_there and (waited or not found.ahead):
                 if waited:  # its lease has ended meanwhile, or an entry was deleted
-                    old, place.nonce, place.revision = place.nonce, self._new_nonce(), 0
+                    old, place.nonce = place.nonce, self._new_nonce()
+                    place.revision, place.granted = 0, 0.0
                     yield from self._giving_back(place.resources, old)
                 found = yield from self._enter(place, alone=alone and not waited, until=_answer_by(end))
                 continue
@@ -280,6 +279,8 @@ class LineAuthority(WithLoops):
         if not view.ahead:
             until = min(until, time.monotonic() + view.kept_for)
         bell = (yield from self._watch(place, view.ahead[0])) if view.ahead else None
+        if view.ahead and bell is None:
+            until = min(until, time.monotonic() + _GLANCE)
         try:
             while time.monotonic() < until and not (bell is not None and bell.over):
                 yield Wait(until, named(place.resources), bell)
@@ -287,8 +288,6 @@ class LineAuthority(WithLoops):
         finally:
             if bell is not None:
                 bell.close()
-        if time.monotonic() >= place.extend_at:
-            yield from self._keep_alive(place, _answer_by(end))
 
     def _refusing(self, place: Place) -> Steps[None]:
         heads = yield from self._heads(place.resources)

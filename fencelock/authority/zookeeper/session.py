@@ -222,21 +222,22 @@ class Session:
         return _outcomes(results)
 
     def watch(self, path: str, bell: Any) -> Watch:
-        watch = Watch(bell)
-        self._to_do.put(lambda client: watch.begin(client, path))
+        watch = Watch(self._to_do.put, path, bell)
+        self._to_do.put(watch.begin)
         return watch
 
 
 class Watch:
     """Rings when a node has gone, and when the connection is lost: a bell for the step `Wait`."""
 
-    def __init__(self, bell: Any) -> None:
+    def __init__(self, do: Callable[[Callable[[KazooClient], object]], object], path: str, bell: Any) -> None:
         self.over = False
-        self._bell = bell
+        self._do, self._path, self._bell = do, path, bell
         self.sleep = bell.sleep
 
-    def begin(self, client: KazooClient, path: str) -> None:
-        client.exists_async(path, watch=self._ring).rawlink(self._look)
+    def begin(self, client: KazooClient) -> None:
+        self._begun = client.exists_async(self._path, watch=self._ring)
+        self._begun.rawlink(self._look)
 
     def _look(self, result: Any) -> None:
         if not result.successful() or result.value is None:
@@ -247,7 +248,12 @@ class Watch:
         self._bell.ring()
 
     def close(self) -> None:
-        """Do nothing: the watch ends with the node."""
+        """Forget it, because kazoo would keep it as long as the node is there."""
+        if not self.over:
+            self._do(lambda client: self._begun.rawlink(lambda _: self._forget(client)))
+
+    def _forget(self, client: KazooClient) -> None:
+        client._data_watchers.get(self._path, set()).discard(self._ring)  # noqa: SLF001
 
 
 def _end(client: KazooClient) -> None:

@@ -81,13 +81,14 @@ class ZooKeeper(LineAuthority):
         self._ttls: dict[str, float] = {}
         #: Grants that were handed over to another process.
         self._handed: set[str] = set()
-        self._renewals = self._changes = 0
-        #: Marks and base with their versions, as seen by the present connection. They spare a request.
-        self._known: OrderedDict[str, tuple[Mark, int]] = OrderedDict()
+        self._renewals = 0
+        #: Marks with their versions and the connection that saw them; base and its version. They spare a
+        #: request, and count for one connection: servers may lose their data behind it.
+        self._known: OrderedDict[str, tuple[Mark, int, int]] = OrderedDict()
         self._base = 0, -1
 
     def close(self) -> None:
-        """Close the session; held leases keep it open until they end. The next use connects again."""
+        """Close the session, unless leases are held: they would end with it. The next use connects again."""
         self._check_process()
         super().close()
         if not self._due:
@@ -124,12 +125,11 @@ class ZooKeeper(LineAuthority):
             with self._opening:
                 if (session := self._session) is None:
                     session = self._session = Session(self._hosts, self._timeout)
-        if session.renewals != self._renewals:  # entries of the earlier session are not ours
-            self._renewals = session.renewals
-            self._paths.clear()
-        if session.changes != self._changes:  # the servers may have lost data meanwhile
-            self._changes = session.changes
-            self._known.clear()
+        if session.renewals != self._renewals:
+            with self._opening:  # no thread must clear what another one has noted of the new session
+                if session.renewals != self._renewals:  # entries of the earlier session are not ours
+                    self._paths.clear()
+                    self._renewals = session.renewals
         return session
 
     def _check_process(self) -> None:
@@ -152,9 +152,10 @@ class ZooKeeper(LineAuthority):
                 return View(is_there=False, ahead=ahead)
         while True:
             yield from self._make(lines, until)
+            changes = self._opened().changes
             text, place.began = entry_text(place.ttl).encode(), time.monotonic()
             operations = [(verbs.CREATE, f"{line}/{place.nonce}-", text) for line in lines]
-            known = [its for line in lines if (its := self._known.pop(line, None)) is not None]
+            known = [its[:2] for line in lines if (its := self._known.pop(line, None)) and its[2] == changes]
             mints = len(known) == len(lines)
             look = [verbs.children_and_version(line) for line in lines] if mints else self._look(place)
             if mints:
@@ -168,12 +169,12 @@ class ZooKeeper(LineAuthority):
                 continue
             if self._has_changed(made, lines):
                 continue
+            place.granted = self._lasts(place.ttl)  # before the next line: it may forget an earlier session
             self._paths[place.nonce], self._ttls[place.nonce] = made[: len(lines)], place.ttl
-            place.granted = self._lasts(place.ttl)
             if not mints:
                 return (yield from self._mint_if_first(place, seen, until))
             if self._stands_alone(place, made, seen):
-                return self._noted(place, operations, made)
+                return self._noted(place, operations, made, changes)
             return (yield from self._take(place, extend=False, until=until))
 
     def _has_changed(self, made: Any, lines: Sequence[str]) -> bool:
@@ -206,7 +207,7 @@ class ZooKeeper(LineAuthority):
         )
 
     def _noted(
-        self, place: Place, operations: Sequence[tuple[Any, ...]], done: Sequence[Any]
+        self, place: Place, operations: Sequence[tuple[Any, ...]], done: Sequence[Any], changes: int
     ) -> tuple[int, ...]:
         """Return the tokens that a transaction has minted; note the versions for the next one."""
         tokens = []
@@ -214,7 +215,7 @@ class ZooKeeper(LineAuthority):
         for (_, line, text, _), stat in sets:
             mark = self._mark_of(text, line)
             tokens.append(mark.token)
-            self._known[line] = mark, stat.version
+            self._known[line] = mark, stat.version, changes
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return tuple(tokens)
@@ -234,7 +235,8 @@ class ZooKeeper(LineAuthority):
         while missing:
             found = yield from self.asking([verbs.create(line, b"") for line in missing], until)
             if any(isinstance(its, NoNodeError) for its in found):
-                yield from self.asking([verbs.ensure_path(f"{self._root}/l")], until)
+                (made,) = yield from self.asking([verbs.ensure_path(f"{self._root}/l")], until)
+                self._checked(made)
                 continue
             for line, its in zip(missing, found, strict=True):
                 if not isinstance(its, NodeExistsError):
@@ -251,6 +253,7 @@ class ZooKeeper(LineAuthority):
 
     def _mint_if_first(self, place: Place, seen: list[Any], until: float) -> Steps[tuple[int, ...] | View]:
         """Mint if the place is the first in all lines; else return what stands there."""
+        changes = self._opened().changes
         paths = self._paths.get(place.nonce, [])
         if len(paths) < len(place.resources) or any(isinstance(each, NoNodeError) for each in seen):
             return View(is_there=False, ahead=())
@@ -274,7 +277,7 @@ class ZooKeeper(LineAuthority):
         operations += self._marking(place, known, self._base)
         (done,) = yield from self.asking([verbs.transaction(*operations)], until)
         if (refused := verbs.refusal(done)) is None:
-            return self._noted(place, operations, done)
+            return self._noted(place, operations, done, changes)
         if not isinstance(refused, verbs.CHANGED):
             self._checked(refused)
         return View(is_there=True, ahead=())  # something has changed: it looks again
@@ -294,12 +297,6 @@ class ZooKeeper(LineAuthority):
 
     def _watch(self, place: Place, ahead: Any) -> Steps[Any]:  # noqa: ARG002 - etcd needs the place
         return (yield Watching(ahead))
-
-    def _keep_alive(self, place: Place, until: float) -> Steps[None]:
-        began = time.monotonic()
-        (answer,) = yield from self.asking([verbs.sync(self._root)], until)
-        self._checked(answer)
-        place.began = began
 
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
         for grant, _ in wishes:
@@ -400,7 +397,7 @@ class ZooKeeper(LineAuthority):
         names = resources or (yield from self._names())
         lines = [*map(self._line, names)]
         found = yield from self.all_of([*map(verbs.children, lines), *map(verbs.get, lines)])
-        heads, texts = [], []
+        heads = []
         for name, line, entries, its in zip(names, lines, found, found[len(lines) :], strict=False):
             if isinstance(entries, NoNodeError) or isinstance(its, NoNodeError):
                 continue
@@ -435,7 +432,8 @@ class ZooKeeper(LineAuthority):
         while True:
             (found,) = yield from self.all_of([verbs.get(self._root)])
             if isinstance(found, NoNodeError):
-                yield from self.all_of([verbs.ensure_path(f"{self._root}/l")])
+                (made,) = yield from self.all_of([verbs.ensure_path(f"{self._root}/l")])
+                self._checked(made)
                 continue
             text, stat = self._checked(found)
             if least <= self._mark_of(text, self._root).token:
