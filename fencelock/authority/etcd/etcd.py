@@ -129,7 +129,8 @@ class Etcd(Asking):
         tokens, compares, marks = self._minting(place)
         mine, lease = self._entries(place)[0], self._leases_of(place.nonce)[0]
         compares.append(messages.compare(mine, messages.LEASE, messages.EQUAL, lease))
-        if not place.holds:
+        if not place.holds:  # a late request may have put the entry once more, at a later place
+            compares.append(messages.compare(mine, messages.CREATE, messages.EQUAL, place.revision))
             compares += [_is_empty(self._line(each), before=place.revision) for each in place.resources]
         began = time.monotonic()
         calls = [messages.txn(compares, marks, self._look(place))]
