@@ -20,6 +20,7 @@ from kazoo.security import make_acl
 from fencelock import AuthorityError, CountersExhaustedError, FencelockError, QuorumError, ZooKeeper
 from fencelock.authority.base import Grant
 from fencelock.authority.line.entries import quoted
+from fencelock.authority.zookeeper import verbs
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import ZooKeeper as Server
 from proof.servers import zookeeper
@@ -352,6 +353,14 @@ def test_url_that_cannot_be_understood(url: str, says: str) -> None:
     """Before anything is connected to."""
     with pytest.raises(ValueError, match=says):
         ZooKeeper(url)
+
+
+def test_counter_of_a_line_goes_on_below_zero() -> None:
+    """Behind 2**31 entries of a name; the order stays. A node of another program stands nowhere."""
+    names = [f"{'0' * 16}-{number}" for number in ("2147483646", "2147483647", "-2147483648", "-2147483647")]
+    assert verbs.in_order([names[2], names[0], names[3], names[1]]) == names
+    assert verbs.distance(names[0], names[3]) == -3
+    assert verbs.distance("lock-of-another", names[0]) == 0
 
 
 def test_loop_goes_on_meanwhile(authority: ZooKeeper) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 from kazoo.client import KazooClient
@@ -74,10 +75,21 @@ def set_data(path: str, data: bytes, version: int = -1) -> Request:
     return lambda client: client.set_async(path, data, version)
 
 
-def place_of(name: str) -> int:
-    """Return the number of an entry in its line; ZooKeeper's counter may become negative."""
-    number = name[NONCE_LENGTH + 1 :]
-    return int(number) if number.removeprefix("-").isdigit() else -(1 << 62)
+def distance(name: str, other: str) -> int:
+    """Return how far behind another entry one stands, negative if it stands before; 0 of a foreign name.
+
+    ZooKeeper counts the entries of a line with 32 bits, and goes on with negative numbers.
+    """
+    numbers = [each[NONCE_LENGTH + 1 :] for each in (name, other)]
+    if not all(number.removeprefix("-").isdigit() for number in numbers):
+        return 0
+    first, second = map(int, numbers)
+    return (first - second + 2**31) % 2**32 - 2**31
+
+
+def in_order(names: Sequence[str]) -> list[str]:
+    """Return the entries of a line, the first one first."""
+    return sorted(names, key=lambda name: distance(name, names[0]))
 
 
 def said(error: Exception) -> str:

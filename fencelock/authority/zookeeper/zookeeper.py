@@ -200,7 +200,7 @@ class ZooKeeper(LineAuthority):
         stats = made[-len(place.resources) :]
         return all(
             its.version == stat.version
-            and min(names, key=verbs.place_of, default="") == path.rpartition("/")[2]
+            and all(verbs.distance(name, path.rpartition("/")[2]) >= 0 for name in names)
             for path, stat, (names, its) in zip(
                 self._paths[place.nonce], stats, map(self._checked, seen), strict=True
             )
@@ -264,9 +264,9 @@ class ZooKeeper(LineAuthority):
             mine = path.rpartition("/")[2]
             if mine not in names:
                 return View(is_there=False, ahead=())
-            before = [name for name in names if verbs.place_of(name) < verbs.place_of(mine)]
+            before = [(apart, name) for name in names if (apart := verbs.distance(name, mine)) < 0]
             if before:
-                ahead.append(f"{line}/{max(before, key=verbs.place_of)}")
+                ahead.append(f"{line}/{max(before)[1]}")
         marks = [self._mark_of(text, line) for (text, _), line in zip(found, lines, strict=True)]
         kept_for = max(mark.kept_for for mark in marks)
         if ahead or kept_for > 0:
@@ -402,7 +402,7 @@ class ZooKeeper(LineAuthority):
             if isinstance(entries, NoNodeError) or isinstance(its, NoNodeError):
                 continue
             mark = self._mark_of(self._checked(its)[0], line)
-            waiting = sorted(self._checked(entries), key=verbs.place_of)
+            waiting = verbs.in_order(self._checked(entries))
             if mark.kept_for > 0:
                 heads.append(Head(name, line, mark.nonce, mark.text, mark, len(waiting), mark.kept_for))
             elif waiting:
