@@ -689,5 +689,5 @@ def test_name_that_equals_a_text_locks_what_the_text_does(authority: Redlock, ri
 @pytest.mark.parametrize("wrong", ["redis://127.0.0.1:6379", 7, object()])
 def test_what_is_no_authority_is_refused_when_the_lock_is_made(wrong: Any) -> None:
     """With the classes that are."""
-    with pytest.raises(TypeError, match=r"is a Redlock\(…\), Database\(…\), Etcd\(…\) or ZooKeeper\(…\), not "):
+    with pytest.raises(TypeError, match=r"is a Redlock\(…\), Database\(…\), Etcd\(…\) or ZooKeeper\(…\), "):
         fenced_lock("r", authority=wrong)
