@@ -26,6 +26,7 @@ from fencelock import (
     CommitInDoubtError,
     CountersExhaustedError,
     Database,
+    Etcd,
     FencedDataclassModel,
     FencedLock,
     FencedModel,
@@ -51,6 +52,7 @@ from fencelock import (
     StaleTokenError,
     Term,
     UnfencedWriteError,
+    ZooKeeper,
     assert_held,
     begin_immediate,
     bind,
@@ -410,6 +412,10 @@ def databases(engine: Engine) -> None:
             assert_type(token, int)
     asyncio.run(granting.aio.init())
     assert_type(lease_table(MetaData(), schema="locks"), Table)
+    with Etcd("etcd://e1:2379") as store, ZooKeeper("zookeeper://z1:2181", session_timeout=10.0) as other:
+        assert_type(store.init(above=5), None)
+        assert_type(store.prune(3600.0), int)
+        assert_type(asyncio.run(other.aio.prune(3600.0)), int)
 
 
 def main() -> None:

@@ -32,11 +32,14 @@ class Due(NamedTuple):
 
 
 class DueReleases(dict[str, Due]):
-    """Releases by nonce; `release` makes one, and returns whether it has found something."""
+    """Releases by nonce; `release` makes one, and returns whether it has found something.
 
-    def __init__(self, release: Callable[[str, Due], object]) -> None:
+    `idle` is called when none is left.
+    """
+
+    def __init__(self, release: Callable[[str, Due], object], idle: Callable[[], object]) -> None:
         super().__init__()
-        self._release = release
+        self._release, self._idle = release, idle
         self._thread: threading.Thread | None = None
         self._bell = ThreadBell()
 
@@ -50,6 +53,11 @@ class DueReleases(dict[str, Due]):
                 self._thread = None
         self._bell.ring()
 
+    @property
+    def is_at_work(self) -> bool:
+        """Whether the thread that makes releases asks."""
+        return threading.current_thread() is self._thread
+
     def _run(self) -> None:
         while True:
             for nonce, due in list(self.items()):
@@ -57,6 +65,8 @@ class DueReleases(dict[str, Due]):
                 if due.at <= time.monotonic() and self.get(nonce) is due and self._has_to_go_on(nonce, due):
                     self.setdefault(nonce, due._replace(at=time.monotonic() + _PAUSE))
             first = min((due.at for due in list(self.values())), default=math.inf)
+            if first == math.inf:
+                self._idle()
             self._bell.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
             if not self and first == math.inf:
                 self._thread = None

@@ -126,7 +126,7 @@ class LineAuthority(WithLoops):
         super()._start_over()
         self._pid = os.getpid()
         #: Releases that a thread is to make, by nonce.
-        self._due = DueReleases(lambda nonce, due: self.run(self._ending(due.resources, nonce)))
+        self._due = DueReleases(lambda nonce, due: self.run(self._ending(due.resources, nonce)), self._idle)
 
     def asking(
         self, requests: Sequence[Any], until: float, again: list[str] | None = None
@@ -368,6 +368,9 @@ class LineAuthority(WithLoops):
         in_doubt = in_doubt and self._comes_late
         self._due.plan(place.nonce, Due(place.resources, time.monotonic(), self._gone_at(until), in_doubt))
 
+    def _idle(self) -> None:
+        """Hear that no release is due any more."""
+
     def _gone_at(self, until: float) -> float:
         """Return when the store has ended the entries by itself, whose lease is over then."""
         return until
@@ -379,7 +382,8 @@ class LineAuthority(WithLoops):
 
     def _end_at(self, grant: Grant, end: float) -> None:
         """Release a lease at its end, if it was not extended until then."""
-        self._due.plan(grant.proof, Due(grant.resources, end, math.inf, in_doubt=False))
+        until = self._gone_at(end + ANSWER[0])
+        self._due.plan(grant.proof, Due(grant.resources, end, until, in_doubt=False))
 
     def _extended(
         self, grant: Grant, longer: Grant, ttl: float, *, is_watched: bool

@@ -72,6 +72,8 @@ class ZooKeeper(LineAuthority):
     def _start_over(self) -> None:
         super()._start_over()
         self._session: Session | None = None
+        #: It was closed while leases were held, and not used since then.
+        self._closes = False
         self._opening = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         #: Lines that are there; this only spares a request.
         self._made: OrderedDict[str, None] = OrderedDict()
@@ -88,10 +90,15 @@ class ZooKeeper(LineAuthority):
         self._base = 0, -1
 
     def close(self) -> None:
-        """Close the session, unless leases are held: they would end with it. The next use connects again."""
+        """Close the session; held leases keep it open until they end. The next use connects again."""
         self._check_process()
         super().close()
+        self._closes = True
         if not self._due:
+            self._idle()
+
+    def _idle(self) -> None:
+        if self._closes:
             session, self._session = self._session, None
             if session is not None:
                 session.close()
@@ -121,6 +128,7 @@ class ZooKeeper(LineAuthority):
 
     def _opened(self) -> Session:
         self._check_process()
+        self._closes = self._closes and self._due.is_at_work
         if (session := self._session) is None:
             with self._opening:
                 if (session := self._session) is None:
@@ -388,8 +396,8 @@ class ZooKeeper(LineAuthority):
         for each in (self._paths, self._ttls, self._due):
             each.pop(nonce, None)
 
-    def _gone_at(self, until: float) -> float:  # noqa: ARG002 - entries last as long as the session
-        return math.inf
+    def _gone_at(self, until: float) -> float:
+        return until + 2 * self._timeout  # a session that is not heard of has ended then
 
     # What operators see and do.
 
