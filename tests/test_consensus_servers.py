@@ -244,20 +244,22 @@ def answer_of(connection: http.client.HTTPConnection) -> int:
         connection.close()
 
 
-def test_wiped_zookeeper_begins_again(one_server: ZooKeeper) -> None:
+@pytest.mark.usefixtures("one_server")
+def test_wiped_zookeeper_begins_again() -> None:
     """Its transactions are counted from the beginning, on the same port."""
-    url = one_server.url
-    with kazoo_client(one_server) as client:
-        for number in range(20):
-            client.ensure_path(f"/kept/{number}")
-        before = client.exists("/kept/19").czxid
-    one_server.wipe()
-    assert one_server.is_healthy()
-    assert one_server.url == url
-    with kazoo_client(one_server) as client:
-        assert client.exists("/kept") is None
-        client.ensure_path("/kept/19")
-        assert client.exists("/kept/19").czxid < before
+    with ZooKeeper() as server:
+        url = server.url
+        with kazoo_client(server) as client:
+            for number in range(20):
+                client.ensure_path(f"/kept/{number}")
+            before = client.exists("/kept/19").czxid
+        server.wipe()
+        assert server.is_healthy()
+        assert server.url == url
+        with kazoo_client(server) as client:
+            assert client.exists("/kept") is None
+            client.ensure_path("/kept/19")
+            assert client.exists("/kept/19").czxid < before
 
 
 def test_killed_zookeeper_comes_back_with_its_data(one_server: ZooKeeper) -> None:

@@ -145,14 +145,16 @@ def test_process_that_is_stopped_loses_its_session(url: str, other: ZooKeeper) -
     assert other.release(grant) is True
 
 
-def test_wiped_server_gives_no_token_again(zookeeper_server: Server, authority: ZooKeeper) -> None:
+@pytest.mark.usefixtures("zookeeper_server")
+def test_wiped_server_gives_no_token_again() -> None:
     """It counts anew; the time in a token does not. A client that had a session gets another one."""
-    lost = granted_soon(authority)
-    zookeeper_server.wipe()
-    grant = granted_soon(authority)
-    assert grant.tokens[0] > lost.tokens[0]
-    assert authority.release(grant) is True
-    assert authority.release(lost) is False
+    with Server() as server, ZooKeeper(f"{server.url}?session_timeout=4") as authority:
+        lost = granted_soon(authority)
+        server.wipe()
+        grant = granted_soon(authority)
+        assert grant.tokens[0] > lost.tokens[0]
+        assert authority.release(grant) is True
+        assert authority.release(lost) is False
 
 
 def test_restart_keeps_leases(zookeeper_server: Server, authority: ZooKeeper) -> None:
