@@ -6,7 +6,6 @@ import abc
 import asyncio
 import contextlib
 import contextvars
-import functools
 import logging
 import random
 import threading
@@ -248,10 +247,7 @@ class AsyncWithLoops(AsyncView):
                 present = self._authority.loop_end()  # the other may be over
                 return present.later.add(present.begin(self.run(step.steps())))
             latest = end.begin(self._authority.work_soon(step))
-            # Not `shield`, which calls back twice as often.
-            latest.add_done_callback(functools.partial(_wake, over := latest.get_loop().create_future()))
-            await over
-            return latest.result()
+            return await asyncio.shield(latest)
 
         return await run_async(steps, do)
 
@@ -265,11 +261,6 @@ class AsyncWithLoops(AsyncView):
             raise
         except FencelockError as error:
             _note_left(error)
-
-
-def _wake(waiter: asyncio.Future[None], _: asyncio.Task[Any]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)
 
 
 def _seconds_of(step: Wait) -> float:
