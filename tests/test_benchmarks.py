@@ -101,6 +101,8 @@ def test_consensus_is_measured_beside_its_peers(place: str, postgres: Postgres) 
     """Rates of one caller and of tasks, hand-overs and whole sections, with the goals of the first three."""
     if place == ZOOKEEPER and (lacks := missing()):
         pytest.skip(f"ZooKeeper needs {lacks}")
+    for peer in ("grpc", "etcd3gw") if place == ETCD else ():
+        pytest.importorskip(peer, reason="the peers of etcd come with pip install 'fencelock[bench]'")
     options = argparse.Namespace(
         quick=True, no_homes=True, only=[place], postgresql=postgres.create_database(), rounds=0, seconds=0.0
     )

@@ -32,14 +32,11 @@ class Due(NamedTuple):
 
 
 class DueReleases(dict[str, Due]):
-    """Releases by nonce; `release` makes one, and returns whether it has found something.
+    """Releases by nonce; `release` makes one, and returns whether it has found something."""
 
-    `idle` is called when none is left.
-    """
-
-    def __init__(self, release: Callable[[str, Due], object], idle: Callable[[], object]) -> None:
+    def __init__(self, release: Callable[[str, Due], object]) -> None:
         super().__init__()
-        self._release, self._idle = release, idle
+        self._release = release
         self._thread: threading.Thread | None = None
         self._bell = ThreadBell()
 
@@ -65,8 +62,6 @@ class DueReleases(dict[str, Due]):
                 if due.at <= time.monotonic() and self.get(nonce) is due and self._has_to_go_on(nonce, due):
                     self.setdefault(nonce, due._replace(at=time.monotonic() + _PAUSE))
             first = min((due.at for due in list(self.values())), default=math.inf)
-            if first == math.inf:
-                self._idle()
             self._bell.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
             if not self and first == math.inf:
                 self._thread = None

@@ -126,7 +126,7 @@ class LineAuthority(WithLoops):
         super()._start_over()
         self._pid = os.getpid()
         #: Releases that a thread is to make, by nonce.
-        self._due = DueReleases(lambda nonce, due: self.run(self._ending(due.resources, nonce)), self._idle)
+        self._due = DueReleases(lambda nonce, due: self.run(self._ending(due.resources, nonce)))
 
     def asking(
         self, requests: Sequence[Any], until: float, again: list[str] | None = None
@@ -367,9 +367,6 @@ class LineAuthority(WithLoops):
         until = max(time.monotonic(), place.began) + max(place.ttl, place.granted) + ANSWER[0]
         in_doubt = in_doubt and self._comes_late
         self._due.plan(place.nonce, Due(place.resources, time.monotonic(), self._gone_at(until), in_doubt))
-
-    def _idle(self) -> None:
-        """Hear that no release is due any more."""
 
     def _gone_at(self, until: float) -> float:
         """Return when the store has ended the entries by itself, whose lease is over then."""

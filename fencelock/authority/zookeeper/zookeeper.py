@@ -94,14 +94,17 @@ class ZooKeeper(LineAuthority):
         self._check_process()
         super().close()
         self._closes = True
-        if not self._due:
-            self._idle()
+        self._end_session()
 
-    def _idle(self) -> None:
-        if self._closes:
-            session, self._session = self._session, None
-            if session is not None:
-                session.close()
+    def _end_session(self) -> bool:
+        """End the session, unless leases are held. The entries go with it."""
+        if any(due.at > time.monotonic() for due in list(self._due.values())):
+            return False
+        self._due.clear()
+        session, self._session = self._session, None
+        if session is not None:
+            session.close()
+        return True
 
     # Requests.
 
@@ -384,6 +387,8 @@ class ZooKeeper(LineAuthority):
         self._handed.add(nonce)
 
     def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
+        if self._closes and self._end_session():
+            return None
         if nonce not in self._handed:
             return (yield from self._giving_back(resources, nonce))
         # The process that has taken it over has changed the text of the entries.
