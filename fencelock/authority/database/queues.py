@@ -89,16 +89,11 @@ class Queue:
     @property
     def first(self) -> Place | None:
         # Dead places are not removed: if another thread removed one meanwhile, the next would be lost.
-        try:
-            return next((place for each in list(self.places) if (place := each()) is not None), None)
-        except RuntimeError:  # the garbage collector has made a caller leave within `list`
-            return self.first
+        return next((place for each in list(self.places) if (place := each()) is not None), None)
 
     def alive(self) -> Iterator[Place]:
-        try:
-            return (place for each in list(self.places) if (place := each()) is not None)
-        except RuntimeError:
-            return self.alive()
+        # The garbage collector may make a caller leave meanwhile, but not within `list`.
+        return (place for each in list(self.places) if (place := each()) is not None)
 
     @property
     def held_for(self) -> float | None:
