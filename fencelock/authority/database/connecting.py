@@ -37,7 +37,7 @@ from fencelock.authority.database.connections import (
     prepare_if_direct,
     with_own_pool,
 )
-from fencelock.authority.database.files import add_queue, file_of, watch_file
+from fencelock.authority.database.files import add_queue, file_of, make_before_connecting, watch_file
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.queues import Queues
 from fencelock.authority.database.statements import SET_UP, Statements
@@ -102,6 +102,8 @@ class Connecting(WithLoops):
         leases = file_of(self.url, engine) if name == "sqlite" else None
         self._shown = shown(leases or self.url)
         self._engine = engine_of(leases or (engine if isinstance(engine, Engine) else self.url))
+        if name == "sqlite":
+            make_before_connecting(self._engine)
         self._pool = pool_size, max_overflow
         dialect = self._engine.dialect
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name

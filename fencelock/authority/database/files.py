@@ -62,12 +62,15 @@ def add_queue(cursor: Any) -> None:
             cursor.execute(f"ALTER TABLE {LEASE_TABLE} ADD COLUMN queue TEXT")
 
 
+def make_before_connecting(engine: Engine) -> None:
+    """Make the file of an engine whenever it connects; once, because all of its pools share the listener."""
+    path = engine.url.database or ""
+    event.listen(engine, "do_connect", lambda *_: _make_file(path))
+
+
 def watch_file(engine: Engine) -> None:
     """Make a pool open its file again after it was deleted or replaced, because others use the new one."""
     path = engine.url.database or ""
-
-    def make(*_: object) -> None:
-        _make_file(path)
 
     def note(_connection: object, record: Any) -> None:
         record.info[_NUMBER] = _number_of(path)
@@ -80,7 +83,6 @@ def watch_file(engine: Engine) -> None:
         with suppress(Exception):
             connection.rollback()  # an open cursor would keep the file locked
 
-    event.listen(engine, "do_connect", make)
     event.listen(engine.pool, "connect", note)
     if not engine.dialect.is_async:
         event.listen(engine.pool, "close", roll_back)
