@@ -24,7 +24,7 @@ from fencelock.errors import FenceError, StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
 from fencelock.guard.events import report, report_without_lease
 from fencelock.guard.exact import keeps_snapshot
-from fencelock.guard.sessions import began, blocking, join, owner_of
+from fencelock.guard.sessions import CONNECTIONS, began, blocking, join, owner_of
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
@@ -187,6 +187,14 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
     was_cancelled = connection.invalidated and not isinstance(refused, Exception)
     in_doubt = refused is not None and (leaves_doubt(refused) or was_cancelled)
     writing.end(committed=commits and error is None, in_doubt=in_doubt)
+
+
+def end_early(session: Session, *, committed: bool) -> None:
+    """Let go of the leases that a session has written under in the outer transaction of a test."""
+    for connection in tuple(session.info.get(CONNECTIONS, ())):
+        if (writing := open_writing(connection)) is not None:
+            delattr(connection, _WRITING)  # what is written next is written under the leases of then
+            writing.end(committed=committed, in_doubt=False)
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:

@@ -34,6 +34,11 @@ _OTHER_CALLER: Final = (
     "its lease is held: take and leave it within one call, or hand the lease over"
 )
 
+_KEPT: Final = (
+    "its block was left, and the lock, acquired {}, is kept until the transaction that wrote under it ends: "
+    "commit or roll back. A test with an outer transaction needs the fixture fencelock_authority"
+)
+
 _PARENT: Final = (
     "the task or thread that started this one holds it, and waits in vain if it waits for this one: take the "
     "lock in one of the two only. What the holder starts may write under its lease"
@@ -95,6 +100,8 @@ def _why_in_vain(authority: Authority, resources: Sequence[str]) -> str:
     inherited = held_leases()
     here = None if running_loop() else threading.get_ident()
     for hold in holds:
+        if hold.leases[0].left:
+            return _KEPT.format(_shown(hold.place))
         if hold.thread == here and hold.loop() is None:
             return _OTHER_CALLER.format(_shown(hold.place))
     return _PARENT if any(lease in inherited for hold in holds for lease in hold.leases) else ""

@@ -12,6 +12,7 @@ from typing import Any, Final
 import fencelock
 import fencelock.guard
 import fencelock.observe
+from fencelock import testing
 from fencelock.guard import triggers
 from fencelock.integrations import asgi, celery, fastapi, header, httpx
 from fencelock.observe import history, otel, prometheus
@@ -139,6 +140,7 @@ def render() -> str:
         (fastapi, ("idempotency_key",)),
         (redis, ("FencedValue", "AsyncFencedValue")),
         (file, ("FencedFile",)),
+        (testing, tuple(testing.__all__)),
     ):
         lines += ["", f"## In `{module.__name__}`", *table(module, names)]
     lines += ["", "Alembic's operations: [migrate](migrating.md#3-migrate)."]
