@@ -193,7 +193,7 @@ def end_early(session: Session, *, committed: bool) -> None:
     """Let go of the leases that a session has written under in the outer transaction of a test."""
     for connection in tuple(session.info.get(CONNECTIONS, ())):
         if (writing := open_writing(connection)) is not None:
-            delattr(connection, _WRITING)  # what is written next is written under the leases of then
+            delattr(connection, _WRITING)  # the next write uses the leases that are held then
             writing.end(committed=committed, in_doubt=False)
 
 
