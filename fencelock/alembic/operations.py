@@ -75,7 +75,10 @@ class FenceOperation(MigrateOperation):
         trigger: FoundTrigger = False,
         replaces: FoundTrigger = False,
     ) -> None:
-        self.table_name, self.schema, self.trigger, self.replaces = table_name, schema, trigger, replaces
+        self.table_name: str = table_name
+        self.schema: str | None = schema
+        self.trigger: FoundTrigger = trigger
+        self.replaces: FoundTrigger = replaces
 
     @property
     def arguments(self) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from fencelock.holder import LockInfo
 
 _T = TypeVar("_T")
 
-logger = logging.getLogger("fencelock.authority")
+logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 
 @dataclass(slots=True, unsafe_hash=True)

@@ -67,7 +67,7 @@ class TransactionLeases:
     """The leases that one database transaction writes under; SQLAlchemy's object may be gone."""
 
     def __init__(self, transaction: Transaction) -> None:
-        self.transaction = ref(transaction)
+        self.transaction: ref[Transaction] = ref(transaction)
         self.has_transaction = False  # whether the driver was seen to hold one open
         self.shard: object = None  # of the objects that are written in it
         self.used: dict[str, Lease] = {}  # by resource
@@ -287,10 +287,10 @@ class TokenLookup:
     ) -> None:
         self.fenced = fenced
         self.given = given
-        self.is_optional = optional and not claiming and fenced.is_optional
+        self.is_optional: bool = optional and not claiming and fenced.is_optional
         self._connection = connection
-        self.writing = writing_on(connection)
-        self.write_id = new_write_id()
+        self.writing: TransactionLeases = writing_on(connection)
+        self.write_id: int = new_write_id()
         self._claiming = claiming
         self._candidates = self.writing.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}

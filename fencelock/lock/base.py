@@ -37,7 +37,7 @@ from fencelock.renewal.loop import for_loop
 from fencelock.renewal.schedule import tell
 from fencelock.renewal.thread import for_thread
 
-logger = logging.getLogger("fencelock.lock")
+logger: logging.Logger = logging.getLogger("fencelock.lock")
 
 Token = TypeVar("Token", bound="int | tuple[int, ...]")
 

@@ -19,7 +19,7 @@ from fencelock.errors import AuthorityError, LockTimeoutError
 from fencelock.lease import held_leases, latest_session
 from fencelock.lock.hold import Block, holds_of
 
-logger = logging.getLogger("fencelock.lock")
+logger: logging.Logger = logging.getLogger("fencelock.lock")
 
 #: The resources whose acquisition kept a connection while it waited, as the log told once.
 _warned: list[tuple[str, ...]] = []
