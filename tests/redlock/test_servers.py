@@ -190,7 +190,7 @@ def test_nodes_take_the_place_of_others(any_server: Node, authority: Redlock, no
 def test_primary_that_lacks_replicas_is_waited_for(
     authority: Redlock, any_server: Node, server_program: Path
 ) -> None:
-    """`min-replicas-to-write`: it refuses to write, which passes. In Redis 6.2, scripts write all the same."""
+    """`min-replicas-to-write`: it refuses to write, which passes. In Redis 6.2 scripts write all the same."""
     ask(any_server, "CONFIG", "SET", "min-replicas-to-write", 1)
     if server_programs().get("redis-6") == server_program:
         assert token_within(authority)
