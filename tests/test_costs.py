@@ -18,7 +18,7 @@ RATES = {
     "PostgreSQL": (_DATABASES, "PostgreSQL, one caller", "fencelock"),
     "five nodes": (_LOCKS, _ONE, "fencelock | 5"),
     "MariaDB": (_DATABASES, "MariaDB, one caller", "fencelock"),
-    "ZooKeeper": ("docs/zookeeper.md", "What it costs", "fencelock, one caller"),
+    "ZooKeeper, one server": ("docs/zookeeper.md", "What it costs", "fencelock, one caller"),
     "etcd, three members": ("docs/etcd.md", "What it costs", "fencelock, one caller"),
     "for comparison: `Lock` of redis-py, one node, without a token": (_LOCKS, _ONE, "redis-py Lock | 1"),
     "for comparison: `SELECT … FOR UPDATE` on PostgreSQL": (
@@ -34,7 +34,7 @@ HAND_OVERS = {
     "PostgreSQL": (_DATABASES, "PostgreSQL, 8 processes, one resource", "fencelock"),
     "five nodes": (_LOCKS, _EIGHT, "fencelock | 5"),
     "MariaDB": (_DATABASES, "MariaDB, 8 processes, one resource", "fencelock"),
-    "ZooKeeper": ("docs/zookeeper.md", "What it costs", "fencelock, hand-overs of 8 processes"),
+    "ZooKeeper, one server": ("docs/zookeeper.md", "What it costs", "fencelock, hand-overs of 8 processes"),
     "etcd, three members": ("docs/etcd.md", "What it costs", "fencelock, hand-overs of 8 processes"),
     "for comparison: `Lock` of redis-py, one node, without a token": (_LOCKS, _EIGHT, "redis-py Lock | 1"),
     "for comparison: `SELECT … FOR UPDATE` on PostgreSQL": (

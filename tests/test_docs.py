@@ -30,7 +30,7 @@ from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, re
 #: Blocks that must not run, as (page, a line of the block): the reason.
 NOT_RUN: Final[dict[tuple[str, str], str]] = {
     (
-        "docs/redis.md",
+        "docs/recover.md",
         "fencelock init redis://r1:6379 --after-loss --database postgresql+psycopg://user@host/shop",
     ): "it is for nodes that lost their data, and asks: tests/test_cli.py runs it on such nodes",
 }
