@@ -51,7 +51,8 @@ make() { command make --no-print-directory -n -C "$FENCELOCK_ROOT" "$@" > /dev/n
 python() {
     case "${2-}" in
         proof.torture) command python "$@" --help > /dev/null ;;
-        *) command python "$@" ;;
+        # In the background, $! is the program itself, as for a reader, who may send it a signal.
+        *) if [ "$BASHPID" != "$$" ]; then exec python "$@"; else command python "$@"; fi ;;
     esac
 }
 """

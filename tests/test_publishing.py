@@ -1,0 +1,69 @@
+"""What a release is published with: its list of materials, its changelog, and workflows."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from proof.release import __main__ as release
+from proof.release import materials
+from tests.pages.blocks import ROOT
+
+WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
+
+
+def test_list_of_materials_is_that_of_the_project() -> None:
+    """`python -m proof.release.materials` writes it."""
+    assert materials.FILE.read_text() == materials.render()
+
+
+@pytest.mark.parametrize(
+    ("tag", "changelog", "says"),
+    [
+        ("v9.9.9", "## 9.9.9 - 2026-01-01\n", "the tag is v9.9.9, and pyproject.toml has version"),
+        ("VERSION", "## Unreleased\n", "CHANGELOG.md has no section"),
+        ("VERSION", "## VERSION - not released yet\n", "CHANGELOG.md has no section"),
+        ("VERSION", "## VERSION - 2026-01-01\n", ""),
+    ],
+)
+def test_nothing_is_published_without_its_section(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tag: str, changelog: str, says: str
+) -> None:
+    """The section has the version of the tag and of the project, and a date."""
+    version = release.PROJECT["version"]
+    (tmp_path / "CHANGELOG.md").write_text(changelog.replace("VERSION", version))
+    monkeypatch.setattr(release, "ROOT", tmp_path)
+    if not says:
+        release.check_changelog(f"v{version}")
+        return
+    with pytest.raises(release.NotReadyError, match=re.escape(says)):
+        release.check_changelog(tag.replace("VERSION", version))
+
+
+def test_lowest_versions_are_read_from_the_project() -> None:
+    """Each dependency has a lower bound, so that the check of a release installs it."""
+    assert {re.split(r"[\[=]", line)[0] for line in release.lowest()} >= {
+        "redis",
+        "sqlalchemy",
+        "alembic",
+        "rich",
+    }
+
+
+@pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
+def test_workflows_call_targets_that_are_there(workflow: Path) -> None:
+    """With the variables that the Makefile has."""
+    calls = re.findall(r"run: make (.+)", workflow.read_text())
+    assert calls
+    for call in calls:
+        words = re.sub(r"\$\{\{[^}]*\}\}", "x", call)
+        target = words.split()[0]
+        make = shutil.which("make") or "make"
+        done = subprocess.run([make, "-n", target], cwd=ROOT, capture_output=True, text=True, check=False)
+        assert done.returncode == 0, done.stderr
+        for variable in re.findall(r"([A-Z]+)=", words):
+            assert re.search(rf"\$\({variable}\)|^{variable} ", (ROOT / "Makefile").read_text(), re.MULTILINE)
