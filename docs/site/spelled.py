@@ -1,0 +1,1 @@
+"""An extension of griffe for the pages of the API: settings spelled out."""
