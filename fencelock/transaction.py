@@ -459,14 +459,13 @@ def fenced_transaction(
 
     Example:
         ```python
-        with fenced_transaction(Session, "order:1") as session:
+        with fenced_transaction(engine, "order:1") as session:       # async with, for an AsyncEngine
             session.get_one(Order, 1).status = "paid"
 
-        def pay(session):
-            order = session.get_one(Order, 1)
-            order.status = "paid"          # once more does no harm
+        def pay(session: Session) -> None:
+            session.get_one(Order, 1).status = "paid"                # once more does no harm
 
-        fenced_transaction(Session, "order:1", retries=2).run(pay)
+        fenced_transaction(engine, "order:1", retries=2).run(pay)    # await ….run(…), for an AsyncEngine
         ```
     """
     if isinstance(session, type | Session) or is_async_session(session):

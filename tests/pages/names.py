@@ -60,6 +60,7 @@ MEMBERS: Final = {
     "Database": ("lock", "inspect", "force_release", "init", "close"),
     "Etcd": ("lock", "inspect", "force_release", "init", "prune", "close"),
     "ZooKeeper": ("lock", "inspect", "force_release", "init", "prune", "close"),
+    "FencelockInstrumentor": (),
     "Redlock": ("nodes", "lock", "inspect", "force_release", "init", "status", "recover", "close"),
 }
 """Of other classes all public members are shown; these have some that are for the library alone."""
