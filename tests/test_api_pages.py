@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 
 import pytest
 
 from tests.pages import docstrings
 
 KNOWN = {each.path: each for each in docstrings.public()}
-
-
-def family(each: docstrings.Public) -> Iterator[docstrings.Public]:
-    """Yield a public name, and those to which their docstrings refer."""
-    path = each.path
-    while path:
-        yield KNOWN[path]
-        path = docstrings.relative(path, KNOWN[path].text, KNOWN)
 
 
 def returns(each: docstrings.Public) -> bool:
@@ -29,13 +20,10 @@ def returns(each: docstrings.Public) -> bool:
 @pytest.mark.parametrize("path", KNOWN)
 def test_there_is_an_example(path: str) -> None:
     """Its own, that of its class, which calls it, or that of what its docstring refers to."""
-    each = KNOWN[path]
-    name = path.rpartition(".")[2]
-    of_class = inspect.getdoc(each.owner) if each.owner else None
-    texts = [relative.text for relative in family(each)]
-    if of_class is not None and each.owner is not None:
-        (its,) = (its for its in KNOWN.values() if its.thing is each.owner)
-        texts += [relative.text for relative in family(its) if f".{name}(" in relative.text]
+    of_class, _, name = path.rpartition(".")
+    texts = [each.text for each in docstrings.family(path, KNOWN)]
+    if of_class in KNOWN:
+        texts += [each.text for each in docstrings.family(of_class, KNOWN) if f".{name}(" in each.text]
     assert any("```python\n" in text for text in texts)
 
 
@@ -45,10 +33,12 @@ def test_errors_are_said(path: str) -> None:
     if path.endswith(docstrings.SILENT):
         assert "Raises:\n" not in KNOWN[path].text
     else:
-        assert any("Raises:\n" in each.text for each in family(KNOWN[path]))
+        assert any("Raises:\n" in each.text for each in docstrings.family(path, KNOWN))
 
 
 @pytest.mark.parametrize("path", [path for path, each in KNOWN.items() if each.is_function and returns(each)])
 def test_result_is_said(path: str) -> None:
     """In its section, in its first sentence, or by what its docstring refers to."""
-    assert any("Returns:\n" in each.text or docstrings.returned(each.text) for each in family(KNOWN[path]))
+    assert any(
+        "Returns:\n" in each.text or docstrings.returned(each.text) for each in docstrings.family(path, KNOWN)
+    )

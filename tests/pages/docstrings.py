@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from fencelock.observe import Event
@@ -43,7 +43,6 @@ class Public(NamedTuple):
     page: str
     path: str
     thing: Any
-    owner: type | None = None
 
     @property
     def text(self) -> str:
@@ -68,7 +67,7 @@ def public() -> Iterator[Public]:
                 for member, _ in names.members(thing):
                     if member.endswith("()"):
                         its = member.rpartition(".")[2][:-2]
-                        yield Public(group.page, f"{path}.{its}", function(thing, its), thing)
+                        yield Public(group.page, f"{path}.{its}", function(thing, its))
 
 
 def function(kind: type, name: str) -> Any:
@@ -85,15 +84,25 @@ def returned(text: str) -> str:
 
 def relative(path: str, text: str, known: Collection[str]) -> str:
     """Return the path of the public name that a docstring refers to; nothing if it refers to none."""
-    summary, *others = re.split(r"(?<=[.:])\s", _SECTION.split(text)[0])
-    for named in _NAME.findall(" ".join([summary, *filter(_REFERRING.search, others)])):
+    summary, *sentences = re.split(r"(?<=[.:])\s", _SECTION.split(text)[0])
+    for named in _NAME.findall(" ".join([summary, *filter(_REFERRING.search, sentences)])):
         before = path
         while before := before.rpartition(".")[0]:
             if (found := f"{before}.{named}") in known and found != path:
                 return found
-        if len(found := [each for each in known if each.endswith(f".{named}")]) == 1:
-            return found[0]
+        (*others,) = (each for each in known if each.endswith(f".{named}"))
+        if len(others) == 1:
+            return others[0]
     return ""
+
+
+def family(path: str, known: Mapping[str, Public]) -> list[Public]:
+    """Return a public name, that to which its docstring refers, and so on."""
+    found: list[Public] = []
+    while path and known[path] not in found:
+        found.append(known[path])
+        path = relative(path, known[path].text, known)
+    return found
 
 
 def examples(page: str) -> list[Block]:

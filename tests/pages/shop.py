@@ -10,7 +10,7 @@ from typing import Annotated
 
 import httpx
 import redis.asyncio
-from celery import Celery
+from celery import Celery  # type: ignore[import-untyped]
 from fastapi import Depends, FastAPI
 from sqlalchemy import Column, Integer, Table, create_engine, select
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
