@@ -15,8 +15,9 @@ from fencelock.observe import Event
 from tests.pages import names
 from tests.pages.blocks import Block, blocks
 
-_SECTION: Final = re.compile(r"^(?:Args|Attributes|Returns|Yields|Raises|Example):$", re.MULTILINE)
-_NAME: Final = re.compile(r"`([\w.]+)(?:\(\))?`")
+_SECTIONS: Final = "Args|Attributes|Returns|Yields|Raises|Example"
+_SECTION: Final = re.compile(rf"^(?:{_SECTIONS}):$", re.MULTILINE)
+NAME: Final = re.compile(r"`([\w.]+)(?:\(\))?`")
 _REFERRING: Final = re.compile(r"\b(?:errors|rest|see|for|beside)\b")
 _RETURNED: Final = re.compile(r"(?:^|[;,:] |\band )(?:return|yield)s? (.+?)[.:;]?$", re.IGNORECASE)
 
@@ -82,18 +83,21 @@ def returned(text: str) -> str:
     return found[1] if found else ""
 
 
+def resolved(path: str, name: str, known: Collection[str]) -> str:
+    """Return the path of another public name that the docstring of `path` calls `name`, or nothing."""
+    before = path
+    while before := before.rpartition(".")[0]:
+        if (found := f"{before}.{name}") in known:
+            return "" if found == path else found
+    (*others,) = (each for each in known if each.endswith(f".{name}"))
+    return others[0] if len(others) == 1 else ""
+
+
 def relative(path: str, text: str, known: Collection[str]) -> str:
     """Return the path of the public name that a docstring refers to; nothing if it refers to none."""
     summary, *sentences = re.split(r"(?<=[.:])\s", _SECTION.split(text)[0])
-    for named in _NAME.findall(" ".join([summary, *filter(_REFERRING.search, sentences)])):
-        before = path
-        while before := before.rpartition(".")[0]:
-            if (found := f"{before}.{named}") in known and found != path:
-                return found
-        (*others,) = (each for each in known if each.endswith(f".{named}"))
-        if len(others) == 1:
-            return others[0]
-    return ""
+    referring = " ".join([summary, *filter(_REFERRING.search, sentences)])
+    return next(filter(None, (resolved(path, name, known) for name in NAME.findall(referring))), "")
 
 
 def family(path: str, known: Mapping[str, Public]) -> list[Public]:
@@ -103,6 +107,44 @@ def family(path: str, known: Mapping[str, Public]) -> list[Public]:
         found.append(known[path])
         path = relative(path, known[path].text, known)
     return found
+
+
+def returns(thing: Any) -> bool:
+    """Whether a function has a result; a `contextmanager` that yields None has none to speak of."""
+    return str(inspect.signature(thing).return_annotation) not in {"None", "Iterator[None]"}
+
+
+def sections(text: str) -> dict[str, str]:
+    """Return the sections of a docstring; what stands before them is called ""."""
+    found = ["", *(heading[:-1] for heading in _SECTION.findall(text))]
+    return dict(zip(found, _SECTION.split(text), strict=True))
+
+
+def completed(path: str, known: Mapping[str, Public]) -> str:
+    """Return a docstring with what it takes over: the site shows it by itself."""
+    each, *others = family(path, known)
+    head, *rest = re.split(rf"(?=^(?:{_SECTIONS}):$)", each.text, maxsplit=1, flags=re.MULTILINE)
+    text = "".join(rest)
+    if "```" not in each.text and path.rpartition(".")[0] not in known:
+        for other in others:
+            if found := next((block for block in blocks(other.text) if block.language == "python"), None):
+                head += (
+                    f"\n\nFrom `{other.path.removeprefix('fencelock.')}`:\n\n```python\n{found.text}```\n\n"
+                )
+                break
+    if each.is_function and returns(each.thing) and "Returns:\n" not in each.text:
+        told = next(filter(None, (returned(other.text) for other in (each, *others))), "")
+        text += f"\n\nReturns:\n    {told.partition(': ')[0]}.\n"
+    if "Raises:\n" not in each.text and not path.endswith(SILENT):
+        raised = next((other for other in others if "Raises:\n" in other.text), None)
+        text += f"\n\nRaises:{sections(raised.text)['Raises']}" if raised else ""
+    return f"{head.rstrip()}\n\n{text}"
+
+
+def entries(section: str) -> dict[str, str]:
+    """Return the entries of a section by their names."""
+    found = re.split(r"(?m)^(?=    [\w*]+:)", section)[1:]
+    return {entry.split(":")[0].strip(): entry.rstrip("\n") + "\n" for entry in found}
 
 
 def examples(page: str) -> list[Block]:

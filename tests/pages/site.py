@@ -227,7 +227,12 @@ def main() -> None:
     prepare()
     zensical = Path(sys.executable).with_name("zensical")
     ended = subprocess.run(
-        [zensical, "build", "--strict", "--clean"], cwd=SCRATCH, capture_output=True, text=True, check=False
+        [zensical, "build", "--strict", "--clean"],
+        cwd=SCRATCH,
+        capture_output=True,
+        text=True,
+        check=False,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},  # spelled.py is loaded by griffe
     )
     said = ended.stdout + ended.stderr
     if ended.returncode or re.search(r"(?i)\bwarning|\berror", said):
