@@ -191,6 +191,9 @@ class Leader:
         It is called again after LockLostError, and if its term was over when it returned or raised a
         FenceError. A `QuorumError` is logged, and another try follows.
 
+        Returns:
+            What `work` returned in a current term.
+
         Raises:
             AuthorityError: the authority cannot be used.
         """

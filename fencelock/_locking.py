@@ -75,6 +75,9 @@ def configure(authority: Any, **options: Any) -> Any:
             ready authority.
         **options: settings of `Database`, `Redlock`, `Etcd` or `ZooKeeper`.
 
+    Returns:
+        The authority.
+
     Raises:
         ValueError: for a URL or a setting that cannot be understood.
         TypeError: for other arguments, and for options with a ready authority.

@@ -292,6 +292,9 @@ class FencedTransaction(Generic[_S]):
         first one did may have been committed: the body looks, most simply by `once`. Without gates, an object
         that it has loaded before the first one's commit is refused with `StaleReadError`.
 
+        Returns:
+            What `body` returned.
+
         Raises:
             CommitInDoubtError: the outcome of the COMMIT is unknown, and no retries are left.
             LockLostError: no new token could be had.

@@ -91,6 +91,9 @@ def claim(
             takes, such as `{"shard_id": "asia"}`. A session that sends reads to another database
             than writes is refused where a claim takes a SELECT.
 
+    Returns:
+        The object; None if `skip_locked` is set and the row is locked.
+
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row.
         UnfencedWriteError: if the row's lease is not held.
@@ -150,6 +153,9 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         session: where the objects are to live.
         statement: a SELECT of one fenced model, such as `select(Item).where(Item.order_id == 1)`.
         bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
+
+    Returns:
+        The objects that still match, in the order of the query.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows.

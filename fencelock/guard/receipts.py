@@ -323,6 +323,9 @@ def prune_receipts(session: Session | Connection, older_than: float) -> int:
 
     A key is free again then, so a retry that is older does its work once more.
 
+    Returns:
+        The number of receipts that were deleted.
+
     Raises:
         ValueError: the number is negative, or none.
     """

@@ -108,6 +108,9 @@ class FencedLock(BaseLock[Token]):
         rows are claimed with the new token (or their gate is passed), the old one can write nothing more. In
         this order: roll back, remint, load again. A statement without objects also needs a claim before it.
 
+        Returns:
+            The new token; with several resources, a tuple of tokens.
+
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: there is no new token, and the lease has ended.

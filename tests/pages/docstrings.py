@@ -114,6 +114,12 @@ def returns(thing: Any) -> bool:
     return str(inspect.signature(thing).return_annotation) not in {"None", "Iterator[None]"}
 
 
+def _result(text: str) -> str:
+    """Return what a docstring says of the result, in its section or its first sentence."""
+    told = returned(text).partition(": ")[0]
+    return sections(text).get("Returns", "").strip() or (told and f"{told[0].upper()}{told[1:]}.")
+
+
 def sections(text: str) -> dict[str, str]:
     """Return the sections of a docstring; what stands before them is called ""."""
     found = ["", *(heading[:-1] for heading in _SECTION.findall(text))]
@@ -132,12 +138,15 @@ def completed(path: str, known: Mapping[str, Public]) -> str:
                     f"\n\nFrom `{other.path.removeprefix('fencelock.')}`:\n\n```python\n{found.text}```\n\n"
                 )
                 break
+    taken = ""
     if each.is_function and returns(each.thing) and "Returns:\n" not in each.text:
-        told = next(filter(None, (returned(other.text) for other in (each, *others))), "")
-        text += f"\n\nReturns:\n    {told.partition(': ')[0]}.\n"
-    if "Raises:\n" not in each.text and not path.endswith(SILENT):
+        told = next(filter(None, (_result(other.text) for other in (*others, each))), "")
+        taken += f"Returns:\n    {told}\n\n"
+    if each.is_function and "Raises:\n" not in each.text and not path.endswith(SILENT):
         raised = next((other for other in others if "Raises:\n" in other.text), None)
-        text += f"\n\nRaises:{sections(raised.text)['Raises']}" if raised else ""
+        taken += f"Raises:{sections(raised.text)['Raises']}\n\n" if raised else ""
+    at = text.find("Raises:\n") if "Raises:\n" in text else len(text)
+    text = f"{text[:at].rstrip()}\n\n{taken}{text[at:]}"
     return f"{head.rstrip()}\n\n{text}"
 
 
