@@ -11,7 +11,7 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent.parent
 PAGES: Final = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
-#: Languages whose blocks run, and those that only show something: output, a diagram, or what another program reads.
+#: Languages whose blocks run, and those that only show: output, a diagram, or what another program reads.
 RUN: Final = ("python", "sh")
 SHOWN: Final = ("text", "sql", "ini", "yaml", "mermaid")
 

@@ -112,6 +112,8 @@ def for_site(page: str, text: str, linked: set[str]) -> str:
     for number, part in enumerate(parts):
         if number % 2:
             parts[number] = re.sub("(?m)^", " ", part) if part.startswith("   `") else part
+            if part.startswith("```mermaid"):
+                parts[number] = f'<div class="diagram" markdown>\n\n{part}\n\n</div>'
         else:
             parts[number] = "\n".join(_spaced(_LINK.sub(link, part).split("\n")))
     return "".join(parts)
