@@ -8,12 +8,13 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import re
 from typing import Any, Final
 
-import griffe
-
 from tests.pages import docstrings
+
+griffe: Any = importlib.import_module("griffe")  # of the extra `docs`, which mypy may lack
 
 _SETTINGS: Final = re.compile(r"(?ms)^ +\*\*settings: (.*?)(?=^ {0,4}\S|^$|\Z)")
 _CODE: Final = re.compile(r"(?ms)^ *```.*?^ *```$")
@@ -21,10 +22,10 @@ _PAGE: Final = re.compile(r"\bdocs/([\w-]+)\.md")
 _SEVERAL: Final = re.compile(r"(?m)^( +)(\w+), (\w+): (.*)$")
 
 
-class Spelled(griffe.Extension):
+class Spelled(griffe.Extension):  # type: ignore[misc]
     """Changes what mkdocstrings is going to show."""
 
-    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+    def on_package(self, *, pkg: Any, **_: Any) -> None:
         """Change the public names of the package."""
         if pkg.path != "fencelock":
             return
@@ -37,10 +38,15 @@ class Spelled(griffe.Extension):
             text = docstrings.completed(path, known)
             if thing.is_function:
                 thing.overloads = None
-                if (found := _SETTINGS.search(text)) is not None:
-                    there = {each.name for each in thing.parameters} | _without(thing, found[1])
+                if "settings" in thing.parameters:
+                    said, at = _SETTINGS.search(text), "\n\nArgs:\n"
+                    there = {each.name for each in thing.parameters} | _without(
+                        thing, said[1] if said else ""
+                    )
                     more = [each for each in settings if each.name not in there]
-                    text = text.replace(found[0], found[0] + "".join(entries[each.name] for each in more))
+                    if said:
+                        text = text.replace(said[0], "".join(entries[each.name] for each in more))
+                        text = text.replace(at, f"\n\n`**settings`: {' '.join(said[1].split())}{at}")
                     del thing.parameters["settings"]
                     for each in more:
                         thing.parameters.add(each)
@@ -62,7 +68,7 @@ def _without(function: Any, said: str) -> set[str]:
     return {*exceptions, *(() if "AllLockSettings" in annotation else ("authority",))}
 
 
-def _value(default: Any, pkg: griffe.Module) -> Any:
+def _value(default: Any, pkg: Any) -> Any:
     """Return the value of a constant that is a default: readers do not know its name."""
     if isinstance(default, griffe.ExprName):
         with contextlib.suppress(KeyError, griffe.GriffeError):

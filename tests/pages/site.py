@@ -227,18 +227,18 @@ def main() -> None:
     if found := differences():
         sys.exit("\n".join(found))
     prepare()
-    zensical = Path(sys.executable).with_name("zensical")
     ended = subprocess.run(
-        [zensical, "build", "--strict", "--clean"],
+        [Path(sys.executable).with_name("zensical"), "build", "--strict", "--clean"],
         cwd=SCRATCH,
         capture_output=True,
         text=True,
         check=False,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},  # spelled.py is loaded by griffe
+        env=os.environ | {"PYTHONPATH": str(ROOT), "NO_COLOR": "1"},  # spelled.py is loaded by griffe
     )
     said = ended.stdout + ended.stderr
-    if ended.returncode or re.search(r"(?i)\bwarning|\berror", said):
-        sys.exit(f"zensical ended with {ended.returncode}:\n{said}")
+    if ended.returncode or re.search(r"(?im)\bwarning|\berror|^griffe: ", said):
+        is_strict = "Aborted because --strict" in said  # then the traceback says nothing
+        sys.exit(said.rpartition("Traceback")[0] if is_strict else said)
     (SCRATCH / "site").rename(SITE)
     if found := faults():
         sys.exit("\n".join(found))
