@@ -7,12 +7,13 @@ PYTHON ?= python3
 SQLALCHEMY ?= 2.1
 JOBS ?= 3
 RETRIES ?= --seconds 600
+PYTHONS ?= python3.11 python3.12 python3.13
 VENV := .venv$(if $(filter-out 2.1,$(SQLALCHEMY)),-sqlalchemy-$(SQLALCHEMY))
 RUN := $(VENV)/bin/
 # A process of tests that crashes ends the run: pytest-xdist would start another one and may wait forever (its issue 784).
 BY_FILE := --dist loadfile --max-worker-restart 0
 
-.PHONY: help demo check test test-sqlalchemy durations lint docs bench bench-guard bench-observing bench-authorities bench-jobs simulate torture torture-databases torture-edges torture-galera torture-patroni torture-consensus retries spec spec-long proof mutation clean
+.PHONY: help demo check test test-sqlalchemy durations lint docs bench bench-guard bench-observing bench-authorities bench-jobs simulate torture torture-databases torture-edges torture-galera torture-patroni torture-consensus retries spec spec-long proof mutation dist release-check test-pythons clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -39,6 +40,9 @@ help:
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
 	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (thirteen minutes; PROOF='torture' for some, PROOF=--long for a release)"
 	@echo "make mutation   change the library in 300 places and see which the tests notice, a portion at a time; writes proof/mutation/results.md (hours in all; MUTATION='--minutes 20', '--help')"
+	@echo "make dist       build wheel and sdist into dist/"
+	@echo "make release-check  build both, and check them as a user meets them: alone, with the lowest versions, types (ten minutes; RELEASE='types files' for some)"
+	@echo "make test-pythons  the whole suite once with each Python of PYTHONS (half an hour each)"
 	@echo "make clean      remove the virtual environments"
 
 REQUIRE_PYTHON = $(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -144,6 +148,27 @@ torture-consensus: $(VENV)/installed
 retries: $(VENV)/installed
 	@$(RUN)python -m proof.retries $(RETRIES)
 
+.venv-release/installed:
+	@$(REQUIRE_PYTHON)
+	$(PYTHON) -m venv .venv-release
+	.venv-release/bin/pip install --quiet --disable-pip-version-check 'build>=1.3' 'twine>=6.1'
+	@touch $@
+
+dist: .venv-release/installed
+	@rm -rf dist
+	.venv-release/bin/python -m build --outdir dist .
+
+release-check: .venv-release/installed
+	.venv-release/bin/python -m proof.release $(RELEASE)
+
+# In clones, so that each Python has environments of its own; and because a release is what is committed.
+test-pythons:
+	@for python in $(PYTHONS); do \
+		clone=$$(mktemp -d) && git clone --quiet . $$clone && \
+		$(MAKE) --no-print-directory -C $$clone test LONG=1 PYTHON=$$python || exit 1; \
+		rm -rf $$clone; \
+	done
+
 # Only for the jar of TLC, the checker of TLA+; check.py itself needs nothing but Python and g++.
 .venv-spec/installed:
 	@$(REQUIRE_PYTHON)
@@ -164,4 +189,4 @@ mutation: $(VENV)/installed
 	@$(RUN)python -m proof.mutation $(MUTATION)
 
 clean:
-	rm -rf .venv .venv-sqlalchemy-* .venv-spec .venv-patroni .venv-peers
+	rm -rf .venv .venv-sqlalchemy-* .venv-spec .venv-patroni .venv-peers .venv-release dist

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import json
@@ -9,7 +10,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import URL, Engine
@@ -147,6 +148,19 @@ def _make(source: Any, options: dict[str, Any]) -> Shipped:
     if isinstance(source, Sequence) or callable(getattr(source, "execute_command", None)):
         return Redlock(source, **options)
     raise TypeError(f"an authority is a URL, an Engine or redis-py clients, not {type(source).__name__}")
+
+
+@contextlib.contextmanager
+def as_default(authority: Authority) -> Iterator[None]:
+    """Make an authority the default in a block; afterwards, the one of before."""
+    global _default  # noqa: PLW0603 - the process default is what this module is about
+    with _lock:
+        before, _default = _default, authority
+    try:
+        yield
+    finally:
+        with _lock:
+            _default = before
 
 
 def default_authority() -> Authority:

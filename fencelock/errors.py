@@ -168,7 +168,7 @@ class ReceiptMismatchError(FencelockError):
         key: the key.
     """
 
-    written = False
+    written: bool | None = False
 
     def __init__(self, key: str) -> None:
         super().__init__(key)
@@ -259,7 +259,7 @@ class StaleReadError(StaleTokenError):
         detail: str = "",
     ) -> None:
         super().__init__(table, identity, token, current, detail=detail)
-        self.args = (table, identity, token, current, loaded)
+        self.args: tuple[Any, ...] = (table, identity, token, current, loaded)
         self.loaded = loaded
 
     def __str__(self) -> str:
@@ -287,7 +287,7 @@ class CommitInDoubtError(FenceError):
     If the lock is released by then, as after `fenced_transaction`, lock again and look.
     """
 
-    written = None
+    written: bool | None = None
 
 
 class UnfencedWriteError(FenceError):

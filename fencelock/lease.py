@@ -118,9 +118,12 @@ class Lease:
         self._resource = check_resource(resource)
         self._fencing_token = check_token(fencing_token)
         self._expires_at = expires_at
-        self.released = self.left = self.guarded = self.committed = False
-        self.why_lost = ""
-        self.granted_at = -math.inf
+        self.released: bool = False
+        self.left: bool = False
+        self.guarded: bool = False
+        self.committed: bool = False
+        self.why_lost: str = ""
+        self.granted_at: float = -math.inf
         self._process = _process[0]
         self._doubted = 0
         self._needed_by: set[object] = set()

@@ -36,11 +36,15 @@ from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import AllLockSettings
 
 if TYPE_CHECKING:
+    import typing_extensions
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 
+    _S = typing_extensions.TypeVar("_S", bound=Session, default=Session)
+    _A = typing_extensions.TypeVar("_A", bound="AsyncSession", default="AsyncSession")
+else:  # before Python 3.13, only checkers know of defaults
+    _S, _A = TypeVar("_S"), TypeVar("_A")
+
 _R = TypeVar("_R")
-_S = TypeVar("_S", bound=Session)
-_A = TypeVar("_A", bound="AsyncSession")
 _Made = TypeVar("_Made")
 _Block = TypeVar("_Block")
 

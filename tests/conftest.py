@@ -24,14 +24,13 @@ import psutil
 import psycopg
 import pytest
 import redis
-from alembic.runtime import plugins
 from psycopg.sql import SQL, Identifier
 from sqlalchemy import URL, Engine, NullPool, create_engine, make_url, text
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.ext.asyncio import AsyncEngine, create_async_engine
 
 from fencelock import Database, Redlock
-from fencelock.alembic.plugin import PLUGIN_NAME, plugin
+from fencelock.alembic.plugin import PLUGIN_NAME, plugin, register
 from proof.servers import Etcd, Node, Nodes, Postgres, ZooKeeper, zookeeper
 from proof.servers.galera import Galera, missing
 
@@ -195,6 +194,11 @@ def for_asyncio(request: pytest.FixtureRequest) -> Callable[[Engine], AsyncEngin
 @pytest.fixture(scope="session")
 def alembic_plugin() -> None:
     """Alembic with the plugin, also where the checkout was installed before it had one."""
+    try:
+        from alembic.runtime import plugins  # noqa: PLC0415 - since Alembic 1.18
+    except ImportError:
+        register()
+        return
     if PLUGIN_NAME not in plugins._all_plugins:
         plugins.Plugin.setup_plugin_from_module(plugin, PLUGIN_NAME)
 

@@ -83,6 +83,7 @@ ARROWS = {
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
     "stores": "values",
+    "testing": "values _locking authority.database guard lock renewal",
     "cli": f"values _locking authority.database authority.line {REDLOCK} {REDLOCK}.transport guard lock "
     "max_fence observe",
     "__main__": "cli",

@@ -17,18 +17,20 @@ from typing import Any, Final
 
 import pytest
 import typer
+from sqlalchemy import make_url
 
 import fencelock
 from fencelock import Redlock
 from fencelock.cli.app import app
 from proof.servers import Nodes, Postgres
+from tests.conftest import mariadb_database
 from tests.pages import docstrings, names
 from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 
 #: Blocks that must not run, as (page, a line of the block): the reason.
 NOT_RUN: Final[dict[tuple[str, str], str]] = {
     (
-        "docs/redis.md",
+        "docs/recover.md",
         "fencelock init redis://r1:6379 --after-loss --database postgresql+psycopg://user@host/shop",
     ): "it is for nodes that lost their data, and asks: tests/test_cli.py runs it on such nodes",
 }
@@ -47,6 +49,12 @@ LONGEST_README: Final = 900
 _LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 
 
+@pytest.fixture
+def mariadb_for_a_page(mariadb_url: str) -> Iterator[str]:
+    """The URL of an empty database of MariaDB."""
+    yield from mariadb_database(make_url(mariadb_url))
+
+
 def urls_for(text: str, nodes: Nodes, request: pytest.FixtureRequest) -> Iterator[tuple[str, str]]:
     """Yield what stands in a page for a server, and what the tests have in its place: here and only here."""
     postgres: Postgres = request.getfixturevalue("postgres")
@@ -61,6 +69,8 @@ def urls_for(text: str, nodes: Nodes, request: pytest.FixtureRequest) -> Iterato
         yield "postgresql+psycopg://user@host/shop", url
         yield "postgresql+asyncpg://user@host/shop", url.replace("+psycopg", "+asyncpg")
         yield "postgresql://user@host/shop", url.replace("+psycopg", "")
+    if "mysql+pymysql://user@host/shop" in text:
+        yield "mysql+pymysql://user@host/shop", request.getfixturevalue("mariadb_for_a_page")
     if "@/shop?host=pg1" in text:
         hosts = "&".join(f"host=pg{number}:5432" for number in (1, 2, 3))
         attributes = "target_session_attrs=read-write"

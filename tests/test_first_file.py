@@ -32,8 +32,9 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip(f"no registry of packages is reachable: {wheel.stderr.strip().splitlines()[-1]}")
     (line,) = next(block.text for block in README if "pip install" in block.text).splitlines()
     _, _, wanted = shlex.split(line, comments=True)
-    assert re.fullmatch(r"\.\[[a-z,]+\]", wanted), f"{line} is not run in a clone"
-    installed = run(*pip, "install", "--quiet", f"{ROOT}{wanted.removeprefix('.')}", folder=folder)
+    assert re.fullmatch(r"fencelock\[[a-z,]+\]", wanted), f"{line} installs another package"
+    checkout = f"{ROOT}{wanted.removeprefix('fencelock')}"
+    installed = run(*pip, "install", "--quiet", checkout, folder=folder)
     assert installed.returncode == 0, installed.stderr
     return python
 

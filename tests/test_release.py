@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from sqlalchemy import Engine, create_engine, event, insert, update
@@ -17,6 +18,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from fencelock import (
     Lease,
     LockLostError,
+    LockTimeoutError,
     Redlock,
     UnfencedWriteError,
     bind,
@@ -262,6 +264,21 @@ def test_the_holder_enters_again_meanwhile(authority: Redlock, rival: Redlock, a
         assert not is_free(rival)
         session.rollback()
         assert is_free(rival)
+
+
+def test_a_timeout_says_what_keeps_the_lock(authority: Redlock, accounts: Engine) -> None:
+    """It is a transaction of this process, and not another holder."""
+
+    def try_it() -> None:
+        with authority.lock("account:1", timeout=0.2):
+            pytest.fail("entered")
+
+    with Session(accounts) as session, ThreadPoolExecutor(1) as pool:
+        with authority.lock("account:1"):
+            withdraw(session)
+        with pytest.raises(LockTimeoutError, match=r"kept until the transaction that wrote under it ends"):
+            pool.submit(try_it).result()
+        session.rollback()
 
 
 def test_inner_blocks_do_not_release(authority: Redlock, rival: Redlock, accounts: Engine) -> None:

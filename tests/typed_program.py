@@ -89,6 +89,7 @@ from fencelock import (
     take_over,
     upsert,
 )
+from fencelock import alembic as fences
 from fencelock.authority.line.line import LineAuthority
 from fencelock.guard import fence_column, triggers, write_id_column
 from fencelock.integrations import header
@@ -96,6 +97,7 @@ from fencelock.integrations.asgi import FencingTokenMiddleware
 from fencelock.integrations.httpx import send_tokens, send_tokens_async
 from fencelock.stores.file import FencedFile
 from fencelock.stores.redis import AsyncFencedValue, FencedValue
+from fencelock.testing import held_elsewhere, lost_lease, stale_writer, temporary_authority, unfenced
 
 
 class Base(DeclarativeBase):
@@ -448,3 +450,28 @@ def travel(client: redis.Redis, aio: redis.asyncio.Redis) -> None:
     app = FastAPI()
     app.add_middleware(FencingTokenMiddleware)
     FencingTokenMiddleware(app)
+
+
+def without_arguments(lock: FencedLock, engine: Engine) -> FencedTransaction:
+    """Name the generic classes as most programs do: for one resource, and the usual session."""
+    with lock as token:
+        assert_type(token, int)
+    with fenced_transaction(engine, "order:1") as session:
+        assert_type(session, Session)
+    return fenced_transaction(engine, "order:1")
+
+
+def migrate() -> None:
+    """Write a migration that a checker knows."""
+    fences.add_fence("orders")
+    fences.create_fence_table(schema="shop")
+
+
+async def situations(engine: Engine, session: AsyncSession, folder: str) -> None:
+    """Test with `fencelock.testing`."""
+    with temporary_authority(folder) as authority, held_elsewhere("order:1") as lease:
+        assert_type(authority, Database)
+        assert_type(lease, Lease)
+    with unfenced(), lost_lease("order:1"), stale_writer(engine, Order, 1):
+        async with stale_writer(session, Order, (1,)):
+            print("stale")

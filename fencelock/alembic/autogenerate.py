@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Final
 
+from alembic import util
 from alembic.operations.ops import (
     AddColumnOp,
     CreateIndexOp,
@@ -15,7 +16,6 @@ from alembic.operations.ops import (
     MigrateOperation,
     ModifyTableOps,
 )
-from alembic.util import PriorityDispatchResult
 from sqlalchemy import BigInteger, Table
 
 from fencelock.alembic.operations import (
@@ -51,6 +51,9 @@ if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
     from alembic.operations.ops import UpgradeOps
 
+#: What a comparator returns, so that others compare, too; since Alembic 1.18.
+_CONTINUE: Final = getattr(getattr(util, "PriorityDispatchResult", None), "CONTINUE", None)
+
 
 def compare_trigger(  # noqa: PLR0917  Alembic's signature
     context: AutogenContext,
@@ -59,7 +62,7 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
     table_name: str,
     in_database: Table | None,
     in_model: Table | None,
-) -> PriorityDispatchResult:
+) -> object:
     """Find a trigger that is missing, too many or another one."""
     wanted = False if in_model is None else _wanted(in_model)
     found = _found(context, table_name, schema) if in_database is not None else False
@@ -69,7 +72,7 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
         changes.ops.append(CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found))
     elif found and not wanted:
         changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found))
-    return PriorityDispatchResult.CONTINUE
+    return _CONTINUE
 
 
 def _wanted(table: Table) -> FoundTrigger:
@@ -93,16 +96,14 @@ def _found(context: AutogenContext, table_name: str, schema: str | None) -> Foun
     return triggers.installed(connection, table_name, schema=schema)
 
 
-def use_operations(
-    context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]
-) -> PriorityDispatchResult:
+def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]) -> object:
     """Say it with the operations of fencelock, outside of batches: those copy tables on SQLite.
 
     What drops something goes before the other changes of a table, and what adds something after them, so that
     the way back has the right order, too.
     """
     upgrade.ops[:] = [said for op in upgrade.ops for said in _translated(context, op)]
-    return PriorityDispatchResult.CONTINUE
+    return _CONTINUE
 
 
 #: A trigger comes after its columns, and goes before them.

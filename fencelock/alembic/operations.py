@@ -21,7 +21,7 @@ from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import triggers
 from fencelock.guard.fences import fence_table
 from fencelock.guard.receipts import receipt_table
-from fencelock.guard.sessions import migrating
+from fencelock.guard.sessions import unguarded
 from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_TABLE,
@@ -75,7 +75,10 @@ class FenceOperation(MigrateOperation):
         trigger: FoundTrigger = False,
         replaces: FoundTrigger = False,
     ) -> None:
-        self.table_name, self.schema, self.trigger, self.replaces = table_name, schema, trigger, replaces
+        self.table_name: str = table_name
+        self.schema: str | None = schema
+        self.trigger: FoundTrigger = trigger
+        self.replaces: FoundTrigger = replaces
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -349,7 +352,7 @@ def _free_migrations() -> None:
 
     @contextmanager
     def context(_: object, migration_context: Any) -> Iterator[Operations]:
-        with migrating(), within(migration_context) as operations:
+        with unguarded(), within(migration_context) as operations:
             yield operations
 
     setattr(Operations, "context", classmethod(context))  # noqa: B010  mypy knows no other way

@@ -29,18 +29,30 @@ class _PluginModule(ModuleType):
 
         from fencelock.alembic import operations  # noqa: F401, PLC0415  the same
 
-        def compare(*table: Any) -> Any:
-            from fencelock.alembic.autogenerate import compare_trigger  # noqa: PLC0415  the same
+        registered.add_autogenerate_comparator(_compare, "table", "fencelock")
+        registered.add_autogenerate_comparator(_say, "schema", "fencelock", priority=DispatchPriority.LAST)
 
-            return compare_trigger(*table)
 
-        def say(*upgrade: Any) -> Any:
-            from fencelock.alembic.autogenerate import use_operations  # noqa: PLC0415  the same
+def _compare(*table: Any) -> Any:
+    from fencelock.alembic.autogenerate import compare_trigger  # noqa: PLC0415  the same
 
-            return use_operations(*upgrade)
+    return compare_trigger(*table)
 
-        registered.add_autogenerate_comparator(compare, "table", "fencelock")
-        registered.add_autogenerate_comparator(say, "schema", "fencelock", priority=DispatchPriority.LAST)
+
+def _say(*upgrade: Any) -> Any:
+    from fencelock.alembic.autogenerate import use_operations  # noqa: PLC0415  the same
+
+    return use_operations(*upgrade)
+
+
+def register() -> None:
+    """Make the operations and autogenerate known to an Alembic before 1.18: call it in `env.py`."""
+    from alembic.autogenerate import comparators  # noqa: PLC0415  the same
+
+    from fencelock.alembic import operations  # noqa: F401, PLC0415  the same
+
+    comparators.dispatch_for("table")(_compare)
+    comparators.dispatch_for("schema")(_say)
 
 
 plugin: Final = _PluginModule(__name__, __doc__)

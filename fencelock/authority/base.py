@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar, Unpack
+from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar
 from weakref import WeakSet
 
 from fencelock._generators import Steps
@@ -16,7 +16,7 @@ from fencelock.holder import LockInfo
 
 _T = TypeVar("_T")
 
-logger = logging.getLogger("fencelock.authority")
+logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 
 @dataclass(slots=True, unsafe_hash=True)
@@ -112,7 +112,16 @@ class AsyncAuthority(Protocol):
     without waiting. A release takes place all the same.
     """
 
-    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+    def acquire_gen(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = ...,
+        go_on: Callable[[], None] = ...,
+        at_least: float = ...,
+    ) -> Steps[Grant]:
         """See `Authority.acquire_gen`."""
 
     def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
@@ -150,15 +159,25 @@ class Authority(Protocol):
     def run(self, steps: Steps[_T]) -> _T:
         """Run a generator, blocking."""
 
-    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+    def acquire_gen(
+        self,
+        resources: tuple[str, ...],
+        *,
+        ttl: float,
+        timeout: float | None,
+        fair: bool = ...,
+        go_on: Callable[[], None] = ...,
+        at_least: float = ...,
+    ) -> Steps[Grant]:
         """Return leases of all the resources, or of none.
 
         Args:
             resources: what to lock.
-            **terms: `ttl`: seconds that the leases last. `timeout`: seconds to wait for other holders; None
-                for ever, 0 one try. `fair`: the client that has waited longest comes first, as far as the
-                authority can tell. `go_on`: called after each wait; may raise `GivenUp`. `at_least`: for
-                how many seconds from its grant `keep_gen` may keep the lease.
+            ttl: seconds that the leases last.
+            timeout: seconds to wait for other holders; None for ever, 0 one try.
+            fair: the client that has waited longest comes first, as far as the authority can tell.
+            go_on: called after each wait; may raise `GivenUp`.
+            at_least: for how many seconds from its grant `keep_gen` may keep the lease.
 
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.

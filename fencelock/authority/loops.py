@@ -23,7 +23,7 @@ from fencelock.errors import FencelockError
 
 _T = TypeVar("_T")
 
-logger = logging.getLogger("fencelock.authority")
+logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 
 class Bell(Protocol):
@@ -122,8 +122,9 @@ class LoopEnd:
         #: The tasks that are cancelled at the end.
         self.later: WeakSet[asyncio.Task[Any]] = WeakSet()
         #: The state of an authority for this loop.
-        self.here, self.kept = here, kept
-        self.over = False
+        self.here: Any = here
+        self.kept: Any = kept
+        self.over: bool = False
         self._close = close
         self._generator = self._wait_for_end()
         with contextlib.suppress(StopIteration):  # it has reached its `yield`

@@ -14,7 +14,7 @@ except ImportError:  # pragma: no cover - reached by a test in an environment of
 
 from fencelock.cli import doctor, init, locks, nodes, run
 
-app = typer.Typer(
+app: typer.Typer = typer.Typer(
     help="Locks that mint fencing tokens, and a database that refuses stale writers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -23,8 +23,8 @@ app = typer.Typer(
 app.command()(init.init)
 app.add_typer(nodes.app, name="nodes")
 app.command()(doctor.doctor)
-for command in (locks.inspect, locks.leaks, locks.top, locks.history, locks.release, locks.prune):
-    app.command()(command)
+for _command in (locks.inspect, locks.leaks, locks.top, locks.history, locks.release, locks.prune):
+    app.command()(_command)
 app.command(context_settings={"allow_extra_args": True, "ignore_unknown_options": True})(run.run)
 
 

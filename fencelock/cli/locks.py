@@ -41,7 +41,7 @@ from fencelock.lease import Lease, check_resource
 from fencelock.lock.slots import slot_names
 from fencelock.observe.history import EVENT_TABLE, note, read
 
-logger = logging.getLogger("fencelock.command")
+logger: logging.Logger = logging.getLogger("fencelock.command")
 
 #: Rows that a person reads; `--json` has them all.
 _MOST_ROWS: Final = 100

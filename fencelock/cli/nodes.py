@@ -14,7 +14,9 @@ from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import split_urls
 from fencelock.cli import shared
 
-app = typer.Typer(help="Show how the nodes stand, or change which they are.", invoke_without_command=True)
+app: typer.Typer = typer.Typer(
+    help="Show how the nodes stand, or change which they are.", invoke_without_command=True
+)
 
 Current = Annotated[
     str, typer.Option(help="The nodes in use at present, with commas between: FENCELOCK_URL by default.")

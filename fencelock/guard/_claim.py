@@ -103,7 +103,7 @@ def claim(
     """
     session = session_of(session, "claim")
     mapper, fenced = fenced_model(model)
-    key = _key_of(mapper, identity)
+    key = key_of(mapper, identity)
     target = begin_claim(session, fenced.table, mapper, bind_arguments, [key])
     connection = target.connection
     if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
@@ -247,7 +247,7 @@ def _selected_model(statement: Select[Any]) -> type[Any]:
     return entity
 
 
-def _key_of(mapper: Mapper[Any], identity: object) -> _Key:
+def key_of(mapper: Mapper[Any], identity: object) -> _Key:
     names = [mapper.get_property_by_column(column).key for column in mapper.primary_key]
     if isinstance(identity, Mapping):
         values = [identity.get(name) for name in names] if identity.keys() == set(names) else []

@@ -34,7 +34,7 @@ _DELETES = re.compile(r"\s*delete\b", re.IGNORECASE)
 class FencedText(TextClause):
     """Textual SQL that `fenced_text` has made."""
 
-    inherit_cache = True
+    inherit_cache: bool | None = True
 
     fenced: FencedTable
     resource: str | None

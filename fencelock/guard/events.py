@@ -26,7 +26,7 @@ from fencelock.errors import FencelockError, StaleTokenError, UnfencedWriteError
 
 __all__ = ["GuardEvent", "forget", "on_claim", "on_stale", "on_unfenced", "report", "report_claim"]
 
-logger = logging.getLogger("fencelock.guard")
+logger: logging.Logger = logging.getLogger("fencelock.guard")
 logger.addHandler(logging.NullHandler())  # a refusal is an error as well, to be read once
 
 Callback = Callable[[GuardEvent], object]

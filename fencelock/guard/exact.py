@@ -21,6 +21,7 @@ from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
+from sqlalchemy.types import TypeEngine
 
 from fencelock._engines import is_async_engine
 
@@ -38,8 +39,8 @@ _FORMS["mariadb"] = _FORMS["mysql"]
 class SameText(FunctionElement[bool]):
     """True if a column holds exactly these characters: `SameText(column, value)`."""
 
-    type = Boolean()
-    inherit_cache = True
+    type: TypeEngine[bool] = Boolean()
+    inherit_cache: bool | None = True
 
 
 @compiles(SameText)

@@ -24,7 +24,7 @@ from fencelock.errors import FenceError, StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
 from fencelock.guard.events import report, report_without_lease
 from fencelock.guard.exact import keeps_snapshot
-from fencelock.guard.sessions import began, blocking, join, owner_of
+from fencelock.guard.sessions import CONNECTIONS, began, blocking, join, owner_of
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
@@ -78,7 +78,7 @@ class TransactionLeases:
     """The leases that one database transaction writes under; SQLAlchemy's object may be gone."""
 
     def __init__(self, transaction: Transaction) -> None:
-        self.transaction = ref(transaction)
+        self.transaction: ref[Transaction] = ref(transaction)
         self.has_transaction = False  # whether the driver was seen to hold one open
         self.shard: object = None  # of the objects that are written in it
         self.used: dict[str, Lease] = {}  # by resource
@@ -200,6 +200,14 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
     writing.end(committed=commits and error is None, in_doubt=in_doubt)
 
 
+def end_early(session: Session, *, committed: bool) -> None:
+    """Let go of the leases that a session has written under in the outer transaction of a test."""
+    for connection in tuple(session.info.get(CONNECTIONS, ())):
+        if (writing := open_writing(connection)) is not None:
+            delattr(connection, _WRITING)  # the next write uses the leases that are held then
+            writing.end(committed=committed, in_doubt=False)
+
+
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
     """Note that a transaction is written with this token: it needs each lease that has it."""
     if isinstance(target, Session):
@@ -290,10 +298,10 @@ class TokenLookup:
     ) -> None:
         self.fenced = fenced
         self.given = given
-        self.is_optional = optional and not claiming and fenced.is_optional
+        self.is_optional: bool = optional and not claiming and fenced.is_optional
         self._connection = connection
-        self.writing = writing_on(connection)
-        self.write_id = new_write_id()
+        self.writing: TransactionLeases = writing_on(connection)
+        self.write_id: int = new_write_id()
         self._claiming = claiming
         self._candidates = self.writing.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}

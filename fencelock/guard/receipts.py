@@ -117,10 +117,10 @@ class Receipt:
     __slots__ = ("_result", "done", "is_changed", "key")
 
     def __init__(self, key: str, *, done: bool, result: Any = None) -> None:
-        self.key = key
-        self.done = done
+        self.key: str = key
+        self.done: bool = done
         self._result = result
-        self.is_changed = False  # whether the COMMIT will store the result
+        self.is_changed: bool = False  # whether the COMMIT will store the result
 
     def __repr__(self) -> str:
         return f"<Receipt {self.key!r} {'done' if self.done else 'new'}>"

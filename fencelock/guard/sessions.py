@@ -42,7 +42,7 @@ _SESSIONS: Final = "_fencelock_sessions"
 _BEGAN: Final = "_fencelock_began"
 """Where a connection has when a session has begun on it."""
 
-_CONNECTIONS: Final = "fencelock.connections"
+CONNECTIONS: Final = "fencelock.connections"
 """Where a session has the connections that it has begun on."""
 
 _CLAIMED: Final = "fencelock.claimed"
@@ -89,7 +89,7 @@ def on_begin(session: Session, transaction: SessionTransaction, connection: Conn
     if not transaction.nested:
         setattr(connection, _BEGAN, time.monotonic())
     latest_session.set(ref(session))
-    session.info.setdefault(_CONNECTIONS, WeakSet()).add(connection)
+    session.info.setdefault(CONNECTIONS, WeakSet()).add(connection)
 
 
 def began(connection: Connection) -> float:
@@ -116,11 +116,11 @@ def owner_of(connection: Connection) -> Session | None:
 
 
 def _uses(session: Session, connection: Connection) -> bool:
-    return session.in_transaction() and connection in session.info.get(_CONNECTIONS, ())
+    return session.in_transaction() and connection in session.info.get(CONNECTIONS, ())
 
 
 def connections_of(session: Session) -> list[Connection]:
-    begun = session.info.get(_CONNECTIONS, ()) if session.in_transaction() else ()
+    begun = session.info.get(CONNECTIONS, ()) if session.in_transaction() else ()
     return [each for each in begun if each.in_transaction()]
 
 
@@ -183,8 +183,8 @@ def _bypassed(target: Session | Connection | None) -> Iterator[None]:
         _blocks.remove(block)
 
 
-def migrating() -> AbstractContextManager[None]:
-    """Have all that this thread executes in a block go around the guard: no migration has a lease."""
+def unguarded() -> AbstractContextManager[None]:
+    """Have all that this thread or task executes in a block go around the guard: migrations, seeds."""
     return _bypassed(None)
 
 

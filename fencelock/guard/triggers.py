@@ -56,7 +56,8 @@ class FenceDDL(ExecutableDDLElement):
     """
 
     def __init__(self, template: str, table: Table) -> None:
-        self.template, self.table = template.strip(), table
+        self.template: str = template.strip()
+        self.table: Table = table
 
 
 @compiles(FenceDDL)

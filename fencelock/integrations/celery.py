@@ -7,15 +7,24 @@ app = Celery("tasks", task_cls="fencelock.integrations.celery:FencedTask")
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from celery import Task  # type: ignore[import-untyped]
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
 
 from fencelock.integrations.header import HEADER, bound, held
 
+if TYPE_CHECKING:
 
-class FencedTask(Task):  # type: ignore[misc]
+    class _Task:  # Celery has no types
+        request: Any
+        run: Callable[..., Any]
+
+        def apply_async(self, *args: Any, **options: Any) -> Any: ...
+        def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
+else:
+    from celery import Task as _Task
+
+
+class FencedTask(_Task):
     """A task whose message carries the tokens that are held where it is called.
 
     ```python
@@ -32,7 +41,7 @@ class FencedTask(Task):  # type: ignore[misc]
     token.
     """
 
-    abstract = True
+    abstract: bool = True
 
     def apply_async(self, *args: Any, headers: Mapping[str, Any] | None = None, **options: Any) -> Any:
         """Call the task under the held leases, and return what Celery returns.

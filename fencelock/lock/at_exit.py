@@ -27,7 +27,7 @@ _SERVERS = frozenset({"uvicorn", "gunicorn", "hypercorn"})
 #: Seconds between two looks for locks that threads have got meanwhile.
 _LOOK = 0.005
 
-logger = logging.getLogger(__name__)
+logger: logging.Logger = logging.getLogger(__name__)
 
 
 def exit_on_signals(*signals: signal.Signals) -> None:

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from types import EllipsisType, FrameType
-from typing import Any, Final, Generic, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Final, Generic, cast
 from weakref import ref
 
 from fencelock import _events
@@ -37,9 +37,16 @@ from fencelock.renewal.loop import for_loop
 from fencelock.renewal.schedule import tell
 from fencelock.renewal.thread import for_thread
 
-logger = logging.getLogger("fencelock.lock")
+logger: logging.Logger = logging.getLogger("fencelock.lock")
 
-Token = TypeVar("Token", bound="int | tuple[int, ...]")
+if TYPE_CHECKING:
+    from typing_extensions import TypeVar
+
+    Token = TypeVar("Token", bound="int | tuple[int, ...]", default=int)
+else:  # before Python 3.13, only checkers know of defaults
+    from typing import TypeVar
+
+    Token = TypeVar("Token")
 
 _ITSELF: Final = (
     "this very thread, task or greenlet holds it, and reentrant=False forbids to enter it again. Leave the "

@@ -19,7 +19,7 @@ from fencelock.lease import Lease, note_left
 from fencelock.lock.hold import Block, Hold, remove
 from fencelock.renewal.schedule import release_again, tell
 
-logger = logging.getLogger("fencelock.lock")
+logger: logging.Logger = logging.getLogger("fencelock.lock")
 
 #: The tasks that release, each with its hold; kept here, because loops refer to their tasks weakly.
 _releases: dict[asyncio.Task[None], Hold] = {}

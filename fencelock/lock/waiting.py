@@ -19,7 +19,7 @@ from fencelock.errors import AuthorityError, LockTimeoutError
 from fencelock.lease import held_leases, latest_session
 from fencelock.lock.hold import Block, holds_of
 
-logger = logging.getLogger("fencelock.lock")
+logger: logging.Logger = logging.getLogger("fencelock.lock")
 
 #: The resources whose acquisition kept a connection while it waited, as the log told once.
 _warned: list[tuple[str, ...]] = []
@@ -32,6 +32,11 @@ _CONTEST: Final = 0.1
 _OTHER_CALLER: Final = (
     "this very thread has taken it, {}, for a caller of another context. A lock is entered again only where "
     "its lease is held: take and leave it within one call, or hand the lease over"
+)
+
+_KEPT: Final = (
+    "its block was left, and the lock, acquired {}, is kept until the transaction that wrote under it ends: "
+    "commit or roll back. A test with an outer transaction needs the fixture fencelock_authority"
 )
 
 _PARENT: Final = (
@@ -95,6 +100,8 @@ def _why_in_vain(authority: Authority, resources: Sequence[str]) -> str:
     inherited = held_leases()
     here = None if running_loop() else threading.get_ident()
     for hold in holds:
+        if hold.leases[0].left:
+            return _KEPT.format(_shown(hold.place))
         if hold.thread == here and hold.loop() is None:
             return _OTHER_CALLER.format(_shown(hold.place))
     return _PARENT if any(lease in inherited for hold in holds for lease in hold.leases) else ""

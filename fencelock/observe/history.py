@@ -45,7 +45,7 @@ from fencelock._databases import RESOURCE
 from fencelock._events import Event, LeaseLost, LockAcquired, StaleWriteRefused
 from fencelock._owners import name_of_process
 
-logger = logging.getLogger("fencelock.observe")
+logger: logging.Logger = logging.getLogger("fencelock.observe")
 
 EVENT_TABLE: Final = "fencelock_events"
 _TIME: Final = DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb")

@@ -48,7 +48,7 @@ from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_o
 if TYPE_CHECKING:
     from fencelock.authority.redlock.redlock import Redlock
 
-logger = logging.getLogger("fencelock.observe")
+logger: logging.Logger = logging.getLogger("fencelock.observe")
 
 _M = TypeVar("_M", Counter, Gauge, Histogram)
 #: Then another process reads the numbers, whenever it likes.
@@ -121,10 +121,10 @@ class Metrics:
         seconds = partial(made, Histogram, buckets=BUCKETS)
         gauge = partial(made, Gauge, multiprocess_mode="livesum")
         its = ("authority", "lock")
-        self.wait = seconds("lock_wait_seconds", "Until acquired or given up", *its, "outcome")
-        self.hold = seconds("lock_hold_seconds", "From acquired to released", *its, "end")
-        self.held = gauge("locks_held", "Locks that this process holds", *its)
-        self.waiters = gauge("lock_waiters", "Acquisitions that wait, after a first attempt", *its)
+        self.wait: Histogram = seconds("lock_wait_seconds", "Until acquired or given up", *its, "outcome")
+        self.hold: Histogram = seconds("lock_hold_seconds", "From acquired to released", *its, "end")
+        self.held: Gauge = gauge("locks_held", "Locks that this process holds", *its)
+        self.waiters: Gauge = gauge("lock_waiters", "Acquisitions that wait, after a first attempt", *its)
         self._lost = made(Counter, "leases_lost", "Leases that ended before their lock", "lock", "reason")
         self._renewals = made(Counter, "renewals", "Extensions in the background", "outcome")
         self._late = seconds("renewal_lateness_seconds", "From planned to begun")

@@ -26,7 +26,7 @@ from fencelock._generators import Steps
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
 
-logger = logging.getLogger("fencelock.renewal")
+logger: logging.Logger = logging.getLogger("fencelock.renewal")
 
 _PARTS = 16
 _SHORTEST_PAUSE = 0.01

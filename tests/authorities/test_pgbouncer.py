@@ -132,7 +132,7 @@ class Account(FencedModel, Base):
 
 
 def test_the_guard_holds_behind_pgbouncer(bouncer: URL, postgres_database: ReusedDatabase) -> None:
-    """By an engine of the program that prepares no statement, as docs/postgresql-ha.md says."""
+    """By an engine of the program that prepares no statement, as docs/managed-postgresql.md says."""
     url = _through(bouncer, postgres_database)
     engine = create_engine(url, connect_args={"prepare_threshold": None})
     Base.metadata.create_all(engine)
@@ -152,3 +152,20 @@ def test_the_guard_holds_behind_pgbouncer(bouncer: URL, postgres_database: Reuse
         assert session.get_one(Account, 1).balance == 40
     Base.metadata.drop_all(engine)
     engine.dispose()
+
+
+def test_advisory_lock_stays_behind(bouncer: URL, postgres_database: ReusedDatabase) -> None:
+    """A lock of a session belongs to a connection that PgBouncer keeps; a lease ends by itself."""
+    plain = _through(bouncer, postgres_database).set(drivername="postgresql")
+    with psycopg.connect(plain.render_as_string(hide_password=False), autocommit=True) as gone:
+        gone.execute("SELECT pg_advisory_lock(7)")
+    direct = postgres_database.url.replace("+psycopg", "")
+    with psycopg.connect(direct, autocommit=True) as other:
+        (is_free,) = other.execute("SELECT pg_try_advisory_lock(7)").fetchone() or ()
+        assert not is_free
+    with Database(_through(bouncer, postgres_database)) as dead:
+        dead.init()
+        dead.lock("r", ttl=1, renew=False).acquire()  # and never released
+    with Database(_through(bouncer, postgres_database)) as authority, authority.lock("r", timeout=5):
+        pass
+    postgres_database.empty()

@@ -35,6 +35,7 @@ SILENT: Final = (
     ),
     *(".close", ".status", ".cancel", "Lease.to_header", "Term.wait", "Term.wait_async", ".forget"),
     *("triggers.installed", "FencedValue.get", "FencedFile.read"),
+    *("testing.temporary_authority", "testing.unfenced", "testing.lost_lease"),
 )
 
 
@@ -111,7 +112,11 @@ def family(path: str, known: Mapping[str, Public]) -> list[Public]:
 
 def returns(thing: Any) -> bool:
     """Whether a function has a result; a `contextmanager` that yields None has none to speak of."""
-    return str(inspect.signature(thing).return_annotation) not in {"None", "Iterator[None]"}
+    return str(inspect.signature(thing).return_annotation) not in {
+        "None",
+        "Iterator[None]",
+        "AbstractContextManager[None]",
+    }
 
 
 def _result(text: str) -> str:

@@ -1,6 +1,6 @@
 """Stands for `pip` where a page says what to install: checks that this environment has just that.
 
-An extra of fencelock must exist and be complete; any other package must be installed.
+fencelock is this checkout: an extra of it must exist and be complete. Any other package must be installed.
 """
 
 from __future__ import annotations
@@ -11,19 +11,19 @@ from typing import Final
 
 from packaging.requirements import Requirement
 
-OURS: Final = {"fencelock", "."}
+OURS: Final = "fencelock"
 
 
 def check(wanted: str) -> None:
     """Exit with a sentence if something is not installed."""
     extras: set[str] = set()
     name, _, rest = wanted.partition("[")
-    if name in OURS:
+    if name == OURS:
         extras = set(filter(None, rest.removesuffix("]").split(",")))
-        known = set(distribution("fencelock").metadata.get_all("Provides-Extra") or ())
+        known = set(distribution(OURS).metadata.get_all("Provides-Extra") or ())
         if not extras <= known:
-            sys.exit(f"fencelock has no extra {', '.join(extras - known)}")
-        for line in requires("fencelock") or ():
+            sys.exit(f"{OURS} has no extra {', '.join(extras - known)}")
+        for line in requires(OURS) or ():
             needed = Requirement(line)
             if needed.marker and any(needed.marker.evaluate({"extra": extra}) for extra in extras):
                 distribution(needed.name)

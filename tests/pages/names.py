@@ -13,6 +13,7 @@ from typing import Any, Final, NamedTuple
 import fencelock
 import fencelock.guard
 import fencelock.observe
+from fencelock import testing
 from fencelock.guard import triggers
 from fencelock.integrations import asgi, celery, fastapi, header, httpx
 from fencelock.observe import history, otel, prometheus
@@ -142,6 +143,7 @@ GROUPS: Final = (
     Group("travelling", "", fastapi, ("idempotency_key",)),
     Group("stores", "", redis, ("FencedValue", "AsyncFencedValue")),
     Group("stores", "", file, ("FencedFile",)),
+    Group("testing", "", testing, tuple(testing.__all__)),
 )
 
 

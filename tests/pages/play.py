@@ -28,13 +28,22 @@ from typing import Any, Final
 from tests.pages.blocks import Block
 
 #: Commands that a page tells to type and that the tests only check: what to install is installed here, and
-#: the long ones have tests of their own. With FENCELOCK_INSTALLS it is installed. `make -n` knows targets,
-#: and `--help` options.
+#: the long ones have tests of their own. With FENCELOCK_INSTALLS it is installed, and `fencelock` is this
+#: checkout. `make -n` knows targets, and `--help` options.
 PRELUDE: Final = """
 set -euo pipefail
 pip() {
     if [ -n "${FENCELOCK_INSTALLS-}" ]
-    then (cd "$FENCELOCK_ROOT" && command pip --quiet --disable-pip-version-check "$@")
+    then
+        for argument
+        do
+            shift
+            case "$argument" in
+                fencelock | "fencelock["*) set -- "$@" "$FENCELOCK_ROOT${argument#fencelock}" ;;
+                *) set -- "$@" "$argument" ;;
+            esac
+        done
+        command pip --quiet --disable-pip-version-check "$@"
     else python -m tests.pages.installed "$@"
     fi
 }

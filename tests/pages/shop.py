@@ -6,9 +6,11 @@ They run with all names of this module, and all public names of the library.
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from pathlib import Path
 from typing import Annotated
 
 import httpx
+import pytest
 import redis.asyncio
 from celery import Celery  # type: ignore[import-untyped]
 from fastapi import Depends, FastAPI
@@ -46,9 +48,12 @@ __all__ = [
     "httpx",
     "jobs",
     "mapped_column",
+    "pay",
+    "pytest",
     "redis",
     "select",
     "sqlite3",
+    "tmp_path",
     "triggers",
 ]
 
@@ -89,6 +94,15 @@ with Session(engine) as session, fencelock.bypass(session):
 
 app = FastAPI()
 jobs = [1, 2, 3]
+tmp_path = Path.cwd()
+
+
+def pay(order_id: int, *, timeout: float = 10.0) -> None:
+    """Pay an order, as the program under test does."""
+    with fencelock.fenced_lock(f"order:{order_id}", timeout=timeout), Session(engine) as its:
+        its.get_one(Order, order_id).status = "paid"
+        its.commit()
+
 
 for group in names.GROUPS:
     if group.module is not triggers:  # the examples say triggers.create

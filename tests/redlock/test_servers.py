@@ -187,9 +187,14 @@ def test_nodes_take_the_place_of_others(any_server: Node, authority: Redlock, no
         assert split(token_within(together))[0] == 1
 
 
-def test_primary_that_lacks_replicas_is_waited_for(authority: Redlock, any_server: Node) -> None:
-    """`min-replicas-to-write`: it refuses to write, which passes."""
+def test_primary_that_lacks_replicas_is_waited_for(
+    authority: Redlock, any_server: Node, server_program: Path
+) -> None:
+    """`min-replicas-to-write`: it refuses to write, which passes. In Redis 6.2 scripts write all the same."""
     ask(any_server, "CONFIG", "SET", "min-replicas-to-write", 1)
+    if server_programs().get("redis-6") == server_program:
+        assert token_within(authority)
+        return
     with pytest.raises(QuorumError, match="NOREPLICAS"):
         authority.lock("r", ttl=MAX_TTL, timeout=0).acquire()
     opener = threading.Timer(0.2, ask, (any_server, "CONFIG", "SET", "min-replicas-to-write", 0))

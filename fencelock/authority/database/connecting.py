@@ -94,7 +94,7 @@ class Connecting(WithLoops):
         max_overflow: int,
     ) -> None:
         #: The database that was named; its text hides the password.
-        self.url = url_of(source)
+        self.url: URL = url_of(source)
         name = self.url.get_backend_name()
         if name not in SUPPORTED:
             raise ValueError(f"leases can be kept in PostgreSQL, MariaDB, MySQL and SQLite, not in {name}")
@@ -115,7 +115,8 @@ class Connecting(WithLoops):
 
     def _start_over(self) -> None:
         super()._start_over()
-        self.here = self._queues = Queues(ThreadBell, in_threads=True)
+        self._queues = Queues(ThreadBell, in_threads=True)
+        self.here: Any = self._queues
         self._pid = os.getpid()
         self._connections: Connections | None = None
         self._threads: ThreadPoolExecutor | None = None

@@ -182,7 +182,7 @@ class Lent:
         self._error = driver.Error
         self.engine = engine
         try:
-            self.lent = engine.raw_connection()
+            self.lent: PoolProxiedConnection = engine.raw_connection()
         except self._error as error:
             raise self._wrapped(error, None) from error
 

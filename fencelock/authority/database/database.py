@@ -34,7 +34,7 @@ from fencelock.tokens import check
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-logger = logging.getLogger("fencelock.authority")
+logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Milliseconds. New tokens are a day above those of another authority; own ones may be an hour ahead.
 _DAY: Final = 86_400_000

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
     from fencelock.authority.database.connections import Connections
 
-logger = logging.getLogger("fencelock.authority")
+logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Seconds without a waiting caller, after which the connection is closed.
 _IDLE: Final = 60.0

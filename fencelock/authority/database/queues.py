@@ -57,15 +57,15 @@ class Place:
         #: Worlds that are known to come before this one.
         self.worlds_ahead = 0
         #: Since when no world comes before, on the clock of `time.monotonic`.
-        self.next_since = time.monotonic()
+        self.next_since: float = time.monotonic()
         #: The resource has been released, or the database keeps it for this world.
         self.is_due = False
         #: The database keeps it for another world.
         self.looks = False
         #: Why the first of the queue could not ask.
         self.error: QuorumError | None = None
-        self.stack = current_stack()
-        self.queue = Queue(deque([ref(self)]))
+        self.stack: int = current_stack()
+        self.queue: Queue = Queue(deque([ref(self)]))
 
     @property
     def is_first(self) -> bool:
@@ -134,9 +134,9 @@ class Queues:
     """The queues of a world."""
 
     def __init__(self, bell: Callable[[], Bell], *, in_threads: bool) -> None:
-        self.name = new_name()
+        self.name: str = new_name()
         #: PostgreSQL's calls arrive.
-        self.hears = False
+        self.hears: bool = False
         #: The last acquisition had to wait, so the next one will, mostly.
         self.waited = False
         #: The `Ear` that hears the calls.

@@ -24,7 +24,7 @@ from fencelock.authority.loops import HERE, Abandon, Later, Wait, pauses
 from fencelock.errors import AuthorityError, FencelockError, QuorumError
 from fencelock.lease import validity
 
-logger = logging.getLogger("fencelock.authority")
+logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Stands for any other world, for which a resource may be kept.
 _ANOTHER: Final = "another"

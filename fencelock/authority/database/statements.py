@@ -216,45 +216,49 @@ class Statements:
                 template = template.format(**words)
             return Statement(template.replace(_NAME, name), driver)
 
-        self.begin = words["begin"]
+        self.begin: str = words["begin"]
         #: Whether a release calls the next world.
-        self.can_call = dialect == "postgresql"
+        self.can_call: bool = dialect == "postgresql"
         #: Answers with the token if the resource is ours: in a row, or as `lastrowid`; on SQLite not at all.
-        self.acquire = said(words["acquire"])
+        self.acquire: Statement = said(words["acquire"])
         #: A row for each held lock: resource, token, holder, beginning in Unix time, remaining seconds.
         holders = (
             "SELECT resource, token, holder, {since}, {left} FROM {table} "
             "WHERE LENGTH(nonce) = 32 AND expires_at > {now}"
         )
-        self.holders_of = said(holders + " AND resource IN (:resources…) ORDER BY resource")
-        self.holders = said(holders + " ORDER BY resource")
+        self.holders_of: Statement = said(holders + " AND resource IN (:resources…) ORDER BY resource")
+        self.holders: Statement = said(holders + " ORDER BY resource")
         #: A row for each resource that this world cannot have: resource, remaining seconds, and where the
         #: name of the world begins in the queue, from 1 on.
-        self.occupied = said(
+        self.occupied: Statement = said(
             "SELECT resource, {left}, {joined} FROM {table} "
             "WHERE nonce IS NOT NULL AND nonce <> :world AND expires_at > {now} AND resource IN (:resources…)"
         )
-        self.extend = said("UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}")
+        self.extend: Statement = said(
+            "UPDATE {table} SET expires_at = {later}(expires_at, {until}) WHERE {of_grants}"
+        )
         #: Moves the end of a lease, earlier or later.
-        self.keep = said("UPDATE {table} SET expires_at = {until} WHERE {ours}{durably}")
-        self.ours = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
+        self.keep: Statement = said("UPDATE {table} SET expires_at = {until} WHERE {ours}{durably}")
+        self.ours: Statement = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
         #: Joins the queue of a held resource; PostgreSQL returns the seconds and the place, too.
-        self.queue_up = said(words["queue_up"])
-        self.call = said("SELECT pg_notify(:channel, '')")
-        self.is_standby = said("SELECT {standby}")
+        self.queue_up: Statement = said(words["queue_up"])
+        self.call: Statement = said("SELECT pg_notify(:channel, '')")
+        self.is_standby: Statement = said("SELECT {standby}")
         #: Releases, and acquires for the next nonce; answers with the token as `acquire` does.
-        self.transfer = said(words["transfer"])
+        self.transfer: Statement = said(words["transfer"])
         #: Answers with the token as `acquire` does.
-        self.remint = said(words["remint"])
-        self.token = said("SELECT token FROM {table} WHERE {held}")
-        self.release = said(words["release"])
-        self.force = said("UPDATE {table} SET nonce = NULL WHERE resource = :resource AND token = :token")
+        self.remint: Statement = said(words["remint"])
+        self.token: Statement = said("SELECT token FROM {table} WHERE {held}")
+        self.release: Statement = said(words["release"])
+        self.force: Statement = said(
+            "UPDATE {table} SET nonce = NULL WHERE resource = :resource AND token = :token"
+        )
         #: The stored base, the largest token, and the time of a token that is minted now.
-        self.floor = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
+        self.floor: Statement = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
         #: Deletes rows with old tokens: the first token of a new row is larger, although clocks may be off.
-        self.prune = said(
+        self.prune: Statement = said(
             "DELETE FROM {table} WHERE resource <> '' AND (nonce IS NULL OR expires_at <= {now}) "
             "AND (token >> {bits}) < {time} - :age"
         )
-        self.forget = said("DELETE FROM {table} WHERE resource = ''")
-        self.note = said("INSERT INTO {table} (resource, token) VALUES ('', :token)")
+        self.forget: Statement = said("DELETE FROM {table} WHERE resource = ''")
+        self.note: Statement = said("INSERT INTO {table} (resource, token) VALUES ('', :token)")

@@ -17,13 +17,13 @@ class LoopLink(asyncio.Protocol):
     """A connection to one member."""
 
     def __init__(self, members: Members) -> None:
-        self.address = members.address
+        self.address: tuple[str, int] = members.address
         self._members = members
         self._channel = members.new_channel(self.address)
         self._transport: asyncio.Transport | None = None
         self._flushes = False
         #: Why the connection is lost.
-        self.lost = ""
+        self.lost: str = ""
 
     @classmethod
     async def open(cls, members: Members, seconds: float) -> LoopLink:

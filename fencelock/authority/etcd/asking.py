@@ -41,7 +41,7 @@ class LoopState:
 
     def __init__(self) -> None:
         self.link: LoopLink | None = None
-        self.opening = asyncio.Lock()
+        self.opening: asyncio.Lock = asyncio.Lock()
 
     async def close(self) -> None:
         link, self.link = self.link, None

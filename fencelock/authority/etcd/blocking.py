@@ -31,7 +31,7 @@ class Link:
     """
 
     def __init__(self, members: Members, seconds: float) -> None:
-        self.address = members.address
+        self.address: tuple[str, int] = members.address
         self._channel = members.new_channel(self.address)
         self._mutex = threading.RLock()
         #: The stacks of threads and greenlets that wait here. A signal handler has the same one.
@@ -40,7 +40,7 @@ class Link:
         self._reader: ThreadBell | None = None
         self._waiting: dict[ThreadBell, None] = {}
         #: Why the connection is lost.
-        self.lost = ""
+        self.lost: str = ""
         self._socket = socket.create_connection(self.address, timeout=seconds)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -113,7 +113,7 @@ class Channel:
         self._waiting: deque[tuple[_Stream, bytes]] = deque()
         self._sending: deque[_Stream] = deque()
         #: No call can begin, because the numbers of streams are used up.
-        self.is_ending = False
+        self.is_ending: bool = False
 
     def authenticate(self, token: bytes) -> None:
         """Send a token of `Auth/Authenticate` with each call."""

@@ -24,7 +24,7 @@ class Members:
 
     def __init__(self, url: str) -> None:
         self.hosts: Hosts = parse(url, _SCHEMES, _PORT, _OPTIONS)
-        self.tls = _tls_of(self.hosts)
+        self.tls: ssl.SSLContext | None = _tls_of(self.hosts)
         self._next = random.randrange(len(self.hosts.addresses))  # noqa: S311 - no secret
 
     @property

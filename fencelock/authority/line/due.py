@@ -14,7 +14,7 @@ from fencelock.authority.base import named
 from fencelock.authority.loops import ThreadBell
 from fencelock.errors import FencelockError, QuorumError
 
-logger = logging.getLogger("fencelock.authority")
+logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Seconds until a release that was not answered is sent again, and for which a thread without work stays.
 _PAUSE: Final = 0.3

@@ -28,7 +28,7 @@ from fencelock.tokens import MAX_COUNTER, compose
 _CONNECT_TIMEOUT: Final = 3.0
 _MOST_RISES: Final = 3
 
-logger = logging.getLogger("fencelock.authority.redlock")
+logger: logging.Logger = logging.getLogger("fencelock.authority.redlock")
 
 #: Nodes that evict keys, of which this process has warned.
 _warned_of_eviction: set[str] = set()

@@ -32,7 +32,7 @@ from fencelock.authority.hosts import Hosts, parse, shown
 from fencelock.authority.line.entries import Exchange
 from fencelock.authority.loops import ThreadBell
 
-logger = logging.getLogger("fencelock.authority")
+logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 _PORT: Final = 2181
 #: Seconds that the end of a session may take.
@@ -41,7 +41,7 @@ _CONNECTED: Final = "CONNECTED"
 _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")
 #: Errors of a request that may have been executed, and may be sent again.
-AWAY: Final = (
+AWAY: Final[tuple[type[Exception], ...]] = (
     ConnectionClosedError,
     ConnectionLoss,
     NotReadOnlyCallError,
@@ -74,11 +74,11 @@ class Session:
     def __init__(self, hosts: Hosts, seconds: float) -> None:
         self._hosts, self._seconds = hosts, seconds
         #: Seconds after which the servers end the session, as they have told.
-        self.timeout = 0.0
+        self.timeout: float = 0.0
         #: How often another session had to be begun.
-        self.renewals = 0
+        self.renewals: int = 0
         #: How often the connection was lost or opened.
-        self.changes = 0
+        self.changes: int = 0
         self._to_do: SimpleQueue[Callable[[KazooClient], object] | None] = SimpleQueue()
         self._closed = ThreadBell()
         _threads.start(threading.Thread(target=self._serve, name="fencelock-zookeeper", daemon=True))
@@ -231,9 +231,9 @@ class Watch:
     """Rings when a node has gone, and when the connection is lost: a bell for the step `Wait`."""
 
     def __init__(self, do: Callable[[Callable[[KazooClient], object]], object], path: str, bell: Any) -> None:
-        self.over = False
+        self.over: bool = False
         self._do, self._path, self._bell = do, path, bell
-        self.sleep = bell.sleep
+        self.sleep: Any = bell.sleep
 
     def begin(self, client: KazooClient) -> None:
         self._begun = client.exists_async(self._path, watch=self._ring)

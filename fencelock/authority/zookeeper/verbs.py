@@ -15,7 +15,7 @@ NONCE_LENGTH: Final = 16
 #: Operations of a transaction, as kazoo calls them.
 CREATE, CHECK, SET, DELETE = "create", "check", "set_data", "delete"
 #: Another client was quicker.
-CHANGED: Final = (BadVersionError, NoNodeError)
+CHANGED: Final[tuple[type[Exception], ...]] = (BadVersionError, NoNodeError)
 
 
 def transaction(*operations: tuple[Any, ...]) -> Request:

@@ -99,7 +99,7 @@ class Waiter:
         self._began = clock()
         self._since = wall()
         self._attempts = 0
-        self.place = ""
+        self.place: str = ""
 
     def position(self) -> QueuePosition | None:
         """Return the queue position of the next attempt; calls for it count from now on."""

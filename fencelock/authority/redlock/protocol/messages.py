@@ -5,7 +5,7 @@ from __future__ import annotations
 import enum
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 STRIPES = 1024
 
@@ -48,7 +48,8 @@ class ReplyKind(enum.Enum):
     ERROR = "error"
 
     #: Each member exists once. The hash of `Enum` is slow Python code, and every answer needs it.
-    __hash__ = object.__hash__
+    if not TYPE_CHECKING:
+        __hash__ = object.__hash__
 
 
 #: Failures that end by themselves or with a new connection; the others need an operator.

@@ -80,7 +80,7 @@ class LoopConnections(Connections):
         #: When sockets were read last. Answers lie unread while tasks run, and must not count as missing.
         self._last_read = 0.0
         #: Whether these connections cannot be used any more.
-        self.closed = False
+        self.closed: bool = False
         self._farewell = weakref.finalize(loop, self.close)
 
     # The loop of the connections.

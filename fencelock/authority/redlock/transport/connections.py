@@ -35,7 +35,7 @@ class Connections(abc.ABC):
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         client = secrets.token_hex(8)
-        self.queue = WaitQueue(client, len(nodes), random.random)
+        self.queue: WaitQueue = WaitQueue(client, len(nodes), random.random)
         self._names = names = [node.name for node in nodes]
         channel = f"{node_key}:w:{client}"
         self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)

@@ -39,7 +39,7 @@ class UnusableError(Exception):
 
     def __init__(self, said: ReplyKind, detail: str) -> None:
         super().__init__(detail)
-        self.answer = Reply(said, detail=detail)
+        self.answer: Reply = Reply(said, detail=detail)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,8 +78,8 @@ class Node:
     def __init__(self, source: Source, connect_timeout: float, *, verify_votes: bool) -> None:
         self._endpoint = endpoint_of(source, connect_timeout)
         self._verify_votes = verify_votes or bool(self._endpoint.kind)
-        self.name = self._endpoint.url()
-        self.url_to_type = self._endpoint.url(to_type=True)
+        self.name: str = self._endpoint.url()
+        self.url_to_type: str = self._endpoint.url(to_type=True)
 
     def open(self, node_key: str) -> Opened:
         """Connect, in a cluster to the server that has the keys, and learn which server answers.

@@ -30,6 +30,9 @@ class BatchingConnection(Connection):
 
     __slots__ = ("_batches", "_does_batches", "_parts")
 
+    changing: int
+    outgoing: bytearray
+
     def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
         super().__init__(index, identity, epoch, pushes=pushes)
         #: The last commands of `unanswered`, which are not in `outgoing` yet.

@@ -108,11 +108,13 @@ class Packed:
     __slots__ = ("_alone", "_part", "command", "fingerprint", "is_simple")
 
     def __init__(self, command: Command, alone: bytes | None = None) -> None:
-        self.command = command
+        self.command: Command = command
         script, _, _, arguments = command
         # The last one of an ACQUIRE is a hint.
-        self.is_simple = len(arguments) == _SIMPLE.get(script) and (script == "release" or not arguments[-1])
-        self.fingerprint = arguments[0] if self.is_simple else ""
+        self.is_simple: bool = len(arguments) == _SIMPLE.get(script) and (
+            script == "release" or not arguments[-1]
+        )
+        self.fingerprint: str | int = arguments[0] if self.is_simple else ""
         self._alone = alone
         self._part: tuple[bytes, bytes] | None = None
 

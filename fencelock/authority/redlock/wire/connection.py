@@ -83,9 +83,9 @@ class PendingBroadcast:
         self._nodes = request.nodes
         self._enough = request.enough
         self.answers: dict[int, Reply] = {}
-        self.complete = not request.nodes
-        self.over = False
-        self.deadline = -math.inf
+        self.complete: bool = not request.nodes
+        self.over: bool = False
+        self.deadline: float = -math.inf
 
     def add_reply(self, node: int, answer: Reply) -> None:
         answers = self.answers
@@ -141,14 +141,14 @@ class Connection:
     )
 
     def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
-        self.identity = identity
-        self.epoch = epoch
-        self.pushes = pushes
+        self.identity: Identity = identity
+        self.epoch: int | None = epoch
+        self.pushes: bool = pushes
         self.unanswered: deque[PendingReply] = deque()
-        self.outgoing = bytearray()
+        self.outgoing: bytearray = bytearray()
         self.published: list[bytes] = []
         self.acquiring: set[str] = set()
-        self.changing = 0
+        self.changing: int = 0
         self._index = index
         self._reader = hiredis.Reader()
         self._own_arguments = pack_words(identity.run_id, identity.replid)

@@ -116,7 +116,7 @@ class NodeConnections:
     ) -> None:
         self.queue = queue
         #: How many nodes have no connection.
-        self.absent = len(names)
+        self.absent: int = len(names)
         self._names = names
         self._nodes = [_Node() for _ in names]
         self._transport = transport

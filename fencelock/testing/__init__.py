@@ -1,0 +1,279 @@
+"""What the tests of a program need: an authority without a server, and the situations that are rare.
+
+The pytest plugin, `fencelock.testing.plugin`, has each of these functions as a fixture.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from sqlalchemy import ColumnElement, Engine, event, select, update
+from sqlalchemy.engine import Connection
+from sqlalchemy.exc import NoResultFound
+from sqlalchemy.orm import Session, SessionTransaction
+
+from fencelock import _events
+from fencelock._engines import is_async_engine
+from fencelock._locking import as_default, fenced_lock
+from fencelock.authority.database.database import Database
+from fencelock.errors import FenceError
+from fencelock.guard._claim import fenced_model, key_of
+from fencelock.guard.leases import end_early
+from fencelock.guard.sessions import BYPASS, unguarded
+from fencelock.lease import Lease, check_resource, holding
+from fencelock.lock.hold import everything_held
+from fencelock.renewal.schedule import tell
+
+if TYPE_CHECKING:
+    from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+
+    Target = Session | Connection | Engine | AsyncSession | AsyncConnection | AsyncEngine
+
+__all__ = ["held_elsewhere", "lost_lease", "stale_writer", "temporary_authority", "unfenced"]
+
+#: How far the token of a newer holder is above those that are granted now: hours for a clock.
+_AHEAD: Final = 1 << 36
+#: Seconds for which another holder waits for the lock; a lock that is free is granted before.
+_PATIENCE: Final = 5.0
+
+
+@contextlib.contextmanager
+def temporary_authority(folder: str | os.PathLike[str]) -> Iterator[Database]:
+    """Let a SQLite file in a folder grant the locks of this process, and of processes that it starts.
+
+    In the block, the default authority and FENCELOCK_URL are that file; afterwards, what they were before.
+
+    A test may roll an outer transaction back at its end, and let its sessions commit only savepoints. In the
+    block such a session lets its leases go at its own commit or rollback.
+
+    ```python
+    with temporary_authority(tmp_path), fenced_lock("order:1") as token:
+        assert token > 0
+    ```
+
+    Args:
+        folder: an existing folder, such as pytest's `tmp_path`.
+
+    Returns:
+        The authority, for `inspect` and `force_release`.
+    """
+    url = f"sqlite:///{Path(folder).absolute() / 'fencelock.db'}"
+    with (
+        Database(url) as authority,
+        as_default(authority),
+        _environment("FENCELOCK_URL", url),
+        _ending_early(),
+    ):
+        yield authority
+
+
+@contextlib.contextmanager
+def _environment(name: str, value: str) -> Iterator[None]:
+    before = os.environ.get(name)
+    os.environ[name] = value
+    try:
+        yield
+    finally:
+        del os.environ[name]
+        if before is not None:
+            os.environ[name] = before
+
+
+@contextlib.contextmanager
+def _ending_early() -> Iterator[None]:
+    """Let the end of a session's own transaction count, also inside an outer transaction."""
+
+    def after_commit(session: Session) -> None:
+        if session.get_nested_transaction() is None:
+            end_early(session, committed=True)
+
+    def after_end(session: Session, transaction: SessionTransaction) -> None:
+        if transaction.parent is None:
+            end_early(session, committed=False)
+
+    listeners: dict[str, Callable[..., None]] = {
+        "after_commit": after_commit,
+        "after_transaction_end": after_end,
+    }
+    for name, listener in listeners.items():
+        event.listen(Session, name, listener)
+    try:
+        yield
+    finally:
+        for name, listener in listeners.items():
+            event.remove(Session, name, listener)
+
+
+def unfenced() -> AbstractContextManager[None]:
+    """Let all writes of this thread or task pass without a lock in a block: for factories and seeds.
+
+    Flush or commit inside the block. `fencelock.bypass` does the same for one session.
+
+    ```python
+    with unfenced(), Session(engine) as session:
+        session.add(Order(id=9, status="new"))
+        session.commit()
+    ```
+    """
+    return unguarded()
+
+
+@contextlib.contextmanager
+def held_elsewhere(resource: str) -> Iterator[Lease]:
+    """Let another thread hold a lock in a block: code that wants the lock waits for its own `timeout`.
+
+    ```python
+    with held_elsewhere("order:1"), pytest.raises(LockTimeoutError):
+        pay(1, timeout=0)
+    ```
+
+    Returns:
+        The other holder's lease.
+
+    Raises:
+        LockTimeoutError: the lock is held already, after 5 s.
+    """
+    lock = fenced_lock(resource, timeout=_PATIENCE)
+    with ThreadPoolExecutor(1, thread_name_prefix="held-elsewhere") as elsewhere:
+        lease = elsewhere.submit(lock.acquire).result()
+        try:
+            yield lease
+        finally:
+            elsewhere.submit(lock.release).result()
+
+
+@contextlib.contextmanager
+def lost_lease(resource: str) -> Iterator[Lease]:
+    """Let each lease of a resource be lost in a block, as if the process had been paused for too long.
+
+    These are the leases that this process holds when the block begins, and those that it acquires inside.
+    The first write under such a lease raises `LockLostError`, also without a lock inside. A statement that is
+    given its token, as by `execute_fenced`, looks at no lease: only the database compares it.
+
+    ```python
+    with lost_lease("order:1"), pytest.raises(LockLostError):
+        pay(1)
+    ```
+
+    Returns:
+        A lease of the resource that has ended.
+    """
+    resource = check_resource(resource)
+
+    def lose(event: object) -> None:
+        if isinstance(event, _events.LockAcquired) and resource in event.resources:
+            lose_all()
+
+    def lose_all() -> None:
+        for hold in everything_held():
+            if resource in hold.grant.resources:
+                tell(hold.mark_lost("the test let it end", "expired"))
+
+    _events.on_event(lose)
+    try:
+        lose_all()
+        lease = Lease(resource, 1, expires_at=-math.inf)
+        with holding([lease]):
+            yield lease
+    finally:
+        _events.forget(lose)
+
+
+def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWriter:
+    """Make every writer of a row a stale one in a block: a newer holder has fenced the row.
+
+    The row's fence is above each token that is granted now. So the database refuses what a thread or process
+    writes there under a lock. Afterwards the fence has its old value, unless a trigger forbids that.
+
+    ```python
+    with stale_writer(engine, Order, 1), pytest.raises(StaleTokenError):
+        pay(1)
+    ```
+
+    Args:
+        target: what has the row: an engine; or a session or connection of an outer transaction. For those of
+            asyncio, write `async with`.
+        model: a fenced model.
+        identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
+
+    Returns:
+        What to enter with `with` or `async with`.
+
+    Raises:
+        TypeError: the model is not fenced.
+        ValueError: `identity` is no primary key of the model.
+        sqlalchemy.exc.NoResultFound: there is no such row, when the block is entered.
+    """
+    return StaleWriter(target, model, identity)
+
+
+class StaleWriter:
+    """What `stale_writer` returns: for `with` or `async with`."""
+
+    def __init__(self, target: Target, model: type[Any], identity: object) -> None:
+        self._mapper, fenced = fenced_model(model)
+        key = key_of(self._mapper, identity)
+        self._target: Any = target
+        self._fence = fenced.fence
+        self._row = [column == value for column, value in zip(fenced.table.primary_key, key, strict=True)]
+        self._shown = f"{self._mapper.class_.__name__} with the primary key {key!r}"
+        self._before = self._raised = 0
+
+    def __enter__(self) -> None:
+        with fenced_lock("fencelock.testing") as token:
+            self._raised = token + _AHEAD
+        self._on_connection(self._target, self._raise)
+
+    def __exit__(self, *_error: object) -> None:
+        with contextlib.suppress(FenceError):  # of a trigger
+            self._on_connection(self._target, self._lower)
+
+    async def __aenter__(self) -> None:
+        async with fenced_lock("fencelock.testing") as token:
+            self._raised = token + _AHEAD
+        await self._in_greenlet(self._raise)
+
+    async def __aexit__(self, *_error: object) -> None:
+        with contextlib.suppress(FenceError):
+            await self._in_greenlet(self._lower)
+
+    def _raise(self, connection: Connection) -> None:
+        before = connection.scalar(select(self._fence).where(*self._row))
+        if before is None:
+            raise NoResultFound(f"there is no {self._shown}, so no write of it can be late")
+        self._before = before
+        self._set(connection, self._raised)
+
+    def _lower(self, connection: Connection) -> None:
+        self._set(connection, self._before, self._fence == self._raised)
+
+    def _set(self, connection: Connection, fence: int, *criteria: ColumnElement[bool]) -> None:
+        changed = update(self._fence.table).where(*self._row, *criteria).values({self._fence: fence})
+        connection.execute(changed, execution_options={"fencelock": BYPASS})
+
+    def _on_connection(self, target: Any, work: Callable[[Connection], None]) -> None:
+        if type(target).__module__.startswith("sqlalchemy.ext.asyncio"):
+            raise TypeError(f"for this {type(target).__name__}, write `async with stale_writer(…)`")
+        if isinstance(found := getattr(target, "get_bind", lambda _mapper: target)(self._mapper), Connection):
+            with found.begin_nested() if found.in_transaction() else found.begin():
+                work(found)
+        elif isinstance(found, Engine):
+            with found.begin() as connection:
+                work(connection)
+        else:
+            kind = type(target).__name__
+            raise TypeError(f"stale_writer takes an engine, session or connection, not {kind}")
+
+    async def _in_greenlet(self, work: Callable[[Connection], None]) -> None:
+        if is_async_engine(self._target):
+            async with self._target.begin() as connection:
+                await connection.run_sync(work)
+        else:
+            await self._target.run_sync(self._on_connection, work)

@@ -1,0 +1,395 @@
+"""`fencelock.testing`: each rare situation is the real one, whatever code meets it."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from sqlalchemy import Connection, Engine, String, event, select, update
+from sqlalchemy.exc import NoResultFound
+from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+
+import fencelock
+from fencelock import (
+    Database,
+    FencedModel,
+    LockLostError,
+    LockTimeoutError,
+    StaleTokenError,
+    UnfencedWriteError,
+    execute_fenced,
+    fence_table,
+    fenced_lock,
+    fenced_transaction,
+    fenced_update,
+)
+from fencelock.guard import triggers
+from fencelock.testing import held_elsewhere, lost_lease, stale_writer, temporary_authority, unfenced
+
+
+class Base(DeclarativeBase):
+    """The models of this file."""
+
+
+class Order(FencedModel, Base):
+    """A row that the code under test writes."""
+
+    __tablename__ = "testing_orders"
+    __fence_resource__ = "order:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+    status: Mapped[str] = mapped_column(String(20), default="new")
+
+
+class Plain(Base):
+    """A table that is not fenced."""
+
+    __tablename__ = "testing_plain"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+fence_table(Base.metadata)
+
+
+@pytest.fixture(autouse=True)
+def granting(tmp_path: Path) -> Iterator[Database]:
+    """A SQLite file that grants the locks."""
+    with temporary_authority(tmp_path) as authority:
+        yield authority
+
+
+@pytest.fixture
+def orders(engine: Engine) -> Engine:
+    """An engine on two orders, which no lock has fenced."""
+    Base.metadata.create_all(engine)
+    with Session(engine) as session, unfenced():
+        session.add_all([Order(id=1), Order(id=2)])
+        session.commit()
+    return engine
+
+
+#: A status that is there already would not be written.
+_numbers = itertools.count()
+
+
+def pay(bind: Engine | Connection, number: int = 1, timeout: float = 0) -> None:
+    """Do what a program does: lock, read, write, commit."""
+    joining: Any = {"join_transaction_mode": "create_savepoint"} if isinstance(bind, Connection) else {}
+    with fenced_lock(f"order:{number}", timeout=timeout), Session(bind, **joining) as session:
+        session.get_one(Order, number).status = f"paid {next(_numbers)}"
+        session.commit()
+
+
+def by_core(engine: Engine) -> None:
+    """Write a row by a statement that has the token."""
+    with fenced_lock("order:1") as token, engine.begin() as connection:
+        statement = fenced_update(Order).where(Order.id == 1).values(status="paid")
+        execute_fenced(connection, statement, token=token)
+
+
+def in_one_transaction(engine: Engine) -> None:
+    """Write behind the gate."""
+    with fenced_transaction(engine, "order:1") as session:
+        session.get_one(Order, 1).status = "paid"
+
+
+def by_claim(engine: Engine) -> None:
+    """Claim only."""
+    with fenced_lock("order:1"), Session(engine) as session:
+        fencelock.claim(session, Order, 1)
+
+
+def in_a_thread(engine: Engine) -> None:
+    """Write as a web server does."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(pay, engine).result()
+
+
+def status_of(bind: Engine | Connection, number: int = 1) -> str:
+    """Return what a new session reads."""
+    with Session(bind) as session:
+        return session.get_one(Order, number).status
+
+
+@pytest.mark.parametrize("write", [pay, by_core, in_one_transaction, by_claim, in_a_thread])
+def test_every_writer_is_stale_in_the_block_and_none_after_it(
+    orders: Engine, write: Callable[[Engine], None]
+) -> None:
+    """The database refuses; other rows and later writes are as ever."""
+    with stale_writer(orders, Order, 1):
+        with pytest.raises(StaleTokenError, match="a newer holder has taken over, so roll back"):
+            write(orders)
+        pay(orders, 2)
+        assert status_of(orders) == "new"
+    write(orders)
+    pay(orders)
+    assert status_of(orders).startswith("paid")
+    assert status_of(orders, 2).startswith("paid")
+
+
+def test_a_holder_that_has_read_before_is_stale(orders: Engine) -> None:
+    """The newer holder comes between the read and the write."""
+    with fenced_lock("order:1"), Session(orders, expire_on_commit=False) as session:
+        order = session.get_one(Order, 1)
+        session.commit()
+        order.status = "paid"
+        with stale_writer(orders, Order, 1), pytest.raises(StaleTokenError):
+            session.commit()
+
+
+def test_a_trigger_keeps_the_fence_up(orders: Engine) -> None:
+    """The writers stay stale after the block, and the block does not fail."""
+    with orders.begin() as connection:
+        for statement in triggers.create(Order, orders.dialect.name):
+            connection.execute(statement)
+    for _ in range(2):
+        with stale_writer(orders, Order, {"id": 1}), pytest.raises(StaleTokenError):
+            pay(orders)
+    with pytest.raises(StaleTokenError):
+        pay(orders)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "says"),
+    [
+        ((None, Order, 9), NoResultFound, r"there is no Order with the primary key \(9,\)"),
+        ((None, Order, (1, 2)), ValueError, "identified by id"),
+        ((None, Plain, 1), TypeError, "Plain has no fence"),
+        (("sqlite://", Order, 1), TypeError, "an engine, session or connection, not str"),
+    ],
+)
+def test_what_cannot_be_stale_is_said(
+    orders: Engine, arguments: tuple[Any, type[Any], object], error: type[Exception], says: str
+) -> None:
+    """Before the code under test runs."""
+    target, model, identity = arguments
+    with pytest.raises(error, match=says), stale_writer(target or orders, model, identity):
+        pytest.fail("entered")
+
+
+def test_a_lost_lease_sends_nothing(orders: Engine) -> None:
+    """Whether the code locks in the block, has locked before, or locks nothing."""
+    with lost_lease("order:1"):
+        for write in (pay, in_one_transaction, in_a_thread, unlocked):
+            with pytest.raises(LockLostError) as raised:
+                write(orders)
+            assert raised.value.written is False, write
+        by_core(orders)
+        pay(orders, 2)
+    pay(orders)
+    lost: list[str] = []
+    lock = fenced_lock("order:1", if_lost="warn")
+    lock.on_lost(lambda lease: lost.append(lease.resource))
+    with lock, Session(orders) as session:
+        session.get_one(Order, 1).status = "sent"
+        with lost_lease("order:1"), pytest.raises(LockLostError):
+            session.commit()
+        assert lock.lease.lost
+    assert lost == ["order:1"]
+    assert status_of(orders).startswith("paid")
+
+
+def test_another_holder_makes_the_code_wait(orders: Engine, granting: Database) -> None:
+    """For its own timeout; the block ends, and the lock is free."""
+    with held_elsewhere("order:1") as lease:
+        with pytest.raises(LockTimeoutError, match="is held by"):
+            pay(orders)
+        with pytest.raises(LockTimeoutError):
+            in_a_thread(orders)
+        (found,) = granting.inspect()
+        assert found.token == lease.token
+    pay(orders)
+
+
+def test_seeds_need_no_lock_and_the_rest_does(orders: Engine) -> None:
+    """Also in sessions that the block does not know of; not in other threads."""
+    with unfenced():
+        with Session(orders) as session:
+            session.get_one(Order, 1).status = "seeded"
+            session.commit()
+        with orders.begin() as connection:
+            connection.execute(update(Order).values(status="all"))
+        with ThreadPoolExecutor(1) as pool, pytest.raises(UnfencedWriteError):
+            pool.submit(unlocked, orders).result()
+    assert status_of(orders) == "all"
+    with pytest.raises(UnfencedWriteError):
+        unlocked(orders)
+
+
+def unlocked(engine: Engine) -> None:
+    """Forget the lock."""
+    with Session(engine) as session:
+        session.get_one(Order, 1).status = "wrong"
+        session.commit()
+
+
+def test_the_default_comes_back(tmp_path: Path, granting: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of `configure` and of the environment, also if the code under test has configured another authority."""
+    with monkeypatch.context() as patch:
+        patch.delenv("FENCELOCK_URL")
+        inner = tmp_path / "inner"
+        inner.mkdir()
+        with temporary_authority(inner) as authority:
+            with fenced_lock("order:1") as token:
+                (found,) = authority.inspect()
+                assert found.token == token
+                assert granting.inspect() == []
+                asked = "import fencelock; print(fencelock.take_over, fencelock._locking.default_authority())"
+                child = subprocess.run(
+                    [sys.executable, "-c", asked], check=True, capture_output=True, text=True
+                )
+                assert str(inner) in child.stdout
+            fencelock.configure(f"sqlite:///{tmp_path}/of-the-program.db")
+        assert "FENCELOCK_URL" not in os.environ
+    with fenced_lock("order:1"):
+        assert len(granting.inspect()) == 1
+
+
+@pytest.fixture
+def outer(orders: Engine) -> Iterator[Connection]:
+    """The recipe of SQLAlchemy's page: joining a session into an external transaction."""
+    begin_before_savepoints(orders)
+    with orders.connect() as connection, connection.begin() as transaction:
+        yield connection
+        transaction.rollback()
+    assert status_of(orders) == "new"
+
+
+def begin_before_savepoints(engine: Engine) -> None:
+    """Let SQLite's driver begin a transaction before a SAVEPOINT, as SQLAlchemy's page on SQLite tells."""
+    if engine.dialect.name == "sqlite":
+
+        @event.listens_for(engine, "connect")
+        def no_begin(connection: Any, _: object) -> None:
+            connection.isolation_level = None
+
+        @event.listens_for(engine, "begin")
+        def begin(connection: Connection) -> None:
+            connection.exec_driver_sql("BEGIN")
+
+        engine.dispose()
+
+
+def is_free(authority: Database) -> bool:
+    """Return whether no lock is held."""
+    return authority.inspect() == []
+
+
+def test_a_lock_waits_for_no_outer_transaction(outer: Connection, granting: Database) -> None:
+    """It is released at the session's own commit or rollback, so that others can lock in the same test."""
+    for end in (Session.commit, Session.rollback, Session.close):
+        with Session(outer, join_transaction_mode="create_savepoint") as session:
+            with fenced_lock("order:1"):
+                session.get_one(Order, 1).status = end.__name__
+                session.flush()
+                with session.begin_nested():
+                    session.get_one(Order, 1).status = "nested"
+                assert not is_free(granting)
+            assert not is_free(granting), "the session goes on"
+            end(session)
+            assert is_free(granting)
+    assert status_of(outer) == "nested"
+    with held_elsewhere("order:1"), pytest.raises(LockTimeoutError):
+        pay(outer)
+    pay(outer)
+    pay(outer)
+    with stale_writer(outer, Order, 1), pytest.raises(StaleTokenError):
+        pay(outer)
+    with Session(outer) as session, stale_writer(session, Order, 1), pytest.raises(StaleTokenError):
+        pay(outer)
+    pay(outer)
+
+
+def test_the_leases_of_one_commit_are_not_those_of_the_next(outer: Connection) -> None:
+    """A new session of the same outer transaction writes under the lease that is held then."""
+    with Session(outer, join_transaction_mode="create_savepoint") as session:
+        tokens = []
+        for _ in range(2):
+            with fenced_lock("order:1") as token:
+                session.get_one(Order, 1).status = f"paid {next(_numbers)}"
+                session.commit()
+                tokens.append(token)
+        found = session.scalar(select(Order.last_fencing_token).where(Order.id == 1))
+        assert found == tokens[1] > tokens[0]
+        session.get_one(Order, 1).status = "late"
+        with pytest.raises(UnfencedWriteError):
+            session.commit()
+
+
+def for_tasks(for_asyncio: Callable[[Engine], AsyncEngine], orders: Engine) -> AsyncEngine:
+    """Return an engine of coroutines on the same database."""
+    engine = for_asyncio(orders)
+    begin_before_savepoints(engine.sync_engine)
+    return engine
+
+
+async def pay_soon(bind: AsyncEngine | AsyncConnection, timeout: float = 0) -> None:  # noqa: ASYNC109
+    """Do what a program of coroutines does."""
+    joining: Any = {"join_transaction_mode": "create_savepoint"} if isinstance(bind, AsyncConnection) else {}
+    async with fenced_lock("order:1", timeout=timeout), AsyncSession(bind, **joining) as session:
+        (await session.get_one(Order, 1)).status = f"paid {next(_numbers)}"
+        await session.commit()
+
+
+def test_tasks_meet_the_same(orders: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+    """A stale writer, a lost lease, another holder and a seed."""
+
+    async def main() -> None:
+        engine = for_tasks(for_asyncio, orders)
+        async with stale_writer(engine, Order, 1):
+            with pytest.raises(StaleTokenError):
+                await pay_soon(engine)
+        with lost_lease("order:1"), pytest.raises(LockLostError):
+            await pay_soon(engine)
+        with held_elsewhere("order:1"), pytest.raises(LockTimeoutError):
+            await pay_soon(engine)
+        async with AsyncSession(engine) as session:
+            with unfenced():
+                (await session.get_one(Order, 1)).status = "seeded"
+                await session.commit()
+            for wrong in (engine, session):
+                with pytest.raises(TypeError, match="write `async with"), stale_writer(wrong, Order, 1):
+                    pytest.fail("entered")
+        await pay_soon(engine)
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert status_of(orders).startswith("paid")
+
+
+def test_tasks_wait_for_no_outer_transaction(
+    orders: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
+) -> None:
+    """A task for each request of the test, as with httpx and ASGI."""
+
+    async def main() -> None:
+        engine = for_tasks(for_asyncio, orders)
+        async with engine.connect() as connection:
+            outer = await connection.begin()
+            for _ in range(3):
+                await asyncio.create_task(pay_soon(connection))
+            async with stale_writer(connection, Order, 1):
+                with pytest.raises(StaleTokenError):
+                    await asyncio.create_task(pay_soon(connection))
+            async with AsyncSession(connection, join_transaction_mode="create_savepoint") as session:
+                async with stale_writer(session, Order, 1):
+                    with pytest.raises(StaleTokenError):
+                        await asyncio.create_task(pay_soon(connection))
+                async with fenced_lock("order:1"):
+                    (await session.get_one(Order, 1)).status = "open"
+                    await session.flush()
+                await session.commit()
+                await asyncio.create_task(pay_soon(connection, timeout=5))  # a task releases after the COMMIT
+            await outer.rollback()
+        await engine.dispose()
+
+    asyncio.run(main())
+    assert status_of(orders) == "new"
