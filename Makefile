@@ -13,7 +13,7 @@ RUN := $(VENV)/bin/
 # A process of tests that crashes ends the run: pytest-xdist would start another one and may wait forever (its issue 784).
 BY_FILE := --dist loadfile --max-worker-restart 0
 
-.PHONY: help demo check test test-sqlalchemy durations lint bench bench-guard bench-observing bench-authorities bench-jobs simulate torture torture-databases torture-edges torture-galera torture-patroni torture-consensus retries spec spec-long proof mutation dist release-check test-pythons clean
+.PHONY: help demo check test test-sqlalchemy durations lint docs bench bench-guard bench-observing bench-authorities bench-jobs simulate torture torture-databases torture-edges torture-galera torture-patroni torture-consensus retries spec spec-long proof mutation dist release-check test-pythons clean
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
@@ -22,6 +22,7 @@ help:
 	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"
 	@echo "make durations  what the tests cost by file, from the last run of .ci/run"
 	@echo "make lint       ruff and mypy --strict"
+	@echo "make docs       the pages and the API as a site, in runs/site; warnings, dead links and pages outside the navigation fail it"
 	@echo "make bench      locks beside their peers, hung nodes, a million resources; writes docs/benchmarks.md (11 minutes on a quiet machine)"
 	@echo "make bench-guard  the guard beside its alternatives, on four databases; writes docs/guard-benchmarks.md (ten minutes on a quiet machine)"
 	@echo "make bench-observing  what metrics and inspect cost (eight minutes)"
@@ -88,6 +89,13 @@ lint: $(VENV)/installed
 	$(RUN)ruff check .
 	$(RUN)ruff format --check .
 	$(RUN)mypy
+
+$(VENV)/docs-installed: $(VENV)/installed
+	$(RUN)pip install --quiet --disable-pip-version-check --editable '.[docs]'
+	@touch $@
+
+docs: $(VENV)/docs-installed
+	$(RUN)python -m tests.pages.site
 
 $(VENV)/bench-installed: $(VENV)/installed
 	$(RUN)pip install --quiet --disable-pip-version-check --editable '.[bench]'

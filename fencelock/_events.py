@@ -239,7 +239,19 @@ listeners: tuple[Listener, ...] = ()
 def on_event(listener: _L) -> _L:
     """Call a function with every event from now on; may be used as a decorator.
 
+    ```python
+    @on_event
+    def show(event: Event) -> None:
+        if isinstance(event, LeaseLost):
+            print(event)
+
+    forget(show)                                 # ends it
+    ```
+
     The function should be quick. It must not use the session, connection or lock of the event.
+
+    Returns:
+        The function itself.
 
     Raises:
         TypeError: `listener` is not callable.

@@ -84,6 +84,9 @@ def fenced_once(
         gate: as for `fenced_transaction`.
         **settings: as for `fenced_lock`.
 
+    Returns:
+        The decorator.
+
     Raises:
         TypeError: for arguments of the wrong kind, and for a method. Calling raises the errors of
             `fenced_transaction` and `once`.

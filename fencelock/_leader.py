@@ -39,6 +39,13 @@ _LONGEST_PAUSE: Final = 5.0
 class Term:
     """The time for which a leader is elected; it ends once.
 
+    ```python
+    with leader("jobs") as term:
+        term.on_end(lambda term: print("another one may lead"))
+        while term.wait(0.1) and jobs:           # in coroutines: await term.wait_async(0.1)
+            jobs.pop()
+    ```
+
     Threads may share it. A term of a forked child is not current.
 
     Attributes:
@@ -92,6 +99,9 @@ class Term:
         """Call a plain function with the term once it is found to have ended; at once if it has.
 
         The renewal finds that at the end of the lease. It calls from a new thread, or from the event loop.
+
+        Raises:
+            TypeError: `callback` is not a plain function.
         """
         given: object = callback
         if not callable(given) or inspect.iscoroutinefunction(given):
@@ -117,6 +127,13 @@ class Term:
 @final
 class Leader:
     """A candidate, and the leader while it is elected.
+
+    ```python
+    candidate = leader("jobs")
+    candidate.run(lambda term: term.token)
+    with candidate as term:                      # the same, without a second try
+        ...
+    ```
 
     `run` goes on while the authority does not answer, and logs that; entering a block raises.
     """
@@ -172,7 +189,13 @@ class Leader:
         """Call `work(term)` in each term, until it returns in one that is current; return its result.
 
         It is called again after LockLostError, and if its term was over when it returned or raised a
-        FenceError. Other errors are raised.
+        FenceError. A `QuorumError` is logged, and another try follows.
+
+        Returns:
+            What `work` returned in a current term.
+
+        Raises:
+            AuthorityError: the authority cannot be used.
         """
         if inspect.iscoroutinefunction(work):
             return self._run_async(work)
@@ -224,9 +247,21 @@ class Leader:
 def leader(name: str, *, ttl: float = 15.0, authority: Authority | None = None) -> Leader:
     """Return a candidate for the one leader of this name: for `with`, `async with`, or `run`.
 
+    ```python
+    def work(term: Term) -> int:
+        while term.wait(0.1) and jobs:           # until the term ends, or nothing is left
+            jobs.pop()
+        return term.token
+
+    leader("jobs").run(work)
+    ```
+
     Args:
         name: of the lock; its lease guards rows of this name.
         ttl: seconds until another follows a dead leader.
         authority: as for `fenced_lock`.
+
+    Raises:
+        TypeError, ValueError: as `fenced_lock` does.
     """
     return Leader(name, ttl, authority)

@@ -62,6 +62,11 @@ def configure(authority: _Authority) -> _Authority: ...
 def configure(authority: Any, **options: Any) -> Any:
     """Make an authority the default of this process, and return it.
 
+    ```python
+    fencelock.configure(engine)
+    fencelock.configure("redis://r1:6379,redis://r2:6379,redis://r3:6379", node_timeout=0.2)
+    ```
+
     Connections are opened when they are first needed. Without this call, FENCELOCK_URL is used.
 
     Args:
@@ -70,6 +75,9 @@ def configure(authority: Any, **options: Any) -> Any:
             with commas between) or clients of redis-py; `etcd://host:2379,…`, `zookeeper://host:2181,…`; or a
             ready authority.
         **options: settings of `Database`, `Redlock`, `Etcd` or `ZooKeeper`.
+
+    Returns:
+        The authority.
 
     Raises:
         ValueError: for a URL or a setting that cannot be understood.
@@ -294,6 +302,15 @@ def fenced_semaphore(
 
 def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:
     """Return a lock that was handed over: its first entering extends the lease instead of acquiring it.
+
+    ```python
+    lock = fenced_lock("import")
+    lock.acquire()
+    text = lock.hand_over()                      # send it to a worker, which goes on with the work:
+
+    with take_over(text) as token:
+        ...
+    ```
 
     The tokens stay. Use each text in one process. Entering raises LockLostError if the lease has ended, or if
     the text has other tokens than were granted.

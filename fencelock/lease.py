@@ -83,6 +83,13 @@ in_forked_child(lambda: _process.__setitem__(0, object()))
 class Lease:
     """A time-bounded hold on a resource, and the fencing token that came with it.
 
+    ```python
+    with fenced_lock("order:3"):
+        text = assert_held("order:3").to_header()    # "order:3=123", for another service
+    lease = Lease.from_header(text)
+    older = Lease("order:3", lease.token - 1)
+    ```
+
     A lease promises that its token is larger than the token of every lease of the resource that was acquired
     before this acquisition began. It does *not* promise that no other holder works on the resource now. Only
     the storage, which compares tokens, can tell.
@@ -362,6 +369,15 @@ def was_left(resource: str, *, since: float = 0.0) -> bool:
 
 def assert_held(resource: str) -> Lease:
     """Return the lease that this context holds on a resource; raise an error without a valid lease.
+
+    ```python
+    def price(order_id: int) -> None:
+        assert_held(f"order:{order_id}")
+        ...
+
+    with fenced_lock("order:1"):
+        price(1)
+    ```
 
     Use it in code that relies on its caller's lock. It asks no server: only the storage knows whether another
     holder has taken over.

@@ -296,6 +296,9 @@ class FencedTransaction(Generic[_S]):
         first one did may have been committed: the body looks, most simply by `once`. Without gates, an object
         that it has loaded before the first one's commit is refused with `StaleReadError`.
 
+        Returns:
+            What `body` returned.
+
         Raises:
             CommitInDoubtError: the outcome of the COMMIT is unknown, and no retries are left.
             LockLostError: no new token could be had.
@@ -463,14 +466,13 @@ def fenced_transaction(
 
     Example:
         ```python
-        with fenced_transaction(Session, "order:1") as session:
+        with fenced_transaction(engine, "order:1") as session:       # async with, for an AsyncEngine
             session.get_one(Order, 1).status = "paid"
 
-        def pay(session):
-            order = session.get_one(Order, 1)
-            order.status = "paid"          # once more does no harm
+        def pay(session: Session) -> None:
+            session.get_one(Order, 1).status = "paid"                # once more does no harm
 
-        fenced_transaction(Session, "order:1", retries=2).run(pay)
+        fenced_transaction(engine, "order:1", retries=2).run(pay)    # await ….run(…), for an AsyncEngine
         ```
     """
     if isinstance(session, type | Session) or is_async_session(session):

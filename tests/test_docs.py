@@ -24,7 +24,7 @@ from fencelock import Redlock
 from fencelock.cli.app import app
 from proof.servers import Nodes, Postgres
 from tests.conftest import mariadb_database
-from tests.pages import names
+from tests.pages import docstrings, names
 from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 
 #: Blocks that must not run, as (page, a line of the block): the reason.
@@ -134,6 +134,20 @@ def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.Fixtur
                 authority.init()
         servers = tuple(urls_for(text, nodes, request))
         ended = play(page, found, tmp_path, environment, servers=servers)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+@pytest.mark.parametrize("page", [*dict.fromkeys(group.page for group in names.GROUPS), "zookeeper"])
+def test_examples_of_docstrings_run(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """Those on a page of the API, in order, with what `tests/pages/shop.py` has."""
+    found = [Block("python", 1, "from tests.pages.shop import *\n"), *docstrings.examples(page)]
+    if page == "models":  # they define the tables of the shop themselves
+        found.insert(1, Block("python", 1, "class Base(DeclarativeBase): ...\n"))
+    text = "".join(block.text for block in found)
+    with Nodes(max([1, *map(int, re.findall(r"redis://r(\d)", text))])) as nodes:
+        with Redlock([node.url for node in nodes]) as authority:
+            authority.init()
+        ended = play(f"api/{page}", found, tmp_path, {}, servers=tuple(urls_for(text, nodes, request)))
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 

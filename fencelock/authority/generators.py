@@ -110,6 +110,9 @@ class GeneratorAuthority(abc.ABC):
         the rows that the old one may write, so that the database refuses the old one: `fencelock release
         --force` does so.
 
+        Returns:
+            The facts of the lock as they were; None if there was no such lock.
+
         Raises:
             AuthorityError: it failed, or its outcome is unknown.
         """

@@ -64,6 +64,14 @@ def claim(
 ) -> T | None:
     """Raise a row's fence to the lease's token, lock the row, and return it freshly loaded.
 
+    ```python
+    with fenced_lock("order:1"), Session(engine) as session:
+        order = claim(session, Order, 1)
+        if order.status == "new":
+            order.status = "paid"
+        session.commit()
+    ```
+
     From then on older holders are refused, and no other transaction changes the row until this one ends. The
     row gets a new write id, so what others have loaded of it is stale.
     Make the claim the first act of the transaction: under REPEATABLE READ (MariaDB's default) *other* rows
@@ -82,6 +90,9 @@ def claim(
         bind_arguments: which database, where the model and the key do not tell: what `Session.connection`
             takes, such as `{"shard_id": "asia"}`. A session that sends reads to another database
             than writes is refused where a claim takes a SELECT.
+
+    Returns:
+        The object; None if `skip_locked` is set and the row is locked.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row.
@@ -122,6 +133,13 @@ def claim(
 def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:
     """Claim every row that a query finds, and return those that still match it once they are locked.
 
+    ```python
+    with fenced_lock("order:1", "order:2"), Session(engine) as session:
+        for order in claim_all(session, select(Order).where(Order.customer_id == 1)):
+            order.status = "packed"
+        session.commit()
+    ```
+
     The rows are claimed in the order of their primary keys, so that two holders of overlapping sets wait for
     each other instead of deadlocking. The result has the query's order. Rows that come to match only while it
     works are not claimed and not returned.
@@ -135,6 +153,9 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         session: where the objects are to live.
         statement: a SELECT of one fenced model, such as `select(Item).where(Item.order_id == 1)`.
         bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
+
+    Returns:
+        The objects that still match, in the order of the query.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows.
@@ -177,6 +198,13 @@ async def claim_async(
 async def claim_async(session: _Async, model: type[T], identity: object, **options: Any) -> T | None:
     """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
 
+    ```python
+    async with fenced_lock("order:1"), AsyncSession(async_engine) as session:
+        order = await claim_async(session, Order, 1)
+        order.status = "paid"
+        await session.commit()
+    ```
+
     It takes the same arguments and raises the same errors. Relationships that are not loaded cannot be looked
     at afterwards without `await`.
     """
@@ -186,7 +214,14 @@ async def claim_async(session: _Async, model: type[T], identity: object, **optio
 async def claim_all_async(
     session: _Async, statement: Select[Any], *, bind_arguments: _Bind = None
 ) -> list[Any]:
-    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`."""
+    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
+
+    ```python
+    async with fenced_lock("order:1", "order:2"), AsyncSession(async_engine) as session:
+        orders = await claim_all_async(session, select(Order).where(Order.customer_id == 1))
+        await session.commit()
+    ```
+    """
     return await of_task(session).run_sync(claim_all, statement, bind_arguments=bind_arguments)
 
 

@@ -47,15 +47,14 @@ def fenced_text(
     """Return textual SQL that writes to a fenced table under the condition, for any session or connection.
 
     ```python
-    session.execute(
-        fenced_text(
-            "UPDATE orders SET status = :status, last_fencing_token = :fencing_token, "
-            "last_write_id = :fencing_write_id WHERE id = :id AND last_fencing_token <= :fencing_token",
-            Order,
-            resource="order:1",
-        ),
-        {"id": 1, "status": "paid"},
+    paying = fenced_text(
+        "UPDATE orders SET status = :status, last_fencing_token = :fencing_token, "
+        "last_write_id = :fencing_write_id WHERE id = :id AND last_fencing_token <= :fencing_token",
+        Order,
+        resource="order:1",
     )
+    with fenced_lock("order:1"), engine.begin() as connection:
+        connection.execute(paying, {"id": 1, "status": "paid"})
     ```
 
     The guard fills in `:fencing_token` and `:fencing_write_id`. It does not read the rest: that the condition

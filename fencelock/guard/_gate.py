@@ -41,6 +41,13 @@ def gate(
 ) -> None:
     """Claim the resource's own row in the fence table, making it where there is none.
 
+    ```python
+    with fenced_lock("order:3"), Session(engine) as session:
+        gate(session)                            # from now on no older holder passes
+        session.add(Order(id=3, status="new"))
+        session.commit()
+    ```
+
     It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
     aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
     the gate of this resource; afterwards older holders never pass. Pass it before reading, as with `claim`.
@@ -90,7 +97,15 @@ async def gate_async(
     *,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`."""
+    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
+
+    ```python
+    async with fenced_lock("order:5"), AsyncSession(async_engine) as session:
+        await gate_async(session, "order:5")
+        session.add(Order(id=5, status="new"))
+        await session.commit()
+    ```
+    """
     await of_task(session).run_sync(gate, resource, bind_arguments=bind_arguments)
 
 

@@ -45,6 +45,12 @@ def upsert(
 ) -> None:
     """Insert rows, or update those whose key is there already, unless a newer holder has fenced them.
 
+    ```python
+    with fenced_lock("order:1", "order:4"), Session(engine) as session:
+        upsert(session, Order, [{"id": 1, "status": "paid"}, {"id": 4, "status": "new"}])
+        session.commit()
+    ```
+
     All or nothing: where one is turned away, nothing of the transaction (or of the innermost savepoint) can
     be committed any more. The rows are written in the order of their keys, so that two that write the same
     ones wait for each other. Objects that the session has of them are expired. Columns that a row does not

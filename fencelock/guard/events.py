@@ -62,19 +62,48 @@ class _Only:
 def on_stale(callback: _C) -> _C:
     """Call a function whenever the database has turned a stale token away; may be used as a decorator.
 
+    ```python
+    @on_stale
+    def tell(event: GuardEvent) -> None:
+        print(f"{event.table} {event.identity}: {event.token} is older than {event.fence}")
+    ```
+
     Callbacks are to be quick, and must not use the session or connection; one that fails is logged, and
     changes nothing.
+
+    Returns:
+        The function itself.
     """
     return _add("on_stale", StaleWriteRefused, callback)
 
 
 def on_unfenced(callback: _C) -> _C:
-    """Call a function whenever a write without its lease was refused; may be used as a decorator."""
+    """Call a function whenever a write without its lease was refused; may be used as a decorator.
+
+    ```python
+    @on_unfenced
+    def tell(event: GuardEvent) -> None:
+        print(f"{event.table}: {event.error}")
+    ```
+
+    Returns:
+        The function itself.
+    """
     return _add("on_unfenced", UnfencedWriteRefused, callback)
 
 
 def on_claim(callback: _C) -> _C:
-    """Call a function whenever a row has been claimed, or a gate passed; may be used as a decorator."""
+    """Call a function whenever a row has been claimed, or a gate passed; may be used as a decorator.
+
+    ```python
+    @on_claim
+    def tell(event: GuardEvent) -> None:
+        print(f"{event.resource}: claimed with {event.token}")
+    ```
+
+    Returns:
+        The function itself.
+    """
     return _add("on_claim", RowClaimed, callback)
 
 

@@ -84,6 +84,11 @@ def keeps_snapshot(connection: Connection) -> bool:
 def begin_immediate(engine: Engine | AsyncEngine) -> None:
     """Make every transaction of a SQLite engine begin with `BEGIN IMMEDIATE`, before its first connection.
 
+    ```python
+    writing = create_engine("sqlite:///shop.db")
+    begin_immediate(writing)
+    ```
+
     Transactions then take turns from their first statement, waiting up to the connection's `timeout`
     (5 seconds unless `connect_args={"timeout": …}` says otherwise), and none fails half way. Use an engine
     of its own for work that only reads.

@@ -20,6 +20,11 @@ from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, WRITE_COLUMN
 def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
     """Return the fence table as part of `metadata`, defining it there at the first call.
 
+    ```python
+    fence_table(Base.metadata)
+    Base.metadata.create_all(engine)
+    ```
+
     Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two of a
     fenced model. It is fenced itself: each row by its own resource.
 

@@ -41,6 +41,17 @@ _WRITING: Final = "_fencelock_writing"
 def bind(target: AnySession, *leases: Lease) -> None:
     """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
 
+    ```python
+    def pay(lease: Lease) -> None:
+        with Session(engine) as session:
+            bind(session, lease)
+            session.get_one(Order, 1).status = "paid"
+            session.commit()
+
+    with fenced_lock("order:1"), ThreadPoolExecutor() as threads:
+        threads.submit(pay, assert_held("order:1")).result()
+    ```
+
     Use it in code that the held leases do not reach: other threads, executors, generators; and for tokens of
     other sources (`Lease("order:1", token)`). It lasts as long as the session or connection, or until the
     next `bind`; without leases it undoes an earlier one. An open transaction forgets the leases that it was

@@ -32,6 +32,17 @@ def fence_column(
 ) -> Column[int]:
     """Return the column that makes a Core `Table`, or the table of an imperative mapping, a fenced one.
 
+    ```python
+    stock = Table(
+        "stock",
+        Base.metadata,
+        Column("id", Integer, primary_key=True),
+        Column("count", Integer, nullable=False),
+        fence_column(resource="stock:{id}"),
+        write_id_column(),
+    )
+    ```
+
     It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`, and stands beside `write_id_column()`. Declarative
     models get both from `FencedModel`.
 
@@ -56,7 +67,8 @@ def fence_column(
 def write_id_column() -> Column[int]:
     """Return the column of a fenced Core `Table` that says which write its row has seen last.
 
-    It is `last_write_id BIGINT NOT NULL DEFAULT 0`. Each guarded write gives the row a new random number.
+    It is `last_write_id BIGINT NOT NULL DEFAULT 0`, and stands beside `fence_column()`. Each guarded write
+    gives the row a new random number.
     """
     return tables.new_column(tables.WRITE_COLUMN, tables.WRITE_MARK)
 
@@ -134,6 +146,14 @@ class FencedModel:
 
 class FencedDataclassModel(MappedAsDataclass):
     """`FencedModel` for models that are dataclasses: put it beside `MappedAsDataclass`.
+
+    ```python
+    class Item(FencedDataclassModel, MappedAsDataclass, Base):
+        __tablename__ = "items"
+        __fence_resource__ = "item:{id}"
+        id: Mapped[int] = mapped_column(primary_key=True)
+        count: Mapped[int] = mapped_column(default=0)
+    ```
 
     The fence is no parameter of `__init__`, and takes no part in comparison and `repr`.
     """

@@ -66,6 +66,11 @@ _RECEIPTS: Final = "fencelock.receipts"
 def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     """Return the table of receipts as part of `metadata`, defining it there at the first call.
 
+    ```python
+    receipt_table(Base.metadata)
+    Base.metadata.create_all(engine)
+    ```
+
     A row has the `key` of `once`, the SHA-256 of its `fingerprint`, the fencing `token` of the work (NULL
     without a lease), its `result`, and the time `at` which it was made, on MariaDB and SQLite in UTC.
 
@@ -192,12 +197,12 @@ def once(
 
     ```python
     with fenced_transaction(engine, "account:1") as session:
-        receipt = once(session, f"deposit:{request_id}", fingerprint={"account": 1, "cents": 500})
-        if receipt.done:
-            return receipt.result
-        account = session.get_one(Account, 1)
-        account.balance += 500
-        receipt.result = {"balance": account.balance}
+        receipt = once(session, "deposit:r-18", fingerprint={"account": 1, "cents": 500})
+        if not receipt.done:
+            account = session.get_one(Account, 1)
+            account.balance += 500
+            receipt.result = {"balance": account.balance}
+        answer = receipt.result
     ```
 
     The receipt is written in the transaction of the session, so it is committed with the work, or not at all.
@@ -251,7 +256,15 @@ async def once_async(
     fingerprint: Any = None,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> Receipt:
-    """Return the receipt of some work: `once`, for an `AsyncSession`."""
+    """Return the receipt of some work: `once`, for an `AsyncSession`.
+
+    ```python
+    async with fenced_transaction(async_engine, "account:1") as session:
+        receipt = await once_async(session, "deposit:r-19", fingerprint={"account": 1, "cents": 500})
+        if not receipt.done:
+            (await session.get_one(Account, 1)).balance += 500
+    ```
+    """
     options = {"fingerprint": fingerprint, "bind_arguments": bind_arguments}
     return await of_task(session).run_sync(lambda its: once(its, key, **options))
 
@@ -302,7 +315,16 @@ def _storing(table: Table) -> Update:
 def prune_receipts(session: Session | Connection, older_than: float) -> int:
     """Delete the receipts that were made longer than `older_than` seconds ago; return how many.
 
+    ```python
+    with Session(engine) as session:
+        prune_receipts(session, older_than=30 * 86_400)
+        session.commit()
+    ```
+
     A key is free again then, so a retry that is older does its work once more.
+
+    Returns:
+        The number of receipts that were deleted.
 
     Raises:
         ValueError: the number is negative, or none.

@@ -155,6 +155,12 @@ _blocks: Final[list[tuple[object, Session | Connection | None]]] = []
 def bypass(target: AnySession) -> Iterator[None]:
     """Have what a session or connection executes in this block go around the guard.
 
+    ```python
+    with Session(engine) as session, bypass(session):
+        session.add(Order(id=6, status="new"))   # a seed, while no holder is at work
+        session.commit()
+    ```
+
     For seeds, repairs and tests, at times when no holder is at work: nothing is compared or refused. Rows get
     new write ids all the same. Other threads and tasks are guarded as ever, also on the same connection.
     Blocks may stand in each other; for asyncio it is a plain `with`. What is pending in a session when the

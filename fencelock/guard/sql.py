@@ -31,6 +31,12 @@ from fencelock.tokens import check as check_token
 def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None) -> Update:
     """Return `update(target)` with the condition that the row's fence is not above the token.
 
+    ```python
+    with fenced_lock("order:1"), Session(engine) as session:
+        session.execute(fenced_update(Order).where(Order.id == 1).values(status="paid"))
+        session.commit()
+    ```
+
     Go on with `where()` and `values()`; the guard fills in the token and raises the fence when it is
     executed, through `execute_fenced` or any session or connection. Objects that a session has of the rows
     are not refreshed (`synchronize_session=False`, as the option of the same name says).
@@ -51,6 +57,12 @@ def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None
 def fenced_delete(target: Any, *, loaded: int | BindParameter[int] | None = None) -> Delete:
     """Return `delete(target)` with the condition that the row's fence is not above the token.
 
+    ```python
+    with fenced_lock("order:4"), Session(engine) as session:
+        session.execute(fenced_delete(Order).where(Order.id == 4))
+        session.commit()
+    ```
+
     The arguments and errors are those of `fenced_update`.
     """
     return _conditional(delete(target), loaded)
@@ -65,6 +77,12 @@ def execute_fenced(
 ) -> CursorResult[Any]:
     """Execute a write to a fenced table, with an explicit token or that of the lease held.
 
+    ```python
+    with fenced_lock("order:1") as token, engine.begin() as connection:
+        statement = fenced_update(Order).where(Order.id == 1).values(status="paid")
+        execute_fenced(connection, statement, token=token)
+    ```
+
     A row that is not there gives a rowcount of 0 and no error. A row that a newer holder has fenced raises,
     and nothing of the transaction (or of the innermost savepoint) can be committed any more.
 
@@ -73,6 +91,9 @@ def execute_fenced(
         statement: an UPDATE, DELETE or INSERT of a fenced table, by `fenced_update` or otherwise.
         parameters: of the statement; a list of them executes it for each.
         token: the fencing token to write with, whatever leases are held.
+
+    Returns:
+        The result of the statement, such as its `rowcount`.
 
     Raises:
         StaleTokenError: where rows matched the statement but for their fence.
@@ -163,6 +184,13 @@ def conditional_update(
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced UPDATE, for a bare DB-API cursor.
 
+    ```python
+    with fenced_lock("order:1") as token, closing(sqlite3.connect("shop.db")) as connection:
+        sql, parameters = conditional_update("orders", {"status": "paid"}, {"id": 1}, token, "qmark")
+        assert connection.execute(sql, parameters).rowcount == 1
+        connection.commit()
+    ```
+
     It writes the row only if its fence is not above the token, raises the fence, and gives the row a new
     write id, so the parameters are for one execution. Without values it claims the row: do so before reading
     it. A rowcount of 0 means that the row is gone, or that a newer holder has fenced it: roll back then.
@@ -203,6 +231,10 @@ def conditional_delete(
     dialect: str | None = None,
 ) -> tuple[str, Any]:
     """Return the SQL and the parameters of a fenced DELETE, for a bare DB-API cursor.
+
+    ```python
+    sql, parameters = conditional_delete("orders", {"id": 1}, token=42, paramstyle="named")
+    ```
 
     The rest is as for `conditional_update`. The fence goes with the row: a stale holder could insert it
     again, which only a gate or a trigger prevents.

@@ -154,6 +154,12 @@ def create(
 def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDDL]:
     """Return the statements that take a table's trigger away, of either form; none is no error.
 
+    ```python
+    with engine.begin() as connection:
+        for statement in triggers.drop("orders", engine.dialect.name):
+            connection.execute(statement)
+    ```
+
     The arguments and errors are those of `create`.
     """
     target = _table(table, schema)
@@ -169,6 +175,11 @@ def installed(
     connection: Connection, table: str, *, schema: str | None = None
 ) -> FenceTrigger | Literal["fence"]:
     """Return which trigger a table has in the database: False, True or `"strict"`.
+
+    ```python
+    with engine.connect() as connection:
+        triggers.installed(connection, "orders")     # False
+    ```
 
     `"fence"` is a plain one that gives no write ids. A disabled one counts as none, and so does a strict one
     that wants tokens.

@@ -21,6 +21,11 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 class FencingTokenMiddleware:
     """ASGI middleware: what a request writes, it writes under the tokens that its caller sent.
 
+    ```python
+    app = FastAPI()
+    app.add_middleware(FencingTokenMiddleware)
+    ```
+
     A header that cannot be read is answered with 400. Websockets pass as they are.
     """
 

@@ -27,6 +27,16 @@ else:
 class FencedTask(_Task):
     """A task whose message carries the tokens that are held where it is called.
 
+    ```python
+    tasks = Celery("tasks", broker="redis://localhost:6379", task_cls=FencedTask)
+
+    @tasks.task
+    def ship(order_id: int) -> None: ...
+
+    with fenced_lock("order:1"):
+        ship.apply_async([1])                    # or ship.delay(1)
+    ```
+
     It is no signal handler, because Celery only logs the errors of those: the task would go on without its
     token.
     """
@@ -34,7 +44,11 @@ class FencedTask(_Task):
     abstract: bool = True
 
     def apply_async(self, *args: Any, headers: Mapping[str, Any] | None = None, **options: Any) -> Any:
-        """Call the task under the held leases; `LockLostError` if one of them has ended."""
+        """Call the task under the held leases, and return what Celery returns.
+
+        Raises:
+            LockLostError: a lease has ended. The task is not called.
+        """
         return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

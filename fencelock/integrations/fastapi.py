@@ -18,10 +18,21 @@ async def idempotency_key(
 ) -> AsyncIterator[str]:
     """Yield the `Idempotency-Key` of a request, for `Annotated[str, Depends(idempotency_key)]`.
 
-    The answer is 400 without the header; 422 if the key was used for another request
-    (`ReceiptMismatchError`); 409 with `Retry-After` if another request with it, or for the same resource, is
-    under way (`LockTimeoutError`). The draft "The Idempotency-Key HTTP Header Field" of the IETF writes the
-    key in quotes: with them it is the same key.
+    ```python
+    @app.post("/deposits")
+    def deposit(key: Annotated[str, Depends(idempotency_key)]) -> dict[str, int]:
+        with Session(engine) as session:
+            receipt = once(session, f"deposit:{key}")
+            ...
+    ```
+
+    The draft "The Idempotency-Key HTTP Header Field" of the IETF writes the key in quotes: with them it is
+    the same key.
+
+    Raises:
+        fastapi.HTTPException: 400 without the header; 422 if the key was used for another request
+            (`ReceiptMismatchError`); 409 with `Retry-After` if another request with it, or for the same
+            resource, is under way (`LockTimeoutError`).
     """
     key = (header or "").strip().strip('"').strip()
     if not key:

@@ -16,6 +16,10 @@ MAX_LENGTH: Final = 8000
 def to_header(leases: Iterable[Lease]) -> str:
     """Return the value of the header for several leases.
 
+    ```python
+    to_header([Lease("order:1", 123), Lease("stock:7", 45)])     # "order:1=123;stock:7=45"
+    ```
+
     Raises:
         ValueError: it would be longer than `MAX_LENGTH`.
     """
@@ -31,6 +35,10 @@ def to_header(leases: Iterable[Lease]) -> str:
 def from_header(text: str) -> tuple[Lease, ...]:
     """Return the leases that a header names; none for an empty one.
 
+    ```python
+    order, stock = from_header("order:1=123;stock:7=45")
+    ```
+
     Raises:
         ValueError: the text is not that of a header, is too long, or names a resource twice.
     """
@@ -44,6 +52,11 @@ def from_header(text: str) -> tuple[Lease, ...]:
 
 def held() -> dict[str, str]:
     """Return the header of what this context holds; an empty dict if it holds nothing.
+
+    ```python
+    with fenced_lock("order:1"):
+        headers = held()                         # {"Fencing-Token": "order:1=123"}
+    ```
 
     Raises:
         LockLostError: a lease has ended.
@@ -59,7 +72,15 @@ def held() -> dict[str, str]:
 def bound(text: str) -> AbstractContextManager[None]:
     """Write under the leases of a header in a `with` block, and in code that is started in it.
 
+    ```python
+    with bound("order:1=123"), Session(engine) as session:
+        ...                                      # written under the token 123
+    ```
+
     They never end by this process' clock, and are neither renewed nor released here.
+
+    Returns:
+        The context manager.
 
     Raises:
         ValueError: see `from_header`.

@@ -14,10 +14,23 @@ from fencelock.integrations.header import held
 
 
 def send_tokens(request: Request) -> None:
-    """Put the held tokens into a request; `LockLostError`, and nothing is sent, if one of them has ended."""
+    """Put the tokens of the held leases into a request.
+
+    ```python
+    client = httpx.Client(event_hooks={"request": [send_tokens]})
+    ```
+
+    Raises:
+        LockLostError: a lease has ended. The request is not sent.
+    """
     request.headers.update(held())
 
 
 async def send_tokens_async(request: Request) -> None:
-    """Do the same for `httpx.AsyncClient`, which awaits its hooks."""
+    """Do the same for `httpx.AsyncClient`, which awaits its hooks: see `send_tokens`.
+
+    ```python
+    client = httpx.AsyncClient(event_hooks={"request": [send_tokens_async]})
+    ```
+    """
     send_tokens(request)

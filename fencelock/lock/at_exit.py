@@ -33,6 +33,13 @@ logger: logging.Logger = logging.getLogger(__name__)
 def exit_on_signals(*signals: signal.Signals) -> None:
     """End the process on signals as `sys.exit` does: blocks are left, and leases released.
 
+    ```python
+    exit_on_signals()
+
+    with fenced_lock("report"):
+        ...                                      # SIGTERM leaves the block, which releases the lock
+    ```
+
     Without this call no handler is installed. SIGINT does not need it, because KeyboardInterrupt leaves the
     blocks. A signal that the process ignores, such as SIGHUP under `nohup`, stays ignored; a log line says
     so. The handlers of uvicorn, gunicorn and hypercorn stay, too, because these servers leave the blocks.

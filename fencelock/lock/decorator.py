@@ -40,6 +40,9 @@ def fenced(
         **settings: as for `fenced_lock`; the default authority is the one at the time of the call. With
             `if_held="skip"` a call returns None if another holds the lock, and the function is not called.
 
+    Returns:
+        The decorator.
+
     Raises:
         TypeError: for a field that is no parameter of the function, for a setting that `fenced_lock` does not
             have, and for a generator function, whose body would run after the release. Calling raises the

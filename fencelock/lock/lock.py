@@ -18,6 +18,20 @@ from fencelock.lock.hold import Block
 class FencedLock(BaseLock[Token]):
     """A lock on one or several resources; a context manager that yields the fencing token.
 
+    ```python
+    lock = fenced_lock("order:1")
+    lock.on_lost(lambda lease: print(lease.why_lost))
+    if lock.try_acquire():                       # or lock.acquire(timeout=5), which waits
+        lock.extend(60)
+        token = lock.remint()                    # the old token writes nothing more
+        lock.release()
+    lock.locked()                                # False
+    lock.cancel()                                # ends the waiting of other threads for this object
+
+    lock.acquire()
+    text = lock.hand_over()                      # for `take_over` in another process
+    ```
+
     `fenced_lock` and `Redlock.lock` make it, for `with` and for `async with`; `aio` has its methods for
     coroutines. The thread (task, greenlet) that holds a resource enters it again at no cost, with this object
     or another, and gets the same token. The lease is released when the last block is left. If a transaction
@@ -94,6 +108,9 @@ class FencedLock(BaseLock[Token]):
         rows are claimed with the new token (or their gate is passed), the old one can write nothing more. In
         this order: roll back, remint, load again. A statement without objects also needs a claim before it.
 
+        Returns:
+            The new token; with several resources, a tuple of tokens.
+
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: there is no new token, and the lease has ended.
@@ -102,7 +119,11 @@ class FencedLock(BaseLock[Token]):
         return block.authority.run(self._remint_gen(block))  # type: ignore[no-any-return]
 
     def locked(self) -> bool:
-        """Return whether one of the resources is held at this moment, in any process, this one included."""
+        """Return whether one of the resources is held at this moment, in any process, this one included.
+
+        Raises:
+            AuthorityError: the authority could not tell.
+        """
         authority = self._find_authority()
         return authority.run(self._locked_gen(authority))
 
@@ -117,8 +138,12 @@ class FencedLock(BaseLock[Token]):
     def hand_over(self) -> str:
         """Stop holding the lock without a release; return a text for `take_over` in another process.
 
-        Nothing renews the lease until then. LockError if the lock was entered more than once, or if a
-        transaction needs it; then it stays held. Other errors are as for `remint`.
+        Nothing renews the lease until then.
+
+        Raises:
+            NotHeldError: the lock is not held.
+            LockLostError: the lease has ended.
+            LockError: the lock was entered more than once, or a transaction needs it. It stays held.
         """
         block = self._innermost()
         return block.authority.run(self._hand_over_gen(block))
@@ -191,6 +216,18 @@ class FencedLock(BaseLock[Token]):
 class AsyncLock(Generic[Token]):
     """The methods of a `FencedLock` for coroutines: the same names, the same promises.
 
+    ```python
+    lock = fenced_lock("order:2").aio
+    if await lock.try_acquire():                 # or await lock.acquire(timeout=5), which waits
+        await lock.extend(60)
+        token = await lock.remint()              # the old token writes nothing more
+        await lock.release()
+    await lock.locked()                          # False
+
+    await lock.acquire()
+    text = await lock.hand_over()                # for `take_over` in another process
+    ```
+
     A cancelled acquisition leaves no lease behind; a cancelled release is sent all the same.
     """
 
@@ -207,7 +244,7 @@ class AsyncLock(Generic[Token]):
         return await self._lock._enter_async(self._lock._new_block(timeout))  # type: ignore[no-any-return]
 
     async def try_acquire(self) -> Lease | None:
-        """Try once: return the lease, or None if another holder has the lock."""
+        """Try once: return the lease, or None: see `FencedLock.try_acquire`."""
         try:
             return await self._lock._enter_async(self._lock._new_block(0, is_try=True))  # type: ignore[no-any-return]
         except LockTimeoutError:

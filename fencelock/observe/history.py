@@ -59,6 +59,11 @@ _MOST_WAITING: Final = 10_000
 def history_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     """Return the table `fencelock_events` as part of `metadata`: for migrations.
 
+    ```python
+    history_table(Base.metadata)
+    Base.metadata.create_all(engine)
+    ```
+
     A row has its time in UTC (`at`), `what` happened (granted, lost, refused, forced), the `resource`, the
     `token`, which process (`holder`: host, process id, program), and a `detail` for people.
     """
@@ -156,12 +161,22 @@ class Recorder:
 
 
 def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None) -> Recorder:
-    """Write the history of this process from now on; `close()` of the result ends that.
+    """Write the history of this process from now on.
+
+    ```python
+    recorder = record(engine)
+    with fenced_lock("order:1"):
+        ...
+    recorder.close()
+    ```
 
     Args:
         engine: of the database that has the table, which is made where it is not there.
         keep: seconds after which an entry is deleted.
         schema: where the table is, if not in the connection's default schema.
+
+    Returns:
+        What writes it; its `close()` ends that.
 
     Raises:
         sqlalchemy.exc.SQLAlchemyError: the table is not there and cannot be made.
@@ -171,6 +186,11 @@ def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None)
 
 def read(engine: Engine, resource: str, last: int = 50, *, schema: str | None = None) -> Sequence[Entry]:
     """Return the last entries of a resource, the oldest first.
+
+    ```python
+    for entry in read(engine, "order:1", last=10):
+        print(entry.at, entry.what, entry.token, entry.holder)
+    ```
 
     Raises:
         sqlalchemy.exc.SQLAlchemyError: the table cannot be read.

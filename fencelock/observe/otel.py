@@ -54,6 +54,10 @@ _GUARD: Final[dict[type[GuardEvent], str]] = {
 class FencelockInstrumentor(BaseInstrumentor):  # type: ignore[misc]
     """Counts what locks and fences do, and makes a span of each acquisition.
 
+    ```python
+    FencelockInstrumentor().instrument()
+    ```
+
     `instrument` takes `meter_provider` and `tracer_provider`, the global ones by default, and `label`, as
     `fencelock.observe.prometheus.instrument` does.
     """

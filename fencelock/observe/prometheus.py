@@ -248,12 +248,19 @@ def instrument(
 ) -> Metrics:
     """Count from now on what locks and fences do; call it once in a process, and before it forks.
 
+    ```python
+    instrument()                                 # in the registry that prometheus_client serves
+    ```
+
     Args:
         registry: where the metrics are; the default one of `prometheus_client` by default.
         label: returns what the label `lock` says of an event. By default that is the template that `@fenced`
             was given, or else what stands before the first `:` of the resource. There are at most 200
             values; the others are called `other`.
         textbook_names: count also as `distributed_lock_wait_seconds` and `distributed_lock_failures_total`.
+
+    Returns:
+        The metrics.
 
     Raises:
         ValueError: the registry has these metrics already.
@@ -265,6 +272,11 @@ def watch_nodes(
     authority: Redlock, every: float = 15.0, *, registry: CollectorRegistry = REGISTRY
 ) -> Callable[[], None]:
     """Have a thread ask the nodes how they stand, now and after each so many seconds; return what ends it.
+
+    ```python
+    end = watch_nodes(Redlock("redis://r1:6379"), every=15)
+    end()
+    ```
 
     `fencelock_node_state` is 1 for the state that a node is in, and 0 for all others. One process of a
     program is enough.

@@ -24,6 +24,13 @@ _VERSION: Final = re.compile(rf"[0-9]{{{_DIGITS}}}")
 class FencedFile:
     """Bytes that no token below that of the last version replaces; reading them compares nothing.
 
+    ```python
+    report = FencedFile("report")
+    with fenced_lock("report"):
+        report.write(b"42")
+    report.read()                                # b"42"
+    ```
+
     Args:
         folder: of the versions alone; the first `write` makes it.
         resource: the lock that guards it; by default the name of the folder.

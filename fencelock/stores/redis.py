@@ -45,6 +45,13 @@ class _Value:
 class FencedValue(_Value):
     """A value that no token below that of the last `set` replaces; reading it compares nothing.
 
+    ```python
+    rate = FencedValue(redis.Redis.from_url("redis://localhost:6379"), "rate")
+    with fenced_lock("rate"):
+        rate.set("1.08")
+    rate.get()                                   # b"1.08"
+    ```
+
     Args:
         client: of redis-py.
         key: where it stands; no other code writes it.
@@ -71,7 +78,15 @@ class FencedValue(_Value):
 
 
 class AsyncFencedValue(_Value):
-    """`FencedValue` for clients of `redis.asyncio`."""
+    """`FencedValue` for clients of `redis.asyncio`.
+
+    ```python
+    rate = AsyncFencedValue(redis.asyncio.Redis.from_url("redis://localhost:6379"), "rate")
+    async with fenced_lock("rate"):
+        await rate.set("1.09")
+    await rate.get()                             # b"1.09"
+    ```
+    """
 
     def __init__(self, client: redis.asyncio.Redis, key: str, *, resource: str | None = None) -> None:
         super().__init__(client, key, resource)

@@ -117,8 +117,8 @@ def unfenced() -> AbstractContextManager[None]:
     Flush or commit inside the block. `fencelock.bypass` does the same for one session.
 
     ```python
-    with unfenced():
-        session.add(Order(id=1, status="new"))
+    with unfenced(), Session(engine) as session:
+        session.add(Order(id=9, status="new"))
         session.commit()
     ```
     """
@@ -161,6 +161,9 @@ def lost_lease(resource: str) -> Iterator[Lease]:
     with lost_lease("order:1"), pytest.raises(LockLostError):
         pay(1)
     ```
+
+    Returns:
+        A lease of the resource that has ended.
     """
     resource = check_resource(resource)
 
@@ -199,6 +202,9 @@ def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWri
             asyncio, write `async with`.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
+
+    Returns:
+        What to enter with `with` or `async with`.
 
     Raises:
         TypeError: the model is not fenced.

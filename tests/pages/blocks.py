@@ -11,9 +11,9 @@ from typing import Final
 ROOT: Final = Path(__file__).parent.parent.parent
 PAGES: Final = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
 
-#: Languages whose blocks run, and those that only show something: output, or what another program reads.
+#: Languages whose blocks run, and those that only show: output, a diagram, or what another program reads.
 RUN: Final = ("python", "sh")
-SHOWN: Final = ("text", "sql", "ini", "yaml")
+SHOWN: Final = ("text", "sql", "ini", "yaml", "mermaid")
 
 _FENCE: Final = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
 _FILE: Final = re.compile(r"# (?P<name>[\w/.-]+\.py)$")

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from typing import Any, Final
+from types import ModuleType
+from typing import Any, Final, NamedTuple
 
 import fencelock
 import fencelock.guard
@@ -60,6 +61,7 @@ MEMBERS: Final = {
     "Database": ("lock", "inspect", "force_release", "init", "close"),
     "Etcd": ("lock", "inspect", "force_release", "init", "prune", "close"),
     "ZooKeeper": ("lock", "inspect", "force_release", "init", "prune", "close"),
+    "FencelockInstrumentor": (),
     "Redlock": ("nodes", "lock", "inspect", "force_release", "init", "status", "recover", "close"),
 }
 """Of other classes all public members are shown; these have some that are for the library alone."""
@@ -97,7 +99,7 @@ def members(kind: type) -> Iterator[tuple[str, str]]:
             yield f"{kind.__name__}.{name}{call}", first_line(member)
 
 
-def table(module: Any, names: Iterator[str] | tuple[str, ...], prefix: str = "") -> Iterator[str]:
+def table(module: ModuleType, names: tuple[str, ...], prefix: str) -> Iterator[str]:
     """Yield the lines of a table of names, with the members of classes below them."""
     yield from ("", "| name | |", "|---|---|")
     for name in names:
@@ -107,42 +109,52 @@ def table(module: Any, names: Iterator[str] | tuple[str, ...], prefix: str = "")
             yield from (f"| `{prefix}{member}` | {line} |" for member, line in members(thing))
 
 
+class Group(NamedTuple):
+    """Names that a page lists together: docs/names.md below a heading, and the site on a page of its API."""
+
+    page: str
+    title: str
+    module: ModuleType
+    names: tuple[str, ...]
+    prefix: str = ""
+
+    def paths(self) -> Iterator[str]:
+        """Yield the names in full."""
+        yield from (f"{self.module.__name__}.{name}" for name in self.names)
+
+
+GROUPS: Final = (
+    Group("locks", "Locks", fencelock, LOCKS),
+    Group("models", "Models", fencelock, MODELS),
+    Group("writing", "Writing", fencelock, WRITING),
+    Group("observing", "Watching", fencelock, WATCHING),
+    Group("objects", "What the functions return", fencelock, OBJECTS),
+    Group("errors", "Errors", fencelock, tuple(errors())),
+    Group("models", "", fencelock.guard, ("fence_column", "write_id_column", "forget")),
+    Group("triggers", "", triggers, ("create", "drop", "installed"), "triggers."),
+    Group("observing", "", fencelock.observe, tuple(fencelock.observe.__all__)),
+    Group("observing", "", prometheus, ("instrument", "watch_nodes")),
+    Group("observing", "", otel, ("FencelockInstrumentor",)),
+    Group("observing", "", history, ("record", "read", "history_table")),
+    Group("travelling", "", header, ("held", "bound", "to_header", "from_header")),
+    Group("travelling", "", asgi, ("FencingTokenMiddleware",)),
+    Group("travelling", "", httpx, ("send_tokens", "send_tokens_async")),
+    Group("travelling", "", celery, ("FencedTask",)),
+    Group("travelling", "", fastapi, ("idempotency_key",)),
+    Group("stores", "", redis, ("FencedValue", "AsyncFencedValue")),
+    Group("stores", "", file, ("FencedFile",)),
+    Group("testing", "", testing, tuple(testing.__all__)),
+)
+
+
 def render() -> str:
     """Return the page."""
     lines = [HEAD.rstrip()]
-    for title, names in (
-        ("Locks", LOCKS),
-        ("Models", MODELS),
-        ("Writing", WRITING),
-        ("Watching", WATCHING),
-        ("What the functions return", OBJECTS),
-        ("Errors", tuple(errors())),
-    ):
-        lines += ["", f"## {title}", *table(fencelock, names)]
-        if title == "Errors":
+    for group in GROUPS:
+        lines += ["", f"## {group.title or f'In `{group.module.__name__}`'}"]
+        lines += table(group.module, group.names, group.prefix)
+        if group.title == "Errors":
             lines += ["", "What each means, and what to do: [errors](errors.md)."]
-    lines += [
-        "",
-        "## In `fencelock.guard`",
-        *table(fencelock.guard, ("fence_column", "write_id_column", "forget")),
-    ]
-    lines += ["", "## In `fencelock.guard.triggers`"]
-    lines += table(triggers, ("create", "drop", "installed"), "triggers.")
-    lines += ["", "## In `fencelock.observe`", *table(fencelock.observe, tuple(fencelock.observe.__all__))]
-    for module, names in (
-        (prometheus, ("instrument", "watch_nodes")),
-        (otel, ("FencelockInstrumentor",)),
-        (history, ("record", "read", "history_table")),
-        (header, ("held", "bound", "to_header", "from_header")),
-        (asgi, ("FencingTokenMiddleware",)),
-        (httpx, ("send_tokens", "send_tokens_async")),
-        (celery, ("FencedTask",)),
-        (fastapi, ("idempotency_key",)),
-        (redis, ("FencedValue", "AsyncFencedValue")),
-        (file, ("FencedFile",)),
-        (testing, tuple(testing.__all__)),
-    ):
-        lines += ["", f"## In `{module.__name__}`", *table(module, names)]
     lines += ["", "Alembic's operations: [migrate](migrating.md#3-migrate)."]
     return "\n".join(lines) + "\n"
 

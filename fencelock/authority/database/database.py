@@ -44,6 +44,15 @@ _HOUR: Final = 3_600_000
 class Database(Acquiring):
     """Grants leases in a database, and mints their fencing tokens.
 
+    ```python
+    authority = Database("postgresql+psycopg://user@host/shop")
+    authority.init()                             # its table, if no migration has made it
+    with authority.lock("order:1") as token:
+        authority.inspect("order:1")             # its token, its holder, the seconds left
+    authority.force_release("order:1")           # None: it was free
+    authority.close()
+    ```
+
     It connects at the first use, with its own connections, as does each forked child. Threads may share it.
 
     Args:

@@ -14,6 +14,11 @@ LEASE_TABLE: Final = "fencelock_leases"
 def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     """Return the table of leases as part of `metadata`, defining it there at the first call.
 
+    ```python
+    lease_table(Base.metadata)
+    Base.metadata.create_all(engine)
+    ```
+
     `create_all` and autogenerate need it if PostgreSQL or MariaDB is the authority. SQLite has a file of its
     own, in which fencelock makes the table. In a migration, call `op.create_lease_table()`.
 

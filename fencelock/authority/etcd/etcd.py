@@ -35,6 +35,16 @@ _LEASE_IS_THERE: Final = "lease already exists"
 class Etcd(Asking):
     """Grants leases in etcd 3.4 or later, and mints their fencing tokens.
 
+    ```python
+    authority = Etcd("etcd://e1:2379,e2:2379,e3:2379")
+    authority.init()                             # raises an error if the servers cannot be used
+    with authority.lock("order:1") as token:
+        authority.inspect("order:1")             # its token, its holder, the seconds left
+    authority.force_release("order:1")           # None: it was free
+    authority.prune(older_than=86_400)
+    authority.close()
+    ```
+
     It connects at the first use: one connection for the threads of a process, and one for each event loop. A
     forked child connects by itself. Leases of etcd last whole seconds, and two at least.
 

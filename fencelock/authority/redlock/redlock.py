@@ -46,6 +46,17 @@ DEFAULT_NAMESPACE = "fencelock"
 class Redlock(GeneratorAuthority):
     """Grants leases on a quorum of independent Redis or Valkey nodes, and mints their fencing tokens.
 
+    ```python
+    authority = Redlock("redis://r1:6379,redis://r2:6379,redis://r3:6379")
+    authority.init()                             # once in the life of the nodes
+    with authority.lock("order:1") as token:
+        authority.inspect("order:1")             # its token, its holder, the seconds left
+    authority.force_release("order:1")           # None: it was free
+    [node.state for node in authority.status()]
+    authority.recover()                          # True: no node has to be admitted again
+    authority.close()
+    ```
+
     It connects at the first use. Threads may share it. A forked child opens its own connections.
 
     Args:
@@ -306,6 +317,9 @@ class Redlock(GeneratorAuthority):
 
         Returns:
             True when nothing is left to do; False if nothing can be done, as `status` tells.
+
+        Raises:
+            MembershipError: the nodes disagree on the list of nodes.
         """
         return self._run_apart(recover(self._group()))
 

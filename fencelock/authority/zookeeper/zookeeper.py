@@ -38,6 +38,16 @@ _of_parents: list[object] = []
 class ZooKeeper(LineAuthority):
     """Grants leases in ZooKeeper, and mints their fencing tokens.
 
+    ```python
+    authority = ZooKeeper("zookeeper://z1:2181,z2:2181,z3:2181")
+    authority.init()                             # raises an error if the servers cannot be used
+    with authority.lock("order:1") as token:
+        authority.inspect("order:1")             # its token, its holder, the seconds left
+    authority.force_release("order:1")           # None: it was free
+    authority.prune(older_than=86_400)
+    authority.close()
+    ```
+
     A process has one session, for threads and loops, which begins at the first use. A forked child has its
     own. A lease lasts for two thirds of the session timeout at most, and is extended in time. If a process
     dies, its locks are free when its session has ended, whatever their ttl is.
