@@ -86,12 +86,10 @@ class _Plan(Generic[_Made]):
 
     def refuse_retries(self) -> None:
         if self.retries:
-            raise TypeError(
-                "a `with` block cannot be run again: give its body to run(), or leave retries away"
-            )
+            raise TypeError("a `with` block cannot be run again: give its body to run(), or drop retries")
 
     def pause_before(self, attempt: int, lock: FencedLock[Any]) -> float | None:
-        """Return how long to pause before that attempt; None if it is not to be made."""
+        """Return how long to pause before that attempt; None to make none."""
         if attempt > self.retries or not any(lease.in_doubt for lease in lock.leases):
             return None
         return 0.0 if attempt == 1 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (attempt - 2))
