@@ -6,13 +6,18 @@ import re
 
 import pytest
 
-from tests.pages import site
+from tests.pages import llms, site
 from tests.pages.blocks import ROOT, read
 
 
 def test_navigation_has_each_page() -> None:
     """Those of docs/, those of the API, and the few that lie elsewhere."""
     assert site.differences() == []
+
+
+def test_list_for_programs_has_the_pages_of_the_index() -> None:
+    """`python -m tests.pages.llms` writes it anew."""
+    assert llms.FILE.read_text() == llms.render()
 
 
 def test_difference_is_a_sentence_that_names_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
