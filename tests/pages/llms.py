@@ -15,8 +15,8 @@ FILE: Final = ROOT / "docs" / "llms.txt"
 _HEAD: Final = """\
 # fencelock
 
-> Distributed locks for SQLAlchemy. Each lock brings a fencing token, and the database rejects a write whose token is older
-> than the row's. Python 3.11 or later; PostgreSQL, MariaDB, SQLite; blocking and asyncio.
+> Distributed locks for SQLAlchemy. Each lock brings a fencing token, and the database rejects a write
+> whose token is older than the row's. Python 3.11 or later; PostgreSQL, MariaDB, SQLite; blocking and asyncio.
 """
 _LINK: Final = re.compile(r"\[([^\]]+)\]\(([^)]+\.md)\)")
 

@@ -161,8 +161,8 @@ def prepare() -> None:
     for file in linked:
         (SCRATCH / "docs" / place(file)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, SCRATCH / "docs" / place(file))
-    for file in (HERE / "extra.css", ROOT / "docs" / "llms.txt"):
-        shutil.copy(file, SCRATCH / "docs")
+    shutil.copy(HERE / "extra.css", SCRATCH / "docs")
+    shutil.copy(ROOT / "docs" / "llms.txt", SCRATCH / "docs")
     settings = (HERE / "zensical.toml").read_text().replace('"ROOT', f'"{ROOT}')
     if script := os.environ.get("MERMAID"):  # a copy of mermaid.min.js, for readers without a network
         shutil.copy(script, SCRATCH / "docs" / "mermaid.min.js")
