@@ -16,7 +16,7 @@ _HEAD: Final = """\
 # fencelock
 
 > Distributed locks for SQLAlchemy. Each lock brings a fencing token, and the database rejects a write
-> whose token is older than the row's. Python 3.11 or later; PostgreSQL, MariaDB, SQLite; blocking and asyncio.
+> whose token is older than that of the row. For PostgreSQL, MariaDB and SQLite; blocking and asyncio.
 """
 _LINK: Final = re.compile(r"\[([^\]]+)\]\(([^)]+\.md)\)")
 
