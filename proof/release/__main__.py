@@ -250,8 +250,8 @@ def check_lowest(release: Release) -> None:
     programs = release.environment("lowest", *lowest(), *FOR_TESTS)
     pip(programs, "--no-deps", "--editable", str(ROOT))
     quick = ("-m", "not long and not timed", "-p", "no:cacheprovider", "-q", "-n", "2", "--dist", "loadfile")
-    quick += ("-W", "ignore::DeprecationWarning")  # of old packages, which call what newer ones deprecate
-    run(programs / "python", "-m", "pytest", *quick, *AT_THE_LOWEST)
+    old = ("-W", "ignore::DeprecationWarning")  # of old packages, which call what newer ones deprecate
+    run(programs / "python", "-m", "pytest", *quick, *old, *AT_THE_LOWEST)
 
 
 def check_changelog(tag: str) -> None:
