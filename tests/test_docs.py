@@ -114,9 +114,12 @@ LONG = {
 }
 
 
-@pytest.mark.parametrize(
-    "page", [pytest.param(page, marks=pytest.mark.long if page in LONG else ()) for page in PAGES]
-)
+def marks_of(page: str) -> tuple[pytest.MarkDecorator, ...]:
+    """Return how the test of a page's blocks is marked."""
+    return (pytest.mark.long,) if page in LONG else (pytest.mark.timed,) if page in BEGINNING else ()
+
+
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PAGES])
 def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """In order, in one folder; on pages that do not initialise the nodes, they have been."""
     found = to_run(page)
