@@ -249,7 +249,8 @@ def instrument(
     """Count from now on what locks and fences do; call it once in a process, and before it forks.
 
     ```python
-    instrument()                                 # in the registry that prometheus_client serves
+    metrics = instrument()                       # in the registry that prometheus_client serves
+    metrics.close()                              # never, in most programs
     ```
 
     Args:

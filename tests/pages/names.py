@@ -13,7 +13,8 @@ from typing import Any, Final, NamedTuple
 import fencelock
 import fencelock.guard
 import fencelock.observe
-from fencelock import testing
+from fencelock import holder, testing
+from fencelock.authority.redlock import admin
 from fencelock.guard import triggers
 from fencelock.integrations import asgi, celery, fastapi, header, httpx
 from fencelock.observe import history, otel, prometheus
@@ -62,6 +63,9 @@ MEMBERS: Final = {
     "Etcd": ("lock", "inspect", "force_release", "init", "prune", "close"),
     "ZooKeeper": ("lock", "inspect", "force_release", "init", "prune", "close"),
     "FencelockInstrumentor": (),
+    "Holder": (),
+    "Metrics": ("close",),
+    "Recorder": ("close",),
     "Redlock": ("nodes", "lock", "inspect", "force_release", "init", "status", "recover", "close"),
 }
 """Of other classes all public members are shown; these have some that are for the library alone."""
@@ -70,8 +74,8 @@ HEAD: Final = """\
 # Public names
 
 Written by `python -m tests.pages.names` from the docstrings. `help(fencelock.claim)` shows all of one:
-arguments, errors, examples. What they return can be relied on, as `LockInfo` and `NodeStatus`, and so can
-`write_id_column` and `authority.aio`. A name that no page shows may change in any release.
+arguments, errors, examples. `authority.aio` can be relied on, too. A name that no page shows may change in
+any release.
 """
 
 
@@ -129,13 +133,15 @@ GROUPS: Final = (
     Group("writing", "Writing", fencelock, WRITING),
     Group("observing", "Watching", fencelock, WATCHING),
     Group("objects", "What the functions return", fencelock, OBJECTS),
+    Group("objects", "", holder, ("LockInfo", "Holder")),
+    Group("objects", "", admin, ("NodeStatus", "NodeState")),
     Group("errors", "Errors", fencelock, tuple(errors())),
     Group("models", "", fencelock.guard, ("fence_column", "write_id_column", "forget")),
     Group("triggers", "", triggers, ("create", "drop", "installed"), "triggers."),
     Group("observing", "", fencelock.observe, tuple(fencelock.observe.__all__)),
-    Group("observing", "", prometheus, ("instrument", "watch_nodes")),
+    Group("observing", "", prometheus, ("instrument", "watch_nodes", "Metrics")),
     Group("observing", "", otel, ("FencelockInstrumentor",)),
-    Group("observing", "", history, ("record", "read", "history_table")),
+    Group("observing", "", history, ("record", "read", "history_table", "Recorder", "Entry")),
     Group("travelling", "", header, ("held", "bound", "to_header", "from_header")),
     Group("travelling", "", asgi, ("FencingTokenMiddleware",)),
     Group("travelling", "", httpx, ("send_tokens", "send_tokens_async")),
