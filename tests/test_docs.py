@@ -24,7 +24,7 @@ from fencelock import Redlock
 from fencelock.cli.app import app
 from proof.servers import Nodes, Postgres
 from tests.conftest import mariadb_database
-from tests.pages import names
+from tests.pages import examples, names
 from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 
 #: Blocks that must not run, as (page, a line of the block): the reason.
@@ -289,6 +289,12 @@ def test_readme_is_short() -> None:
 def test_names_are_those_of_the_docstrings() -> None:
     """`python -m tests.pages.names` writes the page anew."""
     assert names.render() == names.PAGE.read_text()
+
+
+@pytest.mark.parametrize("page", examples.EXAMPLES)
+def test_code_is_that_of_the_example(page: str) -> None:
+    """`python -m tests.pages.examples` writes it anew."""
+    assert examples.render(page) == read(page)
 
 
 def test_every_public_name_is_on_the_page() -> None:

@@ -16,6 +16,7 @@ import linecache
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -149,7 +150,8 @@ class Page:
         self._servers.append(server)
         ready = SERVERS[command.split(maxsplit=1)[0] + " "]
         deadline = time.monotonic() + PATIENCE
-        while ready not in log.read_text():
+        port = re.search(r"--port (\d+)", command)  # workers listen later than their parent says so
+        while ready not in log.read_text() or (port and not _listens(int(port[1]))):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{self._name}: {command} did not start:\n{log.read_text()}")
             time.sleep(0.05)
@@ -161,6 +163,12 @@ class Page:
             raise SystemExit(
                 f"{self._name}:{block.line} shows another output than this one:\n{self._printed}"
             )
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
+        return True
+    return False
 
 
 def play(job: dict[str, Any]) -> None:
