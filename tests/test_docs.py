@@ -79,7 +79,7 @@ def urls_for(text: str, nodes: Nodes, request: pytest.FixtureRequest) -> Iterato
             f"{postgres.create_database()}&{attributes}",
         )
     for port in ("8000", "5000"):
-        if f"--port {port}" in text:
+        if f"--port {port}" in text or f"--bind localhost:{port}" in text:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 real = free.getsockname()[1]

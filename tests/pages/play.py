@@ -57,7 +57,7 @@ python() {
 }
 """
 #: Programs that serve until they are ended, and what each says when it is ready.
-SERVERS: Final = {"uvicorn ": "Uvicorn running on", "celery ": " ready.", "flask ": "Running on"}
+SERVERS: Final = {"uvicorn ": "Uvicorn running on", "celery ": " ready.", "gunicorn ": "Listening at"}
 PATIENCE: Final = 300.0 if "FENCELOCK_INSTALLS" in os.environ else 30.0
 
 
@@ -150,7 +150,9 @@ class Page:
         self._servers.append(server)
         ready = SERVERS[command.split(maxsplit=1)[0] + " "]
         deadline = time.monotonic() + PATIENCE
-        port = re.search(r"--port (\d+)", command)  # workers listen later than their parent says so
+        port = re.search(
+            r"--(?:port |bind localhost:)(\d+)", command
+        )  # workers listen later than their parent says so
         while ready not in log.read_text() or (port and not _listens(int(port[1]))):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{self._name}: {command} did not start:\n{log.read_text()}")
