@@ -144,5 +144,5 @@ def test_flask_migrate_fences_what_was_not(shop: Shop) -> None:
         "create_receipt_table()",
     ):
         assert f"op.{operation}" in migration
-    for command in ("upgrade", "check"):
-        shop.python("-m", "flask", "db", command)
+    for command in (["upgrade"], ["check"]):
+        shop.python("-m", "flask", "db", *command)

@@ -57,7 +57,12 @@ python() {
 }
 """
 #: Programs that serve until they are ended, and what each says when it is ready.
-SERVERS: Final = {"uvicorn ": "Uvicorn running on", "celery ": " ready.", "gunicorn ": "Listening at"}
+SERVERS: Final = {
+    "celery -A tasks beat": "beat: Starting",
+    "celery ": " ready.",
+    "gunicorn ": "Listening at",
+    "uvicorn ": "Uvicorn running on",
+}
 PATIENCE: Final = 300.0 if "FENCELOCK_INSTALLS" in os.environ else 30.0
 
 
@@ -148,7 +153,7 @@ class Page:
                 start_new_session=True,
             )
         self._servers.append(server)
-        ready = SERVERS[command.split(maxsplit=1)[0] + " "]
+        ready = next(said for start, said in SERVERS.items() if command.startswith(start))
         deadline = time.monotonic() + PATIENCE
         port = re.search(
             r"--(?:port |bind localhost:)(\d+)", command
