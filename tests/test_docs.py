@@ -100,6 +100,7 @@ LONG = {
         "long-run",
         "torture",
         "fastapi",
+        "flask-sqlalchemy",
         "celery",
         "recover",
         "migrating",

@@ -14,6 +14,7 @@ EXAMPLES: Final = {
     "docs/celery.md": "examples/celery_shop",
     "docs/fastapi.md": "examples/fastapi_shop",
     "docs/flask-sqlalchemy.md": "examples/flask_shop",
+    "docs/sqlmodel.md": "examples/sqlmodel_shop",
 }
 
 
