@@ -37,7 +37,13 @@ NOT_RUN: Final[dict[tuple[str, str], str]] = {
 #: Pages that are about a project that exists: their blocks run in a copy of it.
 PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
 #: Pages that tell to install what they need, for those who begin with them.
-INSTALLING: Final = ("docs/celery.md", "docs/fastapi.md", "docs/flask-sqlalchemy.md", "docs/sqlmodel.md")
+INSTALLING: Final = (
+    "docs/celery.md",
+    "docs/django.md",
+    "docs/fastapi.md",
+    "docs/flask-sqlalchemy.md",
+    "docs/sqlmodel.md",
+)
 #: Servers that a page names, and the fixture of a URL.
 _CONSENSUS: Final = {
     "etcd://e1:2379,e2:2379,e3:2379": "etcd_url",
@@ -102,6 +108,7 @@ LONG = {
         "fastapi",
         "flask-sqlalchemy",
         "celery",
+        "django",
         "recover",
         "migrating",
         "command-line",
