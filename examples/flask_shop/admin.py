@@ -31,7 +31,6 @@ class FencedView(ModelView):
 
     def update_model(self, form: Any, model: Any) -> bool:
         with self.lock(model):
-            self.session.session.refresh(model)  # before the form brings its write id
             return super().update_model(form, model)
 
     def delete_model(self, model: Any) -> bool:
