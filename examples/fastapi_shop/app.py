@@ -40,7 +40,7 @@ async def alive() -> str:
     return "yes"
 
 
-@app.get("/health")  # one SELECT; 503 where no lock can be granted
+@app.get("/health")  # two short SELECTs; 503 where no lock can be granted
 async def health() -> str:
     await app.state.locks.aio.inspect("health")
     return "locks are granted"
