@@ -71,7 +71,9 @@ class Shop:
         """Run its own tests, warnings as errors, and mypy with more options over its modules."""
         assert " passed" in self.python("-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider")
         modules = [path.name for path in self.folder.glob("*.py")]
-        self.python("-m", "mypy", *_MYPY, *options, "--cache-dir", str(ROOT / ".mypy_cache/shops"), *modules)
+        self.python(
+            "-m", "mypy", *_MYPY, *options, "--cache-dir", str(ROOT / ".mypy_cache" / self.name), *modules
+        )
 
     @contextmanager
     def running(self, *command: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
