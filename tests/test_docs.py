@@ -24,7 +24,7 @@ from fencelock import Redlock
 from fencelock.cli.app import app
 from proof.servers import Nodes, Postgres
 from tests.conftest import mariadb_database
-from tests.pages import docstrings, names
+from tests.pages import docstrings, examples, names
 from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 
 #: Blocks that must not run, as (page, a line of the block): the reason.
@@ -37,7 +37,13 @@ NOT_RUN: Final[dict[tuple[str, str], str]] = {
 #: Pages that are about a project that exists: their blocks run in a copy of it.
 PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
 #: Pages that tell to install what they need, for those who begin with them.
-INSTALLING: Final = ("docs/celery.md", "docs/fastapi.md", "docs/flask-sqlalchemy.md", "docs/sqlmodel.md")
+INSTALLING: Final = (
+    "docs/celery.md",
+    "docs/django.md",
+    "docs/fastapi.md",
+    "docs/flask-sqlalchemy.md",
+    "docs/sqlmodel.md",
+)
 #: Servers that a page names, and the fixture of a URL.
 _CONSENSUS: Final = {
     "etcd://e1:2379,e2:2379,e3:2379": "etcd_url",
@@ -81,7 +87,7 @@ def urls_for(text: str, nodes: Nodes, request: pytest.FixtureRequest) -> Iterato
             f"{postgres.create_database()}&{attributes}",
         )
     for port in ("8000", "5000"):
-        if f"--port {port}" in text:
+        if f"--port {port}" in text or f"--bind localhost:{port}" in text:
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 real = free.getsockname()[1]
@@ -102,7 +108,9 @@ LONG = {
         "long-run",
         "torture",
         "fastapi",
+        "flask-sqlalchemy",
         "celery",
+        "django",
         "recover",
         "migrating",
         "command-line",
@@ -308,6 +316,12 @@ def test_readme_is_short() -> None:
 def test_names_are_those_of_the_docstrings() -> None:
     """`python -m tests.pages.names` writes the page anew."""
     assert names.render() == names.PAGE.read_text()
+
+
+@pytest.mark.parametrize("page", examples.EXAMPLES)
+def test_code_is_that_of_the_example(page: str) -> None:
+    """`python -m tests.pages.examples` writes it anew."""
+    assert examples.render(page) == read(page)
 
 
 def test_every_public_name_is_on_the_page() -> None:

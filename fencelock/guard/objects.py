@@ -310,7 +310,8 @@ def on_row(context: Any, state: _State, before: int | None, found: int | None) -
     """Note that the row which fills in an object is of another version than the object."""
     if type(before) is Stamp and found == before.loaded:
         return before  # the object is being written, and the row is not yet
-    context.attributes[WRITE_COLUMN, state] = found
+    was_assigned = type(before) is int and state.committed_state.get(WRITE_COLUMN) is NO_VALUE
+    context.attributes[WRITE_COLUMN, state] = found, was_assigned and before != found
     return found
 
 
@@ -328,9 +329,11 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     attributes: dict[Any, Any] = getattr(context, "attributes", {})
     if (WRITE_COLUMN, state) not in attributes:
         return  # the new part is of the same version
-    found, aging = attributes.pop((WRITE_COLUMN, state)), _aging_of(state.mapper)
+    (found, is_another), aging = attributes.pop((WRITE_COLUMN, state)), _aging_of(state.mapper)
     asked = {*aging, WRITE_COLUMN} if names is None else {*names}
     old = left_out_of(context, state.mapper) if names is None else aging - asked
     if not any(key in current for key in asked & {*aging, WRITE_COLUMN}):
         return  # found, and not loaded
-    current[WRITE_COLUMN] = NO_VERSION if any(_was_loaded(state, key) for key in old & aging) else found
+    is_another = is_another and names is not None  # a form has assigned it, and the rest is loaded now
+    is_mixed = is_another or any(_was_loaded(state, key) for key in old & aging)
+    current[WRITE_COLUMN] = NO_VERSION if is_mixed else found

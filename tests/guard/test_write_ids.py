@@ -6,15 +6,17 @@ the write, and without. The first is refused, the second accepted.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, inspect, select
-from sqlalchemy.orm import Session, defer, load_only, with_polymorphic
+from sqlalchemy import Engine, insert, inspect, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, defer, load_only, mapped_column, with_polymorphic
 
+from fencelock import FencedModel, Lease, StaleReadError
 from tests.guard import write_ids
 from tests.guard.listening import listening
-from tests.guard.rows import on_sqlite_alone
+from tests.guard.rows import bypassed, holding, on_sqlite_alone
 from tests.guard.write_ids import Account, Deferred, Dog, Joined, Row, Story, Tag, Versioned, get, whole
 
 ROWS = write_ids.fill
@@ -202,3 +204,35 @@ LOADS = {
 def test_every_way_to_load_an_object_loads_its_id(engine: Engine, way: str, *, written: bool) -> None:
     """No option leaves the id out, and a part that is loaded by itself brings it."""
     write_ids.play(engine, LOADS[way], written=written)
+
+
+class Pages(DeclarativeBase):
+    pass
+
+
+class Page(FencedModel, Pages):
+    __tablename__ = "wi_pages"
+    __fence_resource__ = "page:{id}"  # a flush loads the columns that it names
+    id: Mapped[int] = mapped_column(primary_key=True)
+    text: Mapped[str]
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("is_old", [True, False], ids=["written", "untouched"])
+def test_id_that_a_form_brings_is_compared_on_an_expired_object(engine: Engine, *, is_old: bool) -> None:
+    """As where a request has loaded the object, and has rolled back before the lock."""
+    Pages.metadata.drop_all(engine)
+    Pages.metadata.create_all(engine)
+    with bypassed(engine) as connection:
+        connection.execute(insert(Page), {"id": 1, "text": "first"})
+    with Session(engine) as session:
+        shown = session.get_one(Page, 1).last_write_id
+    if is_old:
+        with holding(engine, Lease("page:1", 7)) as session, session.begin():
+            session.get_one(Page, 1).text = "of another"
+    with holding(engine, Lease("page:1", 9)) as session:
+        page = session.get_one(Page, 1)
+        session.rollback()
+        page.text, page.last_write_id = "edited", shown
+        with pytest.raises(StaleReadError, match="two versions") if is_old else nullcontext():
+            session.commit()

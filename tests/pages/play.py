@@ -16,6 +16,7 @@ import linecache
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -57,7 +58,12 @@ python() {
 }
 """
 #: Programs that serve until they are ended, and what each says when it is ready.
-SERVERS: Final = {"uvicorn ": "Uvicorn running on", "celery ": " ready.", "flask ": "Running on"}
+SERVERS: Final = {
+    "celery -A tasks beat": "beat: Starting",
+    "celery ": " ready.",
+    "gunicorn ": "Listening at",
+    "uvicorn ": "Uvicorn running on",
+}
 PATIENCE: Final = 300.0 if "FENCELOCK_INSTALLS" in os.environ else 30.0
 
 
@@ -148,9 +154,12 @@ class Page:
                 start_new_session=True,
             )
         self._servers.append(server)
-        ready = SERVERS[command.split(maxsplit=1)[0] + " "]
+        ready = next(said for start, said in SERVERS.items() if command.startswith(start))
         deadline = time.monotonic() + PATIENCE
-        while ready not in log.read_text():
+        port = re.search(
+            r"--(?:port |bind localhost:)(\d+)", command
+        )  # workers listen later than their parent says so
+        while ready not in log.read_text() or (port and not _listens(int(port[1]))):
             if server.poll() is not None or time.monotonic() > deadline:
                 raise SystemExit(f"{self._name}: {command} did not start:\n{log.read_text()}")
             time.sleep(0.05)
@@ -162,6 +171,12 @@ class Page:
             raise SystemExit(
                 f"{self._name}:{block.line} shows another output than this one:\n{self._printed}"
             )
+
+
+def _listens(port: int) -> bool:
+    with contextlib.suppress(OSError), socket.create_connection(("localhost", port), 1):
+        return True
+    return False
 
 
 def play(job: dict[str, Any]) -> None:

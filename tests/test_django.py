@@ -1,0 +1,84 @@
+"""docs/django.md on PostgreSQL, too, and what it says of Django that its blocks do not show."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import pytest
+from sqlalchemy import make_url
+
+from fencelock import Database
+from proof.servers import Postgres
+from tests.pages.blocks import Block
+from tests.test_docs import play, to_run
+
+pytestmark = pytest.mark.long
+
+PAGE: Final = "docs/django.md"
+SQLITE: Final = '{"ENGINE": "django.db.backends.sqlite3", "NAME": "db.sqlite3"}'
+GROWS: Final = """
+sed -i 's/max_length=20/max_length=30/' shop/models.py
+django-admin makemigrations shop --name longer
+django-admin migrate
+"""
+WRITES: Final = """
+with fenced_lock("order:1") as token:
+    write(Order, 1, token, status="shipped")
+"""
+
+
+def play_all(folder: Path, blocks: Iterable[Block], *more: Block) -> subprocess.CompletedProcess[str]:
+    """Run the page, and then more."""
+    return play(PAGE, [*blocks, *more], folder, {})
+
+
+def test_page_runs_on_postgresql(postgres: Postgres, tmp_path: Path) -> None:
+    """With a trigger and columns that outlive a migration of Django's own."""
+    url = postgres.create_database()
+    with Database(url) as authority:
+        authority.init()
+    parts = make_url(url)
+    real = repr(
+        {
+            "ENGINE": "django.db.backends.postgresql",
+            "NAME": parts.database,
+            "USER": parts.username,
+            "HOST": parts.query["host"],
+            "PORT": parts.query.get("port", ""),
+        }
+    )
+    blocks = []
+    for block in to_run(PAGE):
+        assert block.file != "settings.py" or block.text.count(SQLITE) == 1
+        text = block.text.replace(SQLITE, real).replace("sqlite:///db.sqlite3", url)
+        blocks.append(Block(block.language, block.line, text))
+    ended = play_all(tmp_path, blocks, Block("sh", 1, GROWS), Block("python", 2, WRITES))
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_sqlite_loses_the_columns_when_django_copies_the_table(tmp_path: Path) -> None:
+    """And nothing is written without them; the operations of the page bring them back."""
+    ended = play_all(tmp_path, to_run(PAGE), Block("sh", 1, GROWS), Block("python", 2, WRITES))
+    assert "no such column: last_fencing_token" in ended.stderr
+    again = """
+    sed 's/0001_orders/0003_longer/' shop/migrations/0002_fence.py > shop/migrations/0004_fence.py
+    django-admin migrate
+    """
+    blocks = [*to_run(PAGE), Block("sh", 1, GROWS), Block("sh", 2, again), Block("python", 3, WRITES)]
+    (tmp_path / "again").mkdir()
+    ended = play_all(tmp_path / "again", blocks)
+    assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_lock_inside_a_transaction_is_refused(tmp_path: Path) -> None:
+    """By `durable=True`, as with ATOMIC_REQUESTS."""
+    inside = """
+from django.db.transaction import atomic
+with atomic():
+    pay(1, charge=print)
+"""
+    ended = play_all(tmp_path, to_run(PAGE), Block("python", 1, inside))
+    assert "RuntimeError: A durable atomic block cannot be nested" in ended.stderr
