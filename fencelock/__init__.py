@@ -6,6 +6,7 @@ from fencelock._fenced_once import fenced_once
 from fencelock._leader import Leader, Term, leader
 from fencelock._locking import configure, fenced_lock, fenced_semaphore, take_over
 from fencelock._locking import load as _load
+from fencelock._outcomes import http_status, is_retryable
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
 from fencelock.authority.redlock.redlock import Redlock
@@ -127,6 +128,8 @@ __all__ = [
     "fenced_update",
     "gate",
     "gate_async",
+    "http_status",
+    "is_retryable",
     "leader",
     "lease_table",
     "on_claim",

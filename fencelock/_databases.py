@@ -23,12 +23,13 @@ RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
 TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 """A time to the microsecond; on MariaDB and SQLite it is in UTC."""
 
-#: What databases say of a lock that was waited for too long; of a deadlock, of a snapshot that is too old, of
+#: What databases say of a lock that was waited for too long; of a deadlock, of a snapshot that is too old; of
 #: a statement that took too long.
 _LOCK_TIMEOUT: Final = "55P03"
 _LOCK_TIMEOUT_NUMBER: Final = 1205
-_BUSY_STATES: Final = frozenset({"40001", "40P01", "57014"})
-_BUSY_NUMBERS: Final = frozenset({1020, 1213, 1969})
+_CONFLICT_STATES: Final = frozenset({"40001", "40P01"})
+_CONFLICT_NUMBERS: Final = frozenset({1020, 1213})
+_SLOW: Final = frozenset({"57014", 1969})
 _SQLITE_BUSY: Final = frozenset({5, 6})
 #: What a standby says, a server that was the primary, and a node of Galera that has left its group.
 _ELSEWHERE_STATES: Final = frozenset({"25006"})
@@ -56,9 +57,14 @@ def is_busy(error: BaseException) -> bool:
     """Tell whether another transaction was in the way, and may be out of it next time."""
     if not isinstance(error, DBAPIError):
         return False
-    if sqlstate(error) in _BUSY_STATES or waited_in_vain(error):
+    if is_conflict(error) or waited_in_vain(error):
         return True
-    return error_number(error) in _BUSY_NUMBERS
+    return not _SLOW.isdisjoint({sqlstate(error), error_number(error)})
+
+
+def is_conflict(error: BaseException) -> bool:
+    """Tell whether another transaction has won: a deadlock, or rows that have changed."""
+    return sqlstate(error) in _CONFLICT_STATES or error_number(error) in _CONFLICT_NUMBERS
 
 
 def waited_in_vain(error: DBAPIError) -> bool:
@@ -96,6 +102,11 @@ def leaves_doubt(error: BaseException) -> bool:
 def is_elsewhere(error: BaseException) -> bool:
     """Tell whether this server takes no writes now; a new connection may lead to another that does."""
     return sqlstate(error) in _ELSEWHERE_STATES or error_number(error) in _ELSEWHERE_NUMBERS
+
+
+def is_away(error: BaseException) -> bool:
+    """Tell whether this server says that it starts, stops, is full, or takes no writes now."""
+    return sqlstate(error) in _AWAY_STATES or error_number(error) in _AWAY_NUMBERS
 
 
 def is_unavailable(error: BaseException) -> bool:

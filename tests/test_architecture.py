@@ -78,7 +78,8 @@ ARROWS = {
     "max_fence": "guard",
     "transaction": "values guard lock _locking",
     "_fenced_once": "_locking guard lock lock.decorator transaction",
-    "integrations": "values",
+    "integrations": "values _outcomes",
+    "_outcomes": "values",
     "_leader": "values authority.base _locking",
     "alembic": "guard authority.database",
     "observe": f"values {REDLOCK}",
@@ -87,8 +88,8 @@ ARROWS = {
     "cli": f"values _locking authority.database authority.line {REDLOCK} {REDLOCK}.transport guard lock "
     "max_fence observe",
     "__main__": "cli",
-    "": f"values _locking _fenced_once authority.database authority.etcd authority.zookeeper {REDLOCK} "
-    "guard _leader lock lock.decorator transaction",
+    "": f"values _locking _outcomes _fenced_once authority.database authority.etcd authority.zookeeper "
+    f"{REDLOCK} guard _leader lock lock.decorator transaction",
 }
 """The house from the ground up."""
 

@@ -7,7 +7,6 @@ import asyncio
 import re
 import threading
 import time
-import types
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -41,9 +40,12 @@ from fencelock import (
     fenced,
     fenced_lock,
     fenced_transaction,
+    http_status,
+    is_retryable,
     once,
     receipt_table,
 )
+from fencelock.integrations.fastapi import answer_errors
 from fencelock.tokens import MAX_COUNTER
 from proof.servers import Nodes
 from proof.servers.workspace import free_ports
@@ -153,17 +155,6 @@ def classes_in(cell: str) -> list[tuple[str, str]]:
     return [(name, said) for name, said in qualified if name.endswith("Error")]
 
 
-def policy() -> types.ModuleType:
-    """Return the retry policy, as printed."""
-    (block,) = (block for block in blocks(read("docs/errors.md")) if block.file == "again.py")
-    made = types.ModuleType("again")
-    exec(block.text, vars(made))  # noqa: S102 - this is what the page has
-    return made
-
-
-may_try_again: Final[Callable[[BaseException], bool]] = policy().may_try_again
-
-
 def made(kind: type[FencelockError], said: str) -> FencelockError:
     """Return an error of a class."""
     if issubclass(kind, LockLostError):
@@ -192,7 +183,7 @@ def test_row_agrees_with_its_class(row: list[str]) -> None:
         return
     error = made(getattr(errors, name), said)
     assert error.written is WRITTEN[written]
-    assert may_try_again(error) == (not retry.startswith("no"))
+    assert is_retryable(error) == (not retry.startswith("no"))
     assert celery in CELERY
     mends = issubclass(getattr(errors, name), errors.AuthorityError)  # an operator, while the queue waits
     assert (celery == "never") == (retry.startswith("no") and not mends)
@@ -233,12 +224,10 @@ RAISED: Final = [row for row in CLASSES if row[0] != "`FencelockError`"]
 
 @pytest.mark.parametrize("row", RAISED, ids=lambda row: row[0].replace("`", ""))
 def test_pages_on_frameworks_do_as_the_table_says(row: list[str]) -> None:
-    """The status of FastAPI's and Flask's handlers, and Celery's lists."""
+    """The status of an answer, and Celery's lists."""
     ((name, said),) = classes_in(row[0])
     error = made(getattr(errors, name), said)
-    status = int(row[4].split(",")[0])
-    for page in ("docs/fastapi.md", "docs/flask-sqlalchemy.md"):
-        assert printed(page, "answers.py", "status_of")["status_of"](error) == status
+    assert http_status(error) == int(row[4].split(",")[0])
     celery = printed("docs/celery.md", "tasks.py", "AGAIN", "LOOK_FIRST")
     tried_again = isinstance(error, celery["AGAIN"] + celery["LOOK_FIRST"])
     assert tried_again == (row[5] != "never")
@@ -248,8 +237,7 @@ def test_pages_on_frameworks_do_as_the_table_says(row: list[str]) -> None:
 def test_fastapi_answers_where_no_connection_can_be_made() -> None:
     """Asyncpg's own error, which SQLAlchemy does not wrap; and the answer says nothing of what is inside."""
     app = FastAPI()
-    functions = ("install", "answer", "status_of", "logger", "SQLSTATES")
-    printed("docs/fastapi.md", "answers.py", *functions)["install"](app)
+    answer_errors(app)
     (port,) = free_ports(1)
 
     @app.get("/")
@@ -274,7 +262,8 @@ def check_driver(name: str, error: BaseException) -> None:
     """Check that the retry policy does with a driver's error what its row says."""
     row = DRIVER[name]
     assert row[6] in CELERY
-    assert may_try_again(error) == (not row[4].startswith("no")), repr(error)
+    assert is_retryable(error) == (not row[4].startswith("no")), repr(error)
+    assert http_status(error) == int(row[5].split(",")[0]), repr(error)
 
 
 # Each class, provoked

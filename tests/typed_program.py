@@ -14,6 +14,7 @@ import httpx
 import redis
 import redis.asyncio
 from fastapi import FastAPI
+from flask import Flask
 from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
@@ -77,6 +78,8 @@ from fencelock import (
     fenced_update,
     gate,
     gate_async,
+    http_status,
+    is_retryable,
     leader,
     lease_table,
     on_claim,
@@ -92,6 +95,8 @@ from fencelock import (
 from fencelock import alembic as fences
 from fencelock.authority.line.line import LineAuthority
 from fencelock.guard import fence_column, triggers, write_id_column
+from fencelock.integrations import fastapi as fastapi_integration
+from fencelock.integrations import flask as flask_integration
 from fencelock.integrations import header
 from fencelock.integrations.asgi import FencingTokenMiddleware
 from fencelock.integrations.httpx import send_tokens, send_tokens_async
@@ -459,6 +464,13 @@ def without_arguments(lock: FencedLock, engine: Engine) -> FencedTransaction:
     with fenced_transaction(engine, "order:1") as session:
         assert_type(session, Session)
     return fenced_transaction(engine, "order:1")
+
+
+def outcomes(error: Exception, app: FastAPI, site: Flask) -> tuple[bool, int]:
+    """Try again, or answer."""
+    fastapi_integration.answer_errors(app)
+    flask_integration.answer_errors(site)
+    return is_retryable(error), http_status(error)
 
 
 def migrate() -> None:

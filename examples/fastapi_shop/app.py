@@ -11,9 +11,8 @@ from fastapi import Depends, FastAPI, HTTPException, Response
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from sqlalchemy.ext.asyncio import AsyncSession
 
-import answers
 from fencelock import claim_async, configure, fenced_lock, fenced_once, fenced_transaction
-from fencelock.integrations.fastapi import idempotency_key
+from fencelock.integrations.fastapi import answer_errors, idempotency_key
 from fencelock.observe import prometheus
 from models import TTL, Account, Payment, Session, make_engine
 
@@ -32,7 +31,7 @@ async def lifespan(app: FastAPI) -> AsyncIterator[None]:
 
 
 app = FastAPI(lifespan=lifespan)
-answers.install(app)
+answer_errors(app)
 
 
 @app.get("/alive")  # asks nothing, because a new process mends no database

@@ -9,10 +9,10 @@ from flask_migrate import Migrate
 from flask_sqlalchemy import SQLAlchemy
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-import answers
 import fencelock
 from admin import FencedView
 from fencelock import FencedModel, fenced_lock, fenced_once
+from fencelock.integrations.flask import answer_errors
 
 TTL = int(os.environ.get("LOCK_TTL", "30"))  # seconds until another worker replaces one that stands still
 
@@ -44,7 +44,7 @@ def create_app(url: str = "sqlite:///shop.db") -> Flask:  # which is instance/sh
         fencelock.configure(db.engine)  # this database grants the locks
         fencelock.begin_immediate(db.engine)  # SQLite only: transactions take turns
     Admin(app).add_view(FencedView(Article, db))
-    answers.install(app)
+    answer_errors(app)
     app.add_url_rule("/articles/<int:number>/take", view_func=take, methods=["POST"])
     app.add_url_rule("/articles/<int:number>/count", view_func=count, methods=["POST"])
     return app

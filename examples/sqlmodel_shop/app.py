@@ -4,20 +4,17 @@ import os
 from collections.abc import Iterator
 from typing import Annotated, Any, ClassVar
 
-from fastapi import Depends, FastAPI, HTTPException, Request, Response
+from fastapi import Depends, FastAPI, HTTPException
 from sqlmodel import Field, Session, SQLModel, create_engine
 
 from fencelock import (
-    FencelockError,
-    LockLostError,
-    LockTimeoutError,
-    StaleTokenError,
     configure,
     fence_table,
     fenced_lock,
     lease_table,
 )
 from fencelock.guard import fence_column, write_id_column
+from fencelock.integrations.fastapi import answer_errors
 
 
 class Fenced(SQLModel):
@@ -48,15 +45,7 @@ def get_session() -> Iterator[Session]:
 
 SessionDep = Annotated[Session, Depends(get_session)]
 app = FastAPI()
-
-
-@app.exception_handler(LockTimeoutError)
-@app.exception_handler(StaleTokenError)
-@app.exception_handler(LockLostError)
-def refuse(_request: Request, error: FencelockError) -> Response:
-    if isinstance(error, LockTimeoutError):
-        return Response("Locked", 423, {"Retry-After": "1"})
-    return Response("Conflict", 409) if error.written is False else Response("Look first", 504)
+answer_errors(app)
 
 
 @app.post("/orders")

@@ -1,16 +1,35 @@
-"""FastAPI: the header `Idempotency-Key` as a dependency, for the key of `once` and `fenced_once`."""
+"""FastAPI: answers to errors, and the header `Idempotency-Key` for the key of `once` and `fenced_once`."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from typing import Annotated, Final
 
-from fastapi import Header, HTTPException
+from fastapi import FastAPI, Header, HTTPException, Request, Response
 
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
+from fencelock.integrations._answers import ANSWERED, answer_to
 
 #: Characters of a header, so that a prefix such as "deposit:" has room in the key of a receipt.
 MAX_KEY: Final = 200
+
+
+def answer_errors(app: FastAPI) -> None:
+    """Answer errors by `http_status`, with `Retry-After` where a client should try again, and nothing else.
+
+    ```python
+    answer_errors(app)
+    ```
+
+    The logger `fencelock.integrations` has the error. An error with the status 500 is raised again.
+    """
+
+    async def answer(request: Request, error: Exception) -> Response:
+        text, status, headers = answer_to(error, request.url.path)
+        return Response(text, status, headers, "text/plain")
+
+    for kind in ANSWERED:
+        app.add_exception_handler(kind, answer)
 
 
 async def idempotency_key(

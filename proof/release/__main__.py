@@ -220,7 +220,7 @@ def check_types(release: Release) -> None:
     """Each public symbol has a type, and a user's program has no complaint, by pyright and by mypy."""
     wanted = f"{release.wheel}[{','.join(EXTRAS)}]"
     programs = release.environment(
-        "types", wanted, "basedpyright", "mypy", "pytest", "fastapi", "celery", "httpx", "asgiref"
+        "types", wanted, "basedpyright", "mypy", "pytest", "fastapi", "flask", "celery", "httpx", "asgiref"
     )
     path = f"{programs}{os.pathsep}{os.environ['PATH']}"
     folder = release.folder / "program"

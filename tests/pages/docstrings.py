@@ -35,6 +35,7 @@ SILENT: Final = (
     ),
     *(".close", ".status", ".cancel", "Lease.to_header", "Term.wait", "Term.wait_async", ".forget"),
     *("triggers.installed", "FencedValue.get", "FencedFile.read"),
+    *(".is_retryable", ".http_status", ".answer_errors"),
     *("testing.temporary_authority", "testing.unfenced", "testing.lost_lease"),
 )
 

@@ -16,7 +16,7 @@ import fencelock.observe
 from fencelock import holder, testing
 from fencelock.authority.redlock import admin
 from fencelock.guard import triggers
-from fencelock.integrations import asgi, celery, fastapi, header, httpx
+from fencelock.integrations import asgi, celery, fastapi, flask, header, httpx
 from fencelock.observe import history, otel, prometheus
 from fencelock.stores import file, redis
 from tests.pages.blocks import ROOT
@@ -34,6 +34,7 @@ WRITING: Final = (
     *("fenced_update", "fenced_delete", "fenced_text", "conditional_update", "conditional_delete"),
     *("claim_async", "claim_all_async", "gate_async"),
     *("once", "once_async", "fenced_once", "receipt_table", "prune_receipts"),
+    *("is_retryable", "http_status"),
 )
 WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
 OBJECTS: Final = (
@@ -146,7 +147,8 @@ GROUPS: Final = (
     Group("travelling", "", asgi, ("FencingTokenMiddleware",)),
     Group("travelling", "", httpx, ("send_tokens", "send_tokens_async")),
     Group("travelling", "", celery, ("FencedTask",)),
-    Group("travelling", "", fastapi, ("idempotency_key",)),
+    Group("travelling", "", fastapi, ("answer_errors", "idempotency_key")),
+    Group("travelling", "", flask, ("answer_errors",)),
     Group("stores", "", redis, ("FencedValue", "AsyncFencedValue")),
     Group("stores", "", file, ("FencedFile",)),
     Group("testing", "", testing, tuple(testing.__all__)),

@@ -1,0 +1,32 @@
+"""Which errors are answered, and with what: for the frameworks of the web."""
+
+from __future__ import annotations
+
+import logging
+from http import HTTPStatus
+from typing import Final
+
+from sqlalchemy.exc import DBAPIError, NoResultFound
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+
+from fencelock._outcomes import http_status, is_retryable
+from fencelock.errors import FencelockError
+
+logger: logging.Logger = logging.getLogger("fencelock.integrations")
+
+ANSWERED: Final[tuple[type[Exception], ...]] = (
+    *(FencelockError, DBAPIError, NoResultFound, PoolTimeoutError),
+    OSError,
+)
+
+
+def answer_to(error: Exception, path: str) -> tuple[str, int, dict[str, str]]:
+    """Return body, status and headers, without a word of the error, which names hosts and processes.
+
+    The log has them. An error that only a change of code mends is raised again.
+    """
+    status = http_status(error)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        raise error
+    logger.warning("%s answered with %s: %s", path, status, error)
+    return HTTPStatus(status).phrase, status, {"Retry-After": "1"} if is_retryable(error) else {}
