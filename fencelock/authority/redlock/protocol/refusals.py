@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from fencelock.authority.base import held_by_another, too_slow
 from fencelock.authority.redlock.protocol.attempts import Failed, NodeSet
-from fencelock.authority.redlock.protocol.messages import VOTING, NodeReplies, ReplyKind
+from fencelock.authority.redlock.protocol.messages import MISSING_RIGHT, VOTING, NodeReplies, ReplyKind
 from fencelock.errors import (
     CountersExhaustedError,
     LockTimeoutError,
@@ -61,6 +61,8 @@ def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
     advice = "bring the others back, or mend their URLs"
     if said[ReplyKind.AMNESIA] or said[ReplyKind.RESTARTED]:
         advice = f"{_when_back(node_set, answers)}; `fencelock nodes` tells more (docs/redis.md)"
+    elif any(MISSING_RIGHT in answer.detail for answer in answers.values()):
+        advice = "give the user that right"
     raise QuorumError(
         f"{voters} of {len(node_set.names)} nodes can vote, and a majority is {node_set.quorum}: {report}; "
         f"{advice}",
