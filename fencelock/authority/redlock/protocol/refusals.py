@@ -34,7 +34,8 @@ def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
     if holder_ttl == math.inf:
         raise LockTimeoutError(
             f"{outcome.attempt.name} is held for ever: something else than fencelock has written its key "
-            f"({', '.join(outcome.attempt.keys[1:])}) without an end; `fencelock release --force` removes it",
+            f"({', '.join(outcome.attempt.keys[1:])}) without an end; `fencelock release NAME "
+            "--force --reason why` removes it",
             holder_ttl=holder_ttl,
         )
     raise held_by_another(outcome.attempt.resources, holder_ttl)
