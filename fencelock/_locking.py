@@ -214,8 +214,8 @@ def fenced_lock(
     ```
 
     Every lease of a resource has a larger token than all leases that were acquired before its own acquisition
-    began, whatever networks, clocks and pauses do. The storage compares tokens, because an older holder may
-    still be at work.
+    began. (docs/correctness.md says under which faults.) The storage compares tokens, because an older holder
+    may still be at work.
 
     Args:
         *resources: names of 1 to 255 characters, without control characters. Several, at most 5000, are

@@ -1,6 +1,7 @@
 """Fences in Alembic: operations for migrations, and an autogenerate that knows them.
 
-`pip install 'fencelock[alembic]'` is all that it takes: Alembic (1.18 or later) finds the plugin by itself.
+Alembic 1.18 or later finds the plugin by itself. With an earlier one, `env.py` calls
+`fencelock.alembic.plugin.register()`.
 `alembic revision --autogenerate` writes the operations. `alembic check` notices a missing one, a
 trigger that SQLite's batch mode has dropped included.
 """

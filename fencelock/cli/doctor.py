@@ -142,7 +142,8 @@ def _of_node(node: Redis, name: str) -> Iterator[Finding]:
     policy = info.get("maxmemory_policy", "noeviction")
     if info.get("maxmemory") and policy != "noeviction":
         what = f"drops keys when its memory is full ({policy}): held locks, or the record of all tokens"
-        yield Finding(name, what, "CONFIG SET maxmemory-policy noeviction, and in its configuration file")
+        advice = "CONFIG SET maxmemory-policy noeviction, and in its configuration file (or parameter group)"
+        yield Finding(name, what, advice)
     if info.get("evicted_keys"):
         yield note(name, f"has dropped {info['evicted_keys']} keys since its start", "give it more memory")
     if not info.get("aof_enabled"):

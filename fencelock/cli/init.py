@@ -33,7 +33,7 @@ def init(
     max_ttl: Annotated[
         float | None,
         typer.Option(
-            help="Longest lease in seconds, 60 by default; a node that restarted stays out until then."
+            help="Longest lease in seconds, 60 by default; a node that restarted stays out for that time."
         ),
     ] = None,
     after_loss: Annotated[

@@ -373,7 +373,7 @@ def prune(
         str, typer.Option(help="The database of the receipts, if it is not the one that grants the locks.")
     ] = "",
 ) -> None:
-    """Delete what has not been used for long: a database's rows of free resources, and receipts of `once`.
+    """Delete what has not been used for long: what the authority keeps of free resources, and receipts.
 
     A key whose receipt is gone can be used again. The fences stay as they are: they refuse late writers.
     """

@@ -122,7 +122,7 @@ def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: Loc
             error.holder = found[0].holder
             said, by = str(error), f"is held by {error.holder}"
             if error.holder is None:
-                free = shlex.join(["fencelock", "release", "--force", name])
+                free = shlex.join(["fencelock", "release", name, "--force", "--reason", "why"])
                 by = f"is held by something that is no fencelock lease (`{free}` frees it)"
             one = len(resources) == 1
             error.args = (said.replace("is held by another", by) if one else f"{said}. {name!r} {by}",)

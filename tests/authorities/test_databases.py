@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -458,7 +459,7 @@ def test_words_for_mysql_are_those_that_mysql_documents() -> None:
         ("sqlite:///file:app.db?uri=true", ValueError, "plain path"),
         ("oracle://h/x", ValueError, "PostgreSQL, MariaDB, MySQL and SQLite"),
         ("nonsense", ValueError, "no URL of a database, such as"),
-        ("postgresql+psycopg2://h/x", ImportError, "install the driver"),
+        ("postgresql+psycopg2://h/x", ImportError, "install the driver of .*: pip install psycopg2$"),
         ("postgresql+pg8000://h/x", ValueError, "pg8000 cannot be used for leases; use one of aiomysql"),
         (5, TypeError, "URL or an Engine"),
     ],
@@ -467,6 +468,23 @@ def test_what_cannot_grant_is_refused(source: str, kind: type[Exception], said: 
     """When it is named, and not later."""
     with pytest.raises(kind, match=said):
         Database(source)
+
+
+@pytest.mark.parametrize(
+    ("driver", "package"),
+    [
+        ("postgresql+psycopg", "'fencelock[postgres]'"),
+        ("postgresql+asyncpg", "asyncpg"),
+        ("mysql+pymysql", "'fencelock[mysql]'"),
+        ("mysql+asyncmy", "asyncmy"),
+        ("sqlite+aiosqlite", "aiosqlite"),
+    ],
+)
+def test_missing_driver_is_named(driver: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With what brings it: another one would not help."""
+    monkeypatch.setitem(sys.modules, driver.partition("+")[2], None)
+    with pytest.raises(ImportError, match=rf"pip install {re.escape(package)}$"):
+        Database(f"{driver}://h/x")
 
 
 def test_white_space_at_the_ends_of_a_url_is_no_part_of_it(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Iterator
-from typing import TypeAlias
+from collections.abc import Callable, Iterator
+from typing import Any, TypeAlias
 
 import pytest
 from sqlalchemy import Engine, event, select, text, update
@@ -13,7 +13,17 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
-from fencelock import GuardEvent, Lease, UnfencedWriteError, claim, gate, on_claim, on_stale, upsert
+from fencelock import (
+    GuardEvent,
+    Lease,
+    UnfencedWriteError,
+    claim,
+    gate,
+    on_claim,
+    on_stale,
+    on_unfenced,
+    upsert,
+)
 from fencelock.guard import forget
 from tests.guard.rows import Act, InMemory, holding, refill
 
@@ -139,9 +149,10 @@ def test_callback_that_fails_changes_nothing(
     assert "a listener for events failed" in caplog.text
 
 
-def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(TypeError, match="on_stale calls a function"):
-        on_stale("print")  # type: ignore[type-var]
+@pytest.mark.parametrize("listen", [on_claim, on_stale, on_unfenced])
+def test_what_is_no_function_is_refused(listen: Callable[[Any], Any]) -> None:
+    with pytest.raises(TypeError, match=f"{listen.__name__} calls a function"):
+        listen("print")
 
 
 def test_error_without_a_word_is_the_users(engine: Engine) -> None:

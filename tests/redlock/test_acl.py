@@ -16,7 +16,7 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.admin import NodeState
-from fencelock.errors import AuthorityError, LockLostError
+from fencelock.errors import AuthorityError, LockLostError, QuorumError
 from proof.servers import Node
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
@@ -167,3 +167,19 @@ def test_operator_needs_scan_as_well(any_server: Node, admin: redis.Redis) -> No
         assert authority.clear() >= 3
     assert fencelock("init", url_of(any_server)).returncode == 0
     assert refused(admin) == []
+
+
+def test_missing_right_is_named(any_server: Node, admin: redis.Redis) -> None:
+    """The advice for nodes that are away would not help."""
+    words = rule_of(admin)
+    set_user(admin, words)
+    with Redlock(url_of(any_server)) as authority:
+        authority.init()
+        with pytest.raises(
+            QuorumError, match=r"lacks the right \+scan .*; give the user that right"
+        ) as refused:
+            authority.inspect()
+        assert "mend their URLs" not in str(refused.value)
+        set_user(admin, [word for word in words if word != "+object|encoding"])
+        with pytest.raises(QuorumError, match=r"lacks the right \+object\|encoding "):
+            authority.lock("r", timeout=0).acquire()

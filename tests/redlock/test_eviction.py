@@ -48,6 +48,7 @@ def test_init_refuses_a_node_that_evicts(node: Nodes, policy: str) -> None:
         with pytest.raises(AuthorityError, match="CONFIG SET maxmemory-policy noeviction") as refused:
             authority.init()
         assert (node.url in str(refused.value), policy in str(refused.value)) == (True, True)
+        assert "provider's parameter group" in str(refused.value)  # where there is no CONFIG
         with redis.Redis.from_url(node.url) as client:
             assert client.dbsize() == 0
     configure(node, maxmemory_policy="noeviction")

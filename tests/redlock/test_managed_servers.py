@@ -91,6 +91,7 @@ def test_init_refuses(service: str, make_nodes: Callable[..., Nodes]) -> None:
     url = make_nodes(1, settings=without(words)).url
     ended = fencelock("init", url)
     assert (ended.returncode, "is not fit" in ended.stderr) == (1, True)
+    assert "the server lacks the command OBJECT" in ended.stderr
     with Redlock(url) as authority, pytest.raises(NodesNotInitialisedError):
         authority.lock("order:1").acquire()
 
@@ -99,6 +100,7 @@ def test_init_refuses(service: str, make_nodes: Callable[..., Nodes]) -> None:
     ("missing", "is_fit"),
     [
         ("OBJECT", False),
+        ("TIME", False),
         ("CLIENT", True),
         ("SCRIPT", True),
         ("WAITAOF", True),
@@ -113,7 +115,10 @@ def test_what_is_needed(missing: str, make_nodes: Callable[..., Nodes], *, is_fi
     ((said, _),) = re.findall(rf"^\| [^|]*`{missing}`[^|]* \| (yes|no) \|(.*)", page, re.MULTILINE)
     assert (said == "yes") is is_fit
     url = make_nodes(1, settings=without([missing])).url
-    assert (fencelock("init", url).returncode == 0) is is_fit
-    if is_fit:
+    ended = fencelock("init", url)
+    assert (ended.returncode == 0) is is_fit
+    if not is_fit:
+        assert missing in ended.stderr  # it says what is missing, and not only that the node is not fit
+    else:
         with Redlock(url) as authority, authority.lock("order:1"):
             pass

@@ -55,6 +55,11 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "pysqlite": {},
     "aiosqlite": {},
 }
+#: What to install for a driver, where it is not what the driver is called.
+_PACKAGES: Final = {
+    **dict.fromkeys(("psycopg", "psycopg_async"), "'fencelock[postgres]'"),
+    "pymysql": "'fencelock[mysql]'",
+}
 #: Until when a connection may be opened, on the clock of `time.monotonic`.
 _until: ContextVar[float] = ContextVar("fencelock_connect_until")
 
@@ -78,8 +83,9 @@ def engine_of(source: URL | Engine) -> Engine:
     try:
         source.get_dialect().import_dbapi()
     except ImportError as error:
+        package = _PACKAGES.get(dialect.driver, dialect.driver)
         raise ImportError(
-            f"{error}: install the driver of {source.drivername}, such as pip install 'fencelock[postgres]'"
+            f"{error}: install the driver of {source.drivername}: pip install {package}"
         ) from None
     told = {name: value for name, value in _OPTIONS[dialect.driver].items() if name not in source.query}
     return create_engine(source, connect_args=told, poolclass=NullPool)

@@ -26,6 +26,10 @@ from fencelock.errors import AuthorityError, MembershipError, QuorumError
 from fencelock.tokens import MAX_COUNTER, compose
 
 _CONNECT_TIMEOUT: Final = 3.0
+_AGAINST_EVICTION: Final = (
+    "Type there: CONFIG SET maxmemory-policy noeviction (and keep that in its configuration). Where there is "
+    "no CONFIG, set it in the provider's parameter group"
+)
 _MOST_RISES: Final = 3
 
 logger: logging.Logger = logging.getLogger("fencelock.authority.redlock")
@@ -114,8 +118,7 @@ def _check_eviction(group: NodeGroup, view: MembershipView) -> Steps[None]:
             continue
         if identity.eviction is not None:
             raise AuthorityError(
-                f"{name} {_what_eviction_does(identity.eviction)}. Type there: CONFIG SET "
-                "maxmemory-policy noeviction (and keep that in its configuration), or take a Redis that "
+                f"{name} {_what_eviction_does(identity.eviction)}. {_AGAINST_EVICTION}. Or take a Redis that "
                 "nothing else uses. --allow-eviction (allow_eviction=True) initialises it as it is"
             )
         logger.warning(
@@ -131,9 +134,7 @@ def _what_eviction_does(policy: str) -> str:
 def warn_of_eviction(name: str, policy: str) -> None:
     if name not in _warned_of_eviction:
         _warned_of_eviction.add(name)
-        logger.warning(
-            "%s %s. Type there: CONFIG SET maxmemory-policy noeviction", name, _what_eviction_does(policy)
-        )
+        logger.warning("%s %s. %s", name, _what_eviction_does(policy), _AGAINST_EVICTION)
 
 
 def status(group: NodeGroup, view: MembershipView) -> Steps[tuple[NodeStatus, ...]]:

@@ -56,6 +56,10 @@ class ReplyKind(enum.Enum):
 PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 
 
+#: Where the rights are that a user needs.
+MISSING_RIGHT = "docs/redis.md, The smallest ACL rule"
+
+
 #: The value of a lock that EXTEND has made again, instead of a counter.
 RESTORED_VALUE = "restored"
 

@@ -9,7 +9,7 @@ from typing import NoReturn
 
 from fencelock.authority.base import held_by_another, too_slow
 from fencelock.authority.redlock.protocol.attempts import Failed, NodeSet
-from fencelock.authority.redlock.protocol.messages import VOTING, NodeReplies, ReplyKind
+from fencelock.authority.redlock.protocol.messages import MISSING_RIGHT, VOTING, NodeReplies, ReplyKind
 from fencelock.errors import (
     CountersExhaustedError,
     LockTimeoutError,
@@ -34,7 +34,8 @@ def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
     if holder_ttl == math.inf:
         raise LockTimeoutError(
             f"{outcome.attempt.name} is held for ever: something else than fencelock has written its key "
-            f"({', '.join(outcome.attempt.keys[1:])}) without an end; `fencelock release --force` removes it",
+            f"({', '.join(outcome.attempt.keys[1:])}) without an end; `fencelock release NAME "
+            "--force --reason why` removes it",
             holder_ttl=holder_ttl,
         )
     raise held_by_another(outcome.attempt.resources, holder_ttl)
@@ -61,6 +62,8 @@ def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
     advice = "bring the others back, or mend their URLs"
     if said[ReplyKind.AMNESIA] or said[ReplyKind.RESTARTED]:
         advice = f"{_when_back(node_set, answers)}; `fencelock nodes` tells more (docs/redis.md)"
+    elif any(MISSING_RIGHT in answer.detail for answer in answers.values()):
+        advice = "give the user that right"
     raise QuorumError(
         f"{voters} of {len(node_set.names)} nodes can vote, and a majority is {node_set.quorum}: {report}; "
         f"{advice}",

@@ -19,6 +19,7 @@ import hiredis
 from fencelock.authority.redlock.protocol.messages import (
     GRANTED,
     INTRODUCE,
+    MISSING_RIGHT,
     SUBSCRIBE,
     SYNC,
     Command,
@@ -90,6 +91,14 @@ DIGESTS: Final = {
 }
 #: Commands that are no scripts.
 _WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE", INTRODUCE: "SET"}
+
+
+#: What servers say if they, or the rights of a user, lack a command. Only newer ones name it if a script has
+#: called it. Others name the script and the line.
+_UNKNOWN: Final = re.compile(r"(?i)unknown (?:redis )?command called from")
+_FORBIDDEN: Final = re.compile(r"(?i)(?:no permissions to run|can't run this command)")
+_PLACE: Final = re.compile(r"([0-9a-f]{40}).*@user_script: ?(\d+)", re.DOTALL)
+_CALL: Final = re.compile(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?")
 
 
 #: How many arguments an ACQUIRE and a RELEASE of one lock have, without a place in line.
@@ -180,9 +189,9 @@ def read_answer(reply: Any) -> Reply:
         text = str(reply)
         # Before version 7, an error in a script is quoted in another one.
         reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
-        return Reply(
-            ReplyKind.UNREACHABLE if reason.startswith(PASSING_ERRORS) else ReplyKind.ERROR, detail=reason
-        )
+        if reason.startswith(PASSING_ERRORS):
+            return Reply(ReplyKind.UNREACHABLE, detail=reason)
+        return Reply(ReplyKind.ERROR, detail=_what_is_missing(text) or reason)
     word = reply[0]
     said = GRANTED
     if word != b"GRANTED":  # most answers are GRANTED, or one word
@@ -197,6 +206,25 @@ def read_answer(reply: Any) -> Reply:
     if type(sum(reply[1:])) is not int:  # for most other types, sum raises a TypeError itself
         raise ValueError(f"{reply} has no counters of an epoch")
     return Reply(said, reply[1], tuple(reply[2:]))
+
+
+def _what_is_missing(text: str) -> str:
+    """Return which command of a script a server or a user lacks; empty if the error is another one."""
+    is_unknown = _UNKNOWN.search(text) is not None
+    place = _PLACE.search(text)
+    if place is None or not (is_unknown or _FORBIDDEN.search(text)):
+        return ""
+    name = next((name for name, digest in DIGESTS.items() if digest == place[1]), "")
+    lines = SCRIPTS.get(name, "").splitlines()
+    call = _CALL.search(lines[int(place[2]) - 1]) if int(place[2]) <= len(lines) else None
+    if call is None:
+        return ""
+    words = [word for word in call.groups() if word]
+    if is_unknown:
+        return (
+            f"the server lacks the command {' '.join(words)}, which fencelock needs (docs/managed-redis.md)"
+        )
+    return f"its user lacks the right +{'|'.join(words).lower()} ({MISSING_RIGHT})"
 
 
 def leads_elsewhere(answer: Reply) -> bool:
