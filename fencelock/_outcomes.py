@@ -33,7 +33,7 @@ def is_retryable(error: BaseException) -> bool:
     """Return whether another try may succeed, for a function that is one transaction and begins with `once`.
 
     ```python
-    def again(function: Callable[[], object], tries: int = 5) -> None:
+    def again(function, tries=5):
         for attempt in range(1, tries + 1):
             try:
                 function()

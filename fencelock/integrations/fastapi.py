@@ -18,7 +18,7 @@ def answer_errors(app: FastAPI) -> None:
     """Answer errors by `http_status`, with `Retry-After` where a client should try again, and nothing else.
 
     ```python
-    answer_errors(app)
+    fencelock.integrations.fastapi.answer_errors(app)
     ```
 
     The logger `fencelock.integrations` has the error. An error with the status 500 is raised again.

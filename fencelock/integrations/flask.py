@@ -11,7 +11,10 @@ def answer_errors(app: Flask) -> None:
     """Answer errors by `http_status`, with `Retry-After` where a client should try again, and nothing else.
 
     ```python
-    answer_errors(app)
+    from flask import Flask
+
+    site = Flask("shop")
+    fencelock.integrations.flask.answer_errors(site)
     ```
 
     The logger `fencelock.integrations` has the error. An error with the status 500 is raised again.
