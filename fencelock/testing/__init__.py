@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
+from unittest import mock
 
 from sqlalchemy import ColumnElement, Engine, event, select, update
 from sqlalchemy.engine import Connection
@@ -68,22 +69,10 @@ def temporary_authority(folder: str | os.PathLike[str]) -> Iterator[Database]:
     with (
         Database(url) as authority,
         as_default(authority),
-        _environment("FENCELOCK_URL", url),
+        mock.patch.dict(os.environ, FENCELOCK_URL=url),
         _ending_early(),
     ):
         yield authority
-
-
-@contextlib.contextmanager
-def _environment(name: str, value: str) -> Iterator[None]:
-    before = os.environ.get(name)
-    os.environ[name] = value
-    try:
-        yield
-    finally:
-        del os.environ[name]
-        if before is not None:
-            os.environ[name] = before
 
 
 @contextlib.contextmanager
