@@ -15,11 +15,25 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
+import psycopg
+import pymysql
 import pytest
 import redis
 from fastapi import FastAPI
-from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    NullPool,
+    QueuePool,
+    create_engine,
+    delete,
+    insert,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import DBAPIError, OperationalError, PendingRollbackError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -256,6 +270,7 @@ def test_fastapi_answers_where_no_connection_can_be_made() -> None:
 
 
 DRIVER: Final = {row[0]: row for row in table("docs/errors.md", "error")}
+CELERY_CONNECTION: Final = printed("docs/celery.md", "tasks.py", "CONNECTION")["CONNECTION"]
 
 
 def check_driver(name: str, error: BaseException) -> None:
@@ -264,6 +279,8 @@ def check_driver(name: str, error: BaseException) -> None:
     assert row[6] in CELERY
     assert is_retryable(error) == (not row[4].startswith("no")), repr(error)
     assert http_status(error) == int(row[5].split(",")[0]), repr(error)
+    blocking = not isinstance(error, OSError) and "asyncpg" not in repr(error)  # as the code in a task is
+    assert not blocking or isinstance(error, CELERY_CONNECTION)
 
 
 # Each class, provoked
@@ -673,6 +690,35 @@ def test_no_connection_can_be_made(stage: Stage) -> None:
                 pass
 
     asyncio.run(main())
+
+
+def test_no_connection_of_the_pool_is_free() -> None:
+    """SQLAlchemy's own error, which no driver has raised."""
+    engine = create_engine("sqlite://", poolclass=QueuePool, pool_size=1, max_overflow=0, pool_timeout=0)
+    with engine.connect(), pytest.raises(PoolTimeoutError) as caught:
+        engine.connect()
+    check_driver("no connection of the pool is free", caught.value)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("number", [1040, 1047, 1290])
+@pytest.mark.parametrize("statement", [None, "SELECT 1"], ids=["connecting", "statement"])
+def test_mariadb_takes_no_writes_now(number: int, statement: str | None) -> None:
+    """A server that is full refuses the connection; nothing is in doubt then, although no statement is named."""
+    if number == 1047 and statement is None:
+        pytest.skip("it may be the answer to a COMMIT, which is in doubt")
+    error = OperationalError(statement, None, pymysql.err.OperationalError(number, "no"))
+    check_driver("the server takes no writes now", error)
+
+
+@pytest.mark.parametrize("state", ["57P01", "57P02", "57P03", "53300", "25006"])
+@pytest.mark.parametrize("statement", [None, "SELECT 1"], ids=["connecting", "statement"])
+def test_postgresql_takes_no_writes_now(state: str, statement: str | None) -> None:
+    """The same: 57P03 of a server that starts, 53300 of one that is full."""
+    if state in {"57P01", "57P02"} and statement is None:
+        pytest.skip("it may be the answer to a COMMIT, which is in doubt")
+    error = OperationalError(statement, None, psycopg.errors.lookup(state)("no"))
+    check_driver("the server takes no writes now", error)
 
 
 @pytest.mark.timed

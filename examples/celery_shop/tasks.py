@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 from celery import Celery
 from celery.beat import BeatLazyFunc
 from celery.schedules import crontab
-from sqlalchemy import create_engine, func, select
-from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
+from sqlalchemy import create_engine, exc, func, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
@@ -54,7 +53,7 @@ receipt_table(Base.metadata)
 
 AGAIN = (LockTimeoutError, AuthorityError, StaleTokenError)  # nothing was written
 LOOK_FIRST = (LockLostError, CommitInDoubtError)  # perhaps it was: the task looks first
-CONNECTION = (OperationalError, InterfaceError, InternalError)  # the same, where a connection has ended
+CONNECTION = (exc.OperationalError, exc.InterfaceError, exc.InternalError, exc.TimeoutError)  # the same, of the driver
 persistent = app.task(
     autoretry_for=AGAIN + LOOK_FIRST + CONNECTION, retry_backoff=True, retry_backoff_max=60, max_retries=None
 )
