@@ -107,9 +107,7 @@ def test_another_request_with_the_key_is_refused(app: FastAPI, caplog: pytest.Lo
     assert "/deposits answered with 422: the receipt" in caplog.text
 
 
-def test_request_that_is_under_way(
-    app: FastAPI, locks: Database, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_request_that_is_under_way(app: FastAPI, locks: Database, caplog: pytest.LogCaptureFixture) -> None:
     """The lock is held for longer than its timeout. The log says by whom, the answer does not."""
     with locks.lock("account:1"), ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, app, "/deposits?cents=1", "a7").result(10)
