@@ -37,6 +37,8 @@ _ELSEWHERE_NUMBERS: Final = frozenset({1047, 1180, 1290, 1792, 1836})
 #: What servers say that start, stop, or have too many connections; class 08 is of connections.
 _AWAY_STATES: Final = frozenset({"57P01", "57P02", "57P03", "57P05", "53300", *_ELSEWHERE_STATES})
 _AWAY_NUMBERS: Final = frozenset({1040, 1053, 1158, 1159, 1160, 1161, 1203, *_ELSEWHERE_NUMBERS})
+#: Of these, what only a new connection is told: the server starts, or has too many connections.
+_TURNED_AWAY: Final = frozenset({"57P03", "53300", 1040, 1203})
 #: Classes of SQLSTATE, and numbers, with which a database refuses a COMMIT and has rolled back. Of class 40,
 #: 40003 says that it does not know; of class 57, 57014 says that a statement was cancelled.
 _ROLLED_BACK_CLASSES: Final = frozenset({"22", "23", "25", "40", "42", "44", "53", "54", "55", "57014", "P0"})
@@ -107,6 +109,11 @@ def is_elsewhere(error: BaseException) -> bool:
 def is_away(error: BaseException) -> bool:
     """Tell whether this server says that it starts, stops, is full, or takes no writes now."""
     return sqlstate(error) in _AWAY_STATES or error_number(error) in _AWAY_NUMBERS
+
+
+def is_turned_away(error: BaseException) -> bool:
+    """Tell whether a server has refused a new connection, so that it has seen no statement."""
+    return not _TURNED_AWAY.isdisjoint({sqlstate(error), error_number(error)})
 
 
 def is_unavailable(error: BaseException) -> bool:

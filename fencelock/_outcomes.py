@@ -12,7 +12,7 @@ from typing import Final
 from sqlalchemy.exc import DBAPIError, NoResultFound, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 
-from fencelock._databases import is_away, is_conflict, is_lost, leaves_doubt, waited_in_vain
+from fencelock._databases import is_away, is_conflict, is_lost, is_turned_away, leaves_doubt, waited_in_vain
 from fencelock.errors import (
     AuthorityError,
     FencelockError,
@@ -23,9 +23,9 @@ from fencelock.errors import (
     StaleTokenError,
 )
 
-#: Nothing is written, and the cause ends by itself.
+#: The cause ends by itself.
 _TRANSIENT: Final = (LockTimeoutError, QuorumError, StaleTokenError, LockLostError)
-#: What asyncpg raises where nothing listens or nothing answers, and SQLAlchemy where its pool is empty.
+#: What asyncpg raises where nothing listens or answers, and SQLAlchemy where its pool has no connection left.
 _UNREACHABLE: Final = (ConnectionError, TimeoutError, socket.gaierror, PoolTimeoutError)
 
 
@@ -53,7 +53,7 @@ def is_retryable(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException) -> int:
-    """Return the HTTP status of an error: 404, 409, 422, 423, 503, 504; or 500, for what only code mends.
+    """Return the HTTP status of an error: 404, 409, 422, 423, 503 or 504; 500 for all others.
 
     `fencelock.integrations.fastapi` and `fencelock.integrations.flask` answer with it.
 
@@ -62,7 +62,7 @@ def http_status(error: BaseException) -> int:
     ```
 
     Args:
-        error: of fencelock, SQLAlchemy, a driver or the network; 500 for all others.
+        error: of fencelock, SQLAlchemy, a driver or the network.
     """
     status = HTTPStatus.INTERNAL_SERVER_ERROR
     if (isinstance(error, FencelockError) and error.written is None) or _is_in_doubt(error):
@@ -86,7 +86,7 @@ def _has_waited(error: BaseException) -> bool:
 
 def _is_in_doubt(error: BaseException) -> bool:
     """Return whether it is unknown what became of a COMMIT, which SQLAlchemy executes without a statement."""
-    is_commit = isinstance(error, DBAPIError) and error.statement is None
+    is_commit = isinstance(error, DBAPIError) and error.statement is None and not is_turned_away(error)
     return is_commit and (is_lost(error) or is_away(error)) and leaves_doubt(error)
 
 

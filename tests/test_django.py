@@ -82,3 +82,29 @@ with atomic():
 """
     ended = play_all(tmp_path, to_run(PAGE), Block("python", 1, inside))
     assert "RuntimeError: A durable atomic block cannot be nested" in ended.stderr
+
+
+def test_what_the_page_says_of_tests(tmp_path: Path) -> None:
+    """A row that is fenced far above refuses a later holder; a lost lease is told when the lock is left."""
+    tests = """
+from fencelock import LockLostError
+from fencelock.testing import lost_lease
+
+for number in (2, 3):
+    Order.objects.create(total_cents=500)
+with fenced_lock("order:2") as token:
+    write(Order, 2, token + (1 << 36))
+try:
+    pay(2, charge=print)
+except Refused:
+    print("refused")
+try:
+    with lost_lease("order:3"):
+        pay(3, charge=lambda cents, key: None)
+except LockLostError:
+    print("lost, and", Order.objects.get(pk=3).status)
+"""
+    ended = play_all(
+        tmp_path, to_run(PAGE), Block("python", 1, tests), Block("text", 2, "refused\nlost, and paid\n")
+    )
+    assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -15,11 +15,25 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import httpx
+import psycopg
+import pymysql
 import pytest
 import redis
 from fastapi import FastAPI
-from sqlalchemy import Connection, Engine, NullPool, create_engine, delete, insert, select, text, update
+from sqlalchemy import (
+    Connection,
+    Engine,
+    NullPool,
+    QueuePool,
+    create_engine,
+    delete,
+    insert,
+    select,
+    text,
+    update,
+)
 from sqlalchemy.exc import DBAPIError, OperationalError, PendingRollbackError
+from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
@@ -256,6 +270,7 @@ def test_fastapi_answers_where_no_connection_can_be_made() -> None:
 
 
 DRIVER: Final = {row[0]: row for row in table("docs/errors.md", "error")}
+CELERY_CONNECTION: Final = printed("docs/celery.md", "tasks.py", "CONNECTION")["CONNECTION"]
 
 
 def check_driver(name: str, error: BaseException) -> None:
@@ -264,6 +279,8 @@ def check_driver(name: str, error: BaseException) -> None:
     assert row[6] in CELERY
     assert is_retryable(error) == (not row[4].startswith("no")), repr(error)
     assert http_status(error) == int(row[5].split(",")[0]), repr(error)
+    blocking = not isinstance(error, OSError) and "asyncpg" not in repr(error)  # as the code in a task is
+    assert not blocking or isinstance(error, CELERY_CONNECTION)
 
 
 # Each class, provoked
@@ -673,6 +690,34 @@ def test_no_connection_can_be_made(stage: Stage) -> None:
                 pass
 
     asyncio.run(main())
+
+
+def test_no_connection_of_the_pool_is_free() -> None:
+    """SQLAlchemy's own error, which no driver has raised."""
+    engine = create_engine("sqlite://", poolclass=QueuePool, pool_size=1, max_overflow=0, pool_timeout=0)
+    with engine.connect(), pytest.raises(PoolTimeoutError) as caught:
+        engine.connect()
+    check_driver("no connection of the pool is free", caught.value)
+    engine.dispose()
+
+
+@pytest.mark.parametrize("code", ["57P03", "53300", "25006", 1040, 1290])
+def test_server_that_takes_no_writes_refuses_a_connection(code: str | int) -> None:
+    """Nothing is in doubt then, although no statement is named, as with a COMMIT."""
+    check_driver("the server takes no writes now", told_by_server(code, None))
+
+
+@pytest.mark.parametrize("code", ["57P01", "57P02", "57P03", "53300", "25006", 1040, 1047, 1290])
+def test_server_that_takes_no_writes_refuses_a_statement(code: str | int) -> None:
+    """PostgreSQL's codes, and MariaDB's."""
+    check_driver("the server takes no writes now", told_by_server(code, "SELECT 1"))
+
+
+def told_by_server(code: str | int, statement: str | None) -> DBAPIError:
+    """Return the error that SQLAlchemy raises for a code."""
+    if isinstance(code, int):
+        return OperationalError(statement, None, pymysql.err.OperationalError(code, "no"))
+    return OperationalError(statement, None, psycopg.errors.lookup(code)("no"))
 
 
 @pytest.mark.timed

@@ -6,8 +6,7 @@ from datetime import UTC, datetime
 from celery import Celery
 from celery.beat import BeatLazyFunc
 from celery.schedules import crontab
-from sqlalchemy import create_engine, func, select
-from sqlalchemy.exc import InterfaceError, InternalError, OperationalError
+from sqlalchemy import create_engine, exc, func, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import (
@@ -28,7 +27,7 @@ DATABASE = os.environ.get("DATABASE_URL", "postgresql+psycopg://user@host/shop")
 
 app = Celery("tasks", broker=BROKER, backend=RESULTS)
 app.conf.update(task_acks_late=True, task_reject_on_worker_lost=True, broker_connection_retry_on_startup=True)
-engine = create_engine(  # no paused worker keeps a row for longer than a ttl
+engine = create_engine(  # no paused worker keeps a row for longer than a ttl, 30 s by default
     DATABASE, connect_args={"options": "-c idle_in_transaction_session_timeout=30s -c lock_timeout=5s"}
 )
 
@@ -54,8 +53,8 @@ receipt_table(Base.metadata)
 
 AGAIN = (LockTimeoutError, AuthorityError, StaleTokenError)  # nothing was written
 LOOK_FIRST = (LockLostError, CommitInDoubtError)  # perhaps it was: the task looks first
-CONNECTION = (OperationalError, InterfaceError, InternalError)  # the same, where a connection has ended
-persistent = app.task(
+CONNECTION = (exc.OperationalError, exc.InterfaceError, exc.InternalError, exc.TimeoutError)  # likewise
+persistent = app.task(  # retried without an end: a task that has failed is gone from the queue
     autoretry_for=AGAIN + LOOK_FIRST + CONNECTION, retry_backoff=True, retry_backoff_max=60, max_retries=None
 )
 

@@ -24,7 +24,7 @@ prometheus.instrument()
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     engine = make_engine()
     Session.configure(bind=engine)
-    app.state.locks = configure(engine)  # this database grants the locks
+    app.state.locks = configure(engine)  # this database grants the locks, whatever FENCELOCK_URL names
     yield
     await app.state.locks.aio.close()
     await engine.dispose()
@@ -57,6 +57,7 @@ async def transaction(number: int) -> AsyncIterator[AsyncSession]:
         yield session
 
 
+# "function" commits before the answer is sent, and not after it. It needs FastAPI 0.121 or later.
 Locked = Annotated[AsyncSession, Depends(transaction, scope="function")]
 Key = Annotated[str, Depends(idempotency_key)]
 
@@ -67,6 +68,7 @@ async def open_account(number: int, session: Locked) -> None:
         session.add(Account(id=number))
 
 
+# Where clients are users, put the user into the key: "deposit:{user}:{key}".
 @fenced_once("deposit:{number}:{key}", "account:{number}", ttl=TTL, timeout=2)
 async def add_money(session: AsyncSession, number: int, key: str, cents: int) -> dict[str, int]:
     account = await session.get_one(Account, number)

@@ -34,11 +34,11 @@ class Payment(FencedModel, Base):
 fence_table(Base.metadata)  # all before create_all, or before alembic revision
 lease_table(Base.metadata)
 receipt_table(Base.metadata)  # what has been done, by the client's idempotency key
-Session = async_sessionmaker(expire_on_commit=False)
+Session = async_sessionmaker(expire_on_commit=False)  # attributes stay readable after a commit
 
 
 def make_engine() -> AsyncEngine:
-    """Return an engine on which no paused worker keeps a row for longer than a ttl."""
+    """Return the one engine of a process. No paused worker keeps a row for longer than a ttl."""
     settings = {"idle_in_transaction_session_timeout": f"{TTL}s", "lock_timeout": "2s"}
     return create_async_engine(URL, connect_args={"server_settings": settings})
 

@@ -23,10 +23,15 @@ ANSWERED: Final[tuple[type[Exception], ...]] = (
 def answer_to(error: Exception, path: str) -> tuple[str, int, dict[str, str]]:
     """Return body, status and headers, without a word of the error, which names hosts and processes.
 
-    The log has them. An error that only a change of code mends is raised again.
+    The log has them. An error with the status 500 is raised again.
     """
     status = http_status(error)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
         raise error
-    logger.warning("%s answered with %s: %s", path, status, error)
+    note(path, status, error)
     return HTTPStatus(status).phrase, status, {"Retry-After": "1"} if is_retryable(error) else {}
+
+
+def note(path: str, status: int, error: Exception) -> None:
+    """Log an error that is answered."""
+    logger.warning("%s answered with %s: %s", path, status, error)

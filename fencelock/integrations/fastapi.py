@@ -8,7 +8,7 @@ from typing import Annotated, Final
 from fastapi import FastAPI, Header, HTTPException, Request, Response
 
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
-from fencelock.integrations._answers import ANSWERED, answer_to
+from fencelock.integrations._answers import ANSWERED, answer_to, note
 
 #: Characters of a header, so that a prefix such as "deposit:" has room in the key of a receipt.
 MAX_KEY: Final = 200
@@ -33,6 +33,7 @@ def answer_errors(app: FastAPI) -> None:
 
 
 async def idempotency_key(
+    request: Request,
     header: Annotated[str | None, Header(alias="Idempotency-Key")] = None,
 ) -> AsyncIterator[str]:
     """Yield the `Idempotency-Key` of a request, for `Annotated[str, Depends(idempotency_key)]`.
@@ -46,7 +47,7 @@ async def idempotency_key(
     ```
 
     The draft "The Idempotency-Key HTTP Header Field" of the IETF writes the key in quotes: with them it is
-    the same key.
+    the same key. The logger `fencelock.integrations` has the errors that are answered with 409 and 422.
 
     Raises:
         fastapi.HTTPException: 400 without the header; 422 if the key was used for another request
@@ -60,8 +61,10 @@ async def idempotency_key(
         raise HTTPException(400, f"an Idempotency-Key has at most {MAX_KEY} characters that can be printed")
     try:
         yield key
-    except ReceiptMismatchError:
+    except ReceiptMismatchError as error:
+        note(request.url.path, 422, error)
         raise HTTPException(422, "this Idempotency-Key was used for another request") from None
-    except LockTimeoutError:
+    except LockTimeoutError as error:
+        note(request.url.path, 409, error)
         wait = {"Retry-After": "1"}
         raise HTTPException(409, "another request is under way: try again", wait) from None

@@ -101,16 +101,19 @@ def test_request_without_a_usable_key_is_refused(app: FastAPI, key: str | None) 
     assert "Idempotency-Key" in str(answer)
 
 
-def test_another_request_with_the_key_is_refused(app: FastAPI) -> None:
+def test_another_request_with_the_key_is_refused(app: FastAPI, caplog: pytest.LogCaptureFixture) -> None:
     post(app, 500, "a7")
     assert post(app, 600, "a7") == (422, {"detail": "this Idempotency-Key was used for another request"})
+    assert "/deposits answered with 422: the receipt" in caplog.text
 
 
-def test_request_that_is_under_way(app: FastAPI, locks: Database) -> None:
-    """The lock is held for longer than its timeout."""
+def test_request_that_is_under_way(app: FastAPI, locks: Database, caplog: pytest.LogCaptureFixture) -> None:
+    """The lock is held for longer than its timeout. The log says by whom, the answer does not."""
     with locks.lock("account:1"), ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, app, "/deposits?cents=1", "a7").result(10)
     assert (answer.status_code, answer.headers["Retry-After"]) == (409, "1")
+    assert "/deposits answered with 409: 'account:1'" in caplog.text
+    assert "account:1" not in answer.text
     assert post(app, 1, "a7") == (200, {"balance": 1})
 
 
