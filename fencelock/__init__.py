@@ -67,8 +67,8 @@ from fencelock.lock.slots import FencedSemaphore
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction
 
 if _typing.TYPE_CHECKING:
-    from fencelock.authority.etcd.etcd import Etcd
-    from fencelock.authority.zookeeper.zookeeper import ZooKeeper
+    from fencelock.authority.etcd.etcd import Etcd as Etcd
+    from fencelock.authority.zookeeper.zookeeper import ZooKeeper as ZooKeeper
 
 __all__ = [
     "AsyncFencedTransaction",
@@ -77,7 +77,6 @@ __all__ = [
     "CommitInDoubtError",
     "CountersExhaustedError",
     "Database",
-    "Etcd",
     "FenceError",
     "FencedDataclassModel",
     "FencedLock",
@@ -103,7 +102,6 @@ __all__ = [
     "StaleTokenError",
     "Term",
     "UnfencedWriteError",
-    "ZooKeeper",
     "assert_held",
     "begin_immediate",
     "bind",
@@ -145,7 +143,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Return a class of an authority that needs an extra."""
+    """Return a class that needs an extra, and is not in `__all__`: `import *` loads what the core has."""
     if name in {"Etcd", "ZooKeeper"}:
         return _load(name)
     raise AttributeError(f"module 'fencelock' has no attribute {name!r}")

@@ -269,7 +269,10 @@ class StaleReadError(StaleTokenError):
         if self.current is None:
             what = "was deleted since this object was loaded: roll back, and look for it again"
         elif self.loaded is not None and self.loaded < 0:
-            what = "is of two versions, merged or loaded in parts: roll back, and load all of it again"
+            what = (
+                "is of two versions: it was loaded in parts, merged, or filled from a form that shows an "
+                "older row; roll back, and load all of it again"
+            )
         else:
             what = "was written since it was loaded: roll back, and load it again"
         if not self.token:

@@ -16,7 +16,7 @@ from fencelock._databases import MYSQL
 from fencelock._engines import shown
 from fencelock.cli.findings import Finding, note
 
-_HANGS: Final = "a transaction that hangs keeps its rows locked for ever"
+_HANGS: Final = "a transaction that hangs keeps its rows locked for ever, unless its program sets a timeout"
 _FORGETS: Final = "a crash may lose what was committed, leases and their tokens too"
 _ON_GALERA: Final = "a crash of all nodes of the cluster may lose what was committed"
 _IDLE: Final = "idle_in_transaction_session_timeout"

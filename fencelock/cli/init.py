@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+from contextlib import suppress
 from typing import Annotated
 
 import typer
+from redis import Redis
+from redis.exceptions import RedisError
 from sqlalchemy import make_url
 
 from fencelock._engines import with_blocking_driver
 from fencelock._locking import factory_of
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
-from fencelock.authority.redlock.transport.endpoints import split_urls
+from fencelock.authority.redlock.transport.endpoints import as_redis, split_urls
 from fencelock.cli import shared
 from fencelock.max_fence import highest_fence
 
@@ -92,9 +95,24 @@ def init(
             said = "initialised" if done else "had been initialised before"
             said += "" if done or above is not None else "; nothing was changed"
             shared.say(f"{count} {'node' if count == 1 else 'nodes'} {said}")
+            if count == 1:
+                _warn_of_restarts(urls[0])
     if above:
         shared.say(f"New tokens are above all that was granted up to {above}")
     shared.tell_programs(urls, namespace)
+
+
+def _warn_of_restarts(url: str) -> None:
+    """Say that a single node is blank after a restart, if it writes no append-only file."""
+    if "+" in url.partition("://")[0]:
+        return  # Sentinel or a cluster
+    patience = {"socket_timeout": 2, "socket_connect_timeout": 2}
+    with suppress(RedisError), Redis.from_url(as_redis(url), **patience) as node:
+        if node.info("persistence").get("aof_enabled") == 0:
+            shared.say(
+                "It writes no append-only file, so after a restart it is blank, and grants nothing until you "
+                "type `fencelock init --after-loss`: set appendonly yes"
+            )
 
 
 def _init_database(url: str, above: int | None) -> None:
