@@ -195,10 +195,12 @@ def test_public_names_are_listed_and_documented() -> None:
     assert {"FencedLock", "Lease", "Redlock", "configure", "fenced_lock"} <= set(fencelock.__all__)
     for name in fencelock.__all__:
         assert getattr(fencelock, name).__doc__, name
-    loaded_when_asked_for = {"Etcd", "ZooKeeper"}
-    visible = loaded_when_asked_for | {name for name in vars(fencelock) if not name.startswith("_")}
+    visible = {name for name in vars(fencelock) if not name.startswith("_")}
     modules = {name for name in visible if isinstance(getattr(fencelock, name), types.ModuleType)}
-    assert visible - modules - {"Etcd", "ZooKeeper"} == {name for name in fencelock.__all__ if not name.startswith("_")} - modules
+    assert (
+        visible - modules - {"Etcd", "ZooKeeper"}
+        == {name for name in fencelock.__all__ if not name.startswith("_")} - modules
+    )
 
 
 def test_blocking_code_needs_no_greenlet(tmp_path: Path) -> None:

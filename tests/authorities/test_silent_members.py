@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any, Final
@@ -175,3 +176,26 @@ def test_waiting_goes_on_behind_a_silence(face: Face, silence: Silence, beside: 
     assert beside.release(grant) is True
     acquire()
     assert time.monotonic() - began < 15.0
+
+
+@pytest.mark.parametrize("url", ["zookeeper"], indirect=True)
+@pytest.mark.parametrize("later", [0.0, 0.6])
+def test_what_is_closed_in_a_silence_connects_no_more(url: str, later: float) -> None:
+    """A release was being asked for, and could begin another session, which nothing would end."""
+    before = sessions()
+    silence = Silence(url, "?session_timeout=4")
+    authority = factory_of(silence.url)(silence.url)
+    authority.release(authority.acquire(("r",), ttl=2.0, timeout=1.0))
+    silence.silence()
+    with pytest.raises(QuorumError):
+        authority.acquire(("r",), ttl=2.0, timeout=0.5)
+    time.sleep(later)
+    authority.close()
+    silence.speak()
+    assert eventually(lambda: sessions() <= before, 15.0)
+    silence.close()
+
+
+def sessions() -> set[threading.Thread]:
+    """Return the threads that serve sessions of ZooKeeper in this process."""
+    return {each for each in threading.enumerate() if each.name == "fencelock-zookeeper"}

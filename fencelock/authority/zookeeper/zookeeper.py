@@ -399,10 +399,14 @@ class ZooKeeper(LineAuthority):
     def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
         if self._closes and self._end_session():
             return None
-        if nonce not in self._handed:
-            return (yield from self._giving_back(resources, nonce))
-        # The process that has taken it over has changed the text of the entries.
-        yield from self.all_of([verbs.delete(path, 0) for path in self._paths.get(nonce, ())])
+        try:
+            if nonce not in self._handed:
+                return (yield from self._giving_back(resources, nonce))
+            # The process that has taken it over has changed the text of the entries.
+            yield from self.all_of([verbs.delete(path, 0) for path in self._paths.get(nonce, ())])
+        finally:
+            if self._closes:  # meanwhile, so that this may have begun another session
+                self._end_session()
         self._forget(nonce)
         return None
 
