@@ -423,7 +423,7 @@ def test_handler_that_raises_in_the_midst_of_a_batch(nodes: Nodes, count: int) -
     with Redlock(urls, node_timeout=0.5, outage_grace=0.3) as authority:
         authority.init(base=0)
         lines = asyncio.run(_strike_everywhere(authority, nodes[:count], step=31 * count))
-    assert lines > 800 * count
+    assert lines > 600 * count  # fewer where more answers come together
     gc.collect()  # sockets of interrupted connections; elsewhere they would count as a leak
 
 
