@@ -105,13 +105,7 @@ class Terms(TypedDict):
     at_least: NotRequired[float]
 
 
-class AsyncAuthority(Protocol):
-    """The part of an `Authority` that differs for coroutines.
-
-    A cancelled generator leaves no lease behind. An acquisition releases the leases that it may have got,
-    without waiting. A release takes place all the same.
-    """
-
+class _Acquiring(Protocol):
     def acquire_gen(
         self,
         resources: tuple[str, ...],
@@ -122,13 +116,35 @@ class AsyncAuthority(Protocol):
         go_on: Callable[[], None] = ...,
         at_least: float = ...,
     ) -> Steps[Grant]:
-        """See `Authority.acquire_gen`."""
+        """Return leases of all the resources, or of none.
+
+        Args:
+            resources: what to lock.
+            ttl: seconds that the leases last.
+            timeout: seconds to wait for other holders; None for ever, 0 one try.
+            fair: the client that has waited longest comes first, as far as the authority can tell.
+            go_on: called after each wait; may raise `GivenUp`.
+            at_least: for how many seconds from its grant `keep_gen` may keep the lease.
+
+        Raises:
+            LockTimeoutError: another holder kept one of them until the timeout.
+            AuthorityError: it could not be decided.
+            ValueError: the authority cannot be `fair`.
+        """
+
+
+class AsyncAuthority(_Acquiring, Protocol):
+    """The part of an `Authority` that differs for coroutines.
+
+    A cancelled generator leaves no lease behind. An acquisition releases the leases that it may have got,
+    without waiting. A release takes place all the same.
+    """
 
     def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
         """Run a generator; other tasks run meanwhile."""
 
 
-class Authority(Protocol):
+class Authority(_Acquiring, Protocol):
     """Grants leases and mints their tokens, by generators that `run` or `aio.run` runs.
 
     For each resource, no two grants have the same token, and a token exceeds every token whose acquisition
@@ -158,32 +174,6 @@ class Authority(Protocol):
 
     def run(self, steps: Steps[_T]) -> _T:
         """Run a generator, blocking."""
-
-    def acquire_gen(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool = ...,
-        go_on: Callable[[], None] = ...,
-        at_least: float = ...,
-    ) -> Steps[Grant]:
-        """Return leases of all the resources, or of none.
-
-        Args:
-            resources: what to lock.
-            ttl: seconds that the leases last.
-            timeout: seconds to wait for other holders; None for ever, 0 one try.
-            fair: the client that has waited longest comes first, as far as the authority can tell.
-            go_on: called after each wait; may raise `GivenUp`.
-            at_least: for how many seconds from its grant `keep_gen` may keep the lease.
-
-        Raises:
-            LockTimeoutError: another holder kept one of them until the timeout.
-            AuthorityError: it could not be decided.
-            ValueError: the authority cannot be `fair`.
-        """
 
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         """Extend any number of grants, in as few round trips as possible; return the outcome of each.
