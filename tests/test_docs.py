@@ -245,12 +245,10 @@ def _on(servers: tuple[tuple[str, str], ...], text: str) -> str:
     return text
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_blocks_name_their_language(page: str) -> None:
+def test_blocks_name_their_language() -> None:
     """What no reader could run is tagged as what it is: text, sql, ini, yaml."""
-    assert [
-        (block.line, block.language) for block in blocks(read(page)) if block.language not in RUN + SHOWN
-    ] == []
+    found = [(page, block) for page in PAGES for block in blocks(read(page))]
+    assert [(page, block.line) for page, block in found if block.language not in RUN + SHOWN] == []
 
 
 def test_what_does_not_run_is_there() -> None:
@@ -271,10 +269,8 @@ def anchors(page: Path) -> set[str]:
     return set(found)
 
 
-@pytest.mark.parametrize("page", [*PAGES, "proof/spec/README.md", "CHANGELOG.md"])
-def test_links_lead_somewhere(page: str) -> None:
-    """To a file of the repository, and to a heading in it."""
-    broken = []
+def broken_links(page: str) -> Iterator[str]:
+    """Yield the links of a page that lead to no file of the repository, or to no heading in it."""
     text = re.sub(r"`[^`\n]*`", "", prose(read(page)))
     for first, second in _LINK.findall(text):
         link = first or second
@@ -283,8 +279,12 @@ def test_links_lead_somewhere(page: str) -> None:
         name, _, anchor = link.partition("#")
         path = (ROOT / page).parent / name if name else ROOT / page
         if not path.exists() or (anchor and anchor not in anchors(path)):
-            broken.append(link)
-    assert broken == []
+            yield link
+
+
+def test_links_lead_somewhere() -> None:
+    pages = [*PAGES, "proof/spec/README.md", "CHANGELOG.md"]
+    assert [(page, link) for page in pages for link in broken_links(page)] == []
 
 
 def test_index_names_every_page() -> None:

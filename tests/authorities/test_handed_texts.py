@@ -105,12 +105,19 @@ WRONG: dict[str, Callable[[dict[str, Any]], object]] = {
 }
 
 
-@pytest.mark.parametrize("wrong", WRONG)
-def test_a_text_that_is_none(stage: Stage, wrong: str) -> None:
-    """A ValueError, before anything is asked."""
-    its = WRONG[wrong](handed(stage, "a"))
-    with pytest.raises(ValueError, match="text of hand_over"):
-        take_over(json.dumps({HANDED: its}), authority=cast("Any", stage.new_client()))
+def is_refused(stage: Stage, text: str) -> bool:
+    """Return whether a ValueError refuses a text, before anything is asked."""
+    try:
+        take_over(text, authority=cast("Any", stage.new_client()))
+    except ValueError as error:
+        return "text of hand_over" in str(error)
+    return False
+
+
+def test_a_text_that_is_none(stage: Stage) -> None:
+    its = handed(stage, "a")
+    texts = {wrong: json.dumps({HANDED: change(its)}) for wrong, change in WRONG.items()}
+    assert [wrong for wrong, text in texts.items() if not is_refused(stage, text)] == []
 
 
 UNREADABLE = {
@@ -122,8 +129,6 @@ UNREADABLE = {
 }
 
 
-@pytest.mark.parametrize("text", UNREADABLE.values(), ids=UNREADABLE)
-def test_a_text_that_cannot_be_read(stage: Stage, text: str) -> None:
+def test_a_text_that_cannot_be_read(stage: Stage) -> None:
     """The same, also where Python gives up."""
-    with pytest.raises(ValueError, match="text of hand_over"):
-        take_over(text, authority=cast("Any", stage.new_client()))
+    assert [name for name, text in UNREADABLE.items() if not is_refused(stage, text)] == []
