@@ -8,8 +8,6 @@ import sys
 import types
 from pathlib import Path
 
-import pytest
-
 import fencelock
 
 PACKAGE = Path(fencelock.__file__).parent

@@ -13,7 +13,7 @@ from fencelock.authority.redlock.membership import establish
 from fencelock.authority.redlock.membership.reports import NodeReport
 from fencelock.authority.redlock.protocol import acquire
 from proof.simulation import mutants
-from proof.simulation.mutants import MUTANTS, ROOT, TABLE, Mutant, left_out, main, recorded, replay
+from proof.simulation.mutants import MUTANTS, ROOT, TABLE, left_out, main, recorded, replay
 
 ROWS = recorded()
 SOME = ("no write-back", "locks on voters only", "nothing is owed", "no claim", "slots given back")
