@@ -161,7 +161,6 @@ def mariadb_database(server_url: URL) -> Iterator[str]:
 
 @pytest.fixture
 def engine(database_url: str) -> Iterator[Engine]:
-    """An engine on `database_url`."""
     made = create_engine(database_url)
     yield made
     made.dispose()
@@ -243,7 +242,6 @@ def nodes(shared_nodes: Nodes) -> Nodes:
 
 @pytest.fixture
 def node_urls(nodes: Nodes) -> list[str]:
-    """The URLs of `nodes`."""
     return nodes.urls
 
 

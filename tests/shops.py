@@ -135,7 +135,6 @@ class Server:
         return httpx.get(self.url + path, timeout=20, trust_env=False)
 
     def post(self, path: str, key: str) -> httpx.Response:
-        """Post once, with a key."""
         return httpx.post(self.url + path, headers={"Idempotency-Key": key}, timeout=20, trust_env=False)
 
     def begin(self, path: str, key: str) -> http.client.HTTPConnection:
@@ -145,7 +144,6 @@ class Server:
         return connection
 
     def worker_of(self, connection: http.client.HTTPConnection) -> psutil.Process:
-        """Return the worker that has accepted a connection."""
         ours = connection.sock.getsockname()
         found: list[psutil.Process] = []
 

@@ -44,7 +44,6 @@ class Proxy:
         self._speaks.set()
 
     def close(self) -> None:
-        """Close all connections."""
         self._speaks.set()
         for each in self._sockets:
             with contextlib.suppress(OSError):

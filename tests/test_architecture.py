@@ -111,7 +111,6 @@ PREFIXES = sorted(ROOMS, key=len, reverse=True)
 
 
 def room_of(module: str) -> str:
-    """Return the room of a module of the package."""
     name = module.removeprefix("fencelock").removeprefix(".")
     return ROOMS[next(prefix for prefix in PREFIXES if f"{name}.".startswith(f"{prefix}.") or not prefix)]
 

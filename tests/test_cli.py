@@ -83,7 +83,6 @@ def test_init_does_not_pass_over_a_node_that_restarted(make_nodes: Callable[...,
 
 
 def test_version_can_be_asked_for() -> None:
-    """In one line."""
     assert program("--version").stdout.startswith("fencelock ")
 
 
@@ -308,7 +307,6 @@ def after_loss(lost: tuple[list[str], str], *more: str, typed: str = "") -> subp
 
 
 def keys(url: str) -> set[str]:
-    """Return all keys of a node."""
     with redis.Redis.from_url(url, decode_responses=True) as client:
         return set(map(str, client.keys("*")))
 

@@ -236,7 +236,6 @@ def test_members_with_tls_demand_a_certificate() -> None:
 
 
 def answer_of(connection: http.client.HTTPConnection) -> int:
-    """Return the status of an answer."""
     try:
         connection.request("GET", "/health")
         return connection.getresponse().status

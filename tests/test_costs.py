@@ -65,7 +65,6 @@ def test_rates_are_those_that_were_measured(name: str) -> None:
     [("PostgreSQL", "FOR UPDATE"), ("MariaDB", "FOR UPDATE"), ("SQLite", "BEGIN IMMEDIATE")],
 )
 def test_deposits_are_those_that_were_measured(database: str, rival: str) -> None:
-    """With 200 callers."""
     of = _DATABASES, f"{database}, deposits into one account: 200 callers, 1 deposit each"
     assert f"| {database} | {figure(*of, 'fencelock')} | {figure(*of, rival)}, `{rival}` |" in PAGE
 

@@ -597,7 +597,6 @@ def two_notes(engine: Engine) -> None:
 
 
 def write_note(connection: Connection, number: int) -> None:
-    """Write one of them."""
     connection.execute(update(Note).where(Note.id == number).values(value=1))
 
 
@@ -813,8 +812,6 @@ def in_transaction(stage: Stage, told: list[Lease], body: Body, **settings: Any)
 
 
 def in_run(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
-    """Have `run` call it."""
-
     def run(session: Session) -> Any:
         with listening(stage, told):
             pass
@@ -879,8 +876,6 @@ async def in_async_transaction(
 
 
 async def in_async_run(stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any) -> Any:
-    """Have `run` await it."""
-
     async def run(session: AsyncSession) -> Any:
         async with listening(stage, told):
             pass

@@ -115,7 +115,6 @@ def test_worker_that_is_paused_while_the_bank_answers_is_refused(server: Server,
 
 
 def fence(database: str) -> int:
-    """Return the fence of the account."""
     with psycopg.connect(database) as connection:
         row = connection.execute("SELECT last_fencing_token FROM accounts").fetchone()
     assert row is not None

@@ -32,7 +32,6 @@ def story(example: str, *arguments: str) -> str:
 
 @pytest.fixture
 def quorum_url(nodes: Nodes) -> str:
-    """The URL of initialised nodes."""
     with Redlock(nodes.url) as quorum:
         quorum.init()
     return nodes.url

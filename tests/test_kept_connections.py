@@ -40,7 +40,6 @@ def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
 
 
 def wait(authority: Database) -> None:
-    """Wait in vain."""
     with pytest.raises(LockTimeoutError), fenced_lock("r", authority=authority, timeout=0.05):
         pass
 

@@ -189,7 +189,6 @@ def test_leader_that_was_thrown_away_is_not_renewed(authority: Redlock, rival: R
 
 
 def test_run_returns_what_work_returns(authority: Redlock) -> None:
-    """And has resigned."""
     assert leader("r", authority=authority).run(lambda term: term.token) > 0
     assert not fenced_lock("r", authority=authority).locked()
 
@@ -361,7 +360,6 @@ class Daemon:
 
 
 def count_of(url: str) -> int:
-    """Return what the leaders have counted."""
     engine = create_engine(url)
     with engine.connect() as connection:
         count = connection.scalar(text("SELECT count FROM reports")) or 0

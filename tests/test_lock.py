@@ -136,7 +136,6 @@ def test_setting_that_does_not_exist_is_refused() -> None:
 
 
 def test_lock_names_at_least_one_resource() -> None:
-    """Nothing to lock."""
     with pytest.raises(ValueError, match="name what to lock"):
         fenced_lock()
 
@@ -688,6 +687,5 @@ def test_name_that_equals_a_text_locks_what_the_text_does(authority: Redlock, ri
 
 @pytest.mark.parametrize("wrong", ["redis://127.0.0.1:6379", 7, object()])
 def test_what_is_no_authority_is_refused_when_the_lock_is_made(wrong: Any) -> None:
-    """With the classes that are."""
     with pytest.raises(TypeError, match=r"is a Redlock\(…\), Database\(…\), Etcd\(…\) or ZooKeeper\(…\), "):
         fenced_lock("r", authority=wrong)

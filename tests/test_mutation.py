@@ -20,7 +20,6 @@ RENEWAL = changes_of(ROOT, ["fencelock/renewal"])
 
 
 def write(folder: Path, name: str, text: str) -> Path:
-    """Write a program, and return the folder."""
     path = folder / name
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(textwrap.dedent(text))

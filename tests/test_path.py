@@ -81,8 +81,6 @@ class Passage:
 
 
 class Passages(list[Passage]):
-    """All passages of one path."""
-
     @contextmanager
     def measured(self) -> Iterator[None]:
         """Add what happens inside the block."""
@@ -151,7 +149,6 @@ async def block_async() -> Passages:
 
 @pytest.mark.usefixtures("node")
 def test_a_blocking_lock_on_one_node(cache: pytest.Cache) -> None:
-    """From `with` to the end of its block."""
     check("blocking lock, one node", block(), cache)
 
 
@@ -164,7 +161,6 @@ def test_an_asyncio_lock_on_one_node(cache: pytest.Cache) -> None:
 @pytest.mark.usefixtures("sqlite")
 @pytest.mark.parametrize("sqlite", ["sqlite"], indirect=True)
 def test_a_blocking_lock_on_sqlite(cache: pytest.Cache) -> None:
-    """With the statements."""
     check("blocking lock, SQLite", block(), cache)
 
 

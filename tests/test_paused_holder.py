@@ -103,7 +103,6 @@ class Shop:
         return worker
 
     def paid(self) -> int:
-        """Return what has been paid."""
         engine = create_engine(self._url)
         with engine.connect() as connection:
             cents = connection.scalar(text("SELECT paid_cents FROM orders"))

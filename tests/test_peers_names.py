@@ -39,8 +39,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """What is written."""
-
     __tablename__ = "pn_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)

@@ -42,7 +42,6 @@ def folder(tmp_path: Path) -> Path:
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run Python there."""
     return subprocess.run(
         [sys.executable, "-W", "error", *arguments],
         cwd=folder,
@@ -55,7 +54,6 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_readmes_file_runs_over_sqlite(folder: Path) -> None:
-    """As printed."""
     done = run(folder, "refused.py")
     assert done.returncode == 0, done.stderr
     assert "refused: token" in done.stdout
@@ -91,7 +89,6 @@ def test_readmes_file_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio
 
 @pytest.mark.parametrize("command", ["init", "inspect", "nodes", "doctor"])
 def test_commands_run(folder: Path, nodes: Nodes, command: str) -> None:
-    """On a node."""
     with Redlock(nodes[0].url) as authority:
         authority.init()
     given = {"init": [nodes[0].url], "nodes": ["--current", nodes[0].url]}
@@ -111,7 +108,6 @@ class Proactor(asyncio.BaseEventLoop):
 
 
 def test_a_loop_that_tells_of_no_sockets_is_named(nodes: Nodes) -> None:
-    """And so is the one to choose."""
     loop = Proactor()
     asyncio._set_running_loop(loop)
     try:

@@ -31,8 +31,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """What is written."""
-
     __tablename__ = "se_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -175,7 +173,6 @@ def test_max_hold_is_named(authority: Redlock) -> None:
 
 @pytest.mark.parametrize("wrong", [Session, "instance", "flask"])
 def test_the_wrong_kind_of_session(sqlite: Engine, wrong: object) -> None:
-    """The class of sessions, or one session."""
     given = {"instance": Session(sqlite), "flask": object()}.get(str(wrong), wrong)
     with pytest.raises(TypeError, match="takes a sessionmaker") as caught:
         fenced_transaction(given, "order:1")  # type: ignore[call-overload]

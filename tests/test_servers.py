@@ -112,7 +112,6 @@ def run_program() -> Iterator[RunProgram]:
 
 
 def read_report(program: subprocess.Popen[str]) -> dict[str, Any]:
-    """Return what the program has started."""
     assert program.stdout is not None
     line = program.stdout.readline()
     if not line:

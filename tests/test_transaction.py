@@ -54,7 +54,6 @@ FENCES = fence_table(Base.metadata)
 
 @pytest.fixture
 def accounts(engine: Engine) -> Engine:
-    """An engine on an account with a balance of 100."""
     Base.metadata.create_all(engine)
     with engine.execution_options(fencelock="bypass").begin() as connection:
         connection.execute(insert(Account), {"id": 1, "balance": 100})
@@ -678,8 +677,6 @@ def test_a_scoped_session_is_used_and_left_open(authority: Redlock, accounts: En
 def test_coroutines_have_scoped_sessions_too(
     authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
-    """One for each task."""
-
     async def main() -> None:
         engine = for_asyncio(accounts)
         scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)

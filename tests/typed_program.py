@@ -300,7 +300,6 @@ def by_hand(quorum: Redlock) -> None:
 
 
 async def in_tasks(quorum: Redlock, engine: AsyncEngine) -> None:
-    """With async."""
     async with quorum.lock("order:1") as token:
         assert_type(token, int)
     async with fenced_lock("order:1"), AsyncSession(engine) as session:

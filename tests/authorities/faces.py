@@ -139,7 +139,6 @@ class BlockingFace:
         return longest(client.run(client.inspect_gen(resources)))
 
     def close(self) -> None:
-        """Close the connections."""
         self.client.close()
 
 

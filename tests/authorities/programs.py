@@ -166,7 +166,6 @@ def _counted(odd: list[str]) -> list[str]:
 
 
 def fork_blocking(url: str) -> dict[str, Any]:
-    """Fork in blocking code."""
     return _fork(BlockingFace, url)
 
 

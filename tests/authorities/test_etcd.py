@@ -45,7 +45,6 @@ def face(authority: Etcd) -> BlockingFace:
 
 
 def key_of(authority: Etcd, part: str, resource: str) -> str:
-    """Return a key as etcdctl has it."""
     return f"/{authority._members.hosts.root}/{part}/{quoted(resource)}"
 
 

@@ -65,7 +65,6 @@ def test_the_suite_holds_on_galera(stage: Stage, check: Callable[[Stage], None])
 
 @pytest.mark.parametrize("stage", ["asyncmy, asyncio"], indirect=True)
 def test_cancellations_hold_on_galera(stage: Stage) -> None:
-    """As on one server."""
     test_cancellation.test_a_cancelled_acquisition_leaves_nothing(stage)
 
 

@@ -399,7 +399,6 @@ def test_a_caller_that_the_garbage_collector_ends_may_leave_at_any_moment(does: 
 
         @property
         def stack(self) -> Any:
-            """Return its own, which no other is."""
             queues.leave("r", thrown_away)
             return self
 

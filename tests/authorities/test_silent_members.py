@@ -57,7 +57,6 @@ class Silence:
             each.speak()
 
     def close(self) -> None:
-        """Close all connections."""
         for each in self._proxies:
             each.close()
 

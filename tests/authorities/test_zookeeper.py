@@ -70,7 +70,6 @@ def kazoo(zookeeper_server: Server) -> Iterator[KazooClient]:
 
 
 def line_of(authority: ZooKeeper, resource: str) -> str:
-    """Return the path of a line."""
     return f"/{authority._hosts.root}/l/{quoted(resource)}"
 
 

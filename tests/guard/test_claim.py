@@ -302,7 +302,6 @@ def test_nothing_is_claimed_past_the_guard(engine: Engine, take: Act) -> None:
 
 @pytest.fixture
 def hall(engine: Engine) -> Engine:
-    """The engine, with a hall of 1,200 seats."""
     with bypassed(engine) as connection:
         connection.execute(delete(Seat))
         connection.execute(

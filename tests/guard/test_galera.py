@@ -53,7 +53,6 @@ fences = fence_table(Base.metadata)
 
 @pytest.fixture(scope="module")
 def _tables(galera: Galera) -> None:
-    """The tables are there, on all nodes."""
     engine = create_engine(galera.urls[0])
     Base.metadata.create_all(engine)
     with engine.begin() as connection:
@@ -125,7 +124,6 @@ def test_what_changes_nothing_is_noticed_by_nobody(nodes: list[Engine]) -> None:
 def test_a_commit_that_a_leaving_node_does_not_answer_is_in_doubt(
     galera: Galera, nodes: list[Engine]
 ) -> None:
-    """1180: some of these are written."""
     wanted = count(1)
     errors: list[BaseException] = []
     with Database(galera.urls[0]) as authority:

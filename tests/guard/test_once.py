@@ -52,7 +52,6 @@ ROWS: dict[Any, Any] = {Counter: [{"id": 1, "value": 0}]}
 
 
 def add(session: Session, key: str = "k", result: Any = None, **options: Any) -> Any:
-    """Add one, once for each key."""
     receipt = once(session, key, **options)
     if not receipt.done:
         session.execute(update(Counter).values(value=Counter.value + 1))
@@ -100,7 +99,6 @@ def test_what_is_rolled_back_leaves_no_receipt(engine: Engine) -> None:
 
 
 def test_without_the_receipt_it_is_done_twice(engine: Engine) -> None:
-    """The control."""
     for _ in range(2):
         with Session(engine) as session, session.begin():
             session.execute(update(Counter).values(value=Counter.value + 1))

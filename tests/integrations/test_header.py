@@ -41,7 +41,6 @@ def test_a_lease_travels(resource: str, token: int) -> None:
 
 @given(st.dictionaries(NAMES, TOKENS, max_size=2))
 def test_several_travel(tokens: dict[str, int]) -> None:
-    """In their order."""
     text = header.to_header(Lease(*each) for each in tokens.items())
     assert [(lease.resource, lease.token) for lease in header.from_header(text)] == [*tokens.items()]
 

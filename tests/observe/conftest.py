@@ -33,7 +33,6 @@ def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
 
 @pytest.fixture
 def mine(kind: Kind) -> Iterator[Any]:
-    """A client of it."""
     made = kind.make()
     yield made
     made.close()
@@ -41,7 +40,6 @@ def mine(kind: Kind) -> Iterator[Any]:
 
 @pytest.fixture
 def other(kind: Kind) -> Iterator[Any]:
-    """Another one."""
     made = kind.make()
     yield made
     made.close()

@@ -25,8 +25,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """What is sold."""
-
     __tablename__ = "orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -122,7 +120,6 @@ def say(word: object) -> None:
 
 
 def main(nodes: str, database: str) -> None:
-    """Do what is asked for."""
     prometheus.instrument()
     engine = create_engine(database)
     Base.metadata.create_all(engine)

@@ -57,7 +57,6 @@ def free_port() -> int:
 
 
 def tell(program: subprocess.Popen[str], line: str) -> None:
-    """Have the program do something."""
     assert program.stdin is not None
     program.stdin.write(f"{line}\n")
     program.stdin.flush()

@@ -48,8 +48,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """What is written."""
-
     __tablename__ = "cm_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -441,7 +439,6 @@ def runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
 def test_top_looks_as_often_as_it_is_told(kind: Kind, mine: Any) -> None:
-    """A screen for each look."""
     with mine.lock("order:1"):
         shown = fencelock("top", "--times", "2", "--every", "0.2", "--url", kind.url)
     assert shown.returncode == 0, shown.stderr
@@ -560,7 +557,6 @@ def test_nodes_that_are_not_those_of_the_list(make_nodes: Callable[..., Nodes]) 
     ],
 )  # fmt: skip
 def test_urls_without_their_passwords(url: str, shown: str) -> None:
-    """Whatever the password has in it."""
     assert without_password(url) == shown
 
 
@@ -600,7 +596,6 @@ def test_names_are_shown_as_they_are(node_urls: list[str]) -> None:
 
 
 def test_leaks_where_a_node_is_down(make_nodes: Callable[..., Nodes]) -> None:
-    """The others tell."""
     nodes = make_nodes(3)
     assert fencelock("init", *nodes.urls).returncode == 0
     with redis.Redis.from_url(nodes[2].url) as node:

@@ -81,7 +81,6 @@ def test_urls_that_name_all_hosts(pair: tuple[Postgres, Standby]) -> None:
 
 
 def test_a_standby_is_refused(pair: tuple[Postgres, Standby]) -> None:
-    """As `inspect` refuses it."""
     _, standby = pair
     ran = fencelock("doctor", "--url", standby.url)
     assert ran.returncode == 3

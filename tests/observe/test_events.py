@@ -38,7 +38,6 @@ def kinds_of(events: list[Event]) -> list[str]:
 
 
 def only(events: list[Event], kind: type[Any]) -> Any:
-    """Return the one event of a kind."""
     (found,) = [event for event in events if type(event) is kind]
     return found
 

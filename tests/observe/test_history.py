@@ -27,8 +27,6 @@ class Base(DeclarativeBase):
 
 
 class Order(FencedModel, Base):
-    """What is written."""
-
     __tablename__ = "hi_orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -87,7 +85,6 @@ def test_what_happens_to_a_lock_is_written(
 
 
 def test_old_entries_are_deleted(engine: Engine, authority: Redlock) -> None:
-    """By their age."""
     recorder = history.record(engine)
     with authority.lock("order:1"):
         pass

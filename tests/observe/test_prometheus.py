@@ -57,7 +57,6 @@ Value = Callable[..., float | None]
 
 @pytest.fixture
 def registry() -> CollectorRegistry:
-    """An empty one."""
     return CollectorRegistry()
 
 

@@ -41,7 +41,6 @@ class Block:
 
 
 def read(page: str) -> str:
-    """Return the text of a page."""
     return (ROOT / page).read_text()
 
 

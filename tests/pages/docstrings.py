@@ -49,7 +49,6 @@ class Public(NamedTuple):
 
     @property
     def text(self) -> str:
-        """Its docstring."""
         return inspect.getdoc(self.thing) or ""
 
     @property
@@ -157,7 +156,6 @@ def completed(path: str, known: Mapping[str, Public]) -> str:
 
 
 def entries(section: str) -> dict[str, str]:
-    """Return the entries of a section by their names."""
     found = re.split(r"(?m)^(?=    [\w*]+:)", section)[1:]
     return {entry.split(":")[0].strip(): entry.rstrip("\n") + "\n" for entry in found}
 

@@ -33,7 +33,6 @@ def lines() -> Iterator[str]:
 
 
 def render() -> str:
-    """Return the file."""
     return _HEAD + "\n".join(lines()) + "\n"
 
 

@@ -156,7 +156,6 @@ GROUPS: Final = (
 
 
 def render() -> str:
-    """Return the page."""
     lines = [HEAD.rstrip()]
     for group in GROUPS:
         lines += ["", f"## {group.title or f'In `{group.module.__name__}`'}"]

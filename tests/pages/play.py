@@ -83,7 +83,6 @@ class Page:
         self._printed = ""
 
     def play(self, block: Block) -> None:
-        """Do what a reader does with a block."""
         if block.language == "python":
             self._printed = self._file(block) if block.file else self._python(block)
         elif block.language == "sh":

@@ -55,7 +55,6 @@ def mine(clients: Stage) -> Face:
 
 @pytest.fixture
 def other(clients: Stage) -> Face:
-    """Another client of them."""
     return clients.new()
 
 

@@ -174,7 +174,6 @@ class Watched(_Servers):
         return f"service-{number}"
 
     def url(self, number: int = 0, *, login: str = "", query: str = "") -> str:
-        """Return the URL of a service."""
         hosts = ",".join(f"{LOOPBACK}:{port}" for port, _ in self.sentinels)
         return f"redis+sentinel://{login}{hosts}/{self.name(number)}{query}"
 
@@ -227,7 +226,6 @@ class Watched(_Servers):
             return _ask(client, ("SENTINEL", *words))
 
     def kill_sentinel(self, sentinel: int) -> None:
-        """SIGKILL a sentinel."""
         process = self.sentinels[sentinel][1]
         process.kill()
         process.wait()

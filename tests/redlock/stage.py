@@ -227,7 +227,6 @@ class Stage:
         self.node_set = node_set_of(membership.fingerprint, len(urls))
 
     def close(self) -> None:
-        """Close all connections."""
         for node in self.nodes:
             node.close()
 

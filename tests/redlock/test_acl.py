@@ -38,7 +38,6 @@ def rule_of(admin: redis.Redis) -> list[str]:
 
 
 def command(client: redis.Redis, *words: str) -> Any:
-    """Return the answer to a command."""
     return client.execute_command(*words)  # type: ignore[no-untyped-call]
 
 

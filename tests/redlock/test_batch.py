@@ -41,7 +41,6 @@ class Told(PendingBroadcast):
         self._answered = answered
 
     def add_reply(self, node: int, answer: Reply) -> None:
-        """Note it."""
         super().add_reply(node, answer)
         self._answered.append((self._command, answer))
 
@@ -82,12 +81,10 @@ class BatchingNode(RealNode):
                 waiting.add_reply(0, answer)
 
     def acquire(self, nonce: str, resource: str, position: QueuePosition | None = None) -> Command:
-        """ACQUIRE."""
         attempt = Attempt.of(self.node_set, (resource,), nonce, 30.0, position)
         return _acquire_command(attempt, self.node_set)
 
     def release(self, nonce: str, resource: str, counter: int = 0) -> Command:
-        """RELEASE."""
         attempt = Attempt.of(self.node_set, (resource,), nonce, 30.0)
         return release_command(self.node_set, attempt, 0, [counter])
 

@@ -25,11 +25,9 @@ class Nowhere:
         self.asked: list[int] = []
 
     def connect(self, node: int) -> None:
-        """Note it."""
         self.asked.append(node)
 
     def is_connecting(self, node: int) -> bool:  # noqa: ARG002 - as the protocol has it
-        """Tell that it is not."""
         return False
 
     def disconnect(self, node: int) -> None:

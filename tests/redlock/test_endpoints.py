@@ -91,7 +91,6 @@ def test_urls_in_one_text_may_have_several_hosts(text: str, urls: list[str]) -> 
 
 
 def test_command_to_type_names_moving_nodes_without_their_passwords() -> None:
-    """As for others."""
     authority = Redlock("redis+sentinel://:secret@s1/main,redis+cluster://me:secret@c1")
     command = authority._init_command()
     assert "redis+sentinel://:PASSWORD@s1:26379/main" in command

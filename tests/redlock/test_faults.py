@@ -44,7 +44,6 @@ def world(request: pytest.FixtureRequest) -> str:
 
 
 def locked_on(nodes: Nodes, resource: str = "r") -> list[int]:
-    """Return on which running nodes a resource is locked."""
     locks = (line.split(" = ")[0].split(": ", 1) for line in locks_on(nodes))
     return [int(number) for number, key in locks if key == f"{NODE_KEY}:l:{resource}"]
 

@@ -69,7 +69,6 @@ def by_file(node: Node, fellow: Node) -> None:
 
 
 def ids(nodes: Sequence[Node]) -> list[str]:
-    """Return who the nodes say that they are."""
     return [ask(node, "HGET", NODE_KEY, "id").decode() for node in nodes]
 
 

@@ -535,12 +535,10 @@ class Opening:
         stage.node_set = node_set_of(self.list.fingerprint, 3)
 
     def promise(self, node: int, epoch: int) -> ReplyKind:
-        """PROMISE, as an operator does."""
         arguments = (self.list.fingerprint, epoch, self.tickets[node], "change")
         return self.stage.nodes[node].execute(Command("promise", "", (NODE_KEY,), arguments)).kind
 
     def open(self, node: int, epoch: int) -> ReplyKind:
-        """OPEN."""
         arguments = (self.list.fingerprint, epoch, self.tickets[node], 0, self.list.to_json())
         return self.stage.nodes[node].execute(Command("open", "", (NODE_KEY,), arguments)).kind
 

@@ -32,7 +32,6 @@ Connect = Callable[..., Redlock]
 
 @pytest.fixture
 def three(nodes: Nodes) -> list[Node]:
-    """Three nodes that are initialised."""
     with Redlock([node.url for node in nodes[:3]]) as authority:
         authority.init(base=0, max_ttl=MAX_TTL)
     return list(nodes[:3])
@@ -40,7 +39,6 @@ def three(nodes: Nodes) -> list[Node]:
 
 @contextmanager
 def client_of(nodes: list[Node], *, recover: bool = True) -> Iterator[Redlock]:
-    """Yield a client of these nodes."""
     with Redlock([node.url for node in nodes], **IMPATIENT, recover=recover) as authority:
         yield authority
 

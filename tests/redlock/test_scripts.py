@@ -48,7 +48,6 @@ class Scripts:
         self.node_set: NodeSet = node_set_of(membership.fingerprint, 1)
 
     def acquire(self, nonce: str, *resources: str, hint: int = 0, epoch: int = 0, ttl: float = 30.0) -> Reply:
-        """ACQUIRE."""
         attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, ttl)
         pairs = in_pairs(attempt.stripes, [hint] * len(resources))
         arguments = (self.node_set.fingerprint, nonce, round(attempt.ttl * 1000), epoch, *pairs)
@@ -82,18 +81,15 @@ class Scripts:
         return self.real.execute(release_command(self.node_set, attempt, epoch, decided))
 
     def extend(self, nonce: str, *resources: str, ttl: float = 30.0) -> Reply:
-        """EXTEND one grant."""
         return self.extend_many([(nonce, resources)], ttl)
 
     def extend_many(self, grants: Sequence[tuple[str, tuple[str, ...]]], ttl: float) -> Reply:
-        """EXTEND several grants."""
         attempts = [
             Attempt.of(self.node_set, tuple(sorted(resources)), nonce, ttl) for nonce, resources in grants
         ]
         return self.real.execute(_extend_command(self.node_set, attempts, [0] * len(attempts)))
 
     def inspect(self, *resources: str) -> Reply:
-        """INSPECT."""
         keys = (NODE_KEY, *map(key_of, resources))
         return self.real.execute(Command("inspect", "", keys, (self.node_set.fingerprint, "", "0", 200, "")))
 
@@ -114,7 +110,6 @@ class Scripts:
 
 
 def key_of(resource: str) -> str:
-    """Return the lock key of a resource."""
     return f"{NODE_KEY}:l:{resource}"
 
 

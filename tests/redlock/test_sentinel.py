@@ -125,7 +125,6 @@ def test_sentinel_named_as_a_node_is_told_how_to_be_named(service: Watched) -> N
 
 
 def test_replica_named_as_a_node_is_told_of_sentinels(service: Watched) -> None:
-    """By its own URL."""
     with (
         Redlock(service.replica().url) as authority,
         pytest.raises(QuorumError, match=r"only primaries.*redis\+sentinel://"),

@@ -77,7 +77,6 @@ def hold(holder: Face, resource: str = "r", **terms: Any) -> Grant:
 
 
 def redlock(face: Face) -> Redlock:
-    """Return the Redlock behind a face."""
     assert isinstance(face.client, Redlock)
     return face.client
 

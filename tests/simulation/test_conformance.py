@@ -369,7 +369,6 @@ class Pair:
 
 @pytest.fixture(scope="module")
 def real(shared_nodes: list[Node]) -> Iterator[RealNode]:
-    """A real node."""
     node = shared_nodes[4]
     if not node.is_running:
         node.restart(keep_data=False)
@@ -429,7 +428,6 @@ class Careless(ModelNode):
     """A model that compares nothing when it confirms."""
 
     def is_higher(self, counters: Any, decided: Any) -> bool:  # noqa: ARG002 - the mutation
-        """Never."""
         return False
 
 

@@ -49,7 +49,6 @@ def test_no_promise_is_broken(kind: type[Run], size: int) -> None:
 
 
 def trace_of(seed: int, size: int, kind: type[Run] = Run) -> list[str]:
-    """Return the trace of a run."""
     lines: list[str] = []
     play(seed, size, trace=lines.append, run=kind)
     return lines

@@ -43,11 +43,9 @@ class NaiveValue:
         self._client = client
 
     def read(self) -> Any:
-        """Return the value."""
         return self._client.get("naive")
 
     def write(self, content: bytes, *, token: int | None = None) -> None:
-        """Replace it."""
         del token
         self._client.set("naive", content)
 
@@ -60,18 +58,15 @@ class NaiveFile:
         self._path = folder / "naive"
 
     def read(self) -> bytes | None:
-        """Return the value."""
         return self._path.read_bytes() if self._path.exists() else None
 
     def write(self, content: bytes, *, token: int | None = None) -> None:
-        """Replace it."""
         new = self._path.with_suffix(f".{token}")
         new.write_bytes(content)
         new.replace(self._path)
 
 
 def store_at(place: str) -> Store:
-    """Open a store."""
     kind, _, where = place.partition(" ")
     match kind:
         case "redis":

@@ -38,7 +38,6 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(place: str) -> Store:
-    """An empty store."""
     return store_at(place)
 
 
@@ -96,7 +95,6 @@ def test_what_is_no_token_is_refused(store: Store, token: int, error: type[Excep
 
 @pytest.mark.parametrize("content", [b"", b"\0\r\n\xff", b"x" * 1_000_000])
 def test_any_bytes_come_back(store: Store, content: bytes) -> None:
-    """As they were."""
     store.write(content, token=1)
     assert store.read() == content
 

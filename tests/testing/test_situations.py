@@ -102,7 +102,6 @@ def in_one_transaction(engine: Engine) -> None:
 
 
 def by_claim(engine: Engine) -> None:
-    """Claim only."""
     with fenced_lock("order:1"), Session(engine) as session:
         fencelock.claim(session, Order, 1)
 

@@ -52,7 +52,6 @@ def write(
     fence: int | None = None,
     read_at: int = 0,
 ) -> Write:
-    """Make one."""
     return Write(0, resource, token, began, ended, outcome, read, error, style, fence, read_at)
 
 

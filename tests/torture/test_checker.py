@@ -144,7 +144,6 @@ def test_no_style_may_overwrite(style: Style) -> None:
 
 
 def test_what_is_told_of_a_violation() -> None:
-    """Who, and what of."""
     assert [
         str(judge(*HISTORIES[name][0]).violations[0])
         for name in ("given twice", "below a completed one", "told that the list is wrong")

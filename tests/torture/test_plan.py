@@ -12,7 +12,6 @@ SETTINGS = Settings(Path(), ttl=1.5, resources=10, writes=0.25)
 
 
 def plans(settings: Settings) -> list[Plan]:
-    """Choose 2,000."""
     rng = random.Random(7)
     return [choose_plan(rng, settings) for _ in range(2000)]
 

@@ -49,7 +49,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def events_of(trace: Path) -> list[dict[str, Any]]:
-    """Return the events of a trace."""
     events: list[dict[str, Any]] = json.loads(trace.read_text())["traceEvents"]
     return events
 
