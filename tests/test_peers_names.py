@@ -64,7 +64,10 @@ def pair(kind: Kind) -> Iterator[tuple[Any, Any]]:
 def tasks_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     """Two clients of a database, by a driver for coroutines."""
     with contextmanager(MAKERS[request.param])(request) as made:
-        yield made.make(), made.make()
+        first, second = made.make(), made.make()
+        yield first, second
+        first.close()  # what is no loop's: the session of ZooKeeper
+        second.close()
 
 
 def run(*authorities: Any, main: Callable[[], Coroutine[Any, Any, None]]) -> None:
