@@ -158,6 +158,7 @@ def test_function_keeps_its_face(authority: Redlock) -> None:
 
     @fenced("order:{order_id}", authority=authority)
     def ship(order_id: int) -> str:
+        """Send it."""
         return str(order_id)
 
     assert ship.__name__ == "ship"

@@ -114,6 +114,7 @@ LONG = {
         "recover",
         "migrating",
         "command-line",
+        "testing",
         "apscheduler",
         "langgraph",
         "procrastinate",

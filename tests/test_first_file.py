@@ -39,6 +39,7 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return python
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_first_file_prints_a_refusal(python: Path, tmp_path: Path) -> None:
     """It prints what README shows, twice in a row, and no warning."""
@@ -53,6 +54,7 @@ def test_first_file_prints_a_refusal(python: Path, tmp_path: Path) -> None:
         assert not ended.stderr
 
 
+@pytest.mark.long
 @pytest.mark.timeout(400)
 def test_command_line_is_there(python: Path, tmp_path: Path) -> None:
     """README goes on with `fencelock init`."""

@@ -8,11 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import fencelock
 
 PROGRAM = Path(__file__).with_name("typed_program.py")
 
 
+@pytest.mark.long
 def test_program_that_uses_every_public_name_is_typed(tmp_path: Path) -> None:
     """Checked in a folder of its own, with no settings but --strict."""
     shutil.copy(PROGRAM, tmp_path / "program.py")

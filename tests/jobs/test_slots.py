@@ -177,6 +177,7 @@ def test_tasks_share_the_slots(kind_for_tasks: Kind) -> None:
         await lock.aio.release()
         assert await authority.aio.inspect() == []
         await authority.aio.close()
+        authority.close()
 
     asyncio.run(main())
     assert census.broken == []
@@ -351,7 +352,7 @@ def test_readers_do_not_starve_a_writer(kind: Kind, world: Literal["threads", "t
 def test_writer_that_gives_up_leaves_nothing(client: Any, other: Any) -> None:
     """After it has the resource and some slots."""
     with reader(other):
-        with pytest.raises(LockTimeoutError, match=r"'order:1#[0-3]' is held by python") as caught:
+        with pytest.raises(LockTimeoutError, match=r"'order:1#[0-3]' is held by py.+ \(process") as caught:
             writer(client).acquire(timeout=0.4)
         assert "this very thread" not in str(caught.value)
         assert [info.resource for info in client.inspect()] == [reader_slot(other)]

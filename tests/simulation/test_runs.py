@@ -54,7 +54,7 @@ def trace_of(seed: int, size: int, kind: type[Run] = Run) -> list[str]:
     return lines
 
 
-@pytest.mark.parametrize("kind", [Run, Slots])
+@pytest.mark.parametrize("kind", [Run, pytest.param(Slots, marks=pytest.mark.long)])
 def test_seed_replays_exactly_in_every_process(kind: type[Run]) -> None:
     """Nothing comes from the order of a set of words, which is another one in every process."""
     program = (
