@@ -31,7 +31,7 @@ from fencelock._locking import fenced_lock
 from fencelock._owners import current_owner
 from fencelock.errors import CommitInDoubtError, FenceError
 from fencelock.guard import gate as pass_gate
-from fencelock.guard.fences import FENCES
+from fencelock.guard._gate import FENCES
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import AllLockSettings
 

@@ -96,12 +96,12 @@ ARROWS = {
 STOREYS_OF_GUARD = (
     "_sqlalchemy",
     "exact events sessions tables",
-    "refused",
     "conditions leases trigger_sql",
+    "refused",
     "routing lists objects text triggers verdict",
     "statements",
     "_install",
-    "fences model sql",
+    "model sql",
     "_fenced_text _claim _gate receipts",
     "_upsert",
 )

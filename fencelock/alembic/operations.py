@@ -18,8 +18,7 @@ from alembic.operations.ops import AddColumnOp, CreateTableOp, DropColumnOp, Dro
 from sqlalchemy import Column, MetaData, Table
 
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.guard import triggers
-from fencelock.guard.fences import fence_table
+from fencelock.guard import fence_table, triggers
 from fencelock.guard.receipts import receipt_table
 from fencelock.guard.sessions import unguarded
 from fencelock.guard.tables import (

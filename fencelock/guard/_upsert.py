@@ -21,7 +21,7 @@ from fencelock.guard._claim import fenced_model
 from fencelock.guard._install import install
 from fencelock.guard.conditions import passes, raised, refuse_cutting_off
 from fencelock.guard.exact import LOCKING_READS, holds, is_text, newest
-from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
+from fencelock.guard.leases import TokenLookup, begin_writing
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import BYPASS, session_of
@@ -109,11 +109,7 @@ def upsert(
         own = {fenced.write.key: new_write_id()}
         stamped = [{**by_key[each], fenced.fence.key: token_of[each], **own} for each in some]
         connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
-    try:
-        written = list(_check(connection, fenced, key, by_key, token_of))
-    except FenceError as error:
-        report_refusal(connection, error)
-        raise
+    written = list(_check(connection, fenced, key, by_key, token_of))
     shard = target.bind_arguments.get("shard_id")
     for identity in written:
         key_in_session = mapper.identity_key_from_primary_key(identity, identity_token=shard)

@@ -20,9 +20,9 @@ from sqlalchemy.orm import Session
 from fencelock import _events
 from fencelock._databases import leaves_doubt
 from fencelock._events import CommitInDoubt
-from fencelock.errors import FenceError, StaleReadError, UnfencedWriteError
+from fencelock.errors import StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
-from fencelock.guard.events import report, report_without_lease
+from fencelock.guard.events import report_without_lease
 from fencelock.guard.exact import keeps_snapshot
 from fencelock.guard.sessions import CONNECTIONS, began, blocking, join, owner_of
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
@@ -221,13 +221,6 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
             writing.need(lease)
 
 
-def report_refusal(connection: Connection, error: FenceError) -> None:
-    """Report a refusal of the database, with the resource of the refused token."""
-    writing, token = open_writing(connection), getattr(error, "token", None)
-    leases = () if writing is None else writing.used.values()
-    report(error, resource=next((each.resource for each in leases if each.fencing_token == token), None))
-
-
 def begin_writing(connection: Connection, options: Mapping[str, Any], table: str) -> TransactionLeases:
     """Return the `TransactionLeases` of the connection's transaction; refuse AUTOCOMMIT connections."""
     writing = writing_on(connection)
@@ -370,9 +363,9 @@ class TokenLookup:
             token = self._found[values] = self.of_resource(self.fenced.template.render(values))
         return token
 
-    def holds(self, values: tuple[Any, ...]) -> bool:
+    def holds(self, values: tuple[Any, ...] | None) -> bool:
         """Tell whether the lease of the row with these values of the template is held."""
-        return self.fenced.template.render(values) in self._candidates
+        return values is not None and self.fenced.template.render(values) in self._candidates
 
     def only_resource(self) -> str:
         """Return the resource of the one lease that is held."""

@@ -175,7 +175,9 @@ class _Watch:
             _drop_assigned_fence(state, current)
         changed = _changed(state, current)
         tokens = self._tokens(connection, state) if changed else None
-        if not changed or (changed == "a collection" and not self._holds(tokens, state)):
+        if not changed:
+            return
+        if changed == "a collection" and not (tokens and tokens.holds(loaded_values(self._naming, state))):
             return
         if tokens is None:
             current[WRITE_COLUMN] = new_write_id()
@@ -189,11 +191,6 @@ class _Watch:
         tokens = self._tokens(connection, state)
         if tokens is not None:
             state.dict[WRITE_COLUMN] = self._stamp(tokens, state, state.dict)
-
-    def _holds(self, tokens: TokenLookup | None, state: _State) -> bool:
-        """Tell whether the lease of the row is held."""
-        values = None if tokens is None else loaded_values(self._naming, state)
-        return tokens is not None and values is not None and tokens.holds(values)
 
     def _tokens(self, connection: Connection, state: _State) -> TokenLookup | None:
         session = state.session

@@ -8,7 +8,7 @@ sent. Objects bring their token with them. Statements that leave it open are ref
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from sqlalchemy import BigInteger, Insert, Update, literal
 from sqlalchemy.engine import Connection, CursorResult
@@ -20,9 +20,8 @@ from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard import conditions
 from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Options, Origin, Row, Rows
-from fencelock.guard.events import report
 from fencelock.guard.exact import TOKEN_BIND
-from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
+from fencelock.guard.leases import TokenLookup, begin_writing
 from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
 from fencelock.guard.refused import refuse
@@ -64,8 +63,7 @@ def guarding(execute: _Execute) -> _Execute:
             elif base is not None:
                 _check_sub_table(connection, statement, base, rows, merged)
         except (FenceError, LockLostError) as error:
-            report(error, table=getattr(underlying(table), "name", None))
-            refuse(connection, error)
+            refuse(connection, error, getattr(underlying(table), "name", None))
             raise
         merged = merged.union({GUARDED: True})
         result = private.execute_unguarded(connection, statement, rows, merged)
@@ -73,7 +71,8 @@ def guarding(execute: _Execute) -> _Execute:
         refusal = verdict and verdict.of(result)
         if refusal:
             result.close()
-            _raise(connection, refusal)
+            refuse(connection, refusal)
+            raise refusal
         return result
 
     return guarded
@@ -86,13 +85,6 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
     for column in () if fenced is None else (fenced.write, fenced.fence):
         if column in computed:
             computed.remove(column)
-
-
-def _raise(connection: Connection, refusal: FenceError) -> NoReturn:
-    """Raise an error once nothing can come of what the statement belongs to."""
-    report_refusal(connection, refusal)
-    refuse(connection, refusal)
-    raise refusal
 
 
 def _around(
@@ -140,7 +132,8 @@ def _guarded(
     verdict = Verdict(form, stamped, connection, options, of_objects=flush is not None)
     refusal = verdict.check_before()
     if refusal is not None:
-        _raise(connection, refusal)
+        refuse(connection, refusal)
+        raise refusal
     return form.statement, stamped, verdict
 
 
@@ -150,7 +143,7 @@ def _unpack_stamps(
     """Take the stamps of a flush's rows apart. The unit of work has made the rows for this statement."""
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, kind = isinstance(statement, Update), "objects"
-    if assigns and fenced.is_strict and write not in rows[0]:
+    if assigns and write not in rows[0] and fenced.is_strict:
         # `post_update`, behind an UPDATE of the same flush, which has set the other id
         write_id = new_write_id()
     for row in rows:

@@ -11,7 +11,7 @@ import hashlib
 import re
 from typing import Any, Final, Literal
 
-from sqlalchemy import MetaData, Table, event, text
+from sqlalchemy import MetaData, Table, text
 from sqlalchemy.engine import Connection, ExceptionContext
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import ExecutableDDLElement
@@ -222,7 +222,7 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     return dropped
 
 
-def _after_create(table: Table, connection: Any, **options: Any) -> None:
+def after_create(table: Table, connection: Any, **options: Any) -> None:
     wanted = trigger_of(table)
     if wanted:
         target = connection or options["_ddl_runner"]  # Alembic's --sql has no connection
@@ -230,17 +230,11 @@ def _after_create(table: Table, connection: Any, **options: Any) -> None:
             target.execute(statement)
 
 
-def _before_drop(table: Table, connection: Any, **options: Any) -> None:
+def before_drop(table: Table, connection: Any, **options: Any) -> None:
     if trigger_of(table):
         target = connection or options["_ddl_runner"]
         for statement in drop(table, target.dialect.name):
             target.execute(statement)
-
-
-def watch_tables() -> None:
-    """Listen to every table that is created or dropped by SQLAlchemy."""
-    event.listen(Table, "after_create", _after_create)
-    event.listen(Table, "before_drop", _before_drop)
 
 
 def explain(context: ExceptionContext) -> None:
