@@ -336,7 +336,6 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
 
 
 def _read(text: str, authority: Any) -> tuple[Grant, object, object, float]:
-    """Return the grant of a text, its proof, the name of its authority, and the ttl in seconds."""
     its = json.loads(text)[HANDED]
     names, tokens, proof, by, ttl = (its[word] for word in ("resources", "tokens", "proof", "by", "ttl"))
     if not isinstance(names, list) or len({*names}) < len(names) or len(names) != len(tokens):

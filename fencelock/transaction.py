@@ -180,7 +180,6 @@ def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
 
 
 def _blocking(session: Any) -> Session:
-    """Return the session itself, or the one that an asyncio session wraps."""
     its: Session = getattr(session, "sync_session", session)
     return its
 

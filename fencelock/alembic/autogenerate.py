@@ -63,7 +63,6 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
     in_database: Table | None,
     in_model: Table | None,
 ) -> object:
-    """Find a trigger that is missing, too many or another one."""
     wanted = False if in_model is None else _wanted(in_model)
     found = _found(context, table_name, schema) if in_database is not None else False
     if _comes_or_goes(in_database, in_model) and {True, "strict"}.isdisjoint((wanted, found)):

@@ -17,6 +17,7 @@ from alembic.operations.base import BatchOperations, Operations
 from alembic.operations.ops import AddColumnOp, CreateTableOp, DropColumnOp, DropTableOp, MigrateOperation
 from sqlalchemy import Column, MetaData, Table
 
+from fencelock._databases import MYSQL
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.guard import fence_table, triggers
 from fencelock.guard.receipts import receipt_table
@@ -330,7 +331,7 @@ def _execute(operations: Operations | BatchOperations, statements: Iterable[trig
     """Execute the statements, or print them as the database's own client reads them."""
     context = operations.migration_context
     for statement in statements:
-        if context.as_sql and context.dialect.name in {"mysql", "mariadb"}:
+        if context.as_sql and context.dialect.name in MYSQL:
             sql = str(statement.compile(dialect=context.dialect))
             compound = ";" in sql  # the client ends a statement at its first semicolon
             context.impl.static_output(f"DELIMITER //\n{sql}//\nDELIMITER ;" if compound else f"{sql};")

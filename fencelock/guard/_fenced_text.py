@@ -115,7 +115,6 @@ private.execute_by(FencedText, _guarding)
 
 
 def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[str, Any]:
-    """Return the parameters of one execution, with its token and a new write id."""
     token = row.get(TOKEN, statement.token)
     if token is not None:
         note_token(connection, statement, check_token(token))

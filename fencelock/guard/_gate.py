@@ -11,16 +11,15 @@ from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Column, Engine, Insert, MetaData, Table, case, select
-from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection, Transaction
 from sqlalchemy.orm import Session, scoped_session
 
-from fencelock._databases import RESOURCE
+from fencelock._databases import MYSQL, RESOURCE
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._install import install
 from fencelock.guard.events import report_claim
-from fencelock.guard.exact import LOCKING_READS, newest
+from fencelock.guard.exact import insert_into, newest
 from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, writing_on
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import begin_claim, tokens_to_claim
@@ -198,8 +197,8 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     what passes again under one token. One statement, because two deadlock: InnoDB's shared lock of a missed
     INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
     """
-    fence, is_mysql = fences.c[FENCE_COLUMN], dialect in LOCKING_READS
-    made: Any = (mysql if is_mysql else postgresql if dialect == "postgresql" else sqlite).insert(fences)
+    fence, is_mysql = fences.c[FENCE_COLUMN], dialect in MYSQL
+    made = insert_into(fences, dialect)
     given = made.inserted if is_mysql else made.excluded
     new = given[FENCE_COLUMN]
     higher = {FENCE_COLUMN: case((fence > new, fence), else_=new), WRITE_COLUMN: given[WRITE_COLUMN]}
@@ -231,7 +230,6 @@ def _at_gate_here(resource: str) -> Iterator[Transaction]:
 
 
 def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
-    """Refuse a gate that another open transaction of this very thread, task or greenlet has passed."""
     for transaction in _at_gate_here(resource):
         other = transaction.connection
         if other is not connection and _is_same_database(other.engine, connection.engine):

@@ -98,7 +98,6 @@ def inserts_plainly(statement: Insert) -> bool:
 
 
 def locks_rows(query: Select[Any]) -> bool:
-    """Tell whether a query was given with_for_update()."""
     return query._for_update_arg is not None
 
 

@@ -12,15 +12,15 @@ from itertools import groupby, islice
 from typing import Any, Final
 
 from sqlalchemy import ClauseElement, Column, ColumnElement, Insert, UniqueConstraint, and_, func, select
-from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
+from fencelock._databases import MYSQL, SUPPORTED
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._claim import fenced_model
 from fencelock.guard._install import install
 from fencelock.guard.conditions import passes, raised, refuse_cutting_off
-from fencelock.guard.exact import LOCKING_READS, holds, is_text, newest
+from fencelock.guard.exact import holds, insert_into, is_text, newest
 from fencelock.guard.leases import TokenLookup, begin_writing
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
@@ -136,7 +136,6 @@ def _key(mapper: Mapper[Any], fenced: FencedTable, names: Sequence[str] | None) 
 
 
 def _by_column(mapper: Mapper[Any], values: Mapping[str, Any]) -> dict[Column[Any], Any]:
-    """Return values by their columns."""
     if unknown := [name for name in values if name not in mapper.columns or name in _OWN]:
         raise ValueError(
             f"{unknown[0]!r} is no column of {mapper.class_.__name__} that can be given; "
@@ -148,7 +147,6 @@ def _by_column(mapper: Mapper[Any], values: Mapping[str, Any]) -> dict[Column[An
 def _changes(
     mapper: Mapper[Any], fenced: FencedTable, key: _Columns, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a row that is there gets, by the keys of columns; refuse what could go past the guard."""
     by_column = _by_column(mapper, values)
     if kept := [column.key for column in by_column if column in _kept(fenced, key)]:
         raise ValueError(f"{kept[0]!r} of a row of {fenced.name!r} must not change: leave it out of set_")
@@ -167,7 +165,6 @@ def _sql_of(value: Any) -> Any:
 def _by_key(
     mapper: Mapper[Any], fenced: FencedTable, rows: Sequence[Mapping[str, Any]], key: _Columns
 ) -> dict[_Key, dict[str, Any]]:
-    """Return the rows as their columns have them, by their keys."""
     known: dict[_Key, dict[str, Any]] = {}
     for row in rows:
         values = {column.key: value for column, value in _by_column(mapper, row).items()}
@@ -206,7 +203,6 @@ def _statement(
     row: Mapping[str, Any],
     changes: Mapping[str, Any] | None,
 ) -> Insert:
-    """Return the statement for rows that have values for the same columns."""
     table = fenced.table
     kept = {column.key for column in _kept(fenced, key)}
 
@@ -214,8 +210,10 @@ def _statement(
         by_row = {name: new[name] for name in row if name not in kept} if changes is None else {**changes}
         return by_row | _stamps(fenced, new)
 
-    if dialect in LOCKING_READS:
-        made = mysql.insert(table)
+    if dialect not in SUPPORTED:
+        raise NotImplementedError(f"upsert knows PostgreSQL, SQLite, MariaDB and MySQL, not {dialect}")
+    made = insert_into(table, dialect)
+    if dialect in MYSQL:
         new, may_pass = made.inserted, _lets_pass(fenced, key, made.inserted)
         written = assigned_by(new)
         # The fence comes last, because MariaDB assigns from left to right.
@@ -224,12 +222,9 @@ def _statement(
         ]
         if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
             assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
-        return made.on_duplicate_key_update(assigned)
-    if dialect not in {"postgresql", "sqlite"}:
-        raise NotImplementedError(f"upsert knows PostgreSQL, SQLite, MariaDB and MySQL, not {dialect}")
-    statement = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
-    new = statement.excluded
-    return statement.on_conflict_do_update(
+        return made.on_duplicate_key_update(assigned)  # type: ignore[no-any-return]
+    new = made.excluded
+    return made.on_conflict_do_update(  # type: ignore[no-any-return]
         index_elements=[*key], set_=assigned_by(new), where=_lets_pass(fenced, key, new)
     )
 
@@ -261,18 +256,20 @@ def _check(
 ) -> Iterator[_Key]:
     """Yield the primary keys, as the database has them, of rows that were written with their tokens."""
     template, primary = fenced.template, tuple(fenced.table.primary_key)
-    naming = tuple(template.columns.values())
+    of_resource = tuple(template.columns.values())
     texts = [at for at, column in enumerate(key) if is_text(column)]
     keys = iter(rows)
     while some := tuple(islice(keys, KEYS_PER_QUERY)):
-        columns = (*key, *naming, *primary, fenced.fence)
+        columns = (*key, *of_resource, *primary, fenced.fence)
         query = newest(select(*columns).where(is_one_of(key, some)), connection)
         found = connection.execute(query).all()
-        resources = {each: template.render([rows[each][column.key] for column in naming]) for each in some}
+        resources = {
+            each: template.render([rows[each][column.key] for column in of_resource]) for each in some
+        }
         tokens = {resources[each]: token_of[each] for each in some}
         for row in found:
             named, identity, current = tuple(row[: len(key)]), tuple(row[-1 - len(primary) : -1]), row[-1]
-            actual = template.render(row[len(key) : len(key) + len(naming)])
+            actual = template.render(row[len(key) : len(key) + len(of_resource)])
             asked = {resources[named]} if named in resources else tokens
             if actual not in asked:  # before the fence, which may be equal by chance
                 raise UnfencedWriteError(

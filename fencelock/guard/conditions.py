@@ -49,7 +49,6 @@ _QUOTED: Final = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`""")
 
 
 def key_of(column: Any) -> str:
-    """Return the key of a column, which may be given by its key already."""
     key: str = getattr(column, "key", column)
     return key
 
@@ -150,7 +149,6 @@ def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
 
 
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
-    """Refuse a statement that assigns the fence or the write id."""
     found = {FENCE_COLUMN, WRITE_COLUMN, fenced.fence.key}.intersection(keys)
     if found:
         raise ValueError(
@@ -160,7 +158,6 @@ def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
 
 
 def refuse_moving(fenced: FencedTable, keys: Container[str], names: Container[str] = ()) -> None:
-    """Refuse an UPDATE of a column that is part of the resource's name."""
     template = fenced.template
     for name, column in template.columns.items():
         if column.key in keys or name in names:
@@ -241,7 +238,9 @@ class GuardedStatement:
     source: sa.FromClause
     where: tuple[sa.ColumnElement[bool], ...]  # without the condition
     key: tuple[sa.BindParameter[Any], ...]  # equal to the primary key; empty where one is missing
-    naming: tuple[sa.BindParameter[Any], ...] | None  # of the resource; None where it does not tell them
+    resource_binds: (
+        tuple[sa.BindParameter[Any], ...] | None
+    )  # of the resource; None where it does not tell them
     looked_up: Mapping[str, str]  # attributes that the session knows, by the parameters that carry them
     loaded: sa.BindParameter[Any] | None  # says which write id a row must have; None where any will do
     shifts_ids: bool  # write ids, by a parameter; else an UPDATE sets one
@@ -253,11 +252,9 @@ class GuardedStatement:
 
     @property
     def write(self) -> sa.ColumnElement[int]:
-        """The column of the write id."""
         return self.source.c[self.fenced.write.key]
 
     def identity(self, row: Row) -> tuple[Any, ...]:
-        """Return the primary key of the row that an execution names."""
         return values_of(self.key, row)
 
     def accepts(self, row: Row) -> tuple[int, ...] | None:
@@ -283,7 +280,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
     And the row is guarded by the resource that the token is of, as far as the WHERE clause does not say so by
     itself: see `SameText` for text, and `looked_up` for rows named by their key alone.
     """
-    source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
+    source = fenced.source_of(statement)
     assigned = [column for column, _ in values_in(statement)]
     if kind != "claim":
         refuse_fence_assignment(map(key_of, assigned), fenced)
@@ -312,7 +309,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
         for column in columns.values()
         if kind == "core" and is_keyed and column.key not in pinned
     }
-    naming = tuple(
+    resource_binds = tuple(
         pinned.get(column.key, sa.bindparam(f"{_LOOKED_UP}{column.key}", type_=column.type))
         for column in columns.values()
         if column.key in pinned or looked_up
@@ -330,8 +327,8 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
         statement = statement.where(passes(fence, token_bind, optional=is_optional))
     if is_optional and assigns:
         statement = statement.values({fence.key: raised(fence, token_bind, optional=True)})
-    if len(naming) == len(columns) and kind in {"core", "claim"}:
-        named = zip(columns.values(), naming, strict=True)
+    if len(resource_binds) == len(columns) and kind in {"core", "claim"}:
+        named = zip(columns.values(), resource_binds, strict=True)
         statement = statement.where(
             *[
                 holds(source.c[column.key], bind)
@@ -349,7 +346,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
         source=source,
         where=tuple(where),
         key=key if is_keyed else (),
-        naming=naming if len(naming) == len(columns) else None,
+        resource_binds=resource_binds if len(resource_binds) == len(columns) else None,
         looked_up=looked_up,
         loaded=given,
         shifts_ids=moves,
@@ -374,6 +371,5 @@ def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
 
 def shift_ids(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
     """Return the statement with write ids shifted by a number, so that loaded objects can follow it."""
-    source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
-    write = source.c[fenced.write.key]
+    write = fenced.source_of(statement).c[fenced.write.key]
     return statement.values({write.key: (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)})

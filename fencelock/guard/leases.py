@@ -18,7 +18,7 @@ from sqlalchemy.engine import Connection, Transaction, TwoPhaseTransaction
 from sqlalchemy.orm import Session
 
 from fencelock import _events
-from fencelock._databases import leaves_doubt
+from fencelock._databases import MYSQL, leaves_doubt
 from fencelock._events import CommitInDoubt
 from fencelock.errors import StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
@@ -133,7 +133,6 @@ class TransactionLeases:
             self.used[resource] = lease
 
     def end(self, *, committed: bool, in_doubt: bool) -> None:
-        """Let go of the leases: the transaction has ended."""
         for lease in self._needs if in_doubt else ():
             lease.doubt()
             if _events.listeners:
@@ -153,7 +152,6 @@ def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
 
 
 def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
-    """Return the leases that a connection's session is bound to, or else the connection itself."""
     session = owner_of(connection)
     leases = None if session is None else _bound.get(session)
     return leases or _bound.get(connection)
@@ -177,14 +175,12 @@ def writing_on(connection: Connection) -> TransactionLeases:
 
 
 def open_writing(connection: Connection) -> TransactionLeases | None:
-    """Return the `TransactionLeases` of the connection's transaction, if it has one."""
     writing: TransactionLeases | None = getattr(connection, _WRITING, None)
     transaction = None if writing is None else writing.transaction()
     return writing if transaction is not None and transaction is connection.get_transaction() else None
 
 
 def on_end(transaction: Transaction, error: BaseException | None, *, commits: bool) -> None:
-    """Note that a transaction or savepoint has ended, or that an attempt to end it has failed."""
     writing: TransactionLeases | None = getattr(transaction.connection, _WRITING, None)
     if writing is None or transaction.is_active or writing.transaction() is not transaction:
         return
@@ -243,7 +239,7 @@ def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bo
         driver = getattr(driver, "driver_connection", driver)  # that of aiosqlite
         by_itself = getattr(driver, "autocommit", None) is True or driver.isolation_level is None
         return by_itself and not driver.in_transaction
-    if connection.dialect.name in {"mysql", "mariadb"}:
+    if connection.dialect.name in MYSQL:
         return hasattr(driver, "get_autocommit") and bool(driver.get_autocommit())
     return getattr(driver, "autocommit", None) is True
 
@@ -301,13 +297,11 @@ class TokenLookup:
         self._used: list[Lease] = []
 
     def check(self) -> None:
-        """Raise LockLostError if a used lease has ended meanwhile."""
         for lease in self._used:
             lease.token_to_write()
 
     @property
     def hold_some(self) -> bool:
-        """Whether a lease of the model's rows is held."""
         return any(map(self.fenced.template.match, self._candidates))
 
     def does_without(self, resource: str | None) -> bool:
@@ -326,7 +320,6 @@ class TokenLookup:
         return is_free
 
     def need_some(self, resource: str | None = None, *, is_new: bool = False) -> None:
-        """Raise UnfencedWriteError if there is no lease at all; it names the resource, if that is known."""
         if self._candidates:
             return
         template = self.fenced.template
@@ -357,18 +350,15 @@ class TokenLookup:
         return NO_LEASE
 
     def of_row(self, values: tuple[Any, ...]) -> int:
-        """Return the token of the resource that guards the row with these values of the template."""
         token = self._found.get(values)
         if token is None:
             token = self._found[values] = self.of_resource(self.fenced.template.render(values))
         return token
 
     def holds(self, values: tuple[Any, ...] | None) -> bool:
-        """Tell whether the lease of the row with these values of the template is held."""
         return values is not None and self.fenced.template.render(values) in self._candidates
 
     def only_resource(self) -> str:
-        """Return the resource of the one lease that is held."""
         self.need_some()
         if len(self._candidates) > 1:
             raise UnfencedWriteError(
@@ -378,7 +368,6 @@ class TokenLookup:
         return next(iter(self._candidates))
 
     def of_resource(self, resource: str) -> int:
-        """Return the token of a resource that guards rows of the table."""
         lease = self._candidates.get(resource)
         if lease is None:
             if not self._claiming and resource in self.writing.unlockable:

@@ -71,7 +71,6 @@ def refuse(connection: Connection, refusal: FencelockError, table: str | None = 
 
 
 def _resource_of(connections: Iterable[Connection], refusal: FencelockError) -> str | None:
-    """Return the resource whose token was refused, if a transaction is written under its lease."""
     token = getattr(refusal, "token", None)
     writings = [writing for each in connections if (writing := open_writing(each)) is not None]
     leases = (lease for writing in writings for lease in writing.used.values())

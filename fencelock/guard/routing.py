@@ -29,7 +29,6 @@ class Target(NamedTuple):
     bind_arguments: dict[str, Any]
 
     def check_reads(self, query: Select[Any]) -> None:
-        """Refuse a query that the session sends to another database than it writes to."""
         if isinstance(self.session, ShardedSession):
             return
         mapper = query.column_descriptions[0]["entity"]

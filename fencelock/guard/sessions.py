@@ -79,7 +79,6 @@ def session_of(target: Any, function: str, *, or_connection: bool = False) -> Se
 
 
 def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
-    """Return the session behind the facade for scoped ones."""
     found: AsyncSession = session.registry() if hasattr(session, "registry") else session
     return found
 
@@ -203,7 +202,6 @@ def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
 
 
 def refuse_bypass(options: Mapping[str, Any], connection: Connection) -> None:
-    """Refuse to do fenced work where everything passes unguarded."""
     if is_bypassed(options, connection):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "

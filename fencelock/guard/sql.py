@@ -16,7 +16,6 @@ from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.elements import BindParameter
-from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.guard import tables
 from fencelock.guard._install import install
@@ -119,9 +118,8 @@ _Write = TypeVar("_Write", Update, Delete)
 
 
 def _conditional(statement: _Write, loaded: int | BindParameter[int] | None) -> _Write:
-    target = statement.table
-    fenced = known(target)
-    source = target if isinstance(target, AliasedReturnsRows) else fenced.table
+    fenced = known(statement.table)
+    source = fenced.source_of(statement)
     fence = source.c[fenced.fence.key]
     statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
     if loaded is not None:
@@ -214,11 +212,9 @@ def conditional_update(
         TypeError: if the token is no int.
     """
     write = _RawWrite(paramstyle, dialect)
-    _check_raw(values, key, token)
-    sets = {**values, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()}
-    assignments = ", ".join(write.equal(sets))
-    where = write.where(key, token)
-    sql = f"UPDATE {write.table(table)} SET {assignments} WHERE {where}"  # noqa: S608  see name()
+    write.check(values, key, token)
+    sets = write.equal({**values, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()})
+    sql = f"UPDATE {write.table(table)} SET {', '.join(sets)} WHERE {write.where(key, token)}"  # noqa: S608  see name()
     return sql, write.parameters()
 
 
@@ -240,19 +236,9 @@ def conditional_delete(
     again, which only a gate or a trigger prevents.
     """
     write = _RawWrite(paramstyle, dialect)
-    _check_raw({}, key, token)
+    write.check({}, key, token)
     sql = f"DELETE FROM {write.table(table)} WHERE {write.where(key, token)}"  # noqa: S608  see name()
     return sql, write.parameters()
-
-
-def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) -> None:
-    check_token(token)
-    if not key:
-        raise ValueError("without a key the statement writes every row; name the columns that identify it")
-    if missing := [column for column, value in key.items() if value is None]:
-        raise ValueError(f"no row has {missing[0]} = NULL; the key needs a value for it")
-    if not {FENCE_COLUMN, WRITE_COLUMN}.isdisjoint({*values, *key}):
-        raise ValueError(f"{FENCE_COLUMN} and {WRITE_COLUMN} are not set or compared by hand")
 
 
 class _RawWrite:
@@ -267,6 +253,18 @@ class _RawWrite:
         self._quote = _QUOTES[dialect] if dialect else ""
         self._values: list[Any] = []
 
+    @staticmethod
+    def check(values: Mapping[str, Any], key: Mapping[str, Any], token: int) -> None:
+        check_token(token)
+        if not key:
+            raise ValueError(
+                "without a key the statement writes every row; name the columns that identify it"
+            )
+        if missing := [column for column, value in key.items() if value is None]:
+            raise ValueError(f"no row has {missing[0]} = NULL; the key needs a value for it")
+        if not {FENCE_COLUMN, WRITE_COLUMN}.isdisjoint({*values, *key}):
+            raise ValueError(f"{FENCE_COLUMN} and {WRITE_COLUMN} are not set or compared by hand")
+
     def bind(self, value: Any) -> str:
         """Note a value and return its placeholder."""
         self._values.append(value)
@@ -278,7 +276,6 @@ class _RawWrite:
         return tuple(self._values)
 
     def equal(self, columns: Mapping[str, Any]) -> list[str]:
-        """Return what assigns these values, or compares with them."""
         return [f"{self.name(column)} = {self.bind(value)}" for column, value in columns.items()]
 
     def where(self, key: Mapping[str, Any], token: int) -> str:
@@ -292,7 +289,6 @@ class _RawWrite:
         return ".".join(map(self.name, filter(None, (found.schema, found.name))))
 
     def name(self, name: str) -> str:
-        """Return a name as it can stand in the SQL."""
         if self._quote and name and "\0" not in name:
             quoted = f"{self._quote}{name.replace(self._quote, self._quote * 2)}{self._quote}"
             return quoted.replace("%", "%%") if self._paramstyle in {"format", "pyformat"} else quoted

@@ -43,8 +43,6 @@ _Execute: TypeAlias = Callable[[Any, Connection, Rows, Options], CursorResult[An
 
 
 def guarding(execute: _Execute) -> _Execute:
-    """Return a kind of statement's way to execute itself, with the guard around it."""
-
     def guarded(statement: Any, connection: Connection, rows: Rows, options: Options) -> CursorResult[Any]:
         table = statement.table
         fenced = fenced_table(table)
@@ -192,7 +190,6 @@ def _stamp_of(
 def _stamp_rows(
     connection: Connection, form: GuardedStatement, rows: Rows, lookup: TokenLookup
 ) -> list[dict[str, Any]]:
-    """Return the parameters of a statement of the program's own, with tokens and write ids."""
     fenced = form.fenced
     by = new_write_id()
     stamped = []
@@ -212,7 +209,6 @@ def _stamp_rows(
 
 
 def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], state: Any) -> int:
-    """Return the token of a row that the WHERE clause names, or that the session knows."""
     if tokens.given is not None:
         return tokens.given
     if form.listed:
@@ -221,8 +217,8 @@ def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], 
     if state is not None and form.looked_up:
         values = loaded_values(tuple(form.looked_up.values()), state)
         row.update(zip(form.looked_up, values or (), strict=False))
-    if form.naming is not None and row.keys() >= form.looked_up.keys():
-        return tokens.of_row(conditions.values_of(form.naming, row))
+    if form.resource_binds is not None and row.keys() >= form.looked_up.keys():
+        return tokens.of_row(conditions.values_of(form.resource_binds, row))
     if tokens.does_without(None):
         return NO_LEASE
     tokens.need_some()
@@ -272,7 +268,6 @@ def _check_sub_table(
 def _stamp_insert(
     statement: Insert, fenced: FencedTable, rows: Rows, lookup: TokenLookup
 ) -> list[dict[str, Any]]:
-    """Return the rows of an INSERT with their tokens and write ids."""
     if not private.inserts_plainly(statement) or statement.select is not None:
         raise UnfencedWriteError(
             f"only a plain INSERT into {fenced.name!r} can be stamped, with its rows as parameters: "

@@ -17,6 +17,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import ExecutableDDLElement
 from sqlalchemy.sql.compiler import DDLCompiler
 
+from fencelock._databases import MYSQL, SUPPORTED
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import trigger_sql as sql
 from fencelock.guard._sqlalchemy import doubles_percents
@@ -62,7 +63,6 @@ class FenceDDL(ExecutableDDLElement):
 
 @compiles(FenceDDL)
 def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
-    """Return the statement, with names as this database quotes them."""
     table, preparer = ddl.table, compiler.preparer
     fields = {
         "table": preparer.format_table(table),
@@ -80,7 +80,7 @@ def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
 
 def _literal(value: str, preparer: Any) -> str:
     quoted = value.replace("'", "''")
-    if preparer.dialect.name in {"mysql", "mariadb"}:
+    if preparer.dialect.name in MYSQL:
         quoted = quoted.replace("\\", "\\\\")
     if doubles_percents(preparer):
         quoted = quoted.replace("%", "%%")
@@ -110,7 +110,7 @@ def _table(table: Any, schema: str | None) -> Table:
 
 
 def knows(dialect: str) -> bool:
-    return dialect in {*sql.CREATE, "mariadb"}
+    return dialect in SUPPORTED
 
 
 def create(
@@ -192,7 +192,6 @@ def installed(
 
 
 def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
-    """Return the names of all triggers that a table has."""
     family = _family(connection.dialect.name)
     quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
     look = text(sql.LOOK[family].format(schema=quoted))

@@ -86,7 +86,7 @@ class Verdict:
         """Return the error for a row that matches the WHERE clause, but not the guard's condition."""
         fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
-            accepted, named = self.form.accepts(row), self._naming()
+            accepted, named = self.form.accepts(row), self._resource_columns()
             turned_away: list[Any] = [fence.is_(None)]
             if self.form.own_token is not None:
                 turned_away += [fence > self.form.own_token, self.form.own_token.is_(None)]
@@ -94,7 +94,7 @@ class Verdict:
                 turned_away.append(fence > row[TOKEN_BIND])
             if accepted is not None:
                 turned_away.append(write.not_in(accepted))
-            for column, value in zip(named, values_of(self.form.naming or (), row), strict=False):
+            for column, value in zip(named, values_of(self.form.resource_binds or (), row), strict=False):
                 turned_away.append(not_(holds(column, literal(value, column.type))))
             query = self._asked().where(*self.form.where, or_(*turned_away)).limit(1)
             for found in self._execute(newest(query, self.connection), row):
@@ -102,7 +102,6 @@ class Verdict:
         return None
 
     def _rows_present(self, *, lock: bool = False) -> list[tuple[Any, ...]]:
-        """Return the results of the `_asked` query for the rows that are there."""
         found: list[tuple[Any, ...]] = []
         key = [self.form.source.c[column.key] for column in self.form.fenced.table.primary_key]
         for start in range(0, len(self.rows), KEYS_PER_QUERY):
@@ -113,12 +112,11 @@ class Verdict:
         return found
 
     def _is_free(self, row: Row) -> bool:
-        """Return whether a row was to be written without a lease."""
         return self.form.is_optional and row[TOKEN_BIND] == NO_LEASE
 
-    def _naming(self) -> list[ColumnElement[Any]]:
+    def _resource_columns(self) -> list[ColumnElement[Any]]:
         """Return the columns that name the resource, if the statement tells their values."""
-        if (self.form.naming is None and not self.form.listed) or self.of_objects:
+        if (self.form.resource_binds is None and not self.form.listed) or self.of_objects:
             return []
         return [self.form.source.c[column.key] for column in self.form.fenced.template.columns.values()]
 
@@ -127,7 +125,10 @@ class Verdict:
         source, fenced = self.form.source, self.form.fenced
         fence, write = source.c[fenced.fence.key], self.form.write
         return select(
-            *(source.c[each.key] for each in fenced.table.primary_key), fence, write, *self._naming()
+            *(source.c[each.key] for each in fenced.table.primary_key),
+            fence,
+            write,
+            *self._resource_columns(),
         )
 
     def _execute(self, query: Select[Any], row: Row) -> list[tuple[Any, ...]]:
@@ -135,14 +136,13 @@ class Verdict:
         return [tuple(found) for found in self.connection.execute(query, row, execution_options=options)]
 
     def _error(self, found: tuple[Any, ...], row: Row) -> FenceError | None:
-        """Return the error for a row that was refused; None if it was not."""
         fenced, token = self.form.fenced, row[TOKEN_BIND]
         width = len(fenced.table.primary_key)
         identity, (current, write_id), named = found[:width], found[width : width + 2], found[width + 2 :]
         if named and self.form.listed:
             token = self.form.listed.get(fenced.template.render(named), NO_LEASE)
         elif named:
-            asked = fenced.template.render(values_of(self.form.naming or (), row))
+            asked = fenced.template.render(values_of(self.form.resource_binds or (), row))
             actual = fenced.template.render(named)
             if asked != actual:
                 return UnfencedWriteError(
@@ -173,7 +173,6 @@ class Verdict:
 
 
 def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:
-    """Return the error for a row whose fence is NULL, so that no token passes."""
     return FenceError(
         f"the fence of {fenced.name}{identity!r} is NULL, which lets no token pass: the column "
         f"{FENCE_COLUMN} was made without NOT NULL DEFAULT 0, as op.add_fence() makes it; in the rows that "
@@ -184,5 +183,4 @@ def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:
 def is_one_of(
     key: Sequence[ColumnElement[Any]], identities: Iterable[tuple[Any, ...]]
 ) -> ColumnElement[bool]:
-    """Return the criterion that a primary key is one of these."""
     return tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])
