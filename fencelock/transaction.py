@@ -55,19 +55,10 @@ _LONGEST_PAUSE: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Plan(Generic[_Made]):
-    """What a fenced transaction is to do.
+    """What a fenced transaction is to do."""
 
-    Attributes:
-        make: makes a session; or returns the one that is shared.
-        shared: whether others use the session before and after: it is not closed then.
-        resources: what to lock.
-        retries: how often to run a body again.
-        gate: whether to pass the resources' gates.
-        settings: of the lock.
-    """
-
-    make: Callable[[], _Made]
-    shared: bool
+    make: Callable[[], _Made]  # a session, or the one that is shared
+    shared: bool  # others use the session before and after: it is not closed
     resources: tuple[str, ...]
     retries: int
     gate: bool
@@ -97,16 +88,10 @@ class _Plan(Generic[_Made]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Open:
-    """A transaction that has passed its gates, and whose block is being run.
+    """A transaction that has passed its gates, and whose block is being run."""
 
-    Attributes:
-        session: what the block has been given.
-        owner: the thread, task or greenlet that runs it.
-        resources: what it has locked.
-    """
-
-    session: Any
-    owner: object
+    session: Any  # as the block has got it
+    owner: object  # the thread, task or greenlet
     resources: tuple[str, ...]
 
 

@@ -81,7 +81,7 @@ ARROWS = {
     "integrations": "values _outcomes",
     "_outcomes": "values",
     "_leader": "values authority.base _locking",
-    "alembic": "guard authority.database",
+    "alembic": "values guard authority.database",
     "observe": f"values {REDLOCK}",
     "stores": "values",
     "testing": "values _locking authority.database guard lock renewal",

@@ -21,7 +21,7 @@ from fencelock.guard._claim import fenced_model
 from fencelock.guard._install import install
 from fencelock.guard.conditions import passes, raised, refuse_cutting_off
 from fencelock.guard.exact import holds, insert_into, is_text, newest
-from fencelock.guard.leases import TokenLookup, begin_writing
+from fencelock.guard.leases import TokenLookup, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import BYPASS, session_of
@@ -95,8 +95,8 @@ def upsert(
     by_key = _by_key(mapper, fenced, rows, key)
     target = target_of(session, fenced.table, mapper, bind_arguments, () if index_elements else by_key)
     connection = target.connection
-    begin_writing(connection, connection.get_execution_options(), fenced.name)
     tokens = TokenLookup(connection, fenced)
+    refuse_autocommit(tokens.writing, connection, connection.get_execution_options(), fenced.name)
     token_of = {each: _token(tokens, row) for each, row in by_key.items()}
     changes = None if set_ is None else _changes(mapper, fenced, key, set_)
 

@@ -233,14 +233,12 @@ class GuardedStatement:
     """A statement with the condition, and how it names rows."""
 
     statement: Any
-    kind: Origin
+    origin: Origin
     fenced: FencedTable
     source: sa.FromClause
     where: tuple[sa.ColumnElement[bool], ...]  # without the condition
     key: tuple[sa.BindParameter[Any], ...]  # equal to the primary key; empty where one is missing
-    resource_binds: (
-        tuple[sa.BindParameter[Any], ...] | None
-    )  # of the resource; None where it does not tell them
+    resource_binds: tuple[sa.BindParameter[Any], ...] | None  # None where it does not name the resource
     looked_up: Mapping[str, str]  # attributes that the session knows, by the parameters that carry them
     loaded: sa.BindParameter[Any] | None  # says which write id a row must have; None where any will do
     shifts_ids: bool  # write ids, by a parameter; else an UPDATE sets one
@@ -266,15 +264,15 @@ class GuardedStatement:
         return loaded, row.get(self.fenced.write.key, loaded) if by is None else shifted(loaded, by)
 
 
-def form_of(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement:
+def form_of(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
     known = _forms.setdefault(statement, {})
-    form = known.get(kind)
+    form = known.get(origin)
     if form is None:
-        form = known[kind] = _made(statement, fenced, kind)
+        form = known[origin] = _made(statement, fenced, origin)
     return form
 
 
-def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement:
+def _made(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
     """Add the condition to a statement: the fence is not above the token, the write id is the one loaded.
 
     And the row is guarded by the resource that the token is of, as far as the WHERE clause does not say so by
@@ -282,7 +280,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
     """
     source = fenced.source_of(statement)
     assigned = [column for column, _ in values_in(statement)]
-    if kind != "claim":
+    if origin != "claim":
         refuse_fence_assignment(map(key_of, assigned), fenced)
     refuse_unguardable(statement, fenced, source)
     fence, assigns = source.c[fenced.fence.key], isinstance(statement, sa.Update)
@@ -307,27 +305,27 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
         f"{_LOOKED_UP}{column.key}": mapper.get_property_by_column(column).key
         for mapper in fenced.mappers()[:1]
         for column in columns.values()
-        if kind == "core" and is_keyed and column.key not in pinned
+        if origin == "core" and is_keyed and column.key not in pinned
     }
     resource_binds = tuple(
         pinned.get(column.key, sa.bindparam(f"{_LOOKED_UP}{column.key}", type_=column.type))
         for column in columns.values()
         if column.key in pinned or looked_up
     )
-    if kind in {"objects", "blind"}:
+    if origin in {"objects", "blind"}:
         by: Any = sa.bindparam(LOADED_BIND, type_=sa.BigInteger)
-        statement = statement.where(write == (by if kind == "objects" else sa.func.coalesce(by, write)))
-    moves = assigns and kind in {"core", "explicit"} and not keeps_order(statement)
-    if moves:
+        statement = statement.where(write == (by if origin == "objects" else sa.func.coalesce(by, write)))
+    shifts_ids = assigns and origin in {"core", "explicit"} and not keeps_order(statement)
+    if shifts_ids:
         statement = shift_ids(statement, fenced, sa.bindparam(SHIFT_BIND, type_=sa.BigInteger))
     token_bind = sa.bindparam(TOKEN_BIND, type_=sa.BigInteger)
-    is_optional = fenced.is_optional and kind in {"objects", "blind", "core"} and not has_token
+    is_optional = fenced.is_optional and origin in {"objects", "blind", "core"} and not has_token
     is_optional = is_optional and not keeps_order(statement)
     if not has_token:
         statement = statement.where(passes(fence, token_bind, optional=is_optional))
     if is_optional and assigns:
         statement = statement.values({fence.key: raised(fence, token_bind, optional=True)})
-    if len(resource_binds) == len(columns) and kind in {"core", "claim"}:
+    if len(resource_binds) == len(columns) and origin in {"core", "claim"}:
         named = zip(columns.values(), resource_binds, strict=True)
         statement = statement.where(
             *[
@@ -341,7 +339,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
         refuse_moving(fenced, {key_of(column) for column in assigned}, names)
     return GuardedStatement(
         statement=statement,
-        kind=kind,
+        origin=origin,
         fenced=fenced,
         source=source,
         where=tuple(where),
@@ -349,7 +347,7 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
         resource_binds=resource_binds if len(resource_binds) == len(columns) else None,
         looked_up=looked_up,
         loaded=given,
-        shifts_ids=moves,
+        shifts_ids=shifts_ids,
         is_optional=is_optional,
         reads_more=not is_keyed and reads_more(where, source),
         assigns=assigns,

@@ -217,9 +217,9 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
             writing.need(lease)
 
 
-def begin_writing(connection: Connection, options: Mapping[str, Any], table: str) -> TransactionLeases:
-    """Return the `TransactionLeases` of the connection's transaction; refuse AUTOCOMMIT connections."""
-    writing = writing_on(connection)
+def refuse_autocommit(
+    writing: TransactionLeases, connection: Connection, options: Mapping[str, Any], table: str
+) -> None:
     if not writing.has_transaction:
         if _commits_by_itself(connection, options):
             raise UnfencedWriteError(
@@ -227,7 +227,6 @@ def begin_writing(connection: Connection, options: Mapping[str, Any], table: str
                 f"before a refused one would stay written"
             )
         writing.has_transaction = True
-    return writing
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:

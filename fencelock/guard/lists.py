@@ -23,7 +23,7 @@ def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> 
     Raises:
         UnfencedWriteError: the lease of one of the rows is not held.
     """
-    if form.kind != "core" or form.resource_binds is not None or len(rows) != 1 or not tokens.hold_some:
+    if form.origin != "core" or form.resource_binds is not None or len(rows) != 1 or not tokens.hold_some:
         return form
     listed = _listed(form, rows[0])
     if not listed:

@@ -42,7 +42,7 @@ from fencelock._databases import MYSQL, RESOURCE, TIME, waited_in_vain
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
 from fencelock.guard._install import install
 from fencelock.guard.exact import insert_into, newest
-from fencelock.guard.leases import begin_writing
+from fencelock.guard.leases import refuse_autocommit, writing_on
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import of_task, session_of
@@ -260,7 +260,8 @@ async def once_async(
 
 def _token(connection: Connection) -> int | None:
     """Return the token of the first lease that is held here, which the transaction needs from now on."""
-    writing = begin_writing(connection, connection.get_execution_options(), RECEIPT_TABLE)
+    writing = writing_on(connection)
+    refuse_autocommit(writing, connection, connection.get_execution_options(), RECEIPT_TABLE)
     for resource, lease in writing.candidates(connection).items():
         token = lease.token_to_write()
         writing.remember(resource, lease)

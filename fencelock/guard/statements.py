@@ -21,7 +21,7 @@ from fencelock.guard import _sqlalchemy as private
 from fencelock.guard import conditions
 from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Options, Origin, Row, Rows
 from fencelock.guard.exact import TOKEN_BIND
-from fencelock.guard.leases import TokenLookup, begin_writing
+from fencelock.guard.leases import TokenLookup, refuse_autocommit
 from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
 from fencelock.guard.refused import refuse
@@ -109,19 +109,19 @@ def _around(
 def _guarded(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Rows, options: Options
 ) -> tuple[Any, Rows, Verdict | None]:
-    begin_writing(connection, options, fenced.name)
     given: int | None = options.get(conditions.TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if given is None else None
     lookup = flush or TokenLookup(connection, fenced, given=given)
+    refuse_autocommit(lookup.writing, connection, options, fenced.name)
     lookup.check()
     if isinstance(statement, Insert):
         return statement, _stamp_insert(statement, fenced, rows, lookup), None
     if flush is not None:
-        stamped, kind = _unpack_stamps(connection, statement, fenced, rows, flush)
-        form = conditions.form_of(statement, fenced, kind)
+        stamped, origin = _unpack_stamps(connection, statement, fenced, rows, flush)
+        form = conditions.form_of(statement, fenced, origin)
     else:
-        kind = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
-        form = conditions.form_of(statement, fenced, kind)
+        origin = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
+        form = conditions.form_of(statement, fenced, origin)
         if given is None:
             form = with_own_tokens(form, rows, lookup)
         stamped = _stamp_rows(connection, form, rows, lookup)
@@ -140,7 +140,7 @@ def _unpack_stamps(
 ) -> tuple[Sequence[dict[str, Any]], Origin]:
     """Take the stamps of a flush's rows apart. The unit of work has made the rows for this statement."""
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
-    assigns, kind = isinstance(statement, Update), "objects"
+    assigns, origin = isinstance(statement, Update), "objects"
     if assigns and write not in rows[0] and fenced.is_strict:
         # `post_update`, behind an UPDATE of the same flush, which has set the other id
         write_id = new_write_id()
@@ -150,7 +150,7 @@ def _unpack_stamps(
             form = conditions.form_of(statement, fenced, "objects")
             stamp = _stamp_of(connection, form, row, tokens, write_id)
             if stamp.loaded is None:
-                kind = "blind"
+                origin = "blind"
         row[TOKEN_BIND] = stamp.token
         row[LOADED_BIND] = stamp.loaded
         stamp.loaded = write_id  # what a second statement of this flush finds
@@ -159,7 +159,7 @@ def _unpack_stamps(
             row.pop(fence, None)
             if not fenced.is_optional:
                 row[fence] = stamp.token
-    return rows, kind  # type: ignore[return-value]
+    return rows, origin  # type: ignore[return-value]
 
 
 def _stamp_of(
