@@ -289,16 +289,14 @@ class FencedTransaction(Generic[_S]):
         with lock:
             attempt = 0
             while True:
+                attempt += 1
                 try:
                     with self._session() as session:
-                        result = body(session)
+                        return body(session)
                 except Exception:
-                    attempt += 1
                     pause = self._plan.pause_before(attempt, lock)
                     if pause is None:
                         raise
-                else:
-                    return result
                 time.sleep(pause)
                 lock.remint()
 
@@ -342,16 +340,14 @@ class AsyncFencedTransaction(Generic[_A]):
         async with lock:
             attempt = 0
             while True:
+                attempt += 1
                 try:
                     async with self._session() as session:
-                        result = await body(session)
+                        return await body(session)
                 except Exception:
-                    attempt += 1
                     pause = self._plan.pause_before(attempt, lock)
                     if pause is None:
                         raise
-                else:
-                    return result
                 await asyncio.sleep(pause)
                 await lock.aio.remint()
 

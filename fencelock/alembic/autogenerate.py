@@ -135,7 +135,10 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
         yield op
     elif isinstance(op, ModifyTableOps):
         changes = [_translated_change(context, change) for change in op.ops]
-        ours = sorted([each for each in changes if isinstance(each, FenceOperation)], key=_order)
+        ours = sorted(
+            [each for each in changes if isinstance(each, FenceOperation)],
+            key=lambda each: _ORDER.index(type(each)),
+        )
         yield from (each for each in ours if each.name.startswith("drop"))
         op.ops[:] = [each for each in changes if not isinstance(each, FenceOperation)]
         around = [] if ours else [*_restored(context, op)]
@@ -159,10 +162,6 @@ def _restored(context: AutogenContext, op: ModifyTableOps) -> Iterator[FenceOper
         found = _found(context, op.table_name, op.schema)
         if found:
             yield CreateFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, replaces=found)
-
-
-def _order(op: FenceOperation) -> int:
-    return _ORDER.index(type(op))
 
 
 def _translated_change(context: AutogenContext, op: MigrateOperation) -> MigrateOperation:

@@ -76,11 +76,6 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     return table
 
 
-def fences_of(connection: Connection) -> Table:
-    schema = schema_of(connection, _schemas)
-    return FENCES if schema is None else _define(FENCES.metadata, schema)
-
-
 def _define(metadata: MetaData, schema: str | None) -> Table:
     table = Table(
         FENCE_TABLE,
@@ -140,7 +135,8 @@ def gate(
     """
     install()
     connection = begin_claim(session_of(session, "gate"), FENCES, None, bind_arguments).connection
-    fences = fences_of(connection)
+    schema = schema_of(connection, _schemas)
+    fences = FENCES if schema is None else _define(FENCES.metadata, schema)
     fenced = fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, Final
 
-from sqlalchemy import ClauseElement, Column, ColumnElement, Insert, UniqueConstraint, and_, func, select
+from sqlalchemy import ClauseElement, Column, Insert, UniqueConstraint, and_, func, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
@@ -203,48 +203,32 @@ def _statement(
     row: Mapping[str, Any],
     changes: Mapping[str, Any] | None,
 ) -> Insert:
-    table = fenced.table
     kept = {column.key for column in _kept(fenced, key)}
-
-    def assigned_by(new: Any) -> dict[str, Any]:
-        by_row = {name: new[name] for name in row if name not in kept} if changes is None else {**changes}
-        return by_row | _stamps(fenced, new)
-
     if dialect not in SUPPORTED:
         raise NotImplementedError(f"upsert knows PostgreSQL, SQLite, MariaDB and MySQL, not {dialect}")
-    made = insert_into(table, dialect)
-    if dialect in MYSQL:
-        new, may_pass = made.inserted, _lets_pass(fenced, key, made.inserted)
-        written = assigned_by(new)
-        # The fence comes last, because MariaDB assigns from left to right.
-        assigned: list[tuple[str, ColumnElement[Any]]] = [
-            (name, func.if_(may_pass, value, table.c[name])) for name, value in written.items()
-        ]
-        if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
-            assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
-        return made.on_duplicate_key_update(assigned)  # type: ignore[no-any-return]
-    new = made.excluded
-    return made.on_conflict_do_update(  # type: ignore[no-any-return]
-        index_elements=[*key], set_=assigned_by(new), where=_lets_pass(fenced, key, new)
-    )
+    made = insert_into(fenced.table, dialect)
+    new = made.inserted if dialect in MYSQL else made.excluded
+    token = new[fenced.fence.key]
+    named = dict.fromkeys([*key, *fenced.template.columns.values()])
+    same = [holds(column, new[column.key]) for column in named]
+    may_pass = and_(passes(fenced.fence, token, optional=fenced.is_optional), *same)
+    written = {name: new[name] for name in row if name not in kept} if changes is None else {**changes}
+    written[fenced.write.key] = new[fenced.write.key]
+    # The fence comes last, because MariaDB assigns from left to right.
+    written[fenced.fence.key] = raised(fenced.fence, token, optional=fenced.is_optional)
+    if dialect not in MYSQL:
+        return made.on_conflict_do_update(  # type: ignore[no-any-return]
+            index_elements=[*key], set_=written, where=may_pass
+        )
+    assigned = [(name, func.if_(may_pass, value, fenced.table.c[name])) for name, value in written.items()]
+    if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
+        assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
+    return made.on_duplicate_key_update(assigned)  # type: ignore[no-any-return]
 
 
 def _kept(fenced: FencedTable, key: _Columns) -> set[Column[Any]]:
     """Return the columns that a row keeps: its keys, and what names its resource."""
     return {*key, *fenced.template.columns.values(), *fenced.table.primary_key}
-
-
-def _stamps(fenced: FencedTable, new: Any) -> dict[str, ColumnElement[Any]]:
-    """Return what a row that is written gets as write id and fence, in this order."""
-    fence = raised(fenced.fence, new[fenced.fence.key], optional=fenced.is_optional)
-    return {fenced.write.key: new[fenced.write.key], fenced.fence.key: fence}
-
-
-def _lets_pass(fenced: FencedTable, key: _Columns, new: Any) -> ColumnElement[bool]:
-    """Return the criterion for a row that may be written: the same key, resource and no higher fence."""
-    named = dict.fromkeys([*key, *fenced.template.columns.values()])
-    same = [holds(column, new[column.key]) for column in named]
-    return and_(passes(fenced.fence, new[fenced.fence.key], optional=fenced.is_optional), *same)
 
 
 def _check(

@@ -108,14 +108,16 @@ def join(connection: Connection, session: Session) -> None:
 def owner_of(connection: Connection) -> Session | None:
     """Return the session whose statements a connection executes: that which flushes, or has begun last."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
-    users = [each for reference in known if (each := reference()) is not None and _uses(each, connection)]
+    users = [
+        each
+        for reference in known
+        if (each := reference()) is not None
+        and each.in_transaction()
+        and connection in each.info.get(CONNECTIONS, ())
+    ]
     if len(users) > 1:
         users = [each for each in users if executes_flush(each)] or users
     return users[-1] if users else None
-
-
-def _uses(session: Session, connection: Connection) -> bool:
-    return session.in_transaction() and connection in session.info.get(CONNECTIONS, ())
 
 
 def connections_of(session: Session) -> list[Connection]:

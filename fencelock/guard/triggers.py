@@ -71,7 +71,7 @@ def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
         "stale": _literal(f"fencelock: a token below the fence in {table.name}", preparer),
         "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
     }
-    for form in (*sql.TRIGGERS, *sql.FORMER, "refuse", "renew"):
+    for form in (*sql.ALL, "refuse", "renew"):
         named = Table(_name(table.name, form), MetaData(), schema=table.schema)
         of_table = preparer.dialect.name == "postgresql" and form not in {"refuse", "renew"}
         fields[form] = preparer.format_table(named, use_schema=not of_table)
@@ -164,8 +164,7 @@ def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDD
     """
     target = _table(table, schema)
     family = _family(dialect)
-    forms = (*sql.TRIGGERS, *sql.FORMER)
-    dropped = [FenceDDL(sql.DROP[family].format(form=form), target) for form in forms]
+    dropped = [FenceDDL(sql.DROP[family].format(form=form), target) for form in sql.ALL]
     if family == "postgresql":
         dropped += [FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in ("refuse", "renew")]
     return dropped
@@ -185,7 +184,7 @@ def installed(
     that wants tokens.
     """
     found = _found(connection, table, schema)
-    forms = {form for form in (*sql.TRIGGERS, *sql.FORMER) if _name(table, form) in found}
+    forms = {form for form in sql.ALL if _name(table, form) in found}
     if "strict" in forms:
         return not forms & {*sql.FORMER} and "strict"
     return "fence" in forms and ("ids" in forms or "fence")
@@ -205,9 +204,8 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     Databases leave the names. PostgreSQL's function stays, as another table may have the old name by now.
     """
     family = _family(connection.dialect.name)
-    forms = (*sql.TRIGGERS, *sql.FORMER)
-    own = {_name(table, form) for form in forms}
-    endings = tuple(f"_{form}" for form in forms)
+    own = {_name(table, form) for form in sql.ALL}
+    endings = tuple(f"_{form}" for form in sql.ALL)
     preparer = connection.dialect.identifier_preparer
     dropped = []
     for name in sorted(_found(connection, table, schema) - own):
