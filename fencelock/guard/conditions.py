@@ -249,6 +249,11 @@ class GuardedStatement:
     own_token: sa.ColumnElement[int] | None = None  # of a row, as SQL
 
     @property
+    def is_of_flush(self) -> bool:
+        """Whether a flush executes it. Then all of its rows should be there."""
+        return self.origin in {"objects", "blind"}
+
+    @property
     def write(self) -> sa.ColumnElement[int]:
         return self.source.c[self.fenced.write.key]
 
@@ -268,11 +273,11 @@ def form_of(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedState
     known = _forms.setdefault(statement, {})
     form = known.get(origin)
     if form is None:
-        form = known[origin] = _made(statement, fenced, origin)
+        form = known[origin] = _with_condition(statement, fenced, origin)
     return form
 
 
-def _made(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
+def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
     """Add the condition to a statement: the fence is not above the token, the write id is the one loaded.
 
     And the row is guarded by the resource that the token is of, as far as the WHERE clause does not say so by

@@ -55,7 +55,7 @@ def guarding(execute: _Execute) -> _Execute:
         verdict = None
         try:
             if is_bypassed(merged, connection):
-                statement = _around(connection, statement, fenced, rows, merged)
+                statement = _bypassing(connection, statement, fenced, rows, merged)
             elif fenced is not None:
                 statement, rows, verdict = _guarded(connection, statement, fenced, rows or [{}], merged)
             elif base is not None:
@@ -85,25 +85,21 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
             computed.remove(column)
 
 
-def _around(
+def _bypassing(
     connection: Connection, statement: Any, fenced: FencedTable | None, rows: Rows, options: Options
 ) -> Any:
     """Return a statement that goes around the guard. An UPDATE gives what it writes new ids all the same."""
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
-    if not isinstance(statement, Update) or fenced is None:
-        note_shift(connection, 0)  # of a joined sub-table, whose objects have their id elsewhere
-        return statement
-    brings_its_own = fenced.write.key in {
-        *(conditions.key_of(column) for column, _ in private.values_in(statement)),
-        *(rows[0] if rows else ()),
-    }
-    if brings_its_own or conditions.CLAIM_OPTION in options or private.keeps_order(statement):
-        note_shift(connection, 0)
-        return statement
-    by = new_write_id()
+    by = 0
+    if fenced is not None and isinstance(statement, Update):  # objects of a joined sub-table have no id in it
+        assigned = {conditions.key_of(column) for column, _ in private.values_in(statement)}
+        brings_its_own = fenced.write.key in assigned.union(*rows[:1])
+        if not (brings_its_own or conditions.CLAIM_OPTION in options or private.keeps_order(statement)):
+            by = new_write_id()
+            statement = conditions.shift_ids(statement, fenced, literal(by, BigInteger))
     note_shift(connection, by)
-    return conditions.shift_ids(statement, fenced, literal(by, BigInteger))
+    return statement
 
 
 def _guarded(
@@ -127,7 +123,7 @@ def _guarded(
         stamped = _stamp_rows(connection, form, rows, lookup)
     if form.assigns:
         conditions.refuse_moving(fenced, rows[0])
-    verdict = Verdict(form, stamped, connection, options, of_objects=flush is not None)
+    verdict = Verdict(form, stamped, connection, options)
     refusal = verdict.check_before()
     if refusal is not None:
         refuse(connection, refusal)
