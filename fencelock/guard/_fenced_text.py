@@ -119,7 +119,8 @@ def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[st
     if token is not None:
         note_token(connection, statement, check_token(token))
     else:
-        tokens = TokenLookup(connection, statement.fenced, optional=False)
+        tokens = TokenLookup(connection, statement.fenced)
+        tokens.is_optional = False  # the text has the condition for a token
         token = tokens.of_resource(_resource_of(statement, row) or tokens.only_resource())
     binds = private.parameters_of(statement)
     return {**row, TOKEN: token, **({WRITE_ID: new_write_id()} if WRITE_ID in binds else {})}

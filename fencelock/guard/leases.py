@@ -264,10 +264,7 @@ _OLD_SNAPSHOT: Final = (
 class TokenLookup:
     """Finds the tokens for the rows of one statement, or of one flush.
 
-    Args:
-        claiming: each row needs a held lease.
-        optional: a model with optional leases may do without.
-        given: the token that the program gives for all rows.
+    A claim needs a held lease for each row. A program may have given one token for all rows.
     """
 
     __slots__ = (
@@ -276,17 +273,11 @@ class TokenLookup:
     )
 
     def __init__(
-        self,
-        connection: Connection,
-        fenced: FencedTable,
-        *,
-        claiming: bool = False,
-        optional: bool = True,
-        given: int | None = None,
+        self, connection: Connection, fenced: FencedTable, *, claiming: bool = False, given: int | None = None
     ) -> None:
         self.fenced = fenced
         self.given = given
-        self.is_optional: bool = optional and not claiming and fenced.is_optional
+        self.is_optional: bool = not claiming and fenced.is_optional  # a row may be written under none
         self._connection = connection
         self.writing: TransactionLeases = writing_on(connection)
         self.write_id: int = new_write_id()

@@ -18,11 +18,7 @@ _MOST: Final = 1000
 
 
 def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> GuardedStatement:
-    """Return a form with a token for each row that its WHERE clause lists; the same form if it lists none.
-
-    Raises:
-        UnfencedWriteError: the lease of one of the rows is not held.
-    """
+    """Return a form with a token for each row that its WHERE clause lists; the same form if it lists none."""
     if form.origin != "core" or form.resource_binds is not None or len(rows) != 1 or not tokens.hold_some:
         return form
     listed = _listed(form, rows[0])

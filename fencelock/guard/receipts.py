@@ -254,8 +254,7 @@ async def once_async(
             (await session.get_one(Account, 1)).balance += 500
     ```
     """
-    options = {"fingerprint": fingerprint, "bind_arguments": bind_arguments}
-    return await of_task(session).run_sync(lambda its: once(its, key, **options))
+    return await of_task(session).run_sync(once, key, fingerprint=fingerprint, bind_arguments=bind_arguments)
 
 
 def _token(connection: Connection) -> int | None:

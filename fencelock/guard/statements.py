@@ -124,9 +124,7 @@ def _guarded(
     if form.assigns:
         conditions.refuse_moving(fenced, rows[0])
     verdict = Verdict(form, stamped, connection, options)
-    refusal = verdict.check_before()
-    if refusal is not None:
-        refuse(connection, refusal)
+    if (refusal := verdict.check_before()) is not None:
         raise refusal
     return form.statement, stamped, verdict
 

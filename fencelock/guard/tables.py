@@ -68,6 +68,12 @@ def new_write_id() -> int:
     return 1 + randbelow(LIMIT - 1)  # never 0, which rows have that were made without the guard
 
 
+# How a write id moves. A flush, an INSERT, an upsert, a claim and a gate set a new one. A statement without
+# objects adds a random number to each id that it finds (`conditions.shift_ids`). `sessions.note_shift` keeps
+# the number, and `objects._on_refresh` adds it to the ids of the objects that SQLAlchemy applies it to.
+# So such an object is written later only if it was of the version that the statement has found.
+
+
 def shifted(write_id: int, by: int) -> int:
     """Return the id that a statement which moves ids gives to a row with this one."""
     return (write_id + by) % LIMIT if write_id >= 0 else NO_VERSION

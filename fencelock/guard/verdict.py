@@ -33,10 +33,8 @@ class Verdict:
 
     def of(self, result: CursorResult[Any]) -> FenceError | None:
         """Return the error to raise for an executed statement; None if it has written all of its rows."""
-        dialect: Any = result.dialect
-        is_counted = self._counts(dialect) and (
-            dialect.supports_sane_rowcount_returning or not result.returns_rows
-        )
+        dialect: Any = self.connection.dialect
+        is_counted = self._counts() and (dialect.supports_sane_rowcount_returning or not result.returns_rows)
         if not self.form.key:
             return self._find_refused()
         if is_counted and result.rowcount == len(self.rows):
@@ -68,13 +66,14 @@ class Verdict:
                     if (error := self._error(found, row)) is not None:
                         return error
         deletes_objects = not self.form.assigns and self.form.key and self.form.is_of_flush
-        if deletes_objects and not self._counts(self.connection.dialect):
+        if deletes_objects and not self._counts():
             present = self._rows_present(lock=True)
             return self._missing_rows(present) if len(present) < len(self.rows) else None
         return None
 
-    def _counts(self, dialect: Any) -> bool:
+    def _counts(self) -> bool:
         """Return whether the driver counts the rows that these executions have written."""
+        dialect = self.connection.dialect
         is_sane = dialect.supports_sane_rowcount
         return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
 
