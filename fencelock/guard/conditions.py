@@ -241,7 +241,7 @@ class GuardedStatement:
     resource_binds: tuple[sa.BindParameter[Any], ...] | None  # None where it does not name the resource
     looked_up: Mapping[str, str]  # attributes that the session knows, by the parameters that carry them
     loaded: sa.BindParameter[Any] | None  # says which write id a row must have; None where any will do
-    shifts_ids: bool  # write ids, by a parameter; else an UPDATE sets one
+    shifts_ids: bool  # by a parameter; else an UPDATE sets a write id
     is_optional: bool  # may be executed under no lease, and then leaves the fence as it is
     reads_more: bool  # what it writes may change which rows its WHERE clause is about
     assigns: bool  # an UPDATE; else a DELETE

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakSet, ref
 
@@ -170,23 +170,19 @@ def bypass(target: AnySession) -> Iterator[None]:
     Raises:
         TypeError: for anything else than a session or connection.
     """
-    with _bypassed(blocking(target)):
+    with unguarded(blocking(target)):
         yield
 
 
 @contextmanager
-def _bypassed(target: Session | Connection | None) -> Iterator[None]:
+def unguarded(target: Session | Connection | None = None) -> Iterator[None]:
+    """Have all that this thread or task executes in a block, or all by one target, go around the guard."""
     block = current_owner(), target
     _blocks.append(block)
     try:
         yield
     finally:
         _blocks.remove(block)
-
-
-def unguarded() -> AbstractContextManager[None]:
-    """Have all that this thread or task executes in a block go around the guard: migrations, seeds."""
-    return _bypassed(None)
 
 
 def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
