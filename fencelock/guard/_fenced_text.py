@@ -18,7 +18,7 @@ from fencelock.errors import FenceError, LockLostError, StaleTokenError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard.conditions import Options, Row, Rows
 from fencelock.guard.exact import holds, newest
-from fencelock.guard.leases import TokenLookup, note_token, refuse_autocommit, writing_on
+from fencelock.guard.leases import TokenLookup, leases_on, note_token, refuse_autocommit
 from fencelock.guard.refused import refuse
 from fencelock.guard.sessions import note_shift, refuse_bypass
 from fencelock.guard.sql import known
@@ -95,7 +95,7 @@ def _guarding(_execute: Callable[..., CursorResult[Any]]) -> Callable[..., Curso
         )
         try:
             refuse_bypass(merged, connection)
-            refuse_autocommit(writing_on(connection), connection, merged, fenced.name)
+            refuse_autocommit(leases_on(connection), connection, merged, fenced.name)
             stamped = [_stamped(statement, connection, row) for row in rows or [{}]]
         except (FenceError, LockLostError) as error:
             refuse(connection, error, fenced.name)

@@ -20,7 +20,7 @@ from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._install import install
 from fencelock.guard.events import report_claim
 from fencelock.guard.exact import insert_into, newest
-from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, writing_on
+from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, leases_on
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import begin_claim, tokens_to_claim
 from fencelock.guard.sessions import BYPASS, of_task, session_of
@@ -175,7 +175,7 @@ async def gate_async(
 
 
 def _only_resource(connection: Connection) -> str:
-    held = writing_on(connection).candidates(connection)
+    held = leases_on(connection).candidates(connection)
     if not held:
         raise UnfencedWriteError(
             f"no lease is held to pass a gate with; acquire a fenced_lock around it. {NOT_INHERITED}"
@@ -210,17 +210,17 @@ _at_gates: WeakKeyDictionary[TransactionLeases, None] = WeakKeyDictionary()
 
 
 def note_gate(connection: Connection, resource: str) -> None:
-    writing = writing_on(connection)
-    writing.gates.add((resource, current_owner()))
-    _at_gates[writing] = None
+    leases = leases_on(connection)
+    leases.gates.add((resource, current_owner()))
+    _at_gates[leases] = None
 
 
 def _at_gate_here(resource: str) -> Iterator[Transaction]:
     """Yield the open transactions of this thread, task or greenlet that have passed a resource's gate."""
     gate = resource, current_owner()
     for reference in _at_gates.keyrefs():
-        writing = reference()
-        transaction = None if writing is None or gate not in writing.gates else writing.transaction()
+        leases = reference()
+        transaction = None if leases is None or gate not in leases.gates else leases.transaction()
         if transaction is not None and transaction.is_active:
             yield transaction
 

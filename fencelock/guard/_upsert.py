@@ -96,7 +96,7 @@ def upsert(
     target = target_of(session, fenced.table, mapper, bind_arguments, () if index_elements else by_key)
     connection = target.connection
     tokens = TokenLookup(connection, fenced)
-    refuse_autocommit(tokens.writing, connection, connection.get_execution_options(), fenced.name)
+    refuse_autocommit(tokens.leases, connection, connection.get_execution_options(), fenced.name)
     token_of = {each: _token(tokens, row) for each, row in by_key.items()}
     changes = None if set_ is None else _changes(mapper, fenced, key, set_)
 

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _bound: WeakKeyDictionary[Session | Connection, tuple[Lease, ...]] = WeakKeyDictionary()
 """The leases that sessions and connections were bound to."""
 
-_WRITING: Final = "_fencelock_writing"
+_LEASES: Final = "_fencelock_leases"
 """The attribute of a connection with the `TransactionLeases` of its transaction, or of an earlier one."""
 
 
@@ -162,27 +162,27 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
         call()
 
 
-def writing_on(connection: Connection) -> TransactionLeases:
+def leases_on(connection: Connection) -> TransactionLeases:
     """Return the `TransactionLeases` of the connection's transaction; begin one, as executing would do."""
     transaction = connection.get_transaction() or connection.begin()
     if not transaction.is_active:
         refuse_inactive(connection)  # what executing would do, before anything is noted
-    writing: TransactionLeases | None = getattr(connection, _WRITING, None)
-    if writing is None or writing.transaction() is not transaction:
-        writing = TransactionLeases(transaction)
-        setattr(connection, _WRITING, writing)
-    return writing
+    leases: TransactionLeases | None = getattr(connection, _LEASES, None)
+    if leases is None or leases.transaction() is not transaction:
+        leases = TransactionLeases(transaction)
+        setattr(connection, _LEASES, leases)
+    return leases
 
 
-def open_writing(connection: Connection) -> TransactionLeases | None:
-    writing: TransactionLeases | None = getattr(connection, _WRITING, None)
-    transaction = None if writing is None else writing.transaction()
-    return writing if transaction is not None and transaction is connection.get_transaction() else None
+def open_leases(connection: Connection) -> TransactionLeases | None:
+    leases: TransactionLeases | None = getattr(connection, _LEASES, None)
+    transaction = None if leases is None else leases.transaction()
+    return leases if transaction is not None and transaction is connection.get_transaction() else None
 
 
 def on_end(transaction: Transaction, error: BaseException | None, *, commits: bool) -> None:
-    writing: TransactionLeases | None = getattr(transaction.connection, _WRITING, None)
-    if writing is None or transaction.is_active or writing.transaction() is not transaction:
+    leases: TransactionLeases | None = getattr(transaction.connection, _LEASES, None)
+    if leases is None or transaction.is_active or leases.transaction() is not transaction:
         return
     connection = transaction.connection
     refused = error if commits else None
@@ -193,15 +193,15 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
             connection.dialect.do_rollback(connection.connection)
     was_cancelled = connection.invalidated and not isinstance(refused, Exception)
     in_doubt = refused is not None and (leaves_doubt(refused) or was_cancelled)
-    writing.end(committed=commits and error is None, in_doubt=in_doubt)
+    leases.end(committed=commits and error is None, in_doubt=in_doubt)
 
 
 def end_early(session: Session, *, committed: bool) -> None:
     """Let go of the leases that a session has written under in the outer transaction of a test."""
     for connection in tuple(session.info.get(CONNECTIONS, ())):
-        if (writing := open_writing(connection)) is not None:
-            delattr(connection, _WRITING)  # the next write uses the leases that are held then
-            writing.end(committed=committed, in_doubt=False)
+        if (leases := open_leases(connection)) is not None:
+            delattr(connection, _LEASES)  # the next write uses the leases that are held then
+            leases.end(committed=committed, in_doubt=False)
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
@@ -211,22 +211,22 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
         join(connection, target)
     else:
         connection = target
-    writing = writing_on(connection)
-    for lease in writing.candidates(connection).values():
+    leases = leases_on(connection)
+    for lease in leases.candidates(connection).values():
         if lease.fencing_token == token:
-            writing.need(lease)
+            leases.need(lease)
 
 
 def refuse_autocommit(
-    writing: TransactionLeases, connection: Connection, options: Mapping[str, Any], table: str
+    leases: TransactionLeases, connection: Connection, options: Mapping[str, Any], table: str
 ) -> None:
-    if not writing.has_transaction:
+    if not leases.has_transaction:
         if _commits_by_itself(connection, options):
             raise UnfencedWriteError(
                 f"a write to {table!r} needs a transaction: on an AUTOCOMMIT connection the rows "
                 f"before a refused one would stay written"
             )
-        writing.has_transaction = True
+        leases.has_transaction = True
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
@@ -269,7 +269,7 @@ class TokenLookup:
 
     __slots__ = (
         *("_candidates", "_claiming", "_connection", "_found", "_used"),
-        *("fenced", "given", "is_optional", "write_id", "writing"),
+        *("fenced", "given", "is_optional", "write_id", "leases"),
     )
 
     def __init__(
@@ -279,10 +279,10 @@ class TokenLookup:
         self.given = given
         self.is_optional: bool = not claiming and fenced.is_optional  # a row may be written under none
         self._connection = connection
-        self.writing: TransactionLeases = writing_on(connection)
+        self.leases: TransactionLeases = leases_on(connection)
         self.write_id: int = new_write_id()
         self._claiming = claiming
-        self._candidates = self.writing.candidates(connection)
+        self._candidates = self.leases.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}
         self._used: list[Lease] = []
 
@@ -315,7 +315,7 @@ class TokenLookup:
         template = self.fenced.template
         if resource is None and not template.columns:
             resource = template.render(())
-        hint = self.writing.bound_instead or f"{NOT_INHERITED}. {_SEEDS}"
+        hint = self.leases.bound_instead or f"{NOT_INHERITED}. {_SEEDS}"
         lock = f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
         if is_new:
             lock = "any fenced_lock (the database makes the key of this row, so it has no name yet)"
@@ -336,7 +336,7 @@ class TokenLookup:
         if self._candidates or not self.does_without(None):
             self.need_some(is_new=True)
         for lease in self._candidates.values():
-            self.writing.need(lease)
+            self.leases.need(lease)
         return NO_LEASE
 
     def of_row(self, values: tuple[Any, ...]) -> int:
@@ -360,7 +360,7 @@ class TokenLookup:
     def of_resource(self, resource: str) -> int:
         lease = self._candidates.get(resource)
         if lease is None:
-            if not self._claiming and resource in self.writing.unlockable:
+            if not self._claiming and resource in self.leases.unlockable:
                 return self.of_new_row()
             if self.does_without(resource):
                 return NO_LEASE
@@ -371,12 +371,12 @@ class TokenLookup:
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
                 f"{', '.join(map(repr, self._candidates))}; {how}"
-                f"{self.writing.bound_instead and '. '}{self.writing.bound_instead}"
+                f"{self.leases.bound_instead and '. '}{self.leases.bound_instead}"
             )
         token = lease.token_to_write()
         if self._claiming and began(self._connection) < lease.granted_at and keeps_snapshot(self._connection):
             detail = _OLD_SNAPSHOT.format(resource)
             raise StaleReadError(self.fenced.name, None, token, None, None, detail=detail)
-        self.writing.remember(resource, lease)
+        self.leases.remember(resource, lease)
         self._used.append(lease)
         return token

@@ -19,7 +19,7 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
-from fencelock.guard.leases import TokenLookup, open_writing
+from fencelock.guard.leases import TokenLookup, open_leases
 from fencelock.guard.sessions import SHIFTED, is_bypassed, join, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
@@ -100,8 +100,8 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
     session = owner_of(connection)
     if session is None:
         return None
-    writing = open_writing(connection)
-    shard = None if writing is None else writing.shard
+    leases = open_leases(connection)
+    shard = None if leases is None else leases.shard
     for mapper in fenced.mappers():
         known = session.identity_map.get(mapper.identity_key_from_primary_key(key, identity_token=shard))
         if known is not None:
@@ -166,7 +166,7 @@ class _Watch:
         if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:
             values = loaded_values(self._resource_names, state)
             if values is not None:
-                tokens.writing.unlockable.add(self._fenced.template.render(values))
+                tokens.leases.unlockable.add(self._fenced.template.render(values))
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
@@ -198,7 +198,7 @@ class _Watch:
         assert session is not None  # noqa: S101  an object that is being flushed has one
         tokens = _tokens(session, connection, self._fenced)
         if tokens is not None:
-            tokens.writing.shard = state.identity_token
+            tokens.leases.shard = state.identity_token
         return tokens
 
     def _stamp(self, tokens: TokenLookup, state: _State, current: Mapping[str, Any]) -> Stamp:

@@ -42,7 +42,7 @@ from fencelock._databases import MYSQL, RESOURCE, TIME, waited_in_vain
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
 from fencelock.guard._install import install
 from fencelock.guard.exact import insert_into, newest
-from fencelock.guard.leases import refuse_autocommit, writing_on
+from fencelock.guard.leases import leases_on, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import of_task, session_of
@@ -259,11 +259,11 @@ async def once_async(
 
 def _token(connection: Connection) -> int | None:
     """Return the token of the first lease that is held here, which the transaction needs from now on."""
-    writing = writing_on(connection)
-    refuse_autocommit(writing, connection, connection.get_execution_options(), RECEIPT_TABLE)
-    for resource, lease in writing.candidates(connection).items():
+    leases = leases_on(connection)
+    refuse_autocommit(leases, connection, connection.get_execution_options(), RECEIPT_TABLE)
+    for resource, lease in leases.candidates(connection).items():
         token = lease.token_to_write()
-        writing.remember(resource, lease)
+        leases.remember(resource, lease)
         return token
     return None
 

@@ -18,7 +18,7 @@ from sqlalchemy.exc import PendingRollbackError
 
 from fencelock.errors import FenceError, FencelockError, LockLostError, ReceiptMismatchError
 from fencelock.guard.events import report
-from fencelock.guard.leases import open_writing
+from fencelock.guard.leases import open_leases
 from fencelock.guard.sessions import connections_of, owner_of, session_of
 
 _P = ParamSpec("_P")
@@ -72,9 +72,9 @@ def refuse(connection: Connection, refusal: FencelockError, table: str | None = 
 
 def _resource_of(connections: Iterable[Connection], refusal: FencelockError) -> str | None:
     token = getattr(refusal, "token", None)
-    writings = [writing for each in connections if (writing := open_writing(each)) is not None]
-    leases = (lease for writing in writings for lease in writing.used.values())
-    return next((lease.resource for lease in leases if lease.fencing_token == token), None)
+    of_transactions = [leases for each in connections if (leases := open_leases(each)) is not None]
+    used = (lease for leases in of_transactions for lease in leases.used.values())
+    return next((lease.resource for lease in used if lease.fencing_token == token), None)
 
 
 def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:

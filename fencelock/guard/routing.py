@@ -103,5 +103,5 @@ def begin_claim(
 def tokens_to_claim(connection: Connection, fenced: FencedTable) -> TokenLookup:
     """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
     tokens = TokenLookup(connection, fenced, claiming=True)
-    refuse_autocommit(tokens.writing, connection, connection.get_execution_options(), fenced.name)
+    refuse_autocommit(tokens.leases, connection, connection.get_execution_options(), fenced.name)
     return tokens

@@ -108,7 +108,7 @@ def _guarded(
     given: int | None = options.get(conditions.TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if given is None else None
     lookup = flush or TokenLookup(connection, fenced, given=given)
-    refuse_autocommit(lookup.writing, connection, options, fenced.name)
+    refuse_autocommit(lookup.leases, connection, options, fenced.name)
     lookup.check()
     if isinstance(statement, Insert):
         return statement, _stamp_insert(statement, fenced, rows, lookup), None
