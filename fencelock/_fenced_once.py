@@ -110,10 +110,11 @@ def fenced_once(
             bound = signature.bind(*args, **kwargs)
             bound.apply_defaults()
             name, *names = fill((key, *resources), bound)
-            source, *_ = bound.arguments.values()
-            asked = dict([*bound.arguments.items()][1:])
+            first, *others = bound.arguments
+            asked = {argument: bound.arguments[argument] for argument in others}
             if fingerprint is not None:
                 asked = fingerprint(*bound.args, **bound.kwargs)
+            source = bound.arguments[first]
             its = transaction_of(source, tuple(names), retries=retries, gate=gate, settings=settings)
             return _Call(function, bound, name, asked), its
 

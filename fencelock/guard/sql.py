@@ -212,7 +212,7 @@ def conditional_update(
         TypeError: if the token is no int.
     """
     write = _RawWrite(paramstyle, dialect)
-    write.check(values, key, token)
+    _check_raw(values, key, token)
     sets = write.equal({**values, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()})
     sql = f"UPDATE {write.table(table)} SET {', '.join(sets)} WHERE {write.where(key, token)}"  # noqa: S608  see name()
     return sql, write.parameters()
@@ -236,9 +236,19 @@ def conditional_delete(
     again, which only a gate or a trigger prevents.
     """
     write = _RawWrite(paramstyle, dialect)
-    write.check({}, key, token)
+    _check_raw({}, key, token)
     sql = f"DELETE FROM {write.table(table)} WHERE {write.where(key, token)}"  # noqa: S608  see name()
     return sql, write.parameters()
+
+
+def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) -> None:
+    check_token(token)
+    if not key:
+        raise ValueError("without a key the statement writes every row; name the columns that identify it")
+    if missing := [column for column, value in key.items() if value is None]:
+        raise ValueError(f"no row has {missing[0]} = NULL; the key needs a value for it")
+    if not {FENCE_COLUMN, WRITE_COLUMN}.isdisjoint({*values, *key}):
+        raise ValueError(f"{FENCE_COLUMN} and {WRITE_COLUMN} are not set or compared by hand")
 
 
 class _RawWrite:
@@ -252,18 +262,6 @@ class _RawWrite:
         self._paramstyle = paramstyle
         self._quote = _QUOTES[dialect] if dialect else ""
         self._values: list[Any] = []
-
-    @staticmethod
-    def check(values: Mapping[str, Any], key: Mapping[str, Any], token: int) -> None:
-        check_token(token)
-        if not key:
-            raise ValueError(
-                "without a key the statement writes every row; name the columns that identify it"
-            )
-        if missing := [column for column, value in key.items() if value is None]:
-            raise ValueError(f"no row has {missing[0]} = NULL; the key needs a value for it")
-        if not {FENCE_COLUMN, WRITE_COLUMN}.isdisjoint({*values, *key}):
-            raise ValueError(f"{FENCE_COLUMN} and {WRITE_COLUMN} are not set or compared by hand")
 
     def bind(self, value: Any) -> str:
         """Note a value and return its placeholder."""
