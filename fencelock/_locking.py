@@ -121,12 +121,7 @@ def load(name: str) -> Any:
 
 
 def factory_of(url: str) -> Callable[..., Shipped]:
-    """Return the class of the authority that a URL names.
-
-    Raises:
-        ValueError: no authority has such a scheme.
-        ImportError: its extra is not installed.
-    """
+    """Return the class of the authority that a URL names; raise ImportError where its extra is missing."""
     before, mark, _ = url.strip().partition("://")
     scheme = before.partition("+")[0].lower()
     if scheme not in _FACTORIES:
