@@ -105,52 +105,39 @@ def fenced_once(
             raise TypeError(
                 f"fenced_once takes a function whose first parameter is a session, not {function!r}"
             )
-        work = _Work(function, signature, (key, *resources), fingerprint)
 
-        def transaction_for(source: object, names: list[str]) -> Any:
-            return transaction_of(source, tuple(names), retries=retries, gate=gate, settings=settings)
+        def begin(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_Call, Any]:
+            bound = signature.bind(*args, **kwargs)
+            bound.apply_defaults()
+            name, *names = fill((key, *resources), bound)
+            first, *others = bound.arguments
+            asked = {argument: bound.arguments[argument] for argument in others}
+            if fingerprint is not None:
+                asked = fingerprint(*bound.args, **bound.kwargs)
+            source = bound.arguments[first]
+            its = transaction_of(source, tuple(names), retries=retries, gate=gate, settings=settings)
+            return _Call(function, bound, name, asked), its
 
         @functools.wraps(function)
         def function_once(*args: Any, **kwargs: Any) -> Any:
-            call = work.bind(*args, **kwargs)
-            return transaction_for(call.source, call.resources).run(call.in_session)
+            call, transaction = begin(args, kwargs)
+            return transaction.run(call.in_session)
 
         @functools.wraps(function)
         async def coroutine_once(*args: Any, **kwargs: Any) -> Any:
-            call = work.bind(*args, **kwargs)
-            return await transaction_for(call.source, call.resources).run(call.in_async_session)
+            call, transaction = begin(args, kwargs)
+            return await transaction.run(call.in_async_session)
 
         return coroutine_once if inspect.iscoroutinefunction(function) else function_once
 
     return decorate
 
 
-class _Work(NamedTuple):
-    """A decorated function, with the templates of its receipt's key and of its resources."""
-
-    function: Callable[..., Any]
-    signature: inspect.Signature
-    templates: tuple[str | Callable[..., str], ...]
-    fingerprint: Callable[..., Any] | None
-
-    def bind(self, *args: Any, **kwargs: Any) -> _Call:
-        bound = self.signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        key, *resources = fill(self.templates, bound)
-        first, *others = bound.arguments
-        asked = {name: bound.arguments[name] for name in others}
-        if self.fingerprint is not None:
-            asked = self.fingerprint(*bound.args, **bound.kwargs)
-        return _Call(self.function, bound, bound.arguments[first], resources, key, asked)
-
-
 class _Call(NamedTuple):
-    """One call of a decorated function: `source` stands where the function gets its session."""
+    """One call of a decorated function; `key` and `fingerprint` are those of its receipt."""
 
     function: Callable[..., Any]
     bound: inspect.BoundArguments
-    source: object
-    resources: list[str]
     key: str
     fingerprint: Any
 

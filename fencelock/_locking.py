@@ -121,12 +121,7 @@ def load(name: str) -> Any:
 
 
 def factory_of(url: str) -> Callable[..., Shipped]:
-    """Return the class of the authority that a URL names.
-
-    Raises:
-        ValueError: no authority has such a scheme.
-        ImportError: its extra is not installed.
-    """
+    """Return the class of the authority that a URL names; raise ImportError where its extra is missing."""
     before, mark, _ = url.strip().partition("://")
     scheme = before.partition("+")[0].lower()
     if scheme not in _FACTORIES:
@@ -336,7 +331,6 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
 
 
 def _read(text: str, authority: Any) -> tuple[Grant, object, object, float]:
-    """Return the grant of a text, its proof, the name of its authority, and the ttl in seconds."""
     its = json.loads(text)[HANDED]
     names, tokens, proof, by, ttl = (its[word] for word in ("resources", "tokens", "proof", "by", "ttl"))
     if not isinstance(names, list) or len({*names}) < len(names) or len(names) != len(tokens):

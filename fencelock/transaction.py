@@ -31,7 +31,7 @@ from fencelock._locking import fenced_lock
 from fencelock._owners import current_owner
 from fencelock.errors import CommitInDoubtError, FenceError
 from fencelock.guard import gate as pass_gate
-from fencelock.guard.fences import FENCES
+from fencelock.guard._gate import FENCES
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import AllLockSettings
 
@@ -55,19 +55,10 @@ _LONGEST_PAUSE: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Plan(Generic[_Made]):
-    """What a fenced transaction is to do.
+    """What a fenced transaction is to do."""
 
-    Attributes:
-        make: makes a session; or returns the one that is shared.
-        shared: whether others use the session before and after: it is not closed then.
-        resources: what to lock.
-        retries: how often to run a body again.
-        gate: whether to pass the resources' gates.
-        settings: of the lock.
-    """
-
-    make: Callable[[], _Made]
-    shared: bool
+    make: Callable[[], _Made]  # a session, or the one that is shared
+    shared: bool  # others use the session before and after: it is not closed
     resources: tuple[str, ...]
     retries: int
     gate: bool
@@ -97,16 +88,10 @@ class _Plan(Generic[_Made]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Open:
-    """A transaction that has passed its gates, and whose block is being run.
+    """A transaction that has passed its gates, and whose block is being run."""
 
-    Attributes:
-        session: what the block has been given.
-        owner: the thread, task or greenlet that runs it.
-        resources: what it has locked.
-    """
-
-    session: Any
-    owner: object
+    session: Any  # as the block has got it
+    owner: object  # the thread, task or greenlet
     resources: tuple[str, ...]
 
 
@@ -180,7 +165,6 @@ def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
 
 
 def _blocking(session: Any) -> Session:
-    """Return the session itself, or the one that an asyncio session wraps."""
     its: Session = getattr(session, "sync_session", session)
     return its
 
@@ -305,16 +289,14 @@ class FencedTransaction(Generic[_S]):
         with lock:
             attempt = 0
             while True:
+                attempt += 1
                 try:
                     with self._session() as session:
-                        result = body(session)
+                        return body(session)
                 except Exception:
-                    attempt += 1
                     pause = self._plan.pause_before(attempt, lock)
                     if pause is None:
                         raise
-                else:
-                    return result
                 time.sleep(pause)
                 lock.remint()
 
@@ -358,16 +340,14 @@ class AsyncFencedTransaction(Generic[_A]):
         async with lock:
             attempt = 0
             while True:
+                attempt += 1
                 try:
                     async with self._session() as session:
-                        result = await body(session)
+                        return await body(session)
                 except Exception:
-                    attempt += 1
                     pause = self._plan.pause_before(attempt, lock)
                     if pause is None:
                         raise
-                else:
-                    return result
                 await asyncio.sleep(pause)
                 await lock.aio.remint()
 

@@ -79,7 +79,7 @@ ARROWS = {
     "integrations": "values _outcomes",
     "_outcomes": "values",
     "_leader": "values authority.base _locking",
-    "alembic": "guard authority.database",
+    "alembic": "values guard authority.database",
     "observe": f"values {REDLOCK}",
     "stores": "values",
     "testing": "values _locking authority.database guard lock renewal",
@@ -94,12 +94,12 @@ ARROWS = {
 STOREYS_OF_GUARD = (
     "_sqlalchemy",
     "exact events sessions tables",
-    "refused",
     "conditions leases trigger_sql",
+    "refused",
     "routing lists objects text triggers verdict",
     "statements",
     "_install",
-    "fences model sql",
+    "model sql",
     "_fenced_text _claim _gate receipts",
     "_upsert",
 )

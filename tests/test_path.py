@@ -45,7 +45,7 @@ LIMITS = {
     "asyncio lock, one node": Figures(files=23, functions=106, calls=161, depth=9),
     "blocking lock, SQLite": Figures(files=20, functions=87, calls=140, depth=14),
     "asyncio lock, SQLite": Figures(files=21, functions=93, calls=192, depth=10),
-    "flush of one object": Figures(files=10, functions=54, calls=60, depth=8),
+    "flush of one object": Figures(files=9, functions=49, calls=54, depth=8),
 }
 
 

@@ -35,62 +35,50 @@ def _do(name: str, *table: str, **options: Any) -> None:
 
 
 def add_fence(table_name: str, *, trigger: bool = False, schema: str | None = None) -> None:
-    """Do as `op.add_fence`."""
     _do("add_fence", table_name, trigger=trigger, schema=schema)
 
 
 def drop_fence(table_name: str, *, schema: str | None = None) -> None:
-    """Do as `op.drop_fence`."""
     _do("drop_fence", table_name, schema=schema)
 
 
 def add_write_id(table_name: str, *, schema: str | None = None) -> None:
-    """Do as `op.add_write_id`."""
     _do("add_write_id", table_name, schema=schema)
 
 
 def drop_write_id(table_name: str, *, schema: str | None = None) -> None:
-    """Do as `op.drop_write_id`."""
     _do("drop_write_id", table_name, schema=schema)
 
 
 def create_fence_trigger(
     table_name: str, *, strict: bool = False, ids: bool = False, schema: str | None = None
 ) -> None:
-    """Do as `op.create_fence_trigger`."""
     _do("create_fence_trigger", table_name, strict=strict, ids=ids, schema=schema)
 
 
 def drop_fence_trigger(table_name: str, *, schema: str | None = None) -> None:
-    """Do as `op.drop_fence_trigger`."""
     _do("drop_fence_trigger", table_name, schema=schema)
 
 
 def create_fence_table(*, schema: str | None = None) -> None:
-    """Do as `op.create_fence_table`."""
     _do("create_fence_table", schema=schema)
 
 
 def drop_fence_table(*, schema: str | None = None) -> None:
-    """Do as `op.drop_fence_table`."""
     _do("drop_fence_table", schema=schema)
 
 
 def create_lease_table(*, schema: str | None = None) -> None:
-    """Do as `op.create_lease_table`."""
     _do("create_lease_table", schema=schema)
 
 
 def drop_lease_table(*, schema: str | None = None) -> None:
-    """Do as `op.drop_lease_table`."""
     _do("drop_lease_table", schema=schema)
 
 
 def create_receipt_table(*, schema: str | None = None) -> None:
-    """Do as `op.create_receipt_table`."""
     _do("create_receipt_table", schema=schema)
 
 
 def drop_receipt_table(*, schema: str | None = None) -> None:
-    """Do as `op.drop_receipt_table`."""
     _do("drop_receipt_table", schema=schema)

@@ -63,7 +63,6 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
     in_database: Table | None,
     in_model: Table | None,
 ) -> object:
-    """Find a trigger that is missing, too many or another one."""
     wanted = False if in_model is None else _wanted(in_model)
     found = _found(context, table_name, schema) if in_database is not None else False
     if _comes_or_goes(in_database, in_model) and {True, "strict"}.isdisjoint((wanted, found)):
@@ -136,7 +135,10 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
         yield op
     elif isinstance(op, ModifyTableOps):
         changes = [_translated_change(context, change) for change in op.ops]
-        ours = sorted([each for each in changes if isinstance(each, FenceOperation)], key=_order)
+        ours = sorted(
+            [each for each in changes if isinstance(each, FenceOperation)],
+            key=lambda each: _ORDER.index(type(each)),
+        )
         yield from (each for each in ours if each.name.startswith("drop"))
         op.ops[:] = [each for each in changes if not isinstance(each, FenceOperation)]
         around = [] if ours else [*_restored(context, op)]
@@ -160,10 +162,6 @@ def _restored(context: AutogenContext, op: ModifyTableOps) -> Iterator[FenceOper
         found = _found(context, op.table_name, op.schema)
         if found:
             yield CreateFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, replaces=found)
-
-
-def _order(op: FenceOperation) -> int:
-    return _ORDER.index(type(op))
 
 
 def _translated_change(context: AutogenContext, op: MigrateOperation) -> MigrateOperation:

@@ -17,9 +17,9 @@ from alembic.operations.base import BatchOperations, Operations
 from alembic.operations.ops import AddColumnOp, CreateTableOp, DropColumnOp, DropTableOp, MigrateOperation
 from sqlalchemy import Column, MetaData, Table
 
+from fencelock._databases import MYSQL
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.guard import triggers
-from fencelock.guard.fences import fence_table
+from fencelock.guard import fence_table, triggers
 from fencelock.guard.receipts import receipt_table
 from fencelock.guard.sessions import unguarded
 from fencelock.guard.tables import (
@@ -37,6 +37,8 @@ if TYPE_CHECKING:
 FoundTrigger: TypeAlias = FenceTrigger | Literal["fence"]
 """A trigger of a database: "fence" is a plain one that gives no write ids, as `op.add_fence` makes it."""
 
+_Operations: TypeAlias = Operations | BatchOperations
+
 BY_NAME: Final[dict[str, type[FenceOperation]]] = {}
 
 OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {
@@ -52,10 +54,6 @@ class FenceOperation(MigrateOperation):
 
     A subclass names the operation and the one that reverses it. Unless it has a method of that name, the
     operation is `op.NAME(table_name, schema=None)`, or `op.NAME(schema=None)` for a table of fencelock's own.
-
-    Attributes:
-        trigger: the trigger that is made, or that is dropped.
-        replaces: the trigger that the table had before.
     """
 
     name: ClassVar[str]
@@ -72,8 +70,8 @@ class FenceOperation(MigrateOperation):
         table_name: str,
         *,
         schema: str | None = None,
-        trigger: FoundTrigger = False,
-        replaces: FoundTrigger = False,
+        trigger: FoundTrigger = False,  # that is made, or that is dropped
+        replaces: FoundTrigger = False,  # that the table had before
     ) -> None:
         self.table_name: str = table_name
         self.schema: str | None = schema
@@ -232,24 +230,22 @@ class _InBatch:
     @classmethod
     def add_fence(cls, operations: BatchOperations) -> None:
         """Give the table of a batch the column; a trigger comes afterwards, `op.create_fence_trigger`."""
-        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_column(FENCE_COLUMN, {})))
+        _add_fence(operations, AddFenceOp(**_of_batch(operations)))
 
     @classmethod
     def drop_fence(cls, operations: BatchOperations) -> None:
         """Take the column of a batch's table away, and the trigger with it."""
-        of_table = _of_batch(operations)
-        _drop_trigger(operations, DropFenceTriggerOp(**of_table))
-        operations.invoke(DropColumnOp(**of_table, column_name=FENCE_COLUMN))
+        _drop_fence(operations, DropFenceOp(**_of_batch(operations)))
 
     @classmethod
     def add_write_id(cls, operations: BatchOperations) -> None:
         """Give the table of a batch the column."""
-        operations.invoke(AddColumnOp(**_of_batch(operations), column=new_column(WRITE_COLUMN, {})))
+        _add_write_id(operations, AddWriteIdOp(**_of_batch(operations)))
 
     @classmethod
     def drop_write_id(cls, operations: BatchOperations) -> None:
         """Take the column of a batch's table away."""
-        operations.invoke(DropColumnOp(**_of_batch(operations), column_name=WRITE_COLUMN))
+        _drop_write_id(operations, DropWriteIdOp(**_of_batch(operations)))
 
 
 for _name in ("add_fence", "drop_fence", "add_write_id", "drop_write_id"):
@@ -261,30 +257,30 @@ def _of_batch(operations: BatchOperations) -> dict[str, Any]:
 
 
 @Operations.implementation_for(AddFenceOp)
-def _add_fence(operations: Operations, op: FenceOperation) -> None:
+def _add_fence(operations: _Operations, op: FenceOperation) -> None:
     operations.invoke(AddColumnOp(op.table_name, new_column(FENCE_COLUMN, {}), schema=op.schema))
     if op.trigger:
         _create_trigger(operations, CreateFenceTriggerOp(op.table_name, schema=op.schema, trigger="fence"))
 
 
 @Operations.implementation_for(DropFenceOp)
-def _drop_fence(operations: Operations, op: FenceOperation) -> None:
+def _drop_fence(operations: _Operations, op: FenceOperation) -> None:
     _drop_trigger(operations, op)
     operations.invoke(DropColumnOp(op.table_name, FENCE_COLUMN, schema=op.schema))
 
 
 @Operations.implementation_for(AddWriteIdOp)
-def _add_write_id(operations: Operations, op: FenceOperation) -> None:
+def _add_write_id(operations: _Operations, op: FenceOperation) -> None:
     operations.invoke(AddColumnOp(op.table_name, new_column(WRITE_COLUMN, {}), schema=op.schema))
 
 
 @Operations.implementation_for(DropWriteIdOp)
-def _drop_write_id(operations: Operations, op: FenceOperation) -> None:
+def _drop_write_id(operations: _Operations, op: FenceOperation) -> None:
     operations.invoke(DropColumnOp(op.table_name, WRITE_COLUMN, schema=op.schema))
 
 
 @Operations.implementation_for(CreateFenceTriggerOp)
-def _create_trigger(operations: Operations, op: FenceOperation) -> None:
+def _create_trigger(operations: _Operations, op: FenceOperation) -> None:
     strict, ids = op.trigger == "strict", op.trigger is True
     dialect = operations.migration_context.dialect.name
     _drop_renamed(operations, op)
@@ -292,13 +288,13 @@ def _create_trigger(operations: Operations, op: FenceOperation) -> None:
 
 
 @Operations.implementation_for(DropFenceTriggerOp)
-def _drop_trigger(operations: Operations | BatchOperations, op: FenceOperation) -> None:
+def _drop_trigger(operations: _Operations, op: FenceOperation) -> None:
     dialect = operations.migration_context.dialect.name
     _drop_renamed(operations, op)
     _execute(operations, triggers.drop(op.table_name, dialect, schema=op.schema))
 
 
-def _drop_renamed(operations: Operations | BatchOperations, op: FenceOperation) -> None:
+def _drop_renamed(operations: _Operations, op: FenceOperation) -> None:
     """Drop the triggers that a renamed table has kept. A script without a database cannot know of them."""
     if not operations.migration_context.as_sql:
         connection = operations.get_bind()
@@ -327,11 +323,11 @@ def _drop_table(operations: Operations, op: FenceOperation) -> None:
     operations.invoke(DropTableOp(op.table_name, schema=op.schema))
 
 
-def _execute(operations: Operations | BatchOperations, statements: Iterable[triggers.FenceDDL]) -> None:
+def _execute(operations: _Operations, statements: Iterable[triggers.FenceDDL]) -> None:
     """Execute the statements, or print them as the database's own client reads them."""
     context = operations.migration_context
     for statement in statements:
-        if context.as_sql and context.dialect.name in {"mysql", "mariadb"}:
+        if context.as_sql and context.dialect.name in MYSQL:
             sql = str(statement.compile(dialect=context.dialect))
             compound = ";" in sql  # the client ends a statement at its first semicolon
             context.impl.static_output(f"DELIMITER //\n{sql}//\nDELIMITER ;" if compound else f"{sql};")

@@ -7,11 +7,10 @@ so that no write can forget it. Nothing here knows what grants the leases.
 
 from fencelock.guard._claim import claim, claim_all, claim_all_async, claim_async
 from fencelock.guard._fenced_text import fenced_text
-from fencelock.guard._gate import gate, gate_async
+from fencelock.guard._gate import fence_table, gate, gate_async
 from fencelock.guard._upsert import upsert
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.exact import begin_immediate
-from fencelock.guard.fences import fence_table
 from fencelock.guard.leases import bind
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
 from fencelock.guard.receipts import Receipt, once, once_async, prune_receipts, receipt_table

@@ -17,11 +17,12 @@ from sqlalchemy.engine import Connection
 from sqlalchemy.exc import NoInspectionAvailable, NoResultFound
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
+from fencelock._databases import MYSQL
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import locks_rows
 from fencelock.guard.conditions import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard.events import report_claim
-from fencelock.guard.exact import LOCKING_READS, TOKEN_BIND, SameText, is_text, newest
+from fencelock.guard.exact import TOKEN_BIND, SameText, is_text, newest
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import Target, begin_claim, tokens_to_claim
 from fencelock.guard.sessions import BYPASS, note_claimed, of_task, session_of
@@ -108,17 +109,17 @@ def claim(
     connection = target.connection
     if (nowait or skip_locked) and not _try_lock(connection, fenced, key, skip_locked=skip_locked):
         return None
-    naming = _naming_of(connection, fenced, key)
-    if naming is not None:
-        token = tokens_to_claim(connection, fenced).of_row(naming)
-        found: T | None = _claim_at_once(target, mapper, fenced, (*key, *naming), token)
+    values = _resource_values(connection, fenced, key)
+    if values is not None:
+        token = tokens_to_claim(connection, fenced).of_row(values)
+        found: T | None = _claim_at_once(target, mapper, fenced, (*key, *values), token)
         if found is None:
-            _raise_fences(connection, fenced, [(*key, *naming)], token)
+            _raise_fences(connection, fenced, [(*key, *values)], token)
             found = next(iter(_load(target, select(model), fenced, [key])), None)
         if found is not None and getattr(found, FENCE_COLUMN) == token:
             template, loaded = fenced.template, mapper.primary_key_from_instance(found)
-            asked = template.render(naming)
-            if template.in_key and (actual := template.render(_naming_in(fenced, loaded))) != asked:
+            asked = template.render(values)
+            if template.in_key and (actual := template.render(_resource_values_in(fenced, loaded))) != asked:
                 raise UnfencedWriteError(  # its type changes what it is given, to lower case for instance
                     f"{asked!r} was asked for and led to the row of {fenced.name!r} that {actual!r} guards; "
                     f"lock it by the name that the row itself has"
@@ -226,7 +227,6 @@ async def claim_all_async(
 
 
 def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
-    """Return the record of a fenced model; TypeError says that it is none."""
     try:
         mapper: Mapper[Any] = inspect(model)
         tables = mapper.tables
@@ -260,10 +260,10 @@ def key_of(mapper: Mapper[Any], identity: object) -> _Key:
     return tuple(values)
 
 
-def _naming_of(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
+def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
     """Return the values that name a row's resource, and never change; None if the row tells, and is gone."""
     if fenced.template.in_key:
-        return _naming_in(fenced, key)
+        return _resource_values_in(fenced, key)
     query = select(*fenced.template.columns.values()).where(*_criteria(fenced))
     row = connection.execute(_reading_now(query, connection), _parameters(key)).first()
     return None if row is None else tuple(row)
@@ -275,12 +275,11 @@ def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     The snapshot would be older than the lock that is waited for next. The lock is that of a writer: two that
     share one and want to write deadlock. A query that says how it locks keeps its own way.
     """
-    is_as_wanted = locks_rows(query) or connection.dialect.name not in LOCKING_READS
+    is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
     return query if is_as_wanted else query.with_for_update()
 
 
-def _naming_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
-    """Return those values where the primary key has them all."""
+def _resource_values_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
     by_column = dict(zip(fenced.table.primary_key, key, strict=True))
     return tuple(by_column[column] for column in fenced.template.columns.values())
 
@@ -326,9 +325,8 @@ def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update | None:
 
 
 def _criteria(fenced: FencedTable, *, named: bool = False) -> list[Any]:
-    """Return the criteria for the row with a primary key; and with values that name its resource."""
-    naming = fenced.template.columns.values() if named else ()
-    columns = enumerate([*fenced.table.primary_key, *naming])
+    values = fenced.template.columns.values() if named else ()
+    columns = enumerate([*fenced.table.primary_key, *values])
     return [column == bindparam(f"key_{at}") for at, column in columns]
 
 

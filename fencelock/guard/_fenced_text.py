@@ -8,7 +8,7 @@ the holder is stale.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 from sqlalchemy import TextClause, select, update
@@ -17,9 +17,8 @@ from sqlalchemy.engine import Connection, CursorResult
 from fencelock.errors import FenceError, LockLostError, StaleTokenError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard.conditions import Options, Row, Rows
-from fencelock.guard.events import report
 from fencelock.guard.exact import holds, newest
-from fencelock.guard.leases import TokenLookup, begin_writing, note_token, report_refusal
+from fencelock.guard.leases import TokenLookup, leases_on, note_token, refuse_autocommit
 from fencelock.guard.refused import refuse
 from fencelock.guard.sessions import note_shift, refuse_bypass
 from fencelock.guard.sql import known
@@ -96,17 +95,15 @@ def _guarding(_execute: Callable[..., CursorResult[Any]]) -> Callable[..., Curso
         )
         try:
             refuse_bypass(merged, connection)
-            begin_writing(connection, merged, fenced.name)
+            refuse_autocommit(leases_on(connection), connection, merged, fenced.name)
             stamped = [_stamped(statement, connection, row) for row in rows or [{}]]
         except (FenceError, LockLostError) as error:
-            report(error, table=fenced.name)
-            refuse(connection, error)
+            refuse(connection, error, fenced.name)
             raise
         note_shift(connection, 0)
         result = private.execute_unguarded(connection, statement, stamped, merged.union({GUARDED: True}))
         if result.rowcount < len(stamped) and (refusal := _why_not(statement, connection, stamped)):
             result.close()
-            report_refusal(connection, refusal)
             refuse(connection, refusal)
             raise refusal
         return result
@@ -118,38 +115,29 @@ private.execute_by(FencedText, _guarding)
 
 
 def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[str, Any]:
-    """Return the parameters of one execution, with its token and a new write id."""
     token = row.get(TOKEN, statement.token)
     if token is not None:
         note_token(connection, statement, check_token(token))
     else:
-        tokens = TokenLookup(connection, statement.fenced, optional=False)
+        tokens = TokenLookup(connection, statement.fenced)
+        tokens.is_optional = False  # the text has the condition for a token
         token = tokens.of_resource(_resource_of(statement, row) or tokens.only_resource())
     binds = private.parameters_of(statement)
     return {**row, TOKEN: token, **({WRITE_ID: new_write_id()} if WRITE_ID in binds else {})}
 
 
-def _naming(statement: FencedText, row: Row) -> tuple[Any, ...] | None:
-    """Return the values that name the resource, if the parameters have them under the columns' names."""
-    binds = private.parameters_of(statement)
-    values = {name: bind.effective_value for name, bind in binds.items()} | dict(row)
-    columns = statement.fenced.template.columns
-    return tuple([values[name] for name in columns]) if columns.keys() <= values.keys() else None
-
-
 def _resource_of(statement: FencedText, row: Row) -> str | None:
     if statement.resource is not None:
         return statement.resource
-    naming = _naming(statement, row)
-    return None if naming is None else statement.fenced.template.render(naming)
+    binds, template = private.parameters_of(statement), statement.fenced.template
+    values = {name: bind.effective_value for name, bind in binds.items()} | dict(row)
+    if not template.columns.keys() <= values.keys():
+        return None
+    return template.render([values[name] for name in template.columns])
 
 
 def _why_not(statement: FencedText, connection: Connection, rows: Rows) -> FenceError | None:
     """Return the error for a holder whose resource guards a row that a newer holder has fenced."""
-    return next(_newer(statement, connection, rows), None)
-
-
-def _newer(statement: FencedText, connection: Connection, rows: Rows) -> Iterator[FenceError]:
     fenced, template = statement.fenced, statement.fenced.template
     for row in rows:
         resource = _resource_of(statement, row)
@@ -161,4 +149,5 @@ def _newer(statement: FencedText, connection: Connection, rows: Rows) -> Iterato
         query = select(*fenced.table.primary_key, fenced.fence)
         query = query.where(*criteria, fenced.fence > row[TOKEN]).limit(1)
         for *identity, current in connection.execute(newest(query, connection)):
-            yield StaleTokenError(fenced.name, tuple(identity), row[TOKEN], current)
+            return StaleTokenError(fenced.name, tuple(identity), row[TOKEN], current)
+    return None

@@ -1,35 +1,101 @@
-"""Pass a gate: claim the row of the fence table that stands for a resource as a whole.
+"""The fence table, and `gate`: it claims the row there that stands for a resource as a whole.
 
-Apart from `claim` because the row may not be there yet, and because no object is loaded.
+A row that is not there has no fence, and its resource's own row has. That one outlives all that it guards.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
-from sqlalchemy import Engine, Insert, Table, case, select
-from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy import Column, Engine, Insert, MetaData, Table, case, select
 from sqlalchemy.engine import Connection, Transaction
 from sqlalchemy.orm import Session, scoped_session
 
+from fencelock._databases import MYSQL, RESOURCE
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._install import install
 from fencelock.guard.events import report_claim
-from fencelock.guard.exact import LOCKING_READS, newest
-from fencelock.guard.fences import FENCES, fences_of
-from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, report_refusal, writing_on
+from fencelock.guard.exact import insert_into, newest
+from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, leases_on
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import begin_claim, tokens_to_claim
 from fencelock.guard.sessions import BYPASS, of_task, session_of
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_table, new_write_id
+from fencelock.guard.tables import (
+    FENCE_COLUMN,
+    FENCE_TABLE,
+    TRIGGER_MARK,
+    WRITE_COLUMN,
+    WRITE_MARK,
+    FencedTable,
+    ResourceTemplate,
+    fenced_table,
+    new_column,
+    new_write_id,
+    register,
+    schema_of,
+)
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+
+
+def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
+    """Return the fence table as part of `metadata`, defining it there at the first call.
+
+    ```python
+    fence_table(Base.metadata)
+    Base.metadata.create_all(engine)
+    ```
+
+    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two of a
+    fenced model. It is fenced itself: each row by its own resource.
+
+    Where all calls of a program name one schema (as `metadata` may do), `gate` looks for the table there;
+    else in the default schema of the connection, or where its `schema_translate_map` has that.
+
+    Args:
+        metadata: of the models.
+        schema: where the table is.
+        trigger: have the database itself refuse whatever lowers a resource's fence, as for models.
+
+    Raises:
+        ValueError: if another trigger is asked for.
+    """
+    if trigger not in (False, True):
+        raise ValueError(f"the trigger of the fence table is False or True, not {trigger!r}")
+    table = _define(metadata, schema)
+    _schemas.add(table.schema)
+    if trigger:
+        install()
+        table.c[FENCE_COLUMN].info[TRIGGER_MARK] = True
+    return table
+
+
+def _define(metadata: MetaData, schema: str | None) -> Table:
+    table = Table(
+        FENCE_TABLE,
+        metadata,
+        Column("resource", RESOURCE, primary_key=True),
+        new_column(FENCE_COLUMN, {}),
+        new_column(WRITE_COLUMN, WRITE_MARK),
+        schema=schema,
+        keep_existing=True,
+    )
+    if fenced_table(table) is None:
+        register(FencedTable(table, ResourceTemplate("{resource}", {"resource": table.c.resource})))
+    return table
+
+
+FENCES: Final = _define(MetaData(), None)
+"""The fence table in the connection's default schema."""
+
+_schemas: set[str | None] = set()
+"""Those that `fence_table` was asked for."""
 
 
 @refusing
@@ -69,7 +135,8 @@ def gate(
     """
     install()
     connection = begin_claim(session_of(session, "gate"), FENCES, None, bind_arguments).connection
-    fences = fences_of(connection)
+    schema = schema_of(connection, _schemas)
+    fences = FENCES if schema is None else _define(FENCES.metadata, schema)
     fenced = fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
@@ -84,9 +151,7 @@ def gate(
     if not returns:  # MySQL
         result = connection.execute(newest(select(fenced.fence).where(fences.c.resource == name), connection))
     if (current := result.scalar_one()) > token:
-        refusal = StaleTokenError(fenced.name, (name,), token, current)
-        report_refusal(connection, refusal)
-        raise refusal
+        raise StaleTokenError(fenced.name, (name,), token, current)
     note_gate(connection, name)
     report_claim(fenced.name, (name,), name, token)
 
@@ -110,7 +175,7 @@ async def gate_async(
 
 
 def _only_resource(connection: Connection) -> str:
-    held = writing_on(connection).candidates(connection)
+    held = leases_on(connection).candidates(connection)
     if not held:
         raise UnfencedWriteError(
             f"no lease is held to pass a gate with; acquire a fenced_lock around it. {NOT_INHERITED}"
@@ -128,8 +193,8 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     what passes again under one token. One statement, because two deadlock: InnoDB's shared lock of a missed
     INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
     """
-    fence, is_mysql = fences.c[FENCE_COLUMN], dialect in LOCKING_READS
-    made: Any = (mysql if is_mysql else postgresql if dialect == "postgresql" else sqlite).insert(fences)
+    fence, is_mysql = fences.c[FENCE_COLUMN], dialect in MYSQL
+    made = insert_into(fences, dialect)
     given = made.inserted if is_mysql else made.excluded
     new = given[FENCE_COLUMN]
     higher = {FENCE_COLUMN: case((fence > new, fence), else_=new), WRITE_COLUMN: given[WRITE_COLUMN]}
@@ -145,23 +210,22 @@ _at_gates: WeakKeyDictionary[TransactionLeases, None] = WeakKeyDictionary()
 
 
 def note_gate(connection: Connection, resource: str) -> None:
-    writing = writing_on(connection)
-    writing.gates.add((resource, current_owner()))
-    _at_gates[writing] = None
+    leases = leases_on(connection)
+    leases.gates.add((resource, current_owner()))
+    _at_gates[leases] = None
 
 
 def _at_gate_here(resource: str) -> Iterator[Transaction]:
     """Yield the open transactions of this thread, task or greenlet that have passed a resource's gate."""
     gate = resource, current_owner()
     for reference in _at_gates.keyrefs():
-        writing = reference()
-        transaction = None if writing is None or gate not in writing.gates else writing.transaction()
+        leases = reference()
+        transaction = None if leases is None or gate not in leases.gates else leases.transaction()
         if transaction is not None and transaction.is_active:
             yield transaction
 
 
 def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
-    """Refuse a gate that another open transaction of this very thread, task or greenlet has passed."""
     for transaction in _at_gate_here(resource):
         other = transaction.connection
         if other is not connection and _is_same_database(other.engine, connection.engine):

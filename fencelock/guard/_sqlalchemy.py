@@ -7,7 +7,7 @@ what is relied on.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial, wraps
 from operator import attrgetter, methodcaller
 from typing import Any
@@ -32,14 +32,12 @@ parameters_of = attrgetter("_bindparams")
 """The parameters of a text by name."""
 doubles_percents = attrgetter("_double_percents")
 """Whether an identifier preparer writes a percent sign twice for this driver."""
+isolation_on_connect = attrgetter("_on_connect_isolation_level")
+"""What `create_engine` was given as isolation_level, by its dialect; or None."""
+execute_unguarded: Callable[..., CursorResult[Any]] = Connection._execute_clauseelement
+"""Executes a statement as it would do itself, with these execution options."""
 cache_of = attrgetter("_compiled_cache")
 """The cache of a mapper's own statements: none but the unit of work's are executed with it."""
-
-
-def isolation_on_connect(dialect: Any) -> str | None:
-    """Return what `create_engine` was given as isolation_level."""
-    level: str | None = getattr(dialect, "_on_connect_isolation_level", None)
-    return level
 
 
 def hear_ends(heard: Callable[..., object]) -> None:
@@ -68,13 +66,6 @@ def hear_ends(heard: Callable[..., object]) -> None:
 def execute_by(kind: Any, around: Callable[[Any], Any]) -> None:
     """Have statements of a kind execute themselves by what this returns for the way they do it now."""
     kind._execute_on_connection = around(kind._execute_on_connection)
-
-
-def execute_unguarded(
-    connection: Connection, statement: Any, rows: Sequence[Mapping[str, Any]], options: Any
-) -> CursorResult[Any]:
-    """Execute a statement as it would do itself, with these execution options."""
-    return connection._execute_clauseelement(statement, rows, options)
 
 
 def where_of(statement: Any) -> tuple[Any, ...]:
@@ -107,7 +98,6 @@ def inserts_plainly(statement: Insert) -> bool:
 
 
 def locks_rows(query: Select[Any]) -> bool:
-    """Tell whether a query was given with_for_update()."""
     return query._for_update_arg is not None
 
 

@@ -11,17 +11,17 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, Final
 
-from sqlalchemy import ClauseElement, Column, ColumnElement, Insert, UniqueConstraint, and_, func, select
-from sqlalchemy.dialects import mysql, postgresql, sqlite
+from sqlalchemy import ClauseElement, Column, Insert, UniqueConstraint, and_, func, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Mapper, Session, scoped_session
 
+from fencelock._databases import MYSQL, SUPPORTED
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._claim import fenced_model
 from fencelock.guard._install import install
 from fencelock.guard.conditions import passes, raised, refuse_cutting_off
-from fencelock.guard.exact import LOCKING_READS, holds, is_text, newest
-from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
+from fencelock.guard.exact import holds, insert_into, is_text, newest
+from fencelock.guard.leases import TokenLookup, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import BYPASS, session_of
@@ -95,8 +95,8 @@ def upsert(
     by_key = _by_key(mapper, fenced, rows, key)
     target = target_of(session, fenced.table, mapper, bind_arguments, () if index_elements else by_key)
     connection = target.connection
-    begin_writing(connection, connection.get_execution_options(), fenced.name)
     tokens = TokenLookup(connection, fenced)
+    refuse_autocommit(tokens.leases, connection, connection.get_execution_options(), fenced.name)
     token_of = {each: _token(tokens, row) for each, row in by_key.items()}
     changes = None if set_ is None else _changes(mapper, fenced, key, set_)
 
@@ -109,11 +109,7 @@ def upsert(
         own = {fenced.write.key: new_write_id()}
         stamped = [{**by_key[each], fenced.fence.key: token_of[each], **own} for each in some]
         connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
-    try:
-        written = list(_check(connection, fenced, key, by_key, token_of))
-    except FenceError as error:
-        report_refusal(connection, error)
-        raise
+    written = list(_check(connection, fenced, key, by_key, token_of))
     shard = target.bind_arguments.get("shard_id")
     for identity in written:
         key_in_session = mapper.identity_key_from_primary_key(identity, identity_token=shard)
@@ -140,7 +136,6 @@ def _key(mapper: Mapper[Any], fenced: FencedTable, names: Sequence[str] | None) 
 
 
 def _by_column(mapper: Mapper[Any], values: Mapping[str, Any]) -> dict[Column[Any], Any]:
-    """Return values by their columns."""
     if unknown := [name for name in values if name not in mapper.columns or name in _OWN]:
         raise ValueError(
             f"{unknown[0]!r} is no column of {mapper.class_.__name__} that can be given; "
@@ -152,7 +147,6 @@ def _by_column(mapper: Mapper[Any], values: Mapping[str, Any]) -> dict[Column[An
 def _changes(
     mapper: Mapper[Any], fenced: FencedTable, key: _Columns, values: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return what a row that is there gets, by the keys of columns; refuse what could go past the guard."""
     by_column = _by_column(mapper, values)
     if kept := [column.key for column in by_column if column in _kept(fenced, key)]:
         raise ValueError(f"{kept[0]!r} of a row of {fenced.name!r} must not change: leave it out of set_")
@@ -171,7 +165,6 @@ def _sql_of(value: Any) -> Any:
 def _by_key(
     mapper: Mapper[Any], fenced: FencedTable, rows: Sequence[Mapping[str, Any]], key: _Columns
 ) -> dict[_Key, dict[str, Any]]:
-    """Return the rows as their columns have them, by their keys."""
     known: dict[_Key, dict[str, Any]] = {}
     for row in rows:
         values = {column.key: value for column, value in _by_column(mapper, row).items()}
@@ -210,50 +203,32 @@ def _statement(
     row: Mapping[str, Any],
     changes: Mapping[str, Any] | None,
 ) -> Insert:
-    """Return the statement for rows that have values for the same columns."""
-    table = fenced.table
     kept = {column.key for column in _kept(fenced, key)}
-
-    def assigned_by(new: Any) -> dict[str, Any]:
-        by_row = {name: new[name] for name in row if name not in kept} if changes is None else {**changes}
-        return by_row | _stamps(fenced, new)
-
-    if dialect in LOCKING_READS:
-        made = mysql.insert(table)
-        new, may_pass = made.inserted, _lets_pass(fenced, key, made.inserted)
-        written = assigned_by(new)
-        # The fence comes last, because MariaDB assigns from left to right.
-        assigned: list[tuple[str, ColumnElement[Any]]] = [
-            (name, func.if_(may_pass, value, table.c[name])) for name, value in written.items()
-        ]
-        if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
-            assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
-        return made.on_duplicate_key_update(assigned)
-    if dialect not in {"postgresql", "sqlite"}:
+    if dialect not in SUPPORTED:
         raise NotImplementedError(f"upsert knows PostgreSQL, SQLite, MariaDB and MySQL, not {dialect}")
-    statement = postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
-    new = statement.excluded
-    return statement.on_conflict_do_update(
-        index_elements=[*key], set_=assigned_by(new), where=_lets_pass(fenced, key, new)
-    )
+    made = insert_into(fenced.table, dialect)
+    new = made.inserted if dialect in MYSQL else made.excluded
+    token = new[fenced.fence.key]
+    named = dict.fromkeys([*key, *fenced.template.columns.values()])
+    same = [holds(column, new[column.key]) for column in named]
+    may_pass = and_(passes(fenced.fence, token, optional=fenced.is_optional), *same)
+    written = {name: new[name] for name in row if name not in kept} if changes is None else {**changes}
+    written[fenced.write.key] = new[fenced.write.key]
+    # The fence comes last, because MariaDB assigns from left to right.
+    written[fenced.fence.key] = raised(fenced.fence, token, optional=fenced.is_optional)
+    if dialect not in MYSQL:
+        return made.on_conflict_do_update(  # type: ignore[no-any-return]
+            index_elements=[*key], set_=written, where=may_pass
+        )
+    assigned = [(name, func.if_(may_pass, value, fenced.table.c[name])) for name, value in written.items()]
+    if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
+        assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
+    return made.on_duplicate_key_update(assigned)  # type: ignore[no-any-return]
 
 
 def _kept(fenced: FencedTable, key: _Columns) -> set[Column[Any]]:
     """Return the columns that a row keeps: its keys, and what names its resource."""
     return {*key, *fenced.template.columns.values(), *fenced.table.primary_key}
-
-
-def _stamps(fenced: FencedTable, new: Any) -> dict[str, ColumnElement[Any]]:
-    """Return what a row that is written gets as write id and fence, in this order."""
-    fence = raised(fenced.fence, new[fenced.fence.key], optional=fenced.is_optional)
-    return {fenced.write.key: new[fenced.write.key], fenced.fence.key: fence}
-
-
-def _lets_pass(fenced: FencedTable, key: _Columns, new: Any) -> ColumnElement[bool]:
-    """Return the criterion for a row that may be written: the same key, resource and no higher fence."""
-    named = dict.fromkeys([*key, *fenced.template.columns.values()])
-    same = [holds(column, new[column.key]) for column in named]
-    return and_(passes(fenced.fence, new[fenced.fence.key], optional=fenced.is_optional), *same)
 
 
 def _check(
@@ -265,18 +240,20 @@ def _check(
 ) -> Iterator[_Key]:
     """Yield the primary keys, as the database has them, of rows that were written with their tokens."""
     template, primary = fenced.template, tuple(fenced.table.primary_key)
-    naming = tuple(template.columns.values())
+    of_resource = tuple(template.columns.values())
     texts = [at for at, column in enumerate(key) if is_text(column)]
     keys = iter(rows)
     while some := tuple(islice(keys, KEYS_PER_QUERY)):
-        columns = (*key, *naming, *primary, fenced.fence)
+        columns = (*key, *of_resource, *primary, fenced.fence)
         query = newest(select(*columns).where(is_one_of(key, some)), connection)
         found = connection.execute(query).all()
-        resources = {each: template.render([rows[each][column.key] for column in naming]) for each in some}
+        resources = {
+            each: template.render([rows[each][column.key] for column in of_resource]) for each in some
+        }
         tokens = {resources[each]: token_of[each] for each in some}
         for row in found:
             named, identity, current = tuple(row[: len(key)]), tuple(row[-1 - len(primary) : -1]), row[-1]
-            actual = template.render(row[len(key) : len(key) + len(naming)])
+            actual = template.render(row[len(key) : len(key) + len(of_resource)])
             asked = {resources[named]} if named in resources else tokens
             if actual not in asked:  # before the fence, which may be equal by chance
                 raise UnfencedWriteError(

@@ -49,7 +49,6 @@ _QUOTED: Final = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`""")
 
 
 def key_of(column: Any) -> str:
-    """Return the key of a column, which may be given by its key already."""
     key: str = getattr(column, "key", column)
     return key
 
@@ -150,7 +149,6 @@ def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
 
 
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
-    """Refuse a statement that assigns the fence or the write id."""
     found = {FENCE_COLUMN, WRITE_COLUMN, fenced.fence.key}.intersection(keys)
     if found:
         raise ValueError(
@@ -160,7 +158,6 @@ def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
 
 
 def refuse_moving(fenced: FencedTable, keys: Container[str], names: Container[str] = ()) -> None:
-    """Refuse an UPDATE of a column that is part of the resource's name."""
     template = fenced.template
     for name, column in template.columns.items():
         if column.key in keys or name in names:
@@ -236,15 +233,15 @@ class GuardedStatement:
     """A statement with the condition, and how it names rows."""
 
     statement: Any
-    kind: Origin
+    origin: Origin
     fenced: FencedTable
     source: sa.FromClause
     where: tuple[sa.ColumnElement[bool], ...]  # without the condition
     key: tuple[sa.BindParameter[Any], ...]  # equal to the primary key; empty where one is missing
-    naming: tuple[sa.BindParameter[Any], ...] | None  # of the resource; None where it does not tell them
+    resource_binds: tuple[sa.BindParameter[Any], ...] | None  # None where it does not name the resource
     looked_up: Mapping[str, str]  # attributes that the session knows, by the parameters that carry them
     loaded: sa.BindParameter[Any] | None  # says which write id a row must have; None where any will do
-    shifts_ids: bool  # write ids, by a parameter; else an UPDATE sets one
+    shifts_ids: bool  # by a parameter; else an UPDATE sets a write id
     is_optional: bool  # may be executed under no lease, and then leaves the fence as it is
     reads_more: bool  # what it writes may change which rows its WHERE clause is about
     assigns: bool  # an UPDATE; else a DELETE
@@ -252,12 +249,15 @@ class GuardedStatement:
     own_token: sa.ColumnElement[int] | None = None  # of a row, as SQL
 
     @property
+    def is_of_flush(self) -> bool:
+        """Whether a flush executes it. Then all of its rows should be there."""
+        return self.origin in {"objects", "blind"}
+
+    @property
     def write(self) -> sa.ColumnElement[int]:
-        """The column of the write id."""
         return self.source.c[self.fenced.write.key]
 
     def identity(self, row: Row) -> tuple[Any, ...]:
-        """Return the primary key of the row that an execution names."""
         return values_of(self.key, row)
 
     def accepts(self, row: Row) -> tuple[int, ...] | None:
@@ -269,23 +269,23 @@ class GuardedStatement:
         return loaded, row.get(self.fenced.write.key, loaded) if by is None else shifted(loaded, by)
 
 
-def form_of(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement:
+def form_of(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
     known = _forms.setdefault(statement, {})
-    form = known.get(kind)
+    form = known.get(origin)
     if form is None:
-        form = known[kind] = _made(statement, fenced, kind)
+        form = known[origin] = _with_condition(statement, fenced, origin)
     return form
 
 
-def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement:
+def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
     """Add the condition to a statement: the fence is not above the token, the write id is the one loaded.
 
     And the row is guarded by the resource that the token is of, as far as the WHERE clause does not say so by
     itself: see `SameText` for text, and `looked_up` for rows named by their key alone.
     """
-    source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
+    source = fenced.source_of(statement)
     assigned = [column for column, _ in values_in(statement)]
-    if kind != "claim":
+    if origin != "claim":
         refuse_fence_assignment(map(key_of, assigned), fenced)
     refuse_unguardable(statement, fenced, source)
     fence, assigns = source.c[fenced.fence.key], isinstance(statement, sa.Update)
@@ -310,28 +310,28 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
         f"{_LOOKED_UP}{column.key}": mapper.get_property_by_column(column).key
         for mapper in fenced.mappers()[:1]
         for column in columns.values()
-        if kind == "core" and is_keyed and column.key not in pinned
+        if origin == "core" and is_keyed and column.key not in pinned
     }
-    naming = tuple(
+    resource_binds = tuple(
         pinned.get(column.key, sa.bindparam(f"{_LOOKED_UP}{column.key}", type_=column.type))
         for column in columns.values()
         if column.key in pinned or looked_up
     )
-    if kind in {"objects", "blind"}:
+    if origin in {"objects", "blind"}:
         by: Any = sa.bindparam(LOADED_BIND, type_=sa.BigInteger)
-        statement = statement.where(write == (by if kind == "objects" else sa.func.coalesce(by, write)))
-    moves = assigns and kind in {"core", "explicit"} and not keeps_order(statement)
-    if moves:
+        statement = statement.where(write == (by if origin == "objects" else sa.func.coalesce(by, write)))
+    shifts_ids = assigns and origin in {"core", "explicit"} and not keeps_order(statement)
+    if shifts_ids:
         statement = shift_ids(statement, fenced, sa.bindparam(SHIFT_BIND, type_=sa.BigInteger))
     token_bind = sa.bindparam(TOKEN_BIND, type_=sa.BigInteger)
-    is_optional = fenced.is_optional and kind in {"objects", "blind", "core"} and not has_token
+    is_optional = fenced.is_optional and origin in {"objects", "blind", "core"} and not has_token
     is_optional = is_optional and not keeps_order(statement)
     if not has_token:
         statement = statement.where(passes(fence, token_bind, optional=is_optional))
     if is_optional and assigns:
         statement = statement.values({fence.key: raised(fence, token_bind, optional=True)})
-    if len(naming) == len(columns) and kind in {"core", "claim"}:
-        named = zip(columns.values(), naming, strict=True)
+    if len(resource_binds) == len(columns) and origin in {"core", "claim"}:
+        named = zip(columns.values(), resource_binds, strict=True)
         statement = statement.where(
             *[
                 holds(source.c[column.key], bind)
@@ -344,15 +344,15 @@ def _made(statement: Any, fenced: FencedTable, kind: Origin) -> GuardedStatement
         refuse_moving(fenced, {key_of(column) for column in assigned}, names)
     return GuardedStatement(
         statement=statement,
-        kind=kind,
+        origin=origin,
         fenced=fenced,
         source=source,
         where=tuple(where),
         key=key if is_keyed else (),
-        naming=naming if len(naming) == len(columns) else None,
+        resource_binds=resource_binds if len(resource_binds) == len(columns) else None,
         looked_up=looked_up,
         loaded=given,
-        shifts_ids=moves,
+        shifts_ids=shifts_ids,
         is_optional=is_optional,
         reads_more=not is_keyed and reads_more(where, source),
         assigns=assigns,
@@ -374,6 +374,5 @@ def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
 
 def shift_ids(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
     """Return the statement with write ids shifted by a number, so that loaded objects can follow it."""
-    source = statement.table if isinstance(statement.table, sa.AliasedReturnsRows) else fenced.table
-    write = source.c[fenced.write.key]
+    write = fenced.source_of(statement).c[fenced.write.key]
     return statement.values({write.key: (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)})

@@ -8,21 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Final
 
-from sqlalchemy import (
-    Boolean,
-    ColumnElement,
-    Enum,
-    Select,
-    String,
-    TypeDecorator,
-    event,
-)
+from sqlalchemy import Boolean, ColumnElement, Enum, Select, String, Table, TypeDecorator, event
+from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection, Engine
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
+from fencelock._databases import MYSQL
 from fencelock._engines import is_async_engine
 
 if TYPE_CHECKING:
@@ -51,7 +45,6 @@ def _compile_same(element: SameText, compiler: SQLCompiler, **options: Any) -> s
 
 
 def is_text(column: ColumnElement[Any]) -> bool:
-    """Return whether a column holds text, which databases compare by its collation."""
     kind: Any = column.type.impl_instance if isinstance(column.type, TypeDecorator) else column.type
     return isinstance(kind, String) and not isinstance(kind, Enum)
 
@@ -61,16 +54,20 @@ def holds(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElemen
     return SameText(column, value) if is_text(column) else column == value
 
 
-LOCKING_READS: Final = frozenset({"mysql", "mariadb"})
-"""Dialects whose plain SELECT reads an old snapshot under the default isolation level (REPEATABLE READ)."""
-
 TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 """Carries the token into the condition."""
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Make a query read the rows that are committed now, not those of the transaction's snapshot."""
-    return query.with_for_update(read=True) if connection.dialect.name in LOCKING_READS else query
+    """Make a query read the rows that are committed now, not those of the snapshot of REPEATABLE READ."""
+    return query.with_for_update(read=True) if connection.dialect.name in MYSQL else query
+
+
+def insert_into(table: Table, dialect: str) -> Any:
+    """Return an INSERT that takes a clause for rows that are there already, as this database writes it."""
+    if dialect in MYSQL:
+        return mysql.insert(table)
+    return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
 def keeps_snapshot(connection: Connection) -> bool:

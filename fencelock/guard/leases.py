@@ -18,11 +18,11 @@ from sqlalchemy.engine import Connection, Transaction, TwoPhaseTransaction
 from sqlalchemy.orm import Session
 
 from fencelock import _events
-from fencelock._databases import leaves_doubt
+from fencelock._databases import MYSQL, leaves_doubt
 from fencelock._events import CommitInDoubt
-from fencelock.errors import FenceError, StaleReadError, UnfencedWriteError
+from fencelock.errors import StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
-from fencelock.guard.events import report, report_without_lease
+from fencelock.guard.events import report_without_lease
 from fencelock.guard.exact import keeps_snapshot
 from fencelock.guard.sessions import CONNECTIONS, began, blocking, join, owner_of
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _bound: WeakKeyDictionary[Session | Connection, tuple[Lease, ...]] = WeakKeyDictionary()
 """The leases that sessions and connections were bound to."""
 
-_WRITING: Final = "_fencelock_writing"
+_LEASES: Final = "_fencelock_leases"
 """The attribute of a connection with the `TransactionLeases` of its transaction, or of an earlier one."""
 
 
@@ -133,7 +133,6 @@ class TransactionLeases:
             self.used[resource] = lease
 
     def end(self, *, committed: bool, in_doubt: bool) -> None:
-        """Let go of the leases: the transaction has ended."""
         for lease in self._needs if in_doubt else ():
             lease.doubt()
             if _events.listeners:
@@ -153,7 +152,6 @@ def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
 
 
 def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
-    """Return the leases that a connection's session is bound to, or else the connection itself."""
     session = owner_of(connection)
     leases = None if session is None else _bound.get(session)
     return leases or _bound.get(connection)
@@ -164,29 +162,27 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
         call()
 
 
-def writing_on(connection: Connection) -> TransactionLeases:
+def leases_on(connection: Connection) -> TransactionLeases:
     """Return the `TransactionLeases` of the connection's transaction; begin one, as executing would do."""
     transaction = connection.get_transaction() or connection.begin()
     if not transaction.is_active:
         refuse_inactive(connection)  # what executing would do, before anything is noted
-    writing: TransactionLeases | None = getattr(connection, _WRITING, None)
-    if writing is None or writing.transaction() is not transaction:
-        writing = TransactionLeases(transaction)
-        setattr(connection, _WRITING, writing)
-    return writing
+    leases: TransactionLeases | None = getattr(connection, _LEASES, None)
+    if leases is None or leases.transaction() is not transaction:
+        leases = TransactionLeases(transaction)
+        setattr(connection, _LEASES, leases)
+    return leases
 
 
-def open_writing(connection: Connection) -> TransactionLeases | None:
-    """Return the `TransactionLeases` of the connection's transaction, if it has one."""
-    writing: TransactionLeases | None = getattr(connection, _WRITING, None)
-    transaction = None if writing is None else writing.transaction()
-    return writing if transaction is not None and transaction is connection.get_transaction() else None
+def open_leases(connection: Connection) -> TransactionLeases | None:
+    leases: TransactionLeases | None = getattr(connection, _LEASES, None)
+    transaction = None if leases is None else leases.transaction()
+    return leases if transaction is not None and transaction is connection.get_transaction() else None
 
 
 def on_end(transaction: Transaction, error: BaseException | None, *, commits: bool) -> None:
-    """Note that a transaction or savepoint has ended, or that an attempt to end it has failed."""
-    writing: TransactionLeases | None = getattr(transaction.connection, _WRITING, None)
-    if writing is None or transaction.is_active or writing.transaction() is not transaction:
+    leases: TransactionLeases | None = getattr(transaction.connection, _LEASES, None)
+    if leases is None or transaction.is_active or leases.transaction() is not transaction:
         return
     connection = transaction.connection
     refused = error if commits else None
@@ -197,15 +193,15 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
             connection.dialect.do_rollback(connection.connection)
     was_cancelled = connection.invalidated and not isinstance(refused, Exception)
     in_doubt = refused is not None and (leaves_doubt(refused) or was_cancelled)
-    writing.end(committed=commits and error is None, in_doubt=in_doubt)
+    leases.end(committed=commits and error is None, in_doubt=in_doubt)
 
 
 def end_early(session: Session, *, committed: bool) -> None:
     """Let go of the leases that a session has written under in the outer transaction of a test."""
     for connection in tuple(session.info.get(CONNECTIONS, ())):
-        if (writing := open_writing(connection)) is not None:
-            delattr(connection, _WRITING)  # the next write uses the leases that are held then
-            writing.end(committed=committed, in_doubt=False)
+        if (leases := open_leases(connection)) is not None:
+            delattr(connection, _LEASES)  # the next write uses the leases that are held then
+            leases.end(committed=committed, in_doubt=False)
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
@@ -215,30 +211,22 @@ def note_token(target: Connection | Session, statement: Executable, token: int) 
         join(connection, target)
     else:
         connection = target
-    writing = writing_on(connection)
-    for lease in writing.candidates(connection).values():
+    leases = leases_on(connection)
+    for lease in leases.candidates(connection).values():
         if lease.fencing_token == token:
-            writing.need(lease)
+            leases.need(lease)
 
 
-def report_refusal(connection: Connection, error: FenceError) -> None:
-    """Report a refusal of the database, with the resource of the refused token."""
-    writing, token = open_writing(connection), getattr(error, "token", None)
-    leases = () if writing is None else writing.used.values()
-    report(error, resource=next((each.resource for each in leases if each.fencing_token == token), None))
-
-
-def begin_writing(connection: Connection, options: Mapping[str, Any], table: str) -> TransactionLeases:
-    """Return the `TransactionLeases` of the connection's transaction; refuse AUTOCOMMIT connections."""
-    writing = writing_on(connection)
-    if not writing.has_transaction:
+def refuse_autocommit(
+    leases: TransactionLeases, connection: Connection, options: Mapping[str, Any], table: str
+) -> None:
+    if not leases.has_transaction:
         if _commits_by_itself(connection, options):
             raise UnfencedWriteError(
                 f"a write to {table!r} needs a transaction: on an AUTOCOMMIT connection the rows "
                 f"before a refused one would stay written"
             )
-        writing.has_transaction = True
-    return writing
+        leases.has_transaction = True
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
@@ -250,7 +238,7 @@ def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bo
         driver = getattr(driver, "driver_connection", driver)  # that of aiosqlite
         by_itself = getattr(driver, "autocommit", None) is True or driver.isolation_level is None
         return by_itself and not driver.in_transaction
-    if connection.dialect.name in {"mysql", "mariadb"}:
+    if connection.dialect.name in MYSQL:
         return hasattr(driver, "get_autocommit") and bool(driver.get_autocommit())
     return getattr(driver, "autocommit", None) is True
 
@@ -276,45 +264,34 @@ _OLD_SNAPSHOT: Final = (
 class TokenLookup:
     """Finds the tokens for the rows of one statement, or of one flush.
 
-    Args:
-        claiming: each row needs a held lease.
-        optional: a model with optional leases may do without.
-        given: the token that the program gives for all rows.
+    A claim needs a held lease for each row. A program may have given one token for all rows.
     """
 
     __slots__ = (
         *("_candidates", "_claiming", "_connection", "_found", "_used"),
-        *("fenced", "given", "is_optional", "write_id", "writing"),
+        *("fenced", "given", "is_optional", "write_id", "leases"),
     )
 
     def __init__(
-        self,
-        connection: Connection,
-        fenced: FencedTable,
-        *,
-        claiming: bool = False,
-        optional: bool = True,
-        given: int | None = None,
+        self, connection: Connection, fenced: FencedTable, *, claiming: bool = False, given: int | None = None
     ) -> None:
         self.fenced = fenced
         self.given = given
-        self.is_optional: bool = optional and not claiming and fenced.is_optional
+        self.is_optional: bool = not claiming and fenced.is_optional  # a row may be written under none
         self._connection = connection
-        self.writing: TransactionLeases = writing_on(connection)
+        self.leases: TransactionLeases = leases_on(connection)
         self.write_id: int = new_write_id()
         self._claiming = claiming
-        self._candidates = self.writing.candidates(connection)
+        self._candidates = self.leases.candidates(connection)
         self._found: dict[tuple[Any, ...], int] = {}
         self._used: list[Lease] = []
 
     def check(self) -> None:
-        """Raise LockLostError if a used lease has ended meanwhile."""
         for lease in self._used:
             lease.token_to_write()
 
     @property
     def hold_some(self) -> bool:
-        """Whether a lease of the model's rows is held."""
         return any(map(self.fenced.template.match, self._candidates))
 
     def does_without(self, resource: str | None) -> bool:
@@ -333,13 +310,12 @@ class TokenLookup:
         return is_free
 
     def need_some(self, resource: str | None = None, *, is_new: bool = False) -> None:
-        """Raise UnfencedWriteError if there is no lease at all; it names the resource, if that is known."""
         if self._candidates:
             return
         template = self.fenced.template
         if resource is None and not template.columns:
             resource = template.render(())
-        hint = self.writing.bound_instead or f"{NOT_INHERITED}. {_SEEDS}"
+        hint = self.leases.bound_instead or f"{NOT_INHERITED}. {_SEEDS}"
         lock = f"fenced_lock(…) of its resource, {template.text!r} with the row's values,"
         if is_new:
             lock = "any fenced_lock (the database makes the key of this row, so it has no name yet)"
@@ -360,22 +336,19 @@ class TokenLookup:
         if self._candidates or not self.does_without(None):
             self.need_some(is_new=True)
         for lease in self._candidates.values():
-            self.writing.need(lease)
+            self.leases.need(lease)
         return NO_LEASE
 
     def of_row(self, values: tuple[Any, ...]) -> int:
-        """Return the token of the resource that guards the row with these values of the template."""
         token = self._found.get(values)
         if token is None:
             token = self._found[values] = self.of_resource(self.fenced.template.render(values))
         return token
 
-    def holds(self, values: tuple[Any, ...]) -> bool:
-        """Tell whether the lease of the row with these values of the template is held."""
-        return self.fenced.template.render(values) in self._candidates
+    def holds(self, values: tuple[Any, ...] | None) -> bool:
+        return values is not None and self.fenced.template.render(values) in self._candidates
 
     def only_resource(self) -> str:
-        """Return the resource of the one lease that is held."""
         self.need_some()
         if len(self._candidates) > 1:
             raise UnfencedWriteError(
@@ -385,10 +358,9 @@ class TokenLookup:
         return next(iter(self._candidates))
 
     def of_resource(self, resource: str) -> int:
-        """Return the token of a resource that guards rows of the table."""
         lease = self._candidates.get(resource)
         if lease is None:
-            if not self._claiming and resource in self.writing.unlockable:
+            if not self._claiming and resource in self.leases.unlockable:
                 return self.of_new_row()
             if self.does_without(resource):
                 return NO_LEASE
@@ -399,12 +371,12 @@ class TokenLookup:
             raise UnfencedWriteError(
                 f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
                 f"{', '.join(map(repr, self._candidates))}; {how}"
-                f"{self.writing.bound_instead and '. '}{self.writing.bound_instead}"
+                f"{self.leases.bound_instead and '. '}{self.leases.bound_instead}"
             )
         token = lease.token_to_write()
         if self._claiming and began(self._connection) < lease.granted_at and keeps_snapshot(self._connection):
             detail = _OLD_SNAPSHOT.format(resource)
             raise StaleReadError(self.fenced.name, None, token, None, None, detail=detail)
-        self.writing.remember(resource, lease)
+        self.leases.remember(resource, lease)
         self._used.append(lease)
         return token

@@ -18,12 +18,8 @@ _MOST: Final = 1000
 
 
 def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> GuardedStatement:
-    """Return a form with a token for each row that its WHERE clause lists; the same form if it lists none.
-
-    Raises:
-        UnfencedWriteError: the lease of one of the rows is not held.
-    """
-    if form.kind != "core" or form.naming is not None or len(rows) != 1 or not tokens.hold_some:
+    """Return a form with a token for each row that its WHERE clause lists; the same form if it lists none."""
+    if form.origin != "core" or form.resource_binds is not None or len(rows) != 1 or not tokens.hold_some:
         return form
     listed = _listed(form, rows[0])
     if not listed:
@@ -48,7 +44,6 @@ def _is_row(columns: Iterable[Any], values: Iterable[Any]) -> sa.ColumnElement[b
 
 
 def _listed(form: GuardedStatement, row: Row) -> list[tuple[Any, ...]]:
-    """Return the values of the resource's columns for each row that a WHERE clause lists."""
     names = [column.key for column in form.fenced.template.columns.values()]
     found = _together(form.where, form, row)
     if not all(each.keys() >= set(names) for each in found):

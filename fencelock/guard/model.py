@@ -224,7 +224,6 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
 
 
 def _mark_lease(model: type[Any], base: Table) -> None:
-    """Note whether rows may be written under no lease, if a class of the program says so."""
     mixins = FencedModel, FencedDataclassModel
     said = [
         vars(each)["__fence_lease__"]

@@ -19,7 +19,7 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
-from fencelock.guard.leases import TokenLookup, open_writing
+from fencelock.guard.leases import TokenLookup, open_leases
 from fencelock.guard.sessions import SHIFTED, is_bypassed, join, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
@@ -97,12 +97,11 @@ def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> To
 
 
 def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]) -> _State | None:
-    """Return the object that the session has of a row."""
     session = owner_of(connection)
     if session is None:
         return None
-    writing = open_writing(connection)
-    shard = None if writing is None else writing.shard
+    leases = open_leases(connection)
+    shard = None if leases is None else leases.shard
     for mapper in fenced.mappers():
         known = session.identity_map.get(mapper.identity_key_from_primary_key(key, identity_token=shard))
         if known is not None:
@@ -137,14 +136,14 @@ def _aging_of(mapper: Mapper[Any]) -> set[str]:
 class _Watch:
     """Stamps the objects of one mapper."""
 
-    __slots__ = ("_aging", "_fenced", "_naming")
+    __slots__ = ("_aging", "_fenced", "_resource_names")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         columns: list[tuple[str, Any]] = list(mapper.columns.items())
         own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
         self._fenced = fenced
         self._aging = _aging_of(mapper)
-        self._naming = tuple(own[column] for column in fenced.template.columns.values())
+        self._resource_names = tuple(own[column] for column in fenced.template.columns.values())
 
     def on_configured(self, mapper: Mapper[Any], model: Any) -> None:
         """Move our listener for UPDATEs behind all others, because those may change more columns."""
@@ -165,9 +164,9 @@ class _Watch:
 
     def after_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:
-            values = loaded_values(self._naming, state)
+            values = loaded_values(self._resource_names, state)
             if values is not None:
-                tokens.writing.unlockable.add(self._fenced.template.render(values))
+                tokens.leases.unlockable.add(self._fenced.template.render(values))
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
@@ -175,7 +174,11 @@ class _Watch:
             _drop_assigned_fence(state, current)
         changed = _changed(state, current)
         tokens = self._tokens(connection, state) if changed else None
-        if not changed or (changed == "a collection" and not self._holds(tokens, state)):
+        if not changed:
+            return
+        if changed == "a collection" and not (
+            tokens and tokens.holds(loaded_values(self._resource_names, state))
+        ):
             return
         if tokens is None:
             current[WRITE_COLUMN] = new_write_id()
@@ -190,17 +193,12 @@ class _Watch:
         if tokens is not None:
             state.dict[WRITE_COLUMN] = self._stamp(tokens, state, state.dict)
 
-    def _holds(self, tokens: TokenLookup | None, state: _State) -> bool:
-        """Tell whether the lease of the row is held."""
-        values = None if tokens is None else loaded_values(self._naming, state)
-        return tokens is not None and values is not None and tokens.holds(values)
-
     def _tokens(self, connection: Connection, state: _State) -> TokenLookup | None:
         session = state.session
         assert session is not None  # noqa: S101  an object that is being flushed has one
         tokens = _tokens(session, connection, self._fenced)
         if tokens is not None:
-            tokens.writing.shard = state.identity_token
+            tokens.leases.shard = state.identity_token
         return tokens
 
     def _stamp(self, tokens: TokenLookup, state: _State, current: Mapping[str, Any]) -> Stamp:
@@ -221,9 +219,8 @@ class _Watch:
         return new_stamp(tokens.write_id, token, None if loaded is None else int(loaded))
 
     def _token_for(self, tokens: TokenLookup, state: _State) -> int:
-        """Return the token to write an object with."""
         try:
-            values = loaded_values(self._naming, state)
+            values = loaded_values(self._resource_names, state)
             return self._unnamed(tokens, state) if values is None else tokens.of_row(values)
         except FenceError as error:
             report(error, table=self._fenced.name)
@@ -232,7 +229,7 @@ class _Watch:
     def _unnamed(self, tokens: TokenLookup, state: _State) -> int:
         """Return the token of a row whose resource gets its name from a default or from the database."""
         template, is_new, values = self._fenced.template, state.key is None, []
-        for name, column in zip(self._naming, template.columns.values(), strict=True):
+        for name, column in zip(self._resource_names, template.columns.values(), strict=True):
             value = state.dict.get(name)
             if value is None and is_new and isinstance(column.default, ScalarElementColumnDefault):
                 value = column.default.arg

@@ -32,18 +32,17 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session, SessionTransaction, scoped_session
+from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.types import JSON
 
 from fencelock._checks import check_seconds
 from fencelock._databases import MYSQL, RESOURCE, TIME, waited_in_vain
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
 from fencelock.guard._install import install
-from fencelock.guard.exact import newest
-from fencelock.guard.leases import begin_writing
+from fencelock.guard.exact import insert_into, newest
+from fencelock.guard.leases import leases_on, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import of_task, session_of
@@ -154,30 +153,15 @@ class Receipt:
         self.is_changed = True
 
 
-class _Made:
-    """The receipts that one transaction of a session has made."""
-
-    def __init__(self, transaction: SessionTransaction) -> None:
-        self.transaction = ref(transaction)
-        self.receipts: dict[str, tuple[Connection, Receipt]] = {}
-
-
-def _made_in(session: Session) -> _Made:
+def _made_in(session: Session) -> dict[str, tuple[Connection, Receipt]]:
+    """Return the receipts that the transaction of a session has made, by their keys."""
     transaction = session.get_transaction()
-    assert transaction is not None  # noqa: S101  its connection was asked for
-    found: _Made | None = session.info.get(_RECEIPTS)
-    if found is None or found.transaction() is not transaction:
-        found = session.info[_RECEIPTS] = _Made(transaction)
-        if not event.contains(Session, "before_commit", _store_results):
-            event.listen(Session, "before_commit", _store_results)
-    return found
+    of_transaction, made = session.info.get(_RECEIPTS, (None, {}))
+    return made if of_transaction is not None and of_transaction() is transaction else {}
 
 
 def _store_results(session: Session) -> None:
-    made: _Made | None = session.info.get(_RECEIPTS)
-    if made is None or made.transaction() is not session.get_transaction():
-        return
-    for connection, receipt in made.receipts.values():
+    for connection, receipt in _made_in(session).values():
         if receipt.is_changed:
             table = _table_of(connection)
             # There is no such row if it was rolled back, with all of its savepoint.
@@ -242,10 +226,15 @@ def once(
         if row is not None:  # it may just have been pruned
             if None not in {digest, row.fingerprint} and digest != row.fingerprint:
                 raise ReceiptMismatchError(name)
-            ours = made.receipts.get(name)
+            ours = made.get(name)
             return Receipt(name, done=True, result=row.result if ours is None else ours[1].result)
     receipt = Receipt(name, done=False)
-    made.receipts[name] = connection, receipt
+    made[name] = connection, receipt
+    transaction = its.get_transaction()
+    assert transaction is not None  # noqa: S101  it has just executed something
+    its.info[_RECEIPTS] = ref(transaction), made
+    if not event.contains(Session, "before_commit", _store_results):
+        event.listen(Session, "before_commit", _store_results)
     return receipt
 
 
@@ -265,22 +254,21 @@ async def once_async(
             (await session.get_one(Account, 1)).balance += 500
     ```
     """
-    options = {"fingerprint": fingerprint, "bind_arguments": bind_arguments}
-    return await of_task(session).run_sync(lambda its: once(its, key, **options))
+    return await of_task(session).run_sync(once, key, fingerprint=fingerprint, bind_arguments=bind_arguments)
 
 
 def _token(connection: Connection) -> int | None:
     """Return the token of the first lease that is held here, which the transaction needs from now on."""
-    writing = begin_writing(connection, connection.get_execution_options(), RECEIPT_TABLE)
-    for resource, lease in writing.candidates(connection).items():
+    leases = leases_on(connection)
+    refuse_autocommit(leases, connection, connection.get_execution_options(), RECEIPT_TABLE)
+    for resource, lease in leases.candidates(connection).items():
         token = lease.token_to_write()
-        writing.remember(resource, lease)
+        leases.remember(resource, lease)
         return token
     return None
 
 
 def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> bool:
-    """Insert a receipt unless there is one; return whether it was inserted."""
     dialect = connection.dialect.name
     try:
         result: Any = connection.execute(_insertion(table, dialect), values)
@@ -298,13 +286,12 @@ def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> boo
 def _insertion(table: Table, dialect: str) -> Insert:
     """Return an INSERT that does nothing if the key is there; then MySQL's `lastrowid` is 1, and else 0."""
     key = table.c.key
+    insert = insert_into(table, dialect)
     if dialect in MYSQL:
         # An UPDATE of nothing: InnoDB's INSERT IGNORE leaves shared locks, with which two would deadlock.
         nothing = func.if_(func.last_insert_id(1), key, key)
-        return mysql.insert(table).on_duplicate_key_update(key=nothing)
-    insert: Any = postgresql.insert if dialect == "postgresql" else sqlite.insert
-    made: Insert = insert(table).on_conflict_do_nothing(index_elements=["key"]).returning(key)
-    return made
+        return insert.on_duplicate_key_update(key=nothing)  # type: ignore[no-any-return]
+    return insert.on_conflict_do_nothing(index_elements=["key"]).returning(key)  # type: ignore[no-any-return]
 
 
 @cache

@@ -6,7 +6,7 @@ listeners that raise until the transaction, or the savepoint, is rolled back. Ot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
@@ -18,6 +18,7 @@ from sqlalchemy.exc import PendingRollbackError
 
 from fencelock.errors import FenceError, FencelockError, LockLostError, ReceiptMismatchError
 from fencelock.guard.events import report
+from fencelock.guard.leases import open_leases
 from fencelock.guard.sessions import connections_of, owner_of, session_of
 
 _P = ParamSpec("_P")
@@ -40,13 +41,15 @@ A transaction that was here itself would keep its connection, and that would nev
 """
 
 
-def refuse(connection: Connection, refusal: FencelockError) -> None:
-    """Have nothing come of the innermost savepoint, or else of the transaction, but a rollback.
+def refuse(connection: Connection, refusal: FencelockError, table: str | None = None) -> None:
+    """Report a refusal; have nothing come of the innermost savepoint or of the transaction, but a rollback.
 
     That is the same in all databases of the session whose transaction it is.
     """
     session = owner_of(connection)
-    for each in [connection] if session is None else {connection, *connections_of(session)}:
+    connections = {connection, *(() if session is None else connections_of(session))}
+    report(refusal, table=table, resource=_resource_of(connections, refusal))
+    for each in connections:
         savepoint = each.get_nested_transaction()
         scope = savepoint or each.get_transaction()
         if scope is not None and scope.is_active and not is_refused(each):
@@ -67,6 +70,13 @@ def refuse(connection: Connection, refusal: FencelockError) -> None:
                 event.listen(each, "release_savepoint", _stop_release)
 
 
+def _resource_of(connections: Iterable[Connection], refusal: FencelockError) -> str | None:
+    token = getattr(refusal, "token", None)
+    of_transactions = [leases for each in connections if (leases := open_leases(each)) is not None]
+    used = (lease for leases in of_transactions for lease in leases.used.values())
+    return next((lease.resource for lease in used if lease.fencing_token == token), None)
+
+
 def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
     """Have nothing come of the transaction of its first argument, a session, once this has refused."""
 
@@ -75,10 +85,10 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
         try:
             return function(*args, **kwargs)
         except (FenceError, LockLostError, ReceiptMismatchError) as error:
-            report(error)
             session: Any = args[0] if args else kwargs["session"]
             for connection in connections_of(session_of(session, function.__name__)):
                 refuse(connection, error)
+            report(error)  # where nothing was begun
             raise
 
     return wrapped

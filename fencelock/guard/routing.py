@@ -16,7 +16,7 @@ from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import Mapper, Session
 
 from fencelock.errors import FenceError
-from fencelock.guard.leases import TokenLookup, begin_writing
+from fencelock.guard.leases import TokenLookup, refuse_autocommit
 from fencelock.guard.sessions import join, refuse_bypass
 from fencelock.guard.tables import FencedTable
 
@@ -29,7 +29,6 @@ class Target(NamedTuple):
     bind_arguments: dict[str, Any]
 
     def check_reads(self, query: Select[Any]) -> None:
-        """Refuse a query that the session sends to another database than it writes to."""
         if isinstance(self.session, ShardedSession):
             return
         mapper = query.column_descriptions[0]["entity"]
@@ -103,5 +102,6 @@ def begin_claim(
 
 def tokens_to_claim(connection: Connection, fenced: FencedTable) -> TokenLookup:
     """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
-    begin_writing(connection, connection.get_execution_options(), fenced.name)
-    return TokenLookup(connection, fenced, claiming=True)
+    tokens = TokenLookup(connection, fenced, claiming=True)
+    refuse_autocommit(tokens.leases, connection, connection.get_execution_options(), fenced.name)
+    return tokens

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakSet, ref
 
@@ -79,7 +79,6 @@ def session_of(target: Any, function: str, *, or_connection: bool = False) -> Se
 
 
 def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
-    """Return the session behind the facade for scoped ones."""
     found: AsyncSession = session.registry() if hasattr(session, "registry") else session
     return found
 
@@ -109,14 +108,16 @@ def join(connection: Connection, session: Session) -> None:
 def owner_of(connection: Connection) -> Session | None:
     """Return the session whose statements a connection executes: that which flushes, or has begun last."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
-    users = [each for reference in known if (each := reference()) is not None and _uses(each, connection)]
+    users = [
+        each
+        for reference in known
+        if (each := reference()) is not None
+        and each.in_transaction()
+        and connection in each.info.get(CONNECTIONS, ())
+    ]
     if len(users) > 1:
         users = [each for each in users if executes_flush(each)] or users
     return users[-1] if users else None
-
-
-def _uses(session: Session, connection: Connection) -> bool:
-    return session.in_transaction() and connection in session.info.get(CONNECTIONS, ())
 
 
 def connections_of(session: Session) -> list[Connection]:
@@ -169,23 +170,19 @@ def bypass(target: AnySession) -> Iterator[None]:
     Raises:
         TypeError: for anything else than a session or connection.
     """
-    with _bypassed(blocking(target)):
+    with unguarded(blocking(target)):
         yield
 
 
 @contextmanager
-def _bypassed(target: Session | Connection | None) -> Iterator[None]:
+def unguarded(target: Session | Connection | None = None) -> Iterator[None]:
+    """Have all that this thread or task executes in a block, or all by one target, go around the guard."""
     block = current_owner(), target
     _blocks.append(block)
     try:
         yield
     finally:
         _blocks.remove(block)
-
-
-def unguarded() -> AbstractContextManager[None]:
-    """Have all that this thread or task executes in a block go around the guard: migrations, seeds."""
-    return _bypassed(None)
 
 
 def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
@@ -203,7 +200,6 @@ def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
 
 
 def refuse_bypass(options: Mapping[str, Any], connection: Connection) -> None:
-    """Refuse to do fenced work where everything passes unguarded."""
     if is_bypassed(options, connection):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "

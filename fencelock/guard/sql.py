@@ -16,7 +16,6 @@ from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.sql import FromClause
 from sqlalchemy.sql.elements import BindParameter
-from sqlalchemy.sql.selectable import AliasedReturnsRows
 
 from fencelock.guard import tables
 from fencelock.guard._install import install
@@ -119,9 +118,8 @@ _Write = TypeVar("_Write", Update, Delete)
 
 
 def _conditional(statement: _Write, loaded: int | BindParameter[int] | None) -> _Write:
-    target = statement.table
-    fenced = known(target)
-    source = target if isinstance(target, AliasedReturnsRows) else fenced.table
+    fenced = known(statement.table)
+    source = fenced.source_of(statement)
     fence = source.c[fenced.fence.key]
     statement = statement.where(fence <= bindparam(TOKEN_BIND, type_=BigInteger))
     if loaded is not None:
@@ -215,10 +213,8 @@ def conditional_update(
     """
     write = _RawWrite(paramstyle, dialect)
     _check_raw(values, key, token)
-    sets = {**values, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()}
-    assignments = ", ".join(write.equal(sets))
-    where = write.where(key, token)
-    sql = f"UPDATE {write.table(table)} SET {assignments} WHERE {where}"  # noqa: S608  see name()
+    sets = write.equal({**values, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()})
+    sql = f"UPDATE {write.table(table)} SET {', '.join(sets)} WHERE {write.where(key, token)}"  # noqa: S608  see name()
     return sql, write.parameters()
 
 
@@ -278,7 +274,6 @@ class _RawWrite:
         return tuple(self._values)
 
     def equal(self, columns: Mapping[str, Any]) -> list[str]:
-        """Return what assigns these values, or compares with them."""
         return [f"{self.name(column)} = {self.bind(value)}" for column, value in columns.items()]
 
     def where(self, key: Mapping[str, Any], token: int) -> str:
@@ -292,7 +287,6 @@ class _RawWrite:
         return ".".join(map(self.name, filter(None, (found.schema, found.name))))
 
     def name(self, name: str) -> str:
-        """Return a name as it can stand in the SQL."""
         if self._quote and name and "\0" not in name:
             quoted = f"{self._quote}{name.replace(self._quote, self._quote * 2)}{self._quote}"
             return quoted.replace("%", "%%") if self._paramstyle in {"format", "pyformat"} else quoted

@@ -8,7 +8,7 @@ sent. Objects bring their token with them. Statements that leave it open are ref
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn, TypeAlias
+from typing import Any, TypeAlias
 
 from sqlalchemy import BigInteger, Insert, Update, literal
 from sqlalchemy.engine import Connection, CursorResult
@@ -20,9 +20,8 @@ from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard import conditions
 from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Options, Origin, Row, Rows
-from fencelock.guard.events import report
 from fencelock.guard.exact import TOKEN_BIND
-from fencelock.guard.leases import TokenLookup, begin_writing, report_refusal
+from fencelock.guard.leases import TokenLookup, refuse_autocommit
 from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
 from fencelock.guard.refused import refuse
@@ -44,8 +43,6 @@ _Execute: TypeAlias = Callable[[Any, Connection, Rows, Options], CursorResult[An
 
 
 def guarding(execute: _Execute) -> _Execute:
-    """Return a kind of statement's way to execute itself, with the guard around it."""
-
     def guarded(statement: Any, connection: Connection, rows: Rows, options: Options) -> CursorResult[Any]:
         table = statement.table
         fenced = fenced_table(table)
@@ -58,14 +55,13 @@ def guarding(execute: _Execute) -> _Execute:
         verdict = None
         try:
             if is_bypassed(merged, connection):
-                statement = _around(connection, statement, fenced, rows, merged)
+                statement = _bypassing(connection, statement, fenced, rows, merged)
             elif fenced is not None:
                 statement, rows, verdict = _guarded(connection, statement, fenced, rows or [{}], merged)
             elif base is not None:
                 _check_sub_table(connection, statement, base, rows, merged)
         except (FenceError, LockLostError) as error:
-            report(error, table=getattr(underlying(table), "name", None))
-            refuse(connection, error)
+            refuse(connection, error, getattr(underlying(table), "name", None))
             raise
         merged = merged.union({GUARDED: True})
         result = private.execute_unguarded(connection, statement, rows, merged)
@@ -73,7 +69,8 @@ def guarding(execute: _Execute) -> _Execute:
         refusal = verdict and verdict.of(result)
         if refusal:
             result.close()
-            _raise(connection, refusal)
+            refuse(connection, refusal)
+            raise refusal
         return result
 
     return guarded
@@ -88,59 +85,47 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
             computed.remove(column)
 
 
-def _raise(connection: Connection, refusal: FenceError) -> NoReturn:
-    """Raise an error once nothing can come of what the statement belongs to."""
-    report_refusal(connection, refusal)
-    refuse(connection, refusal)
-    raise refusal
-
-
-def _around(
+def _bypassing(
     connection: Connection, statement: Any, fenced: FencedTable | None, rows: Rows, options: Options
 ) -> Any:
     """Return a statement that goes around the guard. An UPDATE gives what it writes new ids all the same."""
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
-    if not isinstance(statement, Update) or fenced is None:
-        note_shift(connection, 0)  # of a joined sub-table, whose objects have their id elsewhere
-        return statement
-    brings_its_own = fenced.write.key in {
-        *(conditions.key_of(column) for column, _ in private.values_in(statement)),
-        *(rows[0] if rows else ()),
-    }
-    if brings_its_own or conditions.CLAIM_OPTION in options or private.keeps_order(statement):
-        note_shift(connection, 0)
-        return statement
-    by = new_write_id()
+    by = 0
+    if fenced is not None and isinstance(statement, Update):  # objects of a joined sub-table have no id in it
+        assigned = {conditions.key_of(column) for column, _ in private.values_in(statement)}
+        brings_its_own = fenced.write.key in assigned.union(*rows[:1])
+        if not (brings_its_own or conditions.CLAIM_OPTION in options or private.keeps_order(statement)):
+            by = new_write_id()
+            statement = conditions.shift_ids(statement, fenced, literal(by, BigInteger))
     note_shift(connection, by)
-    return conditions.shift_ids(statement, fenced, literal(by, BigInteger))
+    return statement
 
 
 def _guarded(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Rows, options: Options
 ) -> tuple[Any, Rows, Verdict | None]:
-    begin_writing(connection, options, fenced.name)
     given: int | None = options.get(conditions.TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if given is None else None
     lookup = flush or TokenLookup(connection, fenced, given=given)
+    refuse_autocommit(lookup.leases, connection, options, fenced.name)
     lookup.check()
     if isinstance(statement, Insert):
         return statement, _stamp_insert(statement, fenced, rows, lookup), None
     if flush is not None:
-        stamped, kind = _unpack_stamps(connection, statement, fenced, rows, flush)
-        form = conditions.form_of(statement, fenced, kind)
+        stamped, origin = _unpack_stamps(connection, statement, fenced, rows, flush)
+        form = conditions.form_of(statement, fenced, origin)
     else:
-        kind = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
-        form = conditions.form_of(statement, fenced, kind)
+        origin = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
+        form = conditions.form_of(statement, fenced, origin)
         if given is None:
             form = with_own_tokens(form, rows, lookup)
         stamped = _stamp_rows(connection, form, rows, lookup)
     if form.assigns:
         conditions.refuse_moving(fenced, rows[0])
-    verdict = Verdict(form, stamped, connection, options, of_objects=flush is not None)
-    refusal = verdict.check_before()
-    if refusal is not None:
-        _raise(connection, refusal)
+    verdict = Verdict(form, stamped, connection, options)
+    if (refusal := verdict.check_before()) is not None:
+        raise refusal
     return form.statement, stamped, verdict
 
 
@@ -149,8 +134,8 @@ def _unpack_stamps(
 ) -> tuple[Sequence[dict[str, Any]], Origin]:
     """Take the stamps of a flush's rows apart. The unit of work has made the rows for this statement."""
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
-    assigns, kind = isinstance(statement, Update), "objects"
-    if assigns and fenced.is_strict and write not in rows[0]:
+    assigns, origin = isinstance(statement, Update), "objects"
+    if assigns and write not in rows[0] and fenced.is_strict:
         # `post_update`, behind an UPDATE of the same flush, which has set the other id
         write_id = new_write_id()
     for row in rows:
@@ -159,7 +144,7 @@ def _unpack_stamps(
             form = conditions.form_of(statement, fenced, "objects")
             stamp = _stamp_of(connection, form, row, tokens, write_id)
             if stamp.loaded is None:
-                kind = "blind"
+                origin = "blind"
         row[TOKEN_BIND] = stamp.token
         row[LOADED_BIND] = stamp.loaded
         stamp.loaded = write_id  # what a second statement of this flush finds
@@ -168,7 +153,7 @@ def _unpack_stamps(
             row.pop(fence, None)
             if not fenced.is_optional:
                 row[fence] = stamp.token
-    return rows, kind  # type: ignore[return-value]
+    return rows, origin  # type: ignore[return-value]
 
 
 def _stamp_of(
@@ -199,7 +184,6 @@ def _stamp_of(
 def _stamp_rows(
     connection: Connection, form: GuardedStatement, rows: Rows, lookup: TokenLookup
 ) -> list[dict[str, Any]]:
-    """Return the parameters of a statement of the program's own, with tokens and write ids."""
     fenced = form.fenced
     by = new_write_id()
     stamped = []
@@ -219,7 +203,6 @@ def _stamp_rows(
 
 
 def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], state: Any) -> int:
-    """Return the token of a row that the WHERE clause names, or that the session knows."""
     if tokens.given is not None:
         return tokens.given
     if form.listed:
@@ -228,8 +211,8 @@ def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], 
     if state is not None and form.looked_up:
         values = loaded_values(tuple(form.looked_up.values()), state)
         row.update(zip(form.looked_up, values or (), strict=False))
-    if form.naming is not None and row.keys() >= form.looked_up.keys():
-        return tokens.of_row(conditions.values_of(form.naming, row))
+    if form.resource_binds is not None and row.keys() >= form.looked_up.keys():
+        return tokens.of_row(conditions.values_of(form.resource_binds, row))
     if tokens.does_without(None):
         return NO_LEASE
     tokens.need_some()
@@ -279,7 +262,6 @@ def _check_sub_table(
 def _stamp_insert(
     statement: Insert, fenced: FencedTable, rows: Rows, lookup: TokenLookup
 ) -> list[dict[str, Any]]:
-    """Return the rows of an INSERT with their tokens and write ids."""
     if not private.inserts_plainly(statement) or statement.select is not None:
         raise UnfencedWriteError(
             f"only a plain INSERT into {fenced.name!r} can be stamped, with its rows as parameters: "

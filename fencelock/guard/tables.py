@@ -68,6 +68,12 @@ def new_write_id() -> int:
     return 1 + randbelow(LIMIT - 1)  # never 0, which rows have that were made without the guard
 
 
+# How a write id moves. A flush, an INSERT, an upsert, a claim and a gate set a new one. A statement without
+# objects adds a random number to each id that it finds (`conditions.shift_ids`). `sessions.note_shift` keeps
+# the number, and `objects._on_refresh` adds it to the ids of the objects that SQLAlchemy applies it to.
+# So such an object is written later only if it was of the version that the statement has found.
+
+
 def shifted(write_id: int, by: int) -> int:
     """Return the id that a statement which moves ids gives to a row with this one."""
     return (write_id + by) % LIMIT if write_id >= 0 else NO_VERSION
@@ -115,7 +121,6 @@ class ResourceTemplate:
     columns: Mapping[str, Column[Any]]
 
     def render(self, values: Sequence[Any]) -> str:
-        """Return the name of the resource that guards the row with these values, one for each column."""
         named = zip(self.columns.items(), values, strict=True)
         spelt = {name: spelling(column, value) for (name, column), value in named}
         try:
@@ -214,13 +219,17 @@ class FencedTable:
         self.write = self.table.c[WRITE_COLUMN]
         self.is_optional = self.fence.info.get(LEASE_MARK) == "optional"
 
+    def source_of(self, statement: Any) -> FromClause:
+        """Return what the statement calls the table: an alias, or the table itself."""
+        target: FromClause = statement.table
+        return target if isinstance(target, AliasedReturnsRows) else self.table
+
     @property
     def is_strict(self) -> bool:
         """Whether its trigger refuses an UPDATE that changes neither fence nor write id."""
         return trigger_of(self.table) == "strict"
 
     def mappers(self) -> list[Mapper[Any]]:
-        """Return the base mappers of the models that it belongs to: mostly one."""
         return [mapper for reference in self.of_models if (mapper := reference()) is not None]
 
 
@@ -270,21 +279,18 @@ def new_column(name: str, info: Mapping[Any, Any]) -> Column[int]:
 
 
 def trigger_of(table: Table) -> FenceTrigger:
-    """Return which trigger the table shall have, as its model or its `fence_column` says."""
     fence = table.c.get(FENCE_COLUMN)
     wanted: FenceTrigger = False if fence is None else fence.info.get(TRIGGER_MARK, False)
     return wanted
 
 
 def check_trigger(wanted: object) -> FenceTrigger:
-    """Return what was asked for; ValueError says that there is no such trigger."""
     if wanted is True or wanted is False or wanted == "strict":
         return wanted
     raise ValueError(f"a fence's trigger is False, True or 'strict', not {wanted!r}")
 
 
 def check_lease(wanted: object) -> FenceLease:
-    """Return what was asked for; ValueError says that there is no such choice."""
     if wanted == "required" or wanted == "optional":  # noqa: PLR1714  mypy understands it so
         return wanted
     raise ValueError(f"whether a write needs a lease is 'required' or 'optional', not {wanted!r}")
@@ -329,7 +335,6 @@ def underlying(target: object) -> Any:
 
 
 def check_write_column(table: Table, owner: str) -> None:
-    """Refuse a fenced table that has nowhere to note which write it has seen last."""
     if WRITE_COLUMN not in table.c:
         raise FenceError(
             f"{owner} is fenced, and its table {table.name!r} has no column {WRITE_COLUMN!r}: add it to the "

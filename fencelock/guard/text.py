@@ -13,7 +13,6 @@ from typing import Any, Final
 from sqlalchemy import DDL
 
 from fencelock.errors import UnfencedWriteError
-from fencelock.guard.events import report
 from fencelock.guard.refused import refuse
 from fencelock.guard.sessions import is_bypassed
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
@@ -63,7 +62,6 @@ def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
     name = written(statement, tuple(fenced_names()))
     if name is not None:
         error = _unguarded_error(name)
-        report(error)
         refuse(context.root_connection, error)
         raise error
 

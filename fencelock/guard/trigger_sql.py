@@ -15,6 +15,7 @@ from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN
 TRIGGERS: Final = ("fence", "ids", "strict")
 FORMER: Final = ("strict_delete", "strict_truncate")
 """What a strict trigger had besides, when statements carried their tokens to it."""
+ALL: Final = (*TRIGGERS, *FORMER)
 Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2

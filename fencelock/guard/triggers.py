@@ -11,12 +11,13 @@ import hashlib
 import re
 from typing import Any, Final, Literal
 
-from sqlalchemy import MetaData, Table, event, text
+from sqlalchemy import MetaData, Table, text
 from sqlalchemy.engine import Connection, ExceptionContext
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import ExecutableDDLElement
 from sqlalchemy.sql.compiler import DDLCompiler
 
+from fencelock._databases import MYSQL, SUPPORTED
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import trigger_sql as sql
 from fencelock.guard._sqlalchemy import doubles_percents
@@ -62,7 +63,6 @@ class FenceDDL(ExecutableDDLElement):
 
 @compiles(FenceDDL)
 def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
-    """Return the statement, with names as this database quotes them."""
     table, preparer = ddl.table, compiler.preparer
     fields = {
         "table": preparer.format_table(table),
@@ -71,7 +71,7 @@ def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
         "stale": _literal(f"fencelock: a token below the fence in {table.name}", preparer),
         "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
     }
-    for form in (*sql.TRIGGERS, *sql.FORMER, "refuse", "renew"):
+    for form in (*sql.ALL, "refuse", "renew"):
         named = Table(_name(table.name, form), MetaData(), schema=table.schema)
         of_table = preparer.dialect.name == "postgresql" and form not in {"refuse", "renew"}
         fields[form] = preparer.format_table(named, use_schema=not of_table)
@@ -80,7 +80,7 @@ def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
 
 def _literal(value: str, preparer: Any) -> str:
     quoted = value.replace("'", "''")
-    if preparer.dialect.name in {"mysql", "mariadb"}:
+    if preparer.dialect.name in MYSQL:
         quoted = quoted.replace("\\", "\\\\")
     if doubles_percents(preparer):
         quoted = quoted.replace("%", "%%")
@@ -110,7 +110,7 @@ def _table(table: Any, schema: str | None) -> Table:
 
 
 def knows(dialect: str) -> bool:
-    return dialect in {*sql.CREATE, "mariadb"}
+    return dialect in SUPPORTED
 
 
 def create(
@@ -164,8 +164,7 @@ def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDD
     """
     target = _table(table, schema)
     family = _family(dialect)
-    forms = (*sql.TRIGGERS, *sql.FORMER)
-    dropped = [FenceDDL(sql.DROP[family].format(form=form), target) for form in forms]
+    dropped = [FenceDDL(sql.DROP[family].format(form=form), target) for form in sql.ALL]
     if family == "postgresql":
         dropped += [FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in ("refuse", "renew")]
     return dropped
@@ -185,14 +184,13 @@ def installed(
     that wants tokens.
     """
     found = _found(connection, table, schema)
-    forms = {form for form in (*sql.TRIGGERS, *sql.FORMER) if _name(table, form) in found}
+    forms = {form for form in sql.ALL if _name(table, form) in found}
     if "strict" in forms:
         return not forms & {*sql.FORMER} and "strict"
     return "fence" in forms and ("ids" in forms or "fence")
 
 
 def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
-    """Return the names of all triggers that a table has."""
     family = _family(connection.dialect.name)
     quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
     look = text(sql.LOOK[family].format(schema=quoted))
@@ -206,9 +204,8 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     Databases leave the names. PostgreSQL's function stays, as another table may have the old name by now.
     """
     family = _family(connection.dialect.name)
-    forms = (*sql.TRIGGERS, *sql.FORMER)
-    own = {_name(table, form) for form in forms}
-    endings = tuple(f"_{form}" for form in forms)
+    own = {_name(table, form) for form in sql.ALL}
+    endings = tuple(f"_{form}" for form in sql.ALL)
     preparer = connection.dialect.identifier_preparer
     dropped = []
     for name in sorted(_found(connection, table, schema) - own):
@@ -222,7 +219,7 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     return dropped
 
 
-def _after_create(table: Table, connection: Any, **options: Any) -> None:
+def after_create(table: Table, connection: Any, **options: Any) -> None:
     wanted = trigger_of(table)
     if wanted:
         target = connection or options["_ddl_runner"]  # Alembic's --sql has no connection
@@ -230,17 +227,11 @@ def _after_create(table: Table, connection: Any, **options: Any) -> None:
             target.execute(statement)
 
 
-def _before_drop(table: Table, connection: Any, **options: Any) -> None:
+def before_drop(table: Table, connection: Any, **options: Any) -> None:
     if trigger_of(table):
         target = connection or options["_ddl_runner"]
         for statement in drop(table, target.dialect.name):
             target.execute(statement)
-
-
-def watch_tables() -> None:
-    """Listen to every table that is created or dropped by SQLAlchemy."""
-    event.listen(Table, "after_create", _after_create)
-    event.listen(Table, "before_drop", _before_drop)
 
 
 def explain(context: ExceptionContext) -> None:

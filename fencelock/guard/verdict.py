@@ -24,39 +24,33 @@ KEYS_PER_QUERY: Final = 500
 
 @dataclass(eq=False, slots=True)
 class Verdict:
-    """Asks the database why executions of a guarded write have written fewer rows than they named.
-
-    `of_objects` means that a flush executes the write. Then all of its rows should be there.
-    """
+    """Asks the database why executions of a guarded write have written fewer rows than they named."""
 
     form: GuardedStatement
     rows: Sequence[Row]
     connection: Connection
     options: Mapping[str, Any]
-    of_objects: bool
 
     def of(self, result: CursorResult[Any]) -> FenceError | None:
         """Return the error to raise for an executed statement; None if it has written all of its rows."""
-        dialect: Any = result.dialect
-        is_counted = self._counts(dialect) and (
-            dialect.supports_sane_rowcount_returning or not result.returns_rows
-        )
+        dialect: Any = self.connection.dialect
+        is_counted = self._counts() and (dialect.supports_sane_rowcount_returning or not result.returns_rows)
         if not self.form.key:
             return self._find_refused()
         if is_counted and result.rowcount == len(self.rows):
             return None
-        there = self._rows_present()
+        present = self._rows_present()
         by_key = {self.form.identity(row): row for row in self.rows}
-        for found in there:
+        for found in present:
             row = by_key.get(found[: len(self.form.key)])  # None if the key has another spelling
             for each in self.rows if row is None else [row]:
                 if (refusal := self._error(found, each)) is not None:
                     return refusal
         is_short = is_counted and result.rowcount < len(self.rows)
         moves_key = any(column.key in self.rows[0] for column in self.form.fenced.table.primary_key)
-        is_gone = self.form.assigns and len(there) < len(self.rows) and not moves_key
-        is_missed = self.of_objects and (is_short or (is_gone and not is_counted))
-        return self._missing_rows(there) if is_missed else None
+        is_gone = self.form.assigns and len(present) < len(self.rows) and not moves_key
+        is_missed = self.form.is_of_flush and (is_short or (is_gone and not is_counted))
+        return self._missing_rows(present) if is_missed else None
 
     def check_before(self) -> FenceError | None:
         """Return the error to raise before a statement is executed, if its result would tell too little.
@@ -66,19 +60,20 @@ class Verdict:
         locked, so the verdict stays true. SQLite has no such locks, but also no second writer.
         """
         if self.form.reads_more:
-            query = self._asked().where(*self.form.where).with_for_update(of=self.form.source)
+            query = self._query().where(*self.form.where).with_for_update(of=self.form.source)
             for row in self.rows:
                 for found in self._execute(query, row):
                     if (error := self._error(found, row)) is not None:
                         return error
-        deletes_objects = self.of_objects and self.form.key and not self.form.assigns
-        if deletes_objects and not self._counts(self.connection.dialect):
-            there = self._rows_present(lock=True)
-            return self._missing_rows(there) if len(there) < len(self.rows) else None
+        deletes_objects = not self.form.assigns and self.form.key and self.form.is_of_flush
+        if deletes_objects and not self._counts():
+            present = self._rows_present(lock=True)
+            return self._missing_rows(present) if len(present) < len(self.rows) else None
         return None
 
-    def _counts(self, dialect: Any) -> bool:
+    def _counts(self) -> bool:
         """Return whether the driver counts the rows that these executions have written."""
+        dialect = self.connection.dialect
         is_sane = dialect.supports_sane_rowcount
         return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
 
@@ -86,7 +81,7 @@ class Verdict:
         """Return the error for a row that matches the WHERE clause, but not the guard's condition."""
         fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
-            accepted, named = self.form.accepts(row), self._naming()
+            accepted, named = self.form.accepts(row), self._resource_columns()
             turned_away: list[Any] = [fence.is_(None)]
             if self.form.own_token is not None:
                 turned_away += [fence > self.form.own_token, self.form.own_token.is_(None)]
@@ -94,40 +89,41 @@ class Verdict:
                 turned_away.append(fence > row[TOKEN_BIND])
             if accepted is not None:
                 turned_away.append(write.not_in(accepted))
-            for column, value in zip(named, values_of(self.form.naming or (), row), strict=False):
+            for column, value in zip(named, values_of(self.form.resource_binds or (), row), strict=False):
                 turned_away.append(not_(holds(column, literal(value, column.type))))
-            query = self._asked().where(*self.form.where, or_(*turned_away)).limit(1)
+            query = self._query().where(*self.form.where, or_(*turned_away)).limit(1)
             for found in self._execute(newest(query, self.connection), row):
                 return self._error(found, row)
         return None
 
     def _rows_present(self, *, lock: bool = False) -> list[tuple[Any, ...]]:
-        """Return the results of the `_asked` query for the rows that are there."""
         found: list[tuple[Any, ...]] = []
         key = [self.form.source.c[column.key] for column in self.form.fenced.table.primary_key]
         for start in range(0, len(self.rows), KEYS_PER_QUERY):
             some = self.rows[start : start + KEYS_PER_QUERY]
-            query = self._asked().where(is_one_of(key, map(self.form.identity, some)))
+            query = self._query().where(is_one_of(key, map(self.form.identity, some)))
             query = query.with_for_update() if lock else newest(query, self.connection)
             found += self._execute(query, {})
         return found
 
     def _is_free(self, row: Row) -> bool:
-        """Return whether a row was to be written without a lease."""
         return self.form.is_optional and row[TOKEN_BIND] == NO_LEASE
 
-    def _naming(self) -> list[ColumnElement[Any]]:
+    def _resource_columns(self) -> list[ColumnElement[Any]]:
         """Return the columns that name the resource, if the statement tells their values."""
-        if (self.form.naming is None and not self.form.listed) or self.of_objects:
+        if (self.form.resource_binds is None and not self.form.listed) or self.form.is_of_flush:
             return []
         return [self.form.source.c[column.key] for column in self.form.fenced.template.columns.values()]
 
-    def _asked(self) -> Select[Any]:
+    def _query(self) -> Select[Any]:
         """Return a query for the columns that `_error` needs, without criteria."""
         source, fenced = self.form.source, self.form.fenced
         fence, write = source.c[fenced.fence.key], self.form.write
         return select(
-            *(source.c[each.key] for each in fenced.table.primary_key), fence, write, *self._naming()
+            *(source.c[each.key] for each in fenced.table.primary_key),
+            fence,
+            write,
+            *self._resource_columns(),
         )
 
     def _execute(self, query: Select[Any], row: Row) -> list[tuple[Any, ...]]:
@@ -135,14 +131,13 @@ class Verdict:
         return [tuple(found) for found in self.connection.execute(query, row, execution_options=options)]
 
     def _error(self, found: tuple[Any, ...], row: Row) -> FenceError | None:
-        """Return the error for a row that was refused; None if it was not."""
         fenced, token = self.form.fenced, row[TOKEN_BIND]
         width = len(fenced.table.primary_key)
         identity, (current, write_id), named = found[:width], found[width : width + 2], found[width + 2 :]
         if named and self.form.listed:
             token = self.form.listed.get(fenced.template.render(named), NO_LEASE)
         elif named:
-            asked = fenced.template.render(values_of(self.form.naming or (), row))
+            asked = fenced.template.render(values_of(self.form.resource_binds or (), row))
             actual = fenced.template.render(named)
             if asked != actual:
                 return UnfencedWriteError(
@@ -159,21 +154,20 @@ class Verdict:
             return None
         return StaleReadError(fenced.name, known, token, current, accepted[0])
 
-    def _missing_rows(self, there: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
+    def _missing_rows(self, present: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
         """Return the error for an object whose row is gone, or was changed before it was asked for."""
         fenced = self.form.fenced
         if not self.form.assigns and not all(each.confirm_deleted_rows for each in fenced.mappers()):
             return None
         row, token = self.rows[0], self.rows[0][TOKEN_BIND]
         if len(self.rows) > 1:
-            current = token if len(there) == len(self.rows) else None
+            current = token if len(present) == len(self.rows) else None
             return StaleReadError(fenced.name, None, token, current, None)
-        current = there[0][len(self.form.key)] if there else None
+        current = present[0][len(self.form.key)] if present else None
         return StaleReadError(fenced.name, self.form.identity(row), token, current, row.get(LOADED_BIND))
 
 
 def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:
-    """Return the error for a row whose fence is NULL, so that no token passes."""
     return FenceError(
         f"the fence of {fenced.name}{identity!r} is NULL, which lets no token pass: the column "
         f"{FENCE_COLUMN} was made without NOT NULL DEFAULT 0, as op.add_fence() makes it; in the rows that "
@@ -184,5 +178,4 @@ def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:
 def is_one_of(
     key: Sequence[ColumnElement[Any]], identities: Iterable[tuple[Any, ...]]
 ) -> ColumnElement[bool]:
-    """Return the criterion that a primary key is one of these."""
     return tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])

@@ -29,7 +29,7 @@ def engine(shared_engine: Engine, _tables: None) -> Engine:
 @pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
 def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the program names one schema for the fence table; or where the connection translates that."""
-    monkeypatch.setattr("fencelock.guard.fences._schemas", set())
+    monkeypatch.setattr("fencelock.guard._gate._schemas", set())
     table = fence_table(MetaData(schema="cl_app"))
     elsewhere = engine.execution_options(schema_translate_map={None: "cl_other"})
     with engine.begin() as connection:
