@@ -19,7 +19,7 @@ import fencelock
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, claim
 from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.conditions import _forms
-from fencelock.guard.leases import TransactionLeases
+from fencelock.guard.leases import _LEASES, TransactionLeases
 from tests.guard.rows import InMemory, core_table, holding, turned_away
 
 new_base: Callable[[], Any] = orm.declarative_base
@@ -491,7 +491,7 @@ def test_a_plain_table_leaves_nothing_behind(in_memory: InMemory) -> None:
         session.add(Plain(id=1))
         session.flush()
         session.execute(update(Plain).values(value=1))
-        assert not hasattr(session.connection(), "_fencelock_writing")
+        assert not hasattr(session.connection(), _LEASES)
 
 
 def test_a_class_without_the_mixin_is_guarded_by_its_table(in_memory: InMemory) -> None:
