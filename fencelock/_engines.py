@@ -1,7 +1,7 @@
-"""Engines of SQLAlchemy: those for coroutines are told apart, and engines with pools of their own are made.
+"""SQLAlchemy's engines: blocking or for coroutines, and engines that fencelock makes for itself.
 
-Programs without coroutines load nothing that is for them: it needs greenlet, which SQLAlchemy brings along
-only when asked to (`sqlalchemy[asyncio]`). A program that has such an engine has loaded it.
+Nothing here imports SQLAlchemy's asyncio part, which needs greenlet (`sqlalchemy[asyncio]`). A program that
+has an `AsyncEngine` has imported it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ def blocking_engine(url: str) -> Engine:
 
 
 def url_of(source: object) -> URL:
-    """Return the URL of an engine, or what a text says as a URL.
+    """Return the URL of an engine, or of a text.
 
     Raises:
-        TypeError: it is none of them.
+        TypeError: it is neither.
         ValueError: the text is no URL.
     """
     if isinstance(source, Engine) or is_async_engine(source):
@@ -77,7 +77,7 @@ def for_blocking(url: URL) -> URL:
 
 
 def with_blocking_driver(url: URL) -> URL:
-    """Return a URL whose driver blocks: itself, unless its driver is for coroutines."""
+    """Return the URL, with a blocking driver if it has one for coroutines."""
     return for_blocking(url) if url.get_dialect().is_async else url
 
 

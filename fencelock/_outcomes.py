@@ -1,4 +1,4 @@
-"""What a program does about an error of fencelock or of the database: try again, and tell its client.
+"""What a program does about an error of fencelock or of the database: try again, or tell its client.
 
 docs/errors.md has the tables. Tests hold them to what databases really raise.
 """
@@ -25,7 +25,7 @@ from fencelock.errors import (
 
 #: The cause ends by itself.
 _TRANSIENT: Final = (LockTimeoutError, QuorumError, StaleTokenError, LockLostError)
-#: What asyncpg raises where nothing listens or answers, and SQLAlchemy where its pool has no connection left.
+#: Errors of asyncpg if no server listens or answers, and of SQLAlchemy if its pool has no connection left.
 _UNREACHABLE: Final = (ConnectionError, TimeoutError, socket.gaierror, PoolTimeoutError)
 
 
@@ -45,7 +45,7 @@ def is_retryable(error: BaseException) -> bool:
     ```
 
     Args:
-        error: of fencelock, SQLAlchemy, a driver or the network. Its outcome may be unknown.
+        error: an error of fencelock, SQLAlchemy, a driver or the network; the outcome may be unknown.
     """
     if isinstance(error, FencelockError):
         return isinstance(error, _TRANSIENT) or error.written is None
@@ -85,7 +85,7 @@ def _has_waited(error: BaseException) -> bool:
 
 
 def _is_in_doubt(error: BaseException) -> bool:
-    """Return whether it is unknown what became of a COMMIT, which SQLAlchemy executes without a statement."""
+    """Return whether this is an error of a COMMIT (which has no statement) whose outcome is unknown."""
     is_commit = isinstance(error, DBAPIError) and error.statement is None and not is_turned_away(error)
     return is_commit and (is_lost(error) or is_away(error)) and leaves_doubt(error)
 

@@ -1,4 +1,4 @@
-"""What some systems have and others have not."""
+"""Functions that some operating systems lack."""
 
 from __future__ import annotations
 
@@ -7,6 +7,6 @@ from collections.abc import Callable
 
 
 def in_forked_child(call: Callable[[], object]) -> None:
-    """Have a function called in each child that is forked, where processes can be forked."""
+    """Call a function in each forked child, if the system can fork."""
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=call)

@@ -20,8 +20,8 @@ FencelockError
     └── UnfencedWriteError                     no lease guards this write
 ```
 
-"Held by another", "too few nodes answered" and "the nodes refuse" are three different errors, because
-a caller does three different things about them: wait, call an operator, fix the configuration.
+"Held by another", "too few nodes answered" and "the nodes refuse" are three errors, because a caller does
+three different things: wait, call an operator, fix the configuration.
 
 Every error has `written`. False: after a rollback, nothing of the transaction is written. None: this cannot
 be known. docs/errors.md says what to do after each error.
@@ -125,14 +125,14 @@ class NotHeldError(LockError):
 
 
 class AuthorityError(FencelockError):
-    """What grants the leases could not do its work, or must not."""
+    """The authority could not grant or release, or must not."""
 
 
 class QuorumError(AuthorityError):
     """Too few nodes answered to decide, or the authority did not answer.
 
     Attributes:
-        nodes: the answer of each node, or of the database, by its address.
+        nodes: the answer of each node, or of the database, by address.
     """
 
     def __init__(self, message: str, *, nodes: Mapping[str, str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""The highest fence that a database holds, whatever tables it has: where tokens must go on after a loss."""
+"""The highest fence of a database: after a loss, new tokens must be above it."""
 
 from __future__ import annotations
 

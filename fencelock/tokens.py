@@ -1,4 +1,4 @@
-"""How a fencing token is made of an epoch and a counter: `token = epoch << 44 | counter`.
+"""A fencing token has an epoch and a counter: `token = epoch << 44 | counter`.
 
 In epoch 0 the token equals the counter, so that it stays readable. Only this module puts the halves together.
 A node's script never sees the whole token, because Lua's numbers are exact only below 2**53.

@@ -1,7 +1,7 @@
-"""A fenced transaction with every order right: lease, transaction, gate; commit, release.
+"""`fenced_transaction`: lease, transaction, gate; then commit, release; in the right order.
 
-It is the one place that puts both halves together; each half can be had without it. The memory of a
-COMMIT whose answer was lost lives in the lease: here it is only asked for, to run the body once more.
+Only this module joins the lock and the guard; each can be used without it. The lease remembers a COMMIT whose
+answer was lost. This module asks the lease, and then runs the body once more.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class _Plan(Generic[_Made]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Open:
-    """A transaction that has passed its gates, and whose block is being run."""
+    """A transaction that has passed its gates, while its block runs."""
 
     session: Any  # as the block has got it
     owner: object  # the thread, task or greenlet
@@ -99,9 +99,9 @@ _open: list[_Open] = []
 
 
 def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
-    """Return the session whose transaction a block is to be part of, because it would wait for it; or None.
+    """Return the session of an outer block that the new block becomes a part of; None if there is none.
 
-    It is in another block of the same thread, task or greenlet, for one of the same resources.
+    It is of the same thread, task or greenlet, and for one of the same resources: the new block would wait.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):
@@ -175,7 +175,7 @@ def _pass_gates(session: Session, plan: _Plan[Any]) -> None:
 
 
 class _Blocks(Generic[_Block]):
-    """The open blocks of one object that threads or tasks may share, and which of them has entered each."""
+    """The open blocks of one object, which threads or tasks may share, and which of these entered each."""
 
     __slots__ = ("_open",)
 
@@ -186,10 +186,10 @@ class _Blocks(Generic[_Block]):
         self._open.append((current_owner(), block))
 
     def take(self) -> _Block:
-        """Return the block to leave: what this thread, task or greenlet entered last, or the only one open.
+        """Return the block to leave: the last one of this thread, task or greenlet, or the only one open.
 
-        Frameworks may leave a generator in another thread. Of several, the wrong one would be
-        committed half-done.
+        Frameworks may leave a generator in another thread. If several blocks are open then, it is unknown
+        which one to commit.
         """
         entries = tuple(self._open)
         owner = current_owner()
@@ -205,7 +205,7 @@ class _Blocks(Generic[_Block]):
 
 @contextmanager
 def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator[None]:
-    """Refuse to begin another transaction in the block: it would go on without the gates, or the locks."""
+    """Refuse a second transaction in the block: it would lack the gates, or the locks."""
 
     def refuse(_: Session, transaction: SessionTransaction) -> None:
         if transaction.parent is None:
@@ -228,7 +228,7 @@ def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator
 
 @contextmanager
 def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
-    """Turn the driver's error of a COMMIT that may have taken place into the error that says what to do."""
+    """Turn the driver's error into CommitInDoubtError if the COMMIT may have taken place."""
     try:
         yield
     except Exception as error:
@@ -244,7 +244,7 @@ def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
 
 
 def _has_work(session: Session) -> bool:
-    """Tell whether there is something to commit: not if the body has, and has done nothing since."""
+    """Tell whether there is work to commit: not if the body committed, and did nothing since."""
     return session.in_transaction() or any((session.new, session.dirty, session.deleted))
 
 
@@ -273,17 +273,17 @@ class FencedTransaction(Generic[_S]):
     def run(self, body: Callable[[_S], _R]) -> _R:
         """Call `body` with the session, commit, and return what it returned.
 
-        Where the connection is lost, and it is not known whether the COMMIT took place, a new token is
-        minted, the gates are passed with it, and the body is called again, up to `retries` times. What the
-        first one did may have been committed: the body looks, most simply by `once`. Without gates, an object
-        that it has loaded before the first one's commit is refused with `StaleReadError`.
+        If the connection is lost and the outcome of the COMMIT is unknown, a new token is minted, the gates
+        are passed with it, and the body is called again, up to `retries` times. The first call's work may
+        have been committed, so the body must look: the simplest way is `once`. Without gates, an object that
+        the second call loaded before that commit is refused with `StaleReadError`.
 
         Returns:
             What `body` returned.
 
         Raises:
             CommitInDoubtError: the outcome of the COMMIT is unknown, and no retries are left.
-            LockLostError: no new token could be had.
+            LockLostError: no new token could be minted.
         """
         lock = self._plan.lock()
         with lock:
@@ -413,31 +413,32 @@ def fenced_transaction(
 ) -> FencedTransaction[Any] | AsyncFencedTransaction[Any]:
     """Return a transaction under a lock, to be entered with `with` or `async with`; it yields the session.
 
-    In this order: the lock is acquired, a session begins its transaction, and passes the gate of each
-    resource; after the body it is committed, or rolled back if the body raised, and closed; only then the
-    lock is released. No older holder that passes the gate too can come between what the body reads and what
-    it writes, new rows included. One who does not pass it is noticed when an object is written that he has
-    written since (`StaleReadError`).
+    In this order: the lock is acquired; a session begins its transaction, and passes the gate of each
+    resource; the body runs; the transaction is committed, or rolled back if the body raised; the session is
+    closed; the lock is released. No older holder that passes the gate, too, can write between the body's
+    reads and its writes, new rows included. If an older holder does not pass it and writes a row that the
+    body has read, the body's write of that row raises `StaleReadError`.
 
-    Inside another one of the same thread, task or greenlet, for one of the same resources and on the same
-    engine, it is a savepoint of that one and yields its session: what it has done is committed with it. In
-    another session of the same database, these write nothing under the lease meanwhile (`FenceError`). Where
-    the isolation keeps a snapshot (MariaDB's default), it can lock no further resources: `StaleReadError`.
+    A block for one of the same resources, on the same engine and in the same thread, task or greenlet, may
+    stand inside. It yields the same session, as a savepoint, and is committed with the outer block. Meanwhile
+    other sessions of this thread, task or greenlet cannot write to the database under the lease
+    (`FenceError`). If the isolation keeps a snapshot (MariaDB's default), the inner block can lock no further
+    resources: `StaleReadError`.
 
     Args:
-        session: a `sessionmaker`, a `scoped_session` or an `Engine`; for coroutines their asyncio twins. The
-            session of a scoped one must not have a transaction open; it is not closed afterwards.
+        session: a `sessionmaker`, a `scoped_session` or an `Engine`; for coroutines their asyncio twins. A
+            scoped session must not have a transaction open, and is not closed afterwards.
         *resources: what to lock.
         retries: how often `run` calls its body again after a COMMIT in doubt. A `with` block has one body
             and one run, so it takes no retries.
-        gate: pass the gates, for which the database needs the fence table (`fence_table`). Without them,
-            claim before reading.
-        **settings: of the lock: see `fenced_lock`.
+        gate: whether to pass the gates, for which the database needs the fence table (`fence_table`). Without
+            gates, claim before you read.
+        **settings: those of the lock: see `fenced_lock`.
 
     Raises:
-        CommitInDoubtError: leaving the block, where the answer to its COMMIT was lost.
-        FenceError: where the body goes on after the transaction that has passed the gates has ended; and
-            where it would wait for another open transaction of the same thread, task or greenlet.
+        CommitInDoubtError: as the block is left, if the answer to its COMMIT was lost.
+        FenceError: if the body goes on after its transaction has ended, or would wait for another open
+            transaction of the same thread, task or greenlet.
         TypeError: for arguments of the wrong kind, and for retries with a `with` block. Entering raises what
             `FencedLock.acquire` and `gate` raise.
         ValueError: for arguments out of range.

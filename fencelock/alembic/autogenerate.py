@@ -75,7 +75,7 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
 
 
 def _wanted(table: Table) -> FoundTrigger:
-    """Return the trigger that a table shall have; without the column there are no write ids to give."""
+    """Return the trigger that a table is to have; without the column it can give no write ids."""
     wanted = trigger_of(table)
     return "fence" if wanted is True and WRITE_COLUMN not in table.c else wanted
 
@@ -96,10 +96,10 @@ def _found(context: AutogenContext, table_name: str, schema: str | None) -> Foun
 
 
 def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]) -> object:
-    """Say it with the operations of fencelock, outside of batches: those copy tables on SQLite.
+    """Replace what was found by fencelock's operations, outside of batches (which copy tables on SQLite).
 
-    What drops something goes before the other changes of a table, and what adds something after them, so that
-    the way back has the right order, too.
+    An operation that drops something comes before the other changes of its table, and one that adds something
+    after them. So the downgrade has the right order, too.
     """
     upgrade.ops[:] = [said for op in upgrade.ops for said in _translated(context, op)]
     return _CONTINUE
@@ -152,9 +152,9 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
 
 
 def _restored(context: AutogenContext, op: ModifyTableOps) -> Iterator[FenceOperation]:
-    """Yield what makes a trigger again where a batch copies the table, as it does on SQLite.
+    """Yield the operations that make a trigger again after a batch has copied its table, as on SQLite.
 
-    It comes before the batch, too, and so behind it on the way back, where an added column is dropped.
+    They also come before the batch. So the downgrade has them after its batch, which drops the column.
     """
     is_copied = any(not isinstance(each, CreateIndexOp | DropIndexOp) for each in op.ops)
     is_batch = context.opts.get("render_as_batch") and context.dialect is not None

@@ -1,7 +1,7 @@
 """`op.add_fence` and the other operations of migrations.
 
-What an operation makes never changes with the version of fencelock, because migrations are history. What a
-later version needs will be an operation of its own, which autogenerate finds.
+An operation does the same in every version of fencelock, because migrations are history. If a later version
+needs something else, that is a new operation, which autogenerate finds.
 
 Alembic loads plugins while it is half imported itself, so its innermost modules are imported here.
 """
@@ -53,7 +53,7 @@ class FenceOperation(MigrateOperation):
     """One operation on a table.
 
     A subclass names the operation and the one that reverses it. Unless it has a method of that name, the
-    operation is `op.NAME(table_name, schema=None)`, or `op.NAME(schema=None)` for a table of fencelock's own.
+    operation is `op.NAME(table_name, schema=None)`, or `op.NAME(schema=None)` for one of fencelock's tables.
     """
 
     name: ClassVar[str]
@@ -115,7 +115,7 @@ class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
     def add_fence(
         cls, operations: Operations, table_name: str, *, trigger: bool = False, schema: str | None = None
     ) -> None:
-        """Give a table the column `last_fencing_token`, with 0 in every row, which no database rewrites.
+        """Give a table the column `last_fencing_token`, 0 in every row. No database rewrites the table.
 
         Args:
             operations: given by Alembic.
@@ -144,7 +144,7 @@ class DropFenceOp(FenceOperation, name="drop_fence", opposite="add_fence"):
 
 
 class AddWriteIdOp(FenceOperation, name="add_write_id", opposite="drop_write_id"):
-    """Give a table the column `last_write_id`, with 0 in every row, which no database rewrites."""
+    """Give a table the column `last_write_id`, which is 0 in every row; no database rewrites the table."""
 
 
 class DropWriteIdOp(FenceOperation, name="drop_write_id", opposite="add_write_id"):
@@ -152,7 +152,7 @@ class DropWriteIdOp(FenceOperation, name="drop_write_id", opposite="add_write_id
 
 
 class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite="drop_fence_trigger"):
-    """The trigger of a table that has the columns."""
+    """Give a table that has the columns its trigger."""
 
     @classmethod
     def create_fence_trigger(
@@ -295,7 +295,7 @@ def _drop_trigger(operations: _Operations, op: FenceOperation) -> None:
 
 
 def _drop_renamed(operations: _Operations, op: FenceOperation) -> None:
-    """Drop the triggers that a renamed table has kept. A script without a database cannot know of them."""
+    """Drop the triggers that a renamed table has kept; a script (--sql) cannot know of them."""
     if not operations.migration_context.as_sql:
         connection = operations.get_bind()
         _execute(operations, triggers.drop_renamed(connection, op.table_name, schema=op.schema))
@@ -343,7 +343,7 @@ def _render(context: AutogenContext, op: FenceOperation) -> str:
 
 
 def _free_migrations() -> None:
-    """Have migrations write fenced tables as they did before these were fenced, by whatever engine."""
+    """Let migrations write fenced tables without a lease, on any engine."""
     within = Operations.context
 
     @contextmanager

@@ -1,7 +1,7 @@
-"""What the entry point for Alembic leads to.
+"""The entry point for Alembic.
 
-Apart from `operations`, and without a module of Alembic, because whichever of the two is imported first loads
-the other one while it is half imported itself. So the rest is imported when it is called.
+It imports nothing of Alembic and no `operations` before it is called. Alembic and this package load each
+other, so one of them would be half imported.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The command `fencelock` itself: its version, and all that it has below it."""
+"""The command `fencelock`: its version, and its subcommands."""
 
 from __future__ import annotations
 

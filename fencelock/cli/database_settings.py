@@ -1,6 +1,6 @@
-"""What `fencelock doctor` finds in the settings of a database, and in the servers that stand behind it.
+"""What `fencelock doctor` finds in the settings of a database, and in the servers behind it.
 
-A role may be forbidden to see some of that. Then nothing is found there.
+If the role may not see a setting, nothing is found there.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _MIXES: Final = "what a transaction locks and reads is new, beside older rows th
 
 
 class _Setting(NamedTuple):
-    """A setting that is bad if it has one of some values: why, and what to do."""
+    """A setting with its bad values, and what to do about them."""
 
     dialect: str
     name: str
@@ -98,7 +98,7 @@ def of_galera(url: URL) -> Iterator[Finding]:
 
 
 def _status_of_galera(url: URL) -> dict[str, str]:
-    # Without a majority a node refuses all but SHOW, and SQLAlchemy says more than that when it connects.
+    # Without a majority a node refuses all but SHOW, and SQLAlchemy sends other statements as it connects.
     dialect = create_engine(url, poolclass=NullPool).dialect
     found: dict[str, str] = {}
     if dialect.name in MYSQL:
@@ -146,13 +146,13 @@ def _dialect(connection: Connection) -> str:
 
 
 def _values(connection: Connection) -> dict[str, str]:
-    """Return all settings that there are: MySQL does not have all of MariaDB's."""
+    """Return all settings of the server. MySQL lacks some of MariaDB's."""
     ask = _VALUES.get(_dialect(connection))
     return {} if ask is None else {str(name): str(value or "") for name, value in _ask(connection, ask)}
 
 
 def _ask(connection: Connection, statement: str) -> Iterable[Any]:
-    """Return the rows of an answer; none where the role may not have them."""
+    """Return the rows of an answer; none if the role may not see them."""
     try:
         return connection.execute(text(statement)).all()
     except DBAPIError:

@@ -93,7 +93,7 @@ def _show(found: list[Finding]) -> None:
 
 
 def _new_token(authority: Shipped, where: str, found: list[Finding]) -> int | None:
-    """Return a token that is granted now; none where nothing is granted."""
+    """Return a token that is granted now; None if nothing is granted."""
     try:
         with authority.lock(_PROBE, ttl=1, timeout=2, renew=False, if_lost="warn") as token:
             return token
@@ -203,7 +203,7 @@ def _is_old(version: str) -> bool:
 
 
 def _look_into(url: str, look: Callable[[Connection, str], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings in a database; that it cannot be read is one, too."""
+    """Return the findings in a database. If it cannot be read, that is a finding."""
     shown = shared.without_password(url)
     try:
         with shared.database_at(url) as engine, engine.connect() as connection:
@@ -213,12 +213,12 @@ def _look_into(url: str, look: Callable[[Connection, str], Iterable[Finding]]) -
 
 
 def _is_above_nodes(seen: int, token: int) -> bool:
-    """Compare epochs: the counters of nodes are of each resource."""
+    """Compare epochs only, because nodes have a counter for each resource."""
     return split(seen)[0] > split(token)[0]
 
 
 def _is_above_times(seen: int, token: int) -> bool:
-    """Compare the times of tokens that a database mints; other programs go on meanwhile."""
+    """Compare the times in a database's tokens. Other programs go on meanwhile."""
     return (seen >> SERVER_BITS) > (token >> SERVER_BITS) + 60_000
 
 

@@ -9,7 +9,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fact, where it was found, and what to do. A note, unless locks or data are in danger."""
+    """A fact, its place, and what to do. It is a note, unless locks or data are in danger."""
 
     where: str
     what: str

@@ -124,7 +124,7 @@ def _init_database(url: str, above: int | None) -> None:
 
 
 def _clear(quorum: Redlock, *, yes: bool) -> None:
-    """Delete the keys on nodes of which too few vote, if the operator agrees."""
+    """Delete the keys of nodes, too few of which vote, if the operator agrees."""
     left = quorum.remains()
     if not left:
         return

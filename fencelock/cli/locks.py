@@ -179,7 +179,7 @@ def history(
     last: Annotated[int, typer.Option(min=1, help="How many entries.")] = 50,
     as_json: shared.AsJson = False,
 ) -> None:
-    """Show what has become of a lock: granted, lost, refused, released by force. Status 3: nothing is known.
+    """Show the history of a lock: granted, lost, refused, released by force. Status 3: nothing is known.
 
     The program has to write it: fencelock.observe.history.record(engine).
     """
@@ -256,7 +256,7 @@ def release(
         typer.Option(help="Let a row in it refuse the holder, orders:id=1; once for each row."),
     ] = None,
 ) -> None:
-    """Take a lock from its holder. Status 3: it was free, or another than that of --token or --holder has it.
+    """Take a lock from its holder. Status 3: it was free, or not held by that --token or --holder.
 
     The holder is not stopped, and its lock is lost. With --database the gate refuses it from now on, and with
     --claim that row does, too. Any other row refuses it once the next holder has written or claimed it.
@@ -293,7 +293,7 @@ def release(
 
 
 def _token_of(process: str, info: LockInfo | None, token: int | None) -> int:
-    """Return the token by which a process holds a lock: another grant of the same lock has another one."""
+    """Return the token by which a process holds a lock, because a later grant has another one."""
     if info is None or info.holder is None:
         shared.say("no process holds that lock")
         raise typer.Exit(shared.FOUND_NOTHING)
@@ -306,7 +306,7 @@ def _token_of(process: str, info: LockInfo | None, token: int | None) -> int:
 
 
 def _row_of(text: str) -> tuple[str, dict[str, str]]:
-    """Return the table and the key that `orders:id=1,shop=2` names."""
+    """Return the table and the key in a text such as `orders:id=1,shop=2`."""
     name, _, pairs = text.partition(":")
     key = dict(pair.split("=", 1) for pair in pairs.split(",") if "=" in pair)
     if not re.fullmatch(r"\w+(\.\w+)?", name) or not key:
@@ -315,7 +315,7 @@ def _row_of(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> None:
-    """Refuse, before anything is taken, what has no fence to be raised."""
+    """Refuse rows without a fence before the lock is taken."""
     tables = sqlalchemy.inspect(engine)
     for name in (FENCE_TABLE, *(name for name, _ in rows)):
         schema, _, table = name.rpartition(".")
@@ -330,9 +330,9 @@ def _raise_fences(
     rows: list[tuple[str, dict[str, str]]],
     old: int | None,
 ) -> None:
-    """Pass the gate and claim the rows with the number after the old token; no successor has a smaller one.
+    """Pass the gate and claim the rows with the old token plus one, which no successor's token is below.
 
-    Where no old token is known, a new one is locked for.
+    If no old token is known, a new one is acquired.
     """
     dialect = engine.dialect
     try:
@@ -373,9 +373,9 @@ def prune(
         str, typer.Option(help="The database of the receipts, if it is not the one that grants the locks.")
     ] = "",
 ) -> None:
-    """Delete what has not been used for long: what the authority keeps of free resources, and receipts.
+    """Delete what was not used for long: receipts, and what the authority remembers of free resources.
 
-    A key whose receipt is gone can be used again. The fences stay as they are: they refuse late writers.
+    A key whose receipt is gone can be used again. The fences stay, because they refuse late writers.
     """
     seconds = shared.seconds_of(older_than)
     url = url or os.environ.get("FENCELOCK_URL", "")

@@ -1,4 +1,4 @@
-"""`fencelock nodes`: how the nodes stand, and which they are."""
+"""`fencelock nodes`: shows the state of the nodes, and changes the list of nodes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def nodes(
         bool, typer.Option("--wait", help="First admit again what can be, which takes the longest lease.")
     ] = False,
 ) -> None:
-    """Show how the nodes stand. Status 0 if a majority votes, and the list is that of the members."""
+    """Show the state of the nodes. Status 0 if a majority votes, and the members agree with the list."""
     if context.invoked_subcommand is not None:
         context.obj = (current, namespace)
         return

@@ -52,9 +52,9 @@ def run(
 ) -> None:
     """Run a command under a lock: fencelock run RESOURCE -- COMMAND. Its token is in FENCELOCK_TOKEN.
 
-    The status is the command's; 75 where another holder kept the lock (0 with --if-held skip), 74 where it
-    could not be decided, and 76 where the lock was lost: then the command is terminated, with all that it has
-    started (but for what a terminal has begun). On Linux the command is killed where this process is.
+    The status is the command's. It is 75 if another holder kept the lock (0 with --if-held skip), 74 if the
+    nodes or the database failed, and 76 if the lock was lost. Then the command is terminated with all that it
+    has started (at a terminal, only the command). On Linux the command is killed if this process is killed.
     """
     if not context.args:
         shared.say("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", "red")
@@ -130,7 +130,7 @@ class _Command:
                     os.killpg(self._program.pid, number)
 
     def end_what_is_left(self) -> None:
-        """Kill the processes that the command has left after a while, because another may hold the lock."""
+        """Kill, after a while, the processes that the command has left: another may hold the lock."""
         until = time.monotonic() + _GRACE
         with suppress(ProcessLookupError, PermissionError):
             while self._program is not None and self._group is not None:

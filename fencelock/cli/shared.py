@@ -1,4 +1,4 @@
-"""What all commands share: how they say what went wrong, and what they speak to."""
+"""What all commands share: printing errors, and opening authorities and databases."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print what goes wrong as a sentence, without a traceback, and exit with status 1."""
+    """Print an error as a sentence, without a traceback, and exit with status 1."""
     try:
         yield
     except (FencelockError, ValueError) as error:
@@ -52,7 +52,7 @@ def fail(sentence: str) -> NoReturn:
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds that a text such as 90, 90s, 15m, 1h or 2d names; print an error for any other."""
+    """Return the seconds in a text such as 90, 90s, 15m, 1h or 2d; print an error for another text."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip())
     if found is None:
         fail(f"{text!r} is no time such as 30d, 12h, 15m or 90s")
@@ -61,7 +61,7 @@ def seconds_of(text: str) -> float:
 
 @contextmanager
 def refusing_databases(shown: str, done: str) -> Iterator[None]:
-    """Say in a sentence why a database cannot be used."""
+    """Print in a sentence why a database cannot be used, and exit."""
     try:
         yield
     except (SQLAlchemyError, ImportError) as error:
@@ -71,14 +71,14 @@ def refusing_databases(shown: str, done: str) -> Iterator[None]:
 
 
 def without_password(urls: str) -> str:
-    """Return one URL, or several with commas between, with PASSWORD wherever one is to be typed."""
+    """Return one URL, or several separated by commas, with PASSWORD in place of each password."""
     each = re.split(r",(?=[\w+.-]+://)", urls)
     hidden = [re.sub(r"(//[^:@/]*:).*@", r"\1PASSWORD@", url) for url in each]
     return ",".join(re.sub(r"(?i)(pass\w*=)[^&]*", r"\1PASSWORD", url) for url in hidden)
 
 
 def check_file(url: str) -> None:
-    """Refuse a file of SQLite that is not there. SQLite would make an empty one."""
+    """Refuse a missing file of SQLite, because SQLite would make an empty one."""
     file = file_of_sqlite(url)
     if file and not any(map(os.path.exists, (file, str(file_of(make_url(url), None).database)))):
         fail(f"there is no file {file}; for a new one: fencelock init {url}")
@@ -106,7 +106,7 @@ def shown(text: str) -> str:
 
 @contextmanager
 def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Shipped]:
-    """Return what grants the locks; its errors are printed as sentences."""
+    """Return the authority; its errors are printed as sentences."""
     url = url or os.environ.get("FENCELOCK_URL", "")
     if not url.strip():
         fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
@@ -119,7 +119,7 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Shipp
 
 
 def new_authority(url: str, namespace: str = DEFAULT_NAMESPACE) -> Shipped:
-    """Return a client of what a URL names."""
+    """Return a client of the authority that a URL names."""
     factory = factory_of(url)
     if factory is Database:
         check_file(url)
@@ -144,7 +144,7 @@ def print_json(found: Any) -> None:
 
 
 def tell_programs(urls: list[str], namespace: str) -> None:
-    """Say how programs are told what grants the locks; a password is left for the operator to type."""
+    """Print how programs are told where locks are granted; the operator types the password."""
     shown = ",".join(map(without_password, urls))
     if namespace == DEFAULT_NAMESPACE:
         say(f"Tell your programs: export FENCELOCK_URL={shown}")

@@ -1,8 +1,8 @@
 """Claim before reading: raise the fence, take the lock, then read.
 
-What a program decides on and does not write is not compared, and an act outside of the database cannot be
-undone. A claim turns the old holder away, and reads after it stay true until the transaction ends.
-Nothing is remembered as claimed, because a rollback to a savepoint gives the row lock back.
+The guard compares only rows that are written. A row that a decision was read from may be old, and an act
+outside of the database cannot be undone. After a claim older holders are refused, and reads stay true until
+the transaction ends. No claim is remembered, because a rollback to a savepoint gives the row lock back.
 """
 
 from __future__ import annotations
@@ -261,7 +261,7 @@ def key_of(mapper: Mapper[Any], identity: object) -> _Key:
 
 
 def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
-    """Return the values that name a row's resource, and never change; None if the row tells, and is gone."""
+    """Return the values that name a row's resource; None if they stand in the row, and it is gone."""
     if fenced.template.in_key:
         return _resource_values_in(fenced, key)
     query = select(*fenced.template.columns.values()).where(*_criteria(fenced))
@@ -270,10 +270,11 @@ def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> 
 
 
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Make a query that comes before the lock take it, where it would take a snapshot of all tables instead.
+    """Have the query before a claim lock its rows, where it would begin a snapshot (MariaDB, MySQL).
 
-    The snapshot would be older than the lock that is waited for next. The lock is that of a writer: two that
-    share one and want to write deadlock. A query that says how it locks keeps its own way.
+    The snapshot would be older than the lock that the claim waits for. It is the lock of a writer, because
+    two transactions that share a lock and want to write deadlock. A query with its own FOR UPDATE stays as it
+    is.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
     return query if is_as_wanted else query.with_for_update()
@@ -285,7 +286,7 @@ def _resource_values_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
 
 
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
-    """Claim and load a row by one statement; return None if that is not possible, or has found no row.
+    """Claim and load a row by one statement; return None if that is not possible, or finds no row.
 
     `do_orm_execute` may add criteria to a SELECT.
     """
@@ -302,7 +303,7 @@ def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row
 
 
 def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update | None:
-    """Return the statement that claims and returns a row; None where more than that loads an object."""
+    """Return the statement that claims and returns a row; None if loading the object takes more."""
     is_plain = (
         mapper.local_table is fenced.table
         and mapper.inherits is None
@@ -335,7 +336,7 @@ def _parameters(row: _Key) -> dict[str, Any]:
 
 
 def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_Key], token: int) -> None:
-    """Raise fences in this order, each by an execution of its own, which tells the row that has refused."""
+    """Raise fences in this order, one at a time, so that a refusal names its row."""
     if "raising" not in fenced.statements:
         raising = update(fenced.table).where(*_criteria(fenced, named=True))
         fenced.statements["raising"] = raising.values(unchanged_by_raising(fenced.table))
@@ -355,7 +356,7 @@ def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_lo
 
 
 def _load(target: Target, statement: Select[Any], fenced: FencedTable, keys: Sequence[_Key]) -> Sequence[Any]:
-    """Load those of a query's objects that have these keys as they are now, also into the session's own."""
+    """Load the objects of a query that have these keys, and refresh those that the session has already."""
     query = statement.where(is_one_of(tuple(fenced.table.primary_key), keys))
     query = newest(query.execution_options(populate_existing=True), target.connection)
     target.check_reads(query)

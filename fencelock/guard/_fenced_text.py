@@ -1,8 +1,7 @@
-"""`fenced_text`: textual SQL that carries the condition, because its author says so.
+"""`fenced_text`: textual SQL whose author has written the condition into it.
 
-The text is not parsed. It has parameters, which the guard fills in: the token and, in everything but a
-DELETE, a new write id. If it has written no row, the fences of the rows that its resource guards tell whether
-the holder is stale.
+The text is not parsed. The guard fills in its parameters: the token and, unless it is a DELETE, a new write
+id. If no row was written, a query for the resource's rows tells whether a newer holder has fenced them.
 """
 
 from __future__ import annotations
@@ -56,14 +55,15 @@ def fenced_text(
         connection.execute(paying, {"id": 1, "status": "paid"})
     ```
 
-    The guard fills in `:fencing_token` and `:fencing_write_id`. It does not read the rest: that the condition
-    guards each row that is written is for its author to see to. Objects of the session are not refreshed.
+    The guard fills in `:fencing_token` and `:fencing_write_id`, and does not read the rest. You see to it
+    that the condition guards each row that is written. Objects of the session are not refreshed.
 
     Args:
         sql: one statement, with both parameters; a DELETE needs the token alone.
         target: the fenced model, or the `Table`.
-        resource: the resource that guards the rows. Its lease must be held. By default the parameters say it
-            that are named like the columns of `__fence_resource__`, or else the one lease that is held.
+        resource: the resource that guards the rows. Its lease must be held. By default it is made of the
+            parameters that are named like the columns of `__fence_resource__`; without such parameters it is
+            that of the one lease held.
         token: the fencing token to write with, whatever leases are held.
 
     Raises:

@@ -1,6 +1,7 @@
-"""The fence table, and `gate`: it claims the row there that stands for a resource as a whole.
+"""The fence table has one row for each resource, and `gate` claims it.
 
-A row that is not there has no fence, and its resource's own row has. That one outlives all that it guards.
+A deleted row takes its fence along. The resource's row in this table stays, so its fence outlives what it
+guards.
 """
 
 from __future__ import annotations
@@ -53,15 +54,15 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     ```
 
     Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two of a
-    fenced model. It is fenced itself: each row by its own resource.
+    fenced model. It is a fenced table itself: each row is guarded by its own resource.
 
-    Where all calls of a program name one schema (as `metadata` may do), `gate` looks for the table there;
-    else in the default schema of the connection, or where its `schema_translate_map` has that.
+    If all calls of a program name one schema (or their `metadata` does), `gate` looks for the table there.
+    Else it looks in the connection's default schema, as its `schema_translate_map` may translate it.
 
     Args:
         metadata: of the models.
         schema: where the table is.
-        trigger: have the database itself refuse whatever lowers a resource's fence, as for models.
+        trigger: whether a trigger of the database refuses to lower a resource's fence, as for models.
 
     Raises:
         ValueError: if another trigger is asked for.
@@ -105,7 +106,7 @@ def gate(
     *,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Claim the resource's own row in the fence table, making it where there is none.
+    """Claim the resource's own row in the fence table; make the row if there is none.
 
     ```python
     with fenced_lock("order:3"), Session(engine) as session:
@@ -114,10 +115,10 @@ def gate(
         session.commit()
     ```
 
-    It guards what rows cannot guard themselves: INSERTs, a DELETE followed by an INSERT, and whole
-    aggregates of rows that are not fenced one by one. Until the transaction ends, no other holder passes
-    the gate of this resource; afterwards older holders never pass. Pass it before reading, as with `claim`.
-    The fence table is part of your metadata once `fence_table(Base.metadata)` was called; migrate then.
+    It guards what rows cannot guard themselves: an INSERT, a DELETE followed by an INSERT, and a group of
+    rows that have no fences of their own. No other holder passes the gate of this resource until the
+    transaction ends, and no older holder ever passes it again. Pass it before you read, as with `claim`. The
+    fence table is part of your metadata once `fence_table(Base.metadata)` was called; migrate then.
 
     Args:
         session: whose transaction passes the gate.
@@ -127,11 +128,11 @@ def gate(
 
     Raises:
         StaleTokenError: if a newer holder has passed.
-        FenceError: if another open transaction of this thread, task or greenlet has passed it: this one would
-            wait for itself.
+        FenceError: if another open transaction of this thread, task or greenlet has passed it. It would wait
+            for itself.
         UnfencedWriteError: if the resource's lease is not held; or if several are, and none is named.
         LockLostError: if the lease is known to be lost.
-        TypeError: if it cannot be told which of the session's databases has the gate.
+        TypeError: if the session has several databases, and nothing tells which of them has the gate.
     """
     install()
     connection = begin_claim(session_of(session, "gate"), FENCES, None, bind_arguments).connection
@@ -189,9 +190,9 @@ def _only_resource(connection: Connection) -> str:
 def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     """Return the statement that makes a resource's fence, or raises it, and locks its row either way.
 
-    A higher fence stays, and shuts the gate. The write id is new each time, so that Galera also replicates
-    what passes again under one token. One statement, because two deadlock: InnoDB's shared lock of a missed
-    INSERT, or its gap lock of a missed UPDATE, is held by both contenders when each wants to write.
+    A higher fence stays, and shuts the gate. The write id is new each time, so that Galera replicates a
+    second passage under one token. Two statements would deadlock in InnoDB: the first leaves a lock that both
+    share.
     """
     fence, is_mysql = fences.c[FENCE_COLUMN], dialect in MYSQL
     made = insert_into(fences, dialect)

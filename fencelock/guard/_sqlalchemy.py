@@ -43,8 +43,8 @@ cache_of = attrgetter("_compiled_cache")
 def hear_ends(heard: Callable[..., object]) -> None:
     """Call `heard(transaction, error, commits=…)` when any transaction or savepoint has ended.
 
-    SQLAlchemy has events before a COMMIT and none after it, save those of sessions, which do not see the
-    transactions of others that they have joined. The three methods are public; replacing them is not.
+    SQLAlchemy's engines have an event before a COMMIT, and none after it. A session's events do not see a
+    transaction that the session has joined. The three methods are public; replacing them is not.
     """
 
     def telling(end: Callable[[Transaction], None], *, commits: bool) -> Callable[[Transaction], None]:
@@ -64,7 +64,7 @@ def hear_ends(heard: Callable[..., object]) -> None:
 
 
 def execute_by(kind: Any, around: Callable[[Any], Any]) -> None:
-    """Have statements of a kind execute themselves by what this returns for the way they do it now."""
+    """Replace the function by which statements of a kind execute themselves, by `around(function)`."""
     kind._execute_on_connection = around(kind._execute_on_connection)
 
 
@@ -81,19 +81,19 @@ def with_where(statement: Update | Delete, parts: Iterable[Any]) -> Update | Del
 
 
 def values_in(statement: Update | Delete | Insert) -> Iterator[tuple[Any, Any]]:
-    """Return the columns (or their keys) that a statement itself assigns, and the values."""
+    """Yield the columns (or their keys) to which a statement itself assigns values, and the values."""
     yield from (getattr(statement, "_values", None) or {}).items()
     yield from getattr(statement, "_ordered_values", None) or ()  # SQLAlchemy 2.0
 
 
 def keeps_order(statement: Any) -> bool:
-    """Tell whether an UPDATE was given its values by ordered_values(), which takes no others beside them."""
+    """Tell whether an UPDATE got its values by ordered_values(); then it takes no others."""
     old = getattr(statement, "_ordered_values", None)
     return bool(old or getattr(statement, "_maintain_values_ordering", None))
 
 
 def inserts_plainly(statement: Insert) -> bool:
-    """Tell whether an INSERT touches no row that exists, and its rows are parameters."""
+    """Tell whether an INSERT only adds rows, and these are parameters."""
     return not (statement._post_values_clause is not None or statement._prefixes or statement._multi_values)
 
 
@@ -102,23 +102,23 @@ def locks_rows(query: Select[Any]) -> bool:
 
 
 def equal_to_parents(mapper: Mapper[Any]) -> Iterable[tuple[Any, Any]]:
-    """Return the pairs of columns by which a mapper is joined to the one that it inherits from."""
+    """Return the pairs of columns that join a mapper's table to its parent's."""
     pairs: Any = mapper._inherits_equated_pairs if mapper.inherits else ()
     return pairs or ()
 
 
 def always_load(mapper: Mapper[Any], column: Any) -> None:
-    """Have `load_only()` and `defer("*")` not leave a column out; nor do they leave out the primary key."""
+    """Have a column loaded in spite of `load_only()` and `defer("*")`, as the primary key is."""
     name = "_should_undefer_in_wildcard"
     vars(mapper)[name] = {*getattr(mapper, name), column}
     mapper._memoized_keys -= {name}  # else it is gone with the next class attribute, as pickle sets
 
 
 def load_with(name: str) -> None:
-    """Have a SELECT of a part of an object load an attribute as well.
+    """Have a SELECT that loads a part of an object load an attribute as well.
 
-    Such a SELECT is that of a deferred column, of `Session.refresh(instance, names)`, or of the sub-tables
-    that `selectin_polymorphic()` asks for.
+    Parts are loaded by a deferred column, by `Session.refresh(instance, names)`, and by
+    `selectin_polymorphic()` for sub-tables.
     """
 
     def wanted(state: InstanceState[Any], names: Iterable[str]) -> Iterable[str]:
@@ -159,7 +159,7 @@ def load_with(name: str) -> None:
 def _populators(
     name: str, read: Callable[[Any], Any] | None, heard: Callable[..., Any]
 ) -> tuple[Callable[..., None], Callable[..., None]]:
-    """Return what takes a row's value for an object, and what only compares it with that of an object."""
+    """Return two populators: one takes the value of a row, the other only compares it with the object's."""
 
     def take(state: InstanceState[Any], current: dict[str, Any], row: Any) -> None:
         kept = compare(state, current, row)
@@ -176,8 +176,7 @@ def _populators(
 def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], Any]) -> None:
     """Call `heard(context, state, before, found)` when a row and an object differ in an attribute.
 
-    None stands for a value that is not there. A query that loads the attribute gives the object what `heard`
-    returns.
+    None stands for a missing value. If the query loads the attribute, the object gets what `heard` returns.
     """
     setup = ColumnProperty.setup
     create: Any = ColumnProperty.create_row_processor
@@ -185,7 +184,7 @@ def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], An
     @wraps(setup)
     def setting_up(prop: ColumnProperty[Any], *given: Any, **options: Any) -> None:
         setup(prop, *given, **options)
-        if prop.key == name:  # else `create_row_processor` is not asked
+        if prop.key == name:  # so that `create_row_processor` is asked
             options["memoized_populators"].pop(prop, None)
 
     @wraps(create)
@@ -232,7 +231,7 @@ def hear_merges(name: str, heard: Callable[..., None]) -> None:
 
 
 def left_out_of(context: Any, mapper: Mapper[Any]) -> set[str]:
-    """Return the columns that a query leaves as they are in an object that it loads again."""
+    """Return the columns that a query does not refresh in an object that the session has."""
     said: dict[bool, set[Any]] = {False: set(), True: set()}
     for path, each in getattr(getattr(context, "compile_state", None), "attributes", {}).items():
         strategy = getattr(each, "strategy", None) or ()

@@ -1,8 +1,8 @@
-"""INSERT, or UPDATE where the row is there already: guarded, in the one statement that databases have for it.
+"""`upsert`: INSERT, or UPDATE if the row exists, guarded and in one statement.
 
-`INSERT … ON CONFLICT DO UPDATE … WHERE fence <= new fence` on PostgreSQL and SQLite. MariaDB and MySQL have
-no WHERE there: each column keeps its value unless the fence lets it go, and the fence itself is written last,
-for they assign from left to right. What was turned away is found out by one query afterwards.
+PostgreSQL and SQLite have `INSERT … ON CONFLICT DO UPDATE … WHERE fence <= new fence`. MariaDB and MySQL have
+no WHERE there, so each column is assigned `IF(fence <= new fence, new value, old value)`. They assign from
+left to right, so the fence comes last. One query afterwards finds the rows that were turned away.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def upsert(
     set_: Mapping[str, Any] | None = None,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Insert rows, or update those whose key is there already, unless a newer holder has fenced them.
+    """Insert rows, or update those whose key exists, unless a newer holder has fenced them.
 
     ```python
     with fenced_lock("order:1", "order:4"), Session(engine) as session:
@@ -51,34 +51,34 @@ def upsert(
         session.commit()
     ```
 
-    All or nothing: where one is turned away, nothing of the transaction (or of the innermost savepoint) can
-    be committed any more. The rows are written in the order of their keys, so that two that write the same
-    ones wait for each other. Objects that the session has of them are expired. Columns that a row does not
-    name keep their values, or get their defaults in a new row; `onupdate` has no effect, as SQLAlchemy has it
-    for ON CONFLICT. As with any INSERT, a stale holder may bring back a row that was deleted: pass the `gate`
-    first where that matters.
+    All or nothing: if one row is turned away, nothing of the transaction (or of the innermost savepoint) can
+    be committed any more. The rows are written in the order of their keys, so that two callers with the same
+    rows wait for each other and do not deadlock. The session's objects of these rows are expired. Columns
+    that a row does not name keep their values, or get their defaults in a new row. `onupdate` has no effect,
+    as in SQLAlchemy's ON CONFLICT. As with any INSERT, a stale holder may bring back a deleted row: pass the
+    `gate` first if that matters.
 
     Args:
         session: whose transaction writes them. With an `AsyncSession`: `await session.run_sync(upsert, …)`.
         model: a fenced model with a table of its own.
-        rows: for each the values by the names of attributes, its key and what `__fence_resource__` names
-            included.
+        rows: for each row its values by the names of attributes. The key and the attributes that
+            `__fence_resource__` names must be among them.
         index_elements: the attributes of the key: those of a unique constraint or unique index; by default
             the primary key.
-        set_: what a row that is there gets, by the names of attributes, instead of the values that the row
-            brings; also as SQL, `{"hits": Page.hits + 1}`. MariaDB and MySQL assign in this order, and an
-            expression sees what has been assigned.
+        set_: new values for a row that exists, by the names of attributes, in place of those in `rows`. SQL
+            is allowed: `{"hits": Page.hits + 1}`. MariaDB and MySQL assign in this order, and an expression
+            sees the values that were assigned before it.
         bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows.
-        UnfencedWriteError: if the lease of one of the rows is not held, or the row that is there is guarded
-            by another resource.
+        UnfencedWriteError: if the lease of one of the rows is not held, or an existing row is guarded by
+            another resource.
         LockLostError: if a lease is known to be lost.
         FenceError: (MariaDB, MySQL) if another row has the same value in another unique column. Elsewhere
             that is the database's own IntegrityError.
-        ValueError: if a row lacks its key, names what is no column or the fence, has SQL as a value, or is
-            given twice; or if nothing makes `index_elements` unique.
+        ValueError: if a row lacks its key, names the fence or no column, has SQL as a value, or is given
+            twice; or if no constraint or index makes `index_elements` unique.
         TypeError: if the model has no fence, or its rows are in several tables.
         NotImplementedError: on a database other than PostgreSQL, SQLite, MariaDB and MySQL.
     """
@@ -119,7 +119,7 @@ def upsert(
 
 
 def _key(mapper: Mapper[Any], fenced: FencedTable, names: Sequence[str] | None) -> _Columns:
-    """Return the columns by which a row is there already; ValueError says that they do not tell it apart."""
+    """Return the columns that decide whether a row exists; ValueError if they are not unique."""
     primary = tuple(fenced.table.primary_key)
     if names is None:
         return primary
@@ -158,7 +158,7 @@ def _changes(
 
 
 def _sql_of(value: Any) -> Any:
-    """Return a value that is SQL, or the attribute of a model; None for a plain one."""
+    """Return the SQL of a value, if it is SQL or the attribute of a model; None for a plain value."""
     return getattr(value, "__clause_element__", lambda: value if isinstance(value, ClauseElement) else None)()
 
 
@@ -227,7 +227,7 @@ def _statement(
 
 
 def _kept(fenced: FencedTable, key: _Columns) -> set[Column[Any]]:
-    """Return the columns that a row keeps: its keys, and what names its resource."""
+    """Return the columns that never change: the keys, and those that name the resource."""
     return {*key, *fenced.template.columns.values(), *fenced.table.primary_key}
 
 
@@ -238,7 +238,7 @@ def _check(
     rows: Mapping[_Key, Mapping[str, Any]],
     token_of: Mapping[_Key, int],
 ) -> Iterator[_Key]:
-    """Yield the primary keys, as the database has them, of rows that were written with their tokens."""
+    """Yield the primary keys of the written rows, as the database has them; raise if one was turned away."""
     template, primary = fenced.template, tuple(fenced.table.primary_key)
     of_resource = tuple(template.columns.values())
     texts = [at for at, column in enumerate(key) if is_text(column)]

@@ -1,4 +1,4 @@
-"""UPDATE and DELETE of a fenced table with the condition, made once of each statement.
+"""Adds the condition to an UPDATE or DELETE of a fenced table, once for each statement.
 
 The token and the write ids travel as parameters, never inside the statement, so that SQLAlchemy's compiled
 cache, executemany and insertmanyvalues all keep working.
@@ -54,7 +54,7 @@ def key_of(column: Any) -> str:
 
 
 def values_of(binds: Iterable[sa.BindParameter[Any]], row: Row) -> tuple[Any, ...]:
-    """Return the values of parameters in one execution; the value of its own may be a callable."""
+    """Return the values of parameters in one execution: those of the row, else their own."""
     return tuple([row[bind.key] if bind.key in row else bind.effective_value for bind in binds])  # noqa: SIM401
 
 
@@ -72,8 +72,8 @@ def criteria_of(clauses: Iterable[Any]) -> Iterator[Any]:
 def parenthesised(part: Any) -> Any:
     """Return a part of a WHERE clause in parentheses, unless it plainly compares columns and parameters.
 
-    What is added with AND to the text `a = 1 OR b = 2`, or to an `op("OR", precedence=10)`, would bind to
-    `b = 2` alone.
+    Without them, an AND behind the text `a = 1 OR b = 2`, or behind an `op("OR", precedence=10)`, would bind
+    to `b = 2` alone.
     """
     is_plain = (
         isinstance(part, sa.BinaryExpression)
@@ -89,14 +89,14 @@ def parenthesised(part: Any) -> Any:
 def equality_binds(
     parts: Iterable[Any], source: sa.FromClause, columns: Iterable[sa.Column[Any]]
 ) -> dict[str, sa.BindParameter[Any]]:
-    """Return the parameters that a WHERE clause compares these columns with by ==, by the column's key."""
+    """Return the parameters that a WHERE clause compares with these columns by ==, by the columns' keys."""
     keys: dict[Any, str] = {source.c[column.key]: column.key for column in columns}
     found = {}
     for part in parts:
         if isinstance(part, sa.BinaryExpression) and part.operator is operators.eq:
             for column, value in ((part.left, part.right), (part.right, part.left)):
                 if isinstance(value, sa.BindParameter) and column in keys:
-                    # A parameter of a type of its own may send something else than its value.
+                    # A parameter with a type of the program's own may send another value.
                     kinds = [isinstance(each.type, sa.TypeDecorator) for each in (value, column)]
                     if kinds != [True, False]:
                         found[keys[column]] = value
@@ -115,9 +115,9 @@ def compared(part: Any, column: sa.ColumnElement[int], operator: object) -> sa.B
 
 
 def reads_more(parts: Iterable[Any], source: sa.FromClause) -> bool:
-    """Tell whether a WHERE clause asks for anything besides the row itself: other rows, tables, or text.
+    """Tell whether a WHERE clause reads more than the row itself: other rows, other tables, or text.
 
-    What the statement writes may change the answer, be it to the rows of its own table that a subquery reads.
+    Then the statement itself may change which rows match: a subquery may read the rows that it writes.
     """
     return any(
         isinstance(element, sa.TextClause | sa.SelectBase)
@@ -131,7 +131,7 @@ def reads_more(parts: Iterable[Any], source: sa.FromClause) -> bool:
 
 
 def unchanged_by_raising(table: sa.Table) -> dict[sa.Column[Any], sa.Column[Any]]:
-    """Return assignments that keep the columns with `onupdate`, for an UPDATE that only raises a fence."""
+    """Return assignments by which an UPDATE that only raises a fence triggers no `onupdate`."""
     return {
         column: column
         for column in table.c
@@ -220,8 +220,10 @@ def _texts_in(clause: Any) -> Iterator[str]:
 
 
 Origin: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
-"""Whose statement it is: a flush's, or one of a flush that does not know what all objects were loaded from;
-the program's own, or that with a token that its caller vouches for; one that claims.
+"""Where a statement comes from.
+
+`objects`: a flush. `blind`: a flush that does not know the loaded write id of each object. `core`: the
+program. `explicit`: the program, with a token. `claim`: a claim.
 """
 
 _forms: WeakKeyDictionary[sa.ClauseElement, dict[Origin, GuardedStatement]] = WeakKeyDictionary()
@@ -230,22 +232,22 @@ _forms: WeakKeyDictionary[sa.ClauseElement, dict[Origin, GuardedStatement]] = We
 
 @dataclass(eq=False, slots=True)
 class GuardedStatement:
-    """A statement with the condition, and how it names rows."""
+    """A statement with the condition, and what is known of the rows that it names."""
 
     statement: Any
     origin: Origin
     fenced: FencedTable
     source: sa.FromClause
     where: tuple[sa.ColumnElement[bool], ...]  # without the condition
-    key: tuple[sa.BindParameter[Any], ...]  # equal to the primary key; empty where one is missing
-    resource_binds: tuple[sa.BindParameter[Any], ...] | None  # None where it does not name the resource
-    looked_up: Mapping[str, str]  # attributes that the session knows, by the parameters that carry them
-    loaded: sa.BindParameter[Any] | None  # says which write id a row must have; None where any will do
-    shifts_ids: bool  # by a parameter; else an UPDATE sets a write id
+    key: tuple[sa.BindParameter[Any], ...]  # compared with the primary key; empty if some of it is missing
+    resource_binds: tuple[sa.BindParameter[Any], ...] | None  # None if they do not name the resource
+    looked_up: Mapping[str, str]  # attributes to take from the session's object, by parameter
+    loaded: sa.BindParameter[Any] | None  # the write id that a row must have; None if any will do
+    shifts_ids: bool  # an UPDATE that adds a number to the ids; another sets one
     is_optional: bool  # may be executed under no lease, and then leaves the fence as it is
-    reads_more: bool  # what it writes may change which rows its WHERE clause is about
+    reads_more: bool  # its own writes may change which rows match
     assigns: bool  # an UPDATE; else a DELETE
-    listed: Mapping[str, int] = field(default_factory=dict)  # tokens by resource, where a list names the rows
+    listed: Mapping[str, int] = field(default_factory=dict)  # tokens by resource, if a list names the rows
     own_token: sa.ColumnElement[int] | None = None  # of a row, as SQL
 
     @property
@@ -280,8 +282,9 @@ def form_of(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedState
 def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
     """Add the condition to a statement: the fence is not above the token, the write id is the one loaded.
 
-    And the row is guarded by the resource that the token is of, as far as the WHERE clause does not say so by
-    itself: see `SameText` for text, and `looked_up` for rows named by their key alone.
+    The resource must be that of the token, too. Where the WHERE clause does not make sure of that, a
+    criterion is added: `SameText` for text, and a comparison with `looked_up` for rows named by their key
+    alone.
     """
     source = fenced.source_of(statement)
     assigned = [column for column, _ in values_in(statement)]
@@ -304,8 +307,8 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
     pinned = equality_binds(where, source, (*fenced.table.primary_key, *columns.values()))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
     is_keyed = bool(key) and len(key) == len(fenced.table.primary_key)
-    # Where the key does not tell the resource, the session knows the row, or did: it may have been deleted
-    # and inserted again, for another one. So what it knows is a parameter, for the database to compare.
+    # If the key does not tell the resource, the session's object does. The row may have been deleted and
+    # inserted again for another resource, so the object's values are parameters that the database compares.
     looked_up = {
         f"{_LOOKED_UP}{column.key}": mapper.get_property_by_column(column).key
         for mapper in fenced.mappers()[:1]
@@ -339,7 +342,7 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
                 if is_text(column) or bind.key.startswith(_LOOKED_UP)
             ]
         )
-    if assigns:  # attributes may be called like other columns
+    if assigns:  # an attribute may have the name of another column
         names = {name for name in assigned if isinstance(name, str)}
         refuse_moving(fenced, {key_of(column) for column in assigned}, names)
     return GuardedStatement(
@@ -363,16 +366,16 @@ _NONE: Final[sa.ColumnElement[int]] = sa.literal_column(str(NO_LEASE), sa.BigInt
 
 
 def passes(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[bool]:
-    """Return the criterion: the fence is not above the token, or the row needs no lease."""
+    """Return the criterion: the fence is not above the token, or the write is under no lease."""
     return sa.or_(fence <= token, token == _NONE) if optional else fence <= token
 
 
 def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
-    """Return the new fence of a row that the criterion of `passes` lets through."""
+    """Return the new fence of a row that `passes` lets through."""
     return sa.case((token == _NONE, fence), else_=token) if optional else token
 
 
 def shift_ids(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
-    """Return the statement with write ids shifted by a number, so that loaded objects can follow it."""
+    """Have a statement add a number to the write ids, so that loaded objects can follow (see `tables`)."""
     write = fenced.source_of(statement).c[fenced.write.key]
     return statement.values({write.key: (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)})

@@ -1,8 +1,8 @@
-"""What the guard does: callbacks for its events, and records in the log.
+"""The guard's events: callbacks, and records in the log.
 
-A refusal is told once, in its own thread and task, before the transaction is rolled back. The log records of
-`fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`, `.fence`): a warning
-for what was refused, INFO for what was written under no lease, and DEBUG for claims.
+A refusal is reported once, in its own thread and task, before the transaction is rolled back. The log records
+of `fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`, `.fence`). A refusal
+is a WARNING, a write under no lease is INFO, and a claim is DEBUG.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def on_stale(callback: _C) -> _C:
         print(f"{event.table} {event.identity}: {event.token} is older than {event.fence}")
     ```
 
-    Callbacks are to be quick, and must not use the session or connection; one that fails is logged, and
-    changes nothing.
+    A callback must be quick, and must not use the session or connection. If it fails, that is logged, and
+    changes nothing else.
 
     Returns:
         The function itself.
@@ -125,7 +125,7 @@ def report_claim(table: str, identity: tuple[Any, ...], resource: str | None, to
 
 
 def report_without_lease(table: str, resource: str | None) -> None:
-    """Tell of a row that is written under no lease; the log names each place of the program once."""
+    """Report a row that is written under no lease; the log names each line of the program once."""
     if not (_events.listeners or logger.isEnabledFor(logging.INFO)):
         return
     event = WrittenWithoutLease(table, resource=resource)

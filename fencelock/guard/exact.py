@@ -59,19 +59,19 @@ TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Make a query read the rows that are committed now, not those of the snapshot of REPEATABLE READ."""
+    """Have a query on MariaDB or MySQL read the rows as committed now, and not the transaction's snapshot."""
     return query.with_for_update(read=True) if connection.dialect.name in MYSQL else query
 
 
 def insert_into(table: Table, dialect: str) -> Any:
-    """Return an INSERT that takes a clause for rows that are there already, as this database writes it."""
+    """Return an INSERT that takes a clause for rows that exist, as this database writes it."""
     if dialect in MYSQL:
         return mysql.insert(table)
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
 def keeps_snapshot(connection: Connection) -> bool:
-    """Return whether a transaction reads an old snapshot; False on SQLite, where it could not write then."""
+    """Tell whether a transaction may read an old snapshot and write. On SQLite it cannot write then."""
     if connection.dialect.name == "sqlite":
         return False
     level = connection.get_isolation_level()
@@ -86,9 +86,9 @@ def begin_immediate(engine: Engine | AsyncEngine) -> None:
     begin_immediate(writing)
     ```
 
-    Transactions then take turns from their first statement, waiting up to the connection's `timeout`
-    (5 seconds unless `connect_args={"timeout": …}` says otherwise), and none fails half way. Use an engine
-    of its own for work that only reads.
+    Transactions then take turns from their first statement, and none fails half way. They wait up to the
+    connection's `timeout`: 5 seconds, or `connect_args={"timeout": …}`. For work that only reads, use another
+    engine.
 
     Args:
         engine: an engine of SQLite, also one for coroutines.

@@ -1,8 +1,8 @@
 """The leases that a transaction writes under: those of its first writes, noted on its connection.
 
-The context variable does not reach other threads, leaks out of generators, and is empty once the block was
-left. An older lease stays in use even if the context holds a newer one: another holder may have come between,
-and only the older token lets the database see it.
+The context variable alone would not do: it does not reach other threads, leaks out of generators, and is
+empty once the block was left. The lease of the first write stays in use even if the context holds a newer
+one. Another holder may have written between the two, and only the older token lets the database see that.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _LEASES: Final = "_fencelock_leases"
 
 
 def bind(target: AnySession, *leases: Lease) -> None:
-    """Hand leases to a session or connection: its writes are guarded by these, whatever the context holds.
+    """Hand leases to a session or connection: they guard its writes, whatever the context holds.
 
     ```python
     def pay(lease: Lease) -> None:
@@ -52,13 +52,13 @@ def bind(target: AnySession, *leases: Lease) -> None:
         threads.submit(pay, assert_held("order:1")).result()
     ```
 
-    Use it in code that the held leases do not reach: other threads, executors, generators; and for tokens of
-    other sources (`Lease("order:1", token)`). It lasts as long as the session or connection, or until the
-    next `bind`; without leases it undoes an earlier one. An open transaction forgets the leases that it was
-    written under before. Sessions that share a connection need the same leases, because the one that has
-    begun or flushed on it last counts.
+    Use it where the held leases do not reach: in other threads, executors and generators. Use it also for
+    tokens of other sources (`Lease("order:1", token)`). It lasts as long as the session or connection, or
+    until the next `bind`; `bind(session)` without leases undoes it. An open transaction forgets the leases
+    that it was written under before. Sessions that share a connection need the same leases, because the last
+    one that began or flushed on it counts.
 
-    It does not keep the lock. The holder of the lease still releases it. The release waits for transactions
+    It does not keep the lock: the holder releases the lease as before. The release waits for the transactions
     that were written under the lease by then, and for no others.
 
     Raises:
@@ -75,11 +75,11 @@ def bind(target: AnySession, *leases: Lease) -> None:
 
 
 class TransactionLeases:
-    """The leases that one database transaction writes under; SQLAlchemy's object may be gone."""
+    """The leases that one database transaction writes under. It may outlive SQLAlchemy's `Transaction`."""
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction: ref[Transaction] = ref(transaction)
-        self.has_transaction = False  # whether the driver was seen to hold one open
+        self.has_transaction = False  # whether the driver is known to have one open
         self.shard: object = None  # of the objects that are written in it
         self.used: dict[str, Lease] = {}  # by resource
         self.gates: set[tuple[str, object]] = set()  # that it has passed, by resource and owner
@@ -87,13 +87,13 @@ class TransactionLeases:
         self.unlockable: set[str] = set()
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
-        # Represents this object in the leases: if they referred to it, it would never be thrown away.
+        # Stands for this object in the leases. If they referred to the object, it would live for ever.
         self._mark = object()
 
     def __del__(self) -> None:
-        """Let go of the leases when the connection is thrown away; in a thread, as this may run anywhere."""
+        """Let go of the leases of a connection that is thrown away; in a thread, as this may run anywhere."""
         if calls := self._let_go(committed=False):
-            with suppress(RuntimeError):  # the interpreter is on its way out, and releases everything
+            with suppress(RuntimeError):  # the interpreter is exiting, and releases everything
                 _thread.start_new_thread(_call_each, (calls,))
 
     def candidates(self, connection: Connection) -> dict[str, Lease]:
@@ -163,7 +163,7 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def leases_on(connection: Connection) -> TransactionLeases:
-    """Return the `TransactionLeases` of the connection's transaction; begin one, as executing would do."""
+    """Return the `TransactionLeases` of a connection's transaction; begin it if there is none."""
     transaction = connection.get_transaction() or connection.begin()
     if not transaction.is_active:
         refuse_inactive(connection)  # what executing would do, before anything is noted
@@ -205,7 +205,7 @@ def end_early(session: Session, *, committed: bool) -> None:
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
-    """Note that a transaction is written with this token: it needs each lease that has it."""
+    """Note that a transaction is written with this token, so it needs the leases that have it."""
     if isinstance(target, Session):
         connection = target.connection(bind_arguments={"clause": statement})
         join(connection, target)
@@ -230,7 +230,7 @@ def refuse_autocommit(
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
-    """Return whether each statement commits by itself, by the settings of SQLAlchemy or of the driver."""
+    """Tell whether each statement commits by itself, because SQLAlchemy or the driver is set so."""
     if (options.get("isolation_level") or isolation_on_connect(connection.dialect)) == "AUTOCOMMIT":
         return True
     driver: Any = connection.connection.dbapi_connection
@@ -264,7 +264,7 @@ _OLD_SNAPSHOT: Final = (
 class TokenLookup:
     """Finds the tokens for the rows of one statement, or of one flush.
 
-    A claim needs a held lease for each row. A program may have given one token for all rows.
+    With `claiming`, each row needs a held lease. `given` is a token of the program for all rows.
     """
 
     __slots__ = (
@@ -295,10 +295,10 @@ class TokenLookup:
         return any(map(self.fenced.template.match, self._candidates))
 
     def does_without(self, resource: str | None) -> bool:
-        """Return whether a row is written without a lease, as its model allows.
+        """Tell whether a row is written without a lease, because its model allows that.
 
-        Not if the lease of another row is held, most likely by a wrong name. Not if the block of its lease
-        was left in this transaction.
+        It is not if a lease of another row is held: most likely the name is wrong. Nor is it if the block of
+        its lease was left in this transaction.
         """
         is_free = (
             self.is_optional
@@ -328,9 +328,9 @@ class TokenLookup:
         )
 
     def of_new_row(self) -> int:
-        """Return the fence 0 for a row whose resource cannot be locked yet, because the database names it.
+        """Return the fence 0 for a row whose resource has no name yet, because the database makes its key.
 
-        It is a row without a key so far, or, until the transaction ends, a row that hangs on it. The
+        Until the transaction ends, the same holds for rows whose resource is named by that key. The
         transaction needs all leases, because it is unknown which of them guards the row.
         """
         if self._candidates or not self.does_without(None):

@@ -1,4 +1,4 @@
-"""Rows that a list names, `WHERE id IN (1, 2)`: each is written with the token of its own lease."""
+"""Writes each row that a list names, as in `WHERE id IN (1, 2)`, with the token of its own lease."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _MOST: Final = 1000
 
 
 def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> GuardedStatement:
-    """Return a form with a token for each row that its WHERE clause lists; the same form if it lists none."""
+    """Give each row that the WHERE clause lists its own token; return the form as it is if none is listed."""
     if form.origin != "core" or form.resource_binds is not None or len(rows) != 1 or not tokens.hold_some:
         return form
     listed = _listed(form, rows[0])
@@ -52,7 +52,7 @@ def _listed(form: GuardedStatement, row: Row) -> list[tuple[Any, ...]]:
 
 
 def _together(parts: Iterable[Any], form: GuardedStatement, row: Row) -> list[dict[str, Any]]:
-    """Return the values that columns may have where all of these parts are true."""
+    """Return the combinations of values that columns may have if all of these parts are true."""
     known: list[dict[str, Any]] = [{}]
     for part in criteria_of(parts):
         allowed = _allowed(part, form, row)
@@ -64,7 +64,7 @@ def _together(parts: Iterable[Any], form: GuardedStatement, row: Row) -> list[di
 
 
 def _allowed(part: Any, form: GuardedStatement, row: Row) -> list[dict[str, Any]]:
-    """Return the values of the columns that one part lists; none if it lists no values."""
+    """Return the combinations of values that one part of a WHERE clause lists; none if it lists no values."""
     if isinstance(part, sa.BooleanClauseList):  # an OR, because `criteria_of` takes an AND apart
         return [each for clause in part.clauses for each in _together([clause], form, row)]
     columns = form.fenced.template.columns.values()
@@ -82,7 +82,7 @@ def _allowed(part: Any, form: GuardedStatement, row: Row) -> list[dict[str, Any]
 
 
 def _list_in(part: Any) -> sa.BindParameter[Any] | None:
-    """Return the parameter with the list of an `IN`, or of an `= ANY(array)`."""
+    """Return the parameter that holds the list of `IN` or of `= ANY(array)`; None for another operator."""
     operator: Any = getattr(part, "operator", None)
     found: Any = getattr(part, "right", None)
     if operator is operators.eq and getattr(found, "operator", None) is operators.any_op:

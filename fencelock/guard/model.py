@@ -1,8 +1,8 @@
 """The mixins that make a model fenced.
 
-There are two mixins because one cannot serve both worlds: on a `MappedAsDataclass` base SQLAlchemy wants the
-fields of mixins to be dataclass fields, and a dataclass mixin would turn plain models into dataclasses, which
-are unhashable.
+There are two mixins, because one cannot serve both kinds of models. On a `MappedAsDataclass` base SQLAlchemy
+wants the fields of mixins to be dataclass fields. A dataclass mixin would turn plain models into dataclasses,
+which are unhashable.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def fence_column(
     trigger: tables.FenceTrigger = False,
     lease: tables.FenceLease = "required",
 ) -> Column[int]:
-    """Return the column that makes a Core `Table`, or the table of an imperative mapping, a fenced one.
+    """Return the column that makes a Core `Table`, or the table of an imperative mapping, fenced.
 
     ```python
     stock = Table(
@@ -47,13 +47,13 @@ def fence_column(
     models get both from `FencedModel`.
 
     Args:
-        resource: which lease guards a row, such as `"order:{id}"`: see `__fence_resource__`. A model of the
-            table may say it instead.
+        resource: which lease guards a row, such as `"order:{id}"`: see `__fence_resource__`. It may stand in
+            a model of the table instead.
         trigger: which trigger `create_all` gives the table: see `fencelock.guard.triggers`.
         lease: `"optional"` lets rows be written under no lease: see `__fence_lease__`.
 
     Raises:
-        ValueError: if there is no such trigger, or no such choice.
+        ValueError: for another trigger or lease than these.
     """
     install()
     marks = {**tables.FENCE_MARK, tables.TRIGGER_MARK: tables.check_trigger(trigger)}
@@ -65,7 +65,7 @@ def fence_column(
 
 
 def write_id_column() -> Column[int]:
-    """Return the column of a fenced Core `Table` that says which write its row has seen last.
+    """Return the column of a fenced Core `Table` that identifies the last write of a row.
 
     It is `last_write_id BIGINT NOT NULL DEFAULT 0`, and stands beside `fence_column()`. Each guarded write
     gives the row a new random number.
@@ -78,25 +78,25 @@ class FencedModel:
 
     It adds the columns `last_fencing_token` and `last_write_id`, each BIGINT NOT NULL DEFAULT 0. From then on
     every UPDATE and DELETE that SQLAlchemy sends for the model's table carries
-    `AND last_fencing_token <= :token`, and an UPDATE raises the fence, where the token is that of the lease
-    held (`fenced_lock`, `bind`). Without a lease nothing is sent. Each write gives the row a new write id.
-    What the unit of work writes, it writes only over the write that the object was loaded from, or raises
-    `StaleReadError`. Both columns belong to the guard: what a program assigns to the attributes is replaced.
+    `AND last_fencing_token <= :token`, with the token of the lease held (`fenced_lock`, `bind`). An UPDATE
+    raises the fence to it. Without a lease nothing is sent. Each write gives the row a new write id. The unit
+    of work writes an object only if no other write came since the object was loaded; else it raises
+    `StaleReadError`. Both columns belong to the guard: what a program assigns to them is replaced.
 
-    `__fence_resource__` says which lease guards a row: a format string over columns of the fenced table,
-    which must never change, and whose values the database gives back as they were given to it (no type that
-    changes case, say). A word without braces is one resource that guards the whole table.
+    `__fence_resource__` says which lease guards a row. It is a format string over columns of the fenced
+    table. These must never change, and the database must return their values unchanged (no type that changes
+    case, say). A word without braces is one resource that guards the whole table.
 
-    `__fence_trigger__ = True` makes a trigger that refuses in the database itself what would lower a fence,
-    whoever writes; `"strict"` one that refuses also what changes neither column: `create_all` makes it, and
-    Alembic's autogenerate finds it missing (see `fencelock.guard.triggers`).
+    `__fence_trigger__ = True` makes a trigger by which the database refuses to lower a fence, whoever writes.
+    With `"strict"` it also refuses an UPDATE that changes neither column. `create_all` makes the trigger, and
+    Alembic's autogenerate finds it if it is missing (see `fencelock.guard.triggers`).
 
-    `__fence_lease__ = "optional"` lets code that holds no lease write, too. It moves the write id and leaves
-    the fence. An object that it writes overwrites nothing that it has not seen, and a holder that had read
-    the row is refused. With `"required"`, the default, a holder has the row to itself.
+    `__fence_lease__ = "optional"` lets code that holds no lease write, too. Such a write moves the write id
+    and leaves the fence. It overwrites nothing that its object has not seen, and a holder that has read the
+    row before is refused. With `"required"`, the default, a holder has the row to itself.
 
-    docs/correctness.md says what stays open: what you read and do not write (see `claim`), an INSERT by a
-    stale holder (see `gate`), what the database does by itself (ON DELETE CASCADE and SET NULL, triggers,
+    docs/correctness.md says what stays open: rows that you read and do not write (see `claim`), an INSERT by
+    a stale holder (see `gate`), what the database does by itself (ON DELETE CASCADE and SET NULL, triggers,
     stored functions), and links and `ordering_list` places that only the other model's relationship writes.
 
     Example:
@@ -110,11 +110,12 @@ class FencedModel:
 
     Raises:
         FenceError: when the class is mapped, if it has no `__fence_resource__`.
-        ValueError: when the class is mapped, if `__fence_resource__` names what is no column of its table, or
-            one whose equal values are written in several ways; if the table has no column
-            `last_fencing_token` or the model calls it something else; or if there is no such trigger or
-            choice, or another model of the table says otherwise.
-        TypeError: beside `MappedAsDataclass`, which takes `FencedDataclassModel`, and beside SQLModel, which
+        ValueError: when the class is mapped, if `__fence_resource__` names no column of its table, or one
+            whose equal values can be written in several ways; if the table has no `last_fencing_token`, or
+            the model gives it another name; if a setting has no such value; or if another model of the table
+            has another setting.
+        TypeError: beside `MappedAsDataclass`, where `FencedDataclassModel` belongs; and beside SQLModel,
+        which
             takes the two columns as class variables: see docs/sqlmodel.md.
     """
 
@@ -183,11 +184,11 @@ class FencedDataclassModel(MappedAsDataclass):
 
 
 def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
-    """Make the tables of a mapped model known to the guard, if one is fenced, or is said to be.
+    """Make the tables of a mapped model known to the guard, if one of them is fenced or should be.
 
-    A model without the mixin may be: whoever maps a `Table` with a `fence_column()` has collections, links
-    and joined sub-tables guarded, too. One that is mapped to a query, as an `AbstractConcreteBase` is, has
-    no rows of its own: where it writes, the statements are guarded like any others.
+    A model without the mixin counts as well, if its `Table` has a `fence_column()`. A model that is mapped to
+    a query, such as an `AbstractConcreteBase`, has no rows of its own: its statements are guarded like
+    others.
     """
     said = getattr(model, "__fence_resource__", None)
     says_so = said is not None or issubclass(model, FencedModel | FencedDataclassModel)
@@ -272,7 +273,7 @@ def _refuse_another_name(mapper: Mapper[Any], base: Table) -> None:
 
 
 def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> None:
-    """Refuse a model that names its rows by another key than its table."""
+    """Refuse a model whose primary key is not that of its table."""
     of_table, of_model = list(base.primary_key), list(mapper.primary_key)
     for each in reversed(list(mapper.iterate_to_root())):  # a joined one's are its parent's, equal to its own
         equal = dict(equal_to_parents(each))

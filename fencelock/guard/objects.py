@@ -1,8 +1,8 @@
-"""The unit of work: the write that an object was loaded from goes with it into its statement.
+"""The unit of work: each object brings the write id that it was loaded with into its statement.
 
-Before an object is written, its `last_write_id` becomes a `Stamp`. The parameters bring it to `statements`;
-where they name a row by its key alone, the object is in the session's identity map. A change in a collection,
-a link table or a joined sub-table writes the base row, too.
+Before an object is written, its `last_write_id` becomes a `Stamp`, which `statements` finds among the
+parameters. If the parameters have only the key, `statements` finds the object in the session's identity map.
+A change in a collection, a link table or a joined sub-table writes the base row, too.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FLUSH: Final = "fencelock.flush"
 
 
 class Stamp(int):
-    """The id of a write, the id that it replaces (None where that is not known), and the token."""
+    """The id of a write, with the id that it replaces (None if that is unknown), and its token."""
 
     loaded: int | None
     token: int
@@ -73,9 +73,9 @@ def on_undone(_session: Session, instance: object) -> None:
 
 
 def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> TokenLookup | None:
-    """Return the tokens of the flush whose statement this is; None for a statement of the program's own.
+    """Return the tokens of the flush that executes this statement; None if the program executes it.
 
-    Bulk operations are no flush, and what listeners execute during one is not the flush's.
+    The program also executes bulk operations, and what its listeners execute during a flush.
     """
     cache, session = options.get("compiled_cache"), owner_of(connection)
     if cache is None or session is None or not executes_flush(session):
@@ -117,8 +117,8 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     """Listen to the unit of work of a fenced model, and to its loads.
 
-    The mapper's events see also what other listeners and cascades have added to the flush, for each object,
-    just before its columns are looked at. With retval SQLAlchemy calls them as they are.
+    The mapper's events come last, just before an object's columns are read, so they see what other listeners
+    and cascades have added. With `retval` SQLAlchemy calls our functions without a wrapper.
     """
     watch = _Watch(mapper, fenced)
     for name in ("before_insert", "after_insert", "before_update", "before_delete"):
@@ -128,7 +128,7 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
 
 
 def _aging_of(mapper: Mapper[Any]) -> set[str]:
-    """Return the columns whose loaded values another write may have changed since."""
+    """Return the columns that another write may have changed since they were loaded."""
     keys = {mapper.get_property_by_column(column).key for column in mapper.primary_key}
     return set(mapper.columns.keys()) - keys - {FENCE_COLUMN, WRITE_COLUMN}
 
@@ -146,7 +146,7 @@ class _Watch:
         self._resource_names = tuple(own[column] for column in fenced.template.columns.values())
 
     def on_configured(self, mapper: Mapper[Any], model: Any) -> None:
-        """Move our listener for UPDATEs behind all others, because those may change more columns."""
+        """Move our listener for UPDATEs behind all others, because they may change more columns."""
         event.remove(mapper, "before_update", self.before_update)
         event.listen(mapper, "before_update", self.before_update, raw=True, retval=True)
         always_load(mapper, mapper.columns[WRITE_COLUMN])
@@ -155,7 +155,7 @@ class _Watch:
     def before_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         tokens = self._tokens(connection, state)
         if tokens is None:
-            # A form may have assigned one. A statement sets it where that is meant.
+            # A form may have assigned a fence. A program that means to set one uses a statement.
             state.dict[FENCE_COLUMN], state.dict[WRITE_COLUMN] = 0, new_write_id()
             return
         token = self._token_for(tokens, state)
@@ -204,8 +204,8 @@ class _Watch:
     def _stamp(self, tokens: TokenLookup, state: _State, current: Mapping[str, Any]) -> Stamp:
         """Return the stamp for an object that has a row.
 
-        An object that is expired, and assigned to without being read, has nothing of any age. One that was
-        loaded without its write id has.
+        An expired object that was only assigned to has no old values, so it needs no write id. An object that
+        was loaded without its write id has old values.
         """
         token = self._token_for(tokens, state)  # which may load an expired object
         loaded = current.get(WRITE_COLUMN)
@@ -245,7 +245,7 @@ class _Watch:
 
 
 def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | None:
-    """Return attributes as they were loaded, or None where one is not known."""
+    """Return attributes as they were loaded; None if one of them is unknown."""
     assigned = state.committed_state if state.key is not None else {}
     current = state.dict
     values = []
@@ -269,7 +269,7 @@ def _drop_assigned_fence(state: _State, current: dict[str, Any]) -> None:
 
 
 def _was_loaded(state: _State, key: str) -> bool:
-    """Tell whether an attribute's value was loaded from the database, also if it was changed since."""
+    """Tell whether an attribute was loaded from the database, even if it was changed since."""
     return key in state.dict and state.committed_state.get(key) is not NO_VALUE
 
 
@@ -304,7 +304,7 @@ def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: d
 
 
 def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
-    """Note that the row which fills in an object is of another version than the object."""
+    """Note that a loaded row has another version than the object that it fills in."""
     if type(before) is Stamp and found == before.loaded:
         return before  # the object is being written, and the row is not yet
     was_assigned = type(before) is int and state.committed_state.get(WRITE_COLUMN) is NO_VALUE
@@ -313,7 +313,7 @@ def on_row(context: Any, state: _State, before: int | None, found: int | None) -
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Mark an object as of no version if only a part was loaded again; shift its id behind an UPDATE."""
+    """Mark an object as of no version if only a part was loaded again; shift its id after an UPDATE."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
         by = None if state.session is None else state.session.info.get(SHIFTED)

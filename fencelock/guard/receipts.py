@@ -1,7 +1,7 @@
-"""Receipts: a row that is committed together with the work that it stands for, so the work is done once.
+"""Receipts: each is a row that is committed together with its work, so that the work is done once.
 
-The key is inserted first. Of two transactions with one key the second waits until the first has ended, and
-then finds its receipt, or makes its own. So no receipt is ever "pending", and a crash leaves none.
+The key is inserted first. A second transaction with the same key waits until the first has ended. Then it
+finds the first one's receipt, or makes its own. So no receipt is ever "pending", and a crash leaves none.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ def once(
     fingerprint: Any = None,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> Receipt:
-    """Return the receipt of some work, which is done once for each key, however often it is called.
+    """Return the receipt of a key, which says whether the work of that key was done before.
 
     ```python
     with fenced_transaction(engine, "account:1") as session:
@@ -209,9 +209,10 @@ def once(
         LockTimeoutError: another transaction with the key is still open, and the database waits no longer.
         LockLostError: the lease is known to be lost.
         UnfencedWriteError: each statement of the connection commits by itself.
-        sqlalchemy.exc.DBAPIError: another transaction with the key has committed, and the isolation of this
-            one may not see it (a serialization failure): begin again.
-        TypeError, ValueError: for a key that is none, and a fingerprint that is no plain data.
+        sqlalchemy.exc.DBAPIError: another transaction with the key has committed, and this one cannot see it
+            because of its isolation (a serialization failure): begin again.
+        TypeError, ValueError: for a key that is no text or has a wrong length, and for a fingerprint that is
+            no plain data.
     """
     install()
     its = session_of(session, "once")
@@ -258,7 +259,7 @@ async def once_async(
 
 
 def _token(connection: Connection) -> int | None:
-    """Return the token of the first lease that is held here, which the transaction needs from now on."""
+    """Return the token of the first lease held here; the transaction needs that lease from now on."""
     leases = leases_on(connection)
     refuse_autocommit(leases, connection, connection.get_execution_options(), RECEIPT_TABLE)
     for resource, lease in leases.candidates(connection).items():
@@ -284,11 +285,11 @@ def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> boo
 
 @cache
 def _insertion(table: Table, dialect: str) -> Insert:
-    """Return an INSERT that does nothing if the key is there; then MySQL's `lastrowid` is 1, and else 0."""
+    """Return an INSERT that does nothing if the key exists; then `lastrowid` is 1 on MySQL, and else 0."""
     key = table.c.key
     insert = insert_into(table, dialect)
     if dialect in MYSQL:
-        # An UPDATE of nothing: InnoDB's INSERT IGNORE leaves shared locks, with which two would deadlock.
+        # It updates nothing. INSERT IGNORE would leave shared locks in InnoDB, and two callers deadlock.
         nothing = func.if_(func.last_insert_id(1), key, key)
         return insert.on_duplicate_key_update(key=nothing)  # type: ignore[no-any-return]
     return insert.on_conflict_do_nothing(index_elements=["key"]).returning(key)  # type: ignore[no-any-return]
@@ -314,7 +315,7 @@ def prune_receipts(session: Session | Connection, older_than: float) -> int:
         The number of receipts that were deleted.
 
     Raises:
-        ValueError: the number is negative, or none.
+        ValueError: `older_than` is negative or not a number.
     """
     age = timedelta(seconds=check_seconds("older_than", older_than, zero=True))
     if isinstance(session, Connection):
@@ -327,7 +328,7 @@ def prune_receipts(session: Session | Connection, older_than: float) -> int:
 
 
 def _digest(fingerprint: Any) -> str | None:
-    """Return the SHA-256 of a fingerprint, the same for equal data whatever the order of its keys."""
+    """Return the SHA-256 of a fingerprint. The order of its keys makes no difference."""
     if fingerprint is None:
         return None
     try:

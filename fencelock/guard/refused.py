@@ -1,12 +1,12 @@
-"""Refused transactions: nothing of one can be committed, nor anything be executed in it, but a rollback.
+"""A refused transaction can only be rolled back.
 
-A program that catches a refusal and goes on would commit half of its work. So this one `Connection` gets
-listeners that raise until the transaction, or the savepoint, is rolled back. Other connections have none.
+A program that caught a refusal and went on would commit half of its work. So the `Connection` gets listeners
+that raise until the transaction, or the savepoint, is rolled back. Other connections have none.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
@@ -42,12 +42,15 @@ A transaction that was here itself would keep its connection, and that would nev
 
 
 def refuse(connection: Connection, refusal: FencelockError, table: str | None = None) -> None:
-    """Report a refusal; have nothing come of the innermost savepoint or of the transaction, but a rollback.
+    """Report a refusal, and leave nothing but a rollback to the innermost savepoint or to the transaction.
 
-    That is the same in all databases of the session whose transaction it is.
+    That holds for all databases of the session whose transaction it is.
     """
     session = owner_of(connection)
-    connections = {connection, *(() if session is None else connections_of(session))}
+    _refuse({connection, *(() if session is None else connections_of(session))}, refusal, table)
+
+
+def _refuse(connections: Collection[Connection], refusal: FencelockError, table: str | None = None) -> None:
     report(refusal, table=table, resource=_resource_of(connections, refusal))
     for each in connections:
         savepoint = each.get_nested_transaction()
@@ -70,7 +73,7 @@ def refuse(connection: Connection, refusal: FencelockError, table: str | None = 
                 event.listen(each, "release_savepoint", _stop_release)
 
 
-def _resource_of(connections: Iterable[Connection], refusal: FencelockError) -> str | None:
+def _resource_of(connections: Collection[Connection], refusal: FencelockError) -> str | None:
     token = getattr(refusal, "token", None)
     of_transactions = [leases for each in connections if (leases := open_leases(each)) is not None]
     used = (lease for leases in of_transactions for lease in leases.used.values())
@@ -78,7 +81,7 @@ def _resource_of(connections: Iterable[Connection], refusal: FencelockError) -> 
 
 
 def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Have nothing come of the transaction of its first argument, a session, once this has refused."""
+    """Refuse the transaction of the first argument, a session, if the function raises a refusal."""
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -86,9 +89,7 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
             return function(*args, **kwargs)
         except (FenceError, LockLostError, ReceiptMismatchError) as error:
             session: Any = args[0] if args else kwargs["session"]
-            for connection in connections_of(session_of(session, function.__name__)):
-                refuse(connection, error)
-            report(error)  # where nothing was begun
+            _refuse(connections_of(session_of(session, function.__name__)), error)
             raise
 
     return wrapped
@@ -101,7 +102,7 @@ def is_refused(connection: Connection) -> bool:
 
 
 def _roll_back_driver(connection: Connection) -> None:
-    """End the driver's transaction, if it has one: a listener for "commit" that raises leaves it open."""
+    """End the driver's transaction, because a listener for "commit" that raises leaves it open."""
     if not (connection.invalidated or isinstance(connection.get_transaction(), TwoPhaseTransaction)):
         with suppress(Exception):
             connection.dialect.do_rollback(connection.connection)
@@ -116,7 +117,7 @@ def _stop(connection: Connection, *_: Any) -> None:
 
 
 def _stop_release(connection: Connection, name: str, _context: Any) -> None:
-    """Roll back to a refused savepoint: to SQLAlchemy it is released, also where a listener raises."""
+    """Roll back to a refused savepoint. SQLAlchemy takes it for released even if a listener raises."""
     if is_refused(connection):
         _, message = _refused[connection]
         _free(connection)
@@ -129,4 +130,4 @@ def _free(connection: Connection, *_: Any) -> None:
 
 
 def _nothing() -> None:
-    """Stands for a reference to a transaction, where nothing is refused."""
+    """Stands for a reference to a transaction while nothing is refused."""

@@ -1,7 +1,7 @@
-"""Which of a session's databases a claim, a gate or an upsert goes to: the one that a write would go to.
+"""Sends a claim, a gate or an upsert to the database of the session to which a write would go.
 
-A `get_bind` of the application may send reads to a follower, or each row to a shard of its own. A claim must
-read where it has claimed, so it refuses to read elsewhere.
+The application's `get_bind` may send reads to a follower, or each row to its shard. A claim must read where
+it has claimed, so it refuses to read elsewhere.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fencelock.guard.tables import FencedTable
 
 
 class Target(NamedTuple):
-    """Where a session writes; `bind_arguments` are those of the queries that it sends there."""
+    """Where a session writes. `bind_arguments` send its queries to the same place."""
 
     session: Session
     connection: Connection
@@ -48,7 +48,7 @@ def target_of(
     bind_arguments: Mapping[str, Any] | None,
     identities: Iterable[tuple[Any, ...]],
 ) -> Target:
-    """Return where a session writes rows of a table; their keys tell a `ShardedSession` the shard."""
+    """Return where a session writes these rows; their keys tell a `ShardedSession` the shard."""
     arguments: dict[str, Any] = {"mapper": mapper, "clause": update(table), **(bind_arguments or {})}
     if isinstance(session, ShardedSession) and "shard_id" not in arguments:
         arguments["shard_id"] = _shard_of(session, arguments["mapper"], identities)
@@ -86,7 +86,10 @@ def begin_claim(
     bind_arguments: Mapping[str, Any] | None,
     identities: Sequence[tuple[Any, ...]] = (),
 ) -> Target:
-    """Flush, and return where the session writes; refuse what a claim would overwrite, or could not guard."""
+    """Flush, and return where the session writes.
+
+    Changes that a claim would overwrite are refused, and a connection that bypasses the guard.
+    """
     if session.autoflush:
         session.flush()
     model: Any = None if mapper is None else mapper.base_mapper.class_

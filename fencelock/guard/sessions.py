@@ -1,7 +1,4 @@
-"""Which session uses which connection: the statement knows only its connection.
-
-It is noted on the connection itself. Every room that asks for the session asks here.
-"""
+"""Which session uses a connection. A statement knows only its connection, so that is noted on it."""
 
 from __future__ import annotations
 
@@ -53,7 +50,7 @@ SHIFTED: Final = "fencelock.moved"
 
 
 def blocking(target: object) -> Session | Connection:
-    """Return the session or connection behind the asyncio and scoped facades."""
+    """Return the session or connection behind an asyncio or scoped facade."""
     registry = getattr(target, "registry", None)
     target = registry() if callable(registry) else target
     for attribute in ("sync_session", "sync_connection"):
@@ -64,7 +61,7 @@ def blocking(target: object) -> Session | Connection:
 
 
 def session_of(target: Any, function: str, *, or_connection: bool = False) -> Session:
-    """Return the session behind the facade for scoped ones; tell users of an `AsyncSession` what to write."""
+    """Return the session behind a scoped facade; for an `AsyncSession` the error says what to write."""
     found: Any = target.registry() if hasattr(target, "registry") else target
     if isinstance(found, Session) or (or_connection and isinstance(found, Connection)):
         return found  # type: ignore[return-value]
@@ -98,7 +95,7 @@ def began(connection: Connection) -> float:
 
 
 def join(connection: Connection, session: Session) -> None:
-    """Note, at next to no cost, that the next statements on a connection are those of a session."""
+    """Note that the next statements on a connection are those of a session; it costs next to nothing."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     if not known or known[-1]() is not session:
         others = (each for each in known if each() not in (None, session))
@@ -106,7 +103,7 @@ def join(connection: Connection, session: Session) -> None:
 
 
 def owner_of(connection: Connection) -> Session | None:
-    """Return the session whose statements a connection executes: that which flushes, or has begun last."""
+    """Return the session that uses a connection: the one that flushes, else the last one to begin."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     users = [
         each
@@ -126,7 +123,7 @@ def connections_of(session: Session) -> list[Connection]:
 
 
 def note_claimed(session: Session, claimed: Iterable[object]) -> None:
-    """Note what a savepoint has claimed: its rollback takes the new write ids back, and objects keep them."""
+    """Note what a savepoint has claimed. Its rollback undoes the new write ids, but not in the objects."""
     if session.in_nested_transaction():
         session.info.setdefault(_CLAIMED, WeakSet()).update(map(inspect, claimed))
 
@@ -139,7 +136,7 @@ def on_soft_rollback(session: Session, transaction: SessionTransaction) -> None:
 
 
 def note_shift(connection: Connection, by: int) -> None:
-    """Note by how much a statement moves write ids, for the objects that SQLAlchemy applies it to."""
+    """Note by how much a statement shifts write ids, for the objects that SQLAlchemy applies it to."""
     session = owner_of(connection)
     if session is not None:
         session.info[SHIFTED] = by
@@ -154,7 +151,7 @@ _blocks: Final[list[tuple[object, Session | Connection | None]]] = []
 
 @contextmanager
 def bypass(target: AnySession) -> Iterator[None]:
-    """Have what a session or connection executes in this block go around the guard.
+    """Let a session or connection go around the guard in this block.
 
     ```python
     with Session(engine) as session, bypass(session):
@@ -162,13 +159,13 @@ def bypass(target: AnySession) -> Iterator[None]:
         session.commit()
     ```
 
-    For seeds, repairs and tests, at times when no holder is at work: nothing is compared or refused. Rows get
-    new write ids all the same. Other threads and tasks are guarded as ever, also on the same connection.
-    Blocks may stand in each other; for asyncio it is a plain `with`. What is pending in a session when the
-    block ends is guarded when it is flushed: flush in the block.
+    It is for seeds, repairs and tests, while no holder is at work: nothing is compared or refused. Rows get
+    new write ids all the same. Other threads and tasks stay guarded, even on the same connection. Blocks may
+    be nested; in asyncio it is a plain `with`, too. Flush in the block: changes that are flushed after it are
+    guarded.
 
     Raises:
-        TypeError: for anything else than a session or connection.
+        TypeError: if `target` is no session or connection.
     """
     with unguarded(blocking(target)):
         yield
@@ -176,7 +173,7 @@ def bypass(target: AnySession) -> Iterator[None]:
 
 @contextmanager
 def unguarded(target: Session | Connection | None = None) -> Iterator[None]:
-    """Have all that this thread or task executes in a block, or all by one target, go around the guard."""
+    """Let this thread or task go around the guard in a block, on one session or connection or on all."""
     block = current_owner(), target
     _blocks.append(block)
     try:

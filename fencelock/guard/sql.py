@@ -1,7 +1,7 @@
 """Fenced writes in SQL: Core constructs, and bare DB-API cursors.
 
-The Core constructs carry the condition visibly and go through the same guard as everything else. For a bare
-cursor nothing stands between the program and the database, so `conditional_update` makes the whole statement.
+The Core constructs show the condition, and go through the same guard as other statements. On a bare cursor
+there is no guard, so `conditional_update` writes the whole statement.
 """
 
 from __future__ import annotations
@@ -36,18 +36,17 @@ def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None
         session.commit()
     ```
 
-    Go on with `where()` and `values()`; the guard fills in the token and raises the fence when it is
-    executed, through `execute_fenced` or any session or connection. Objects that a session has of the rows
-    are not refreshed (`synchronize_session=False`, as the option of the same name says).
+    Go on with `where()` and `values()`. When it is executed, by `execute_fenced` or by any session or
+    connection, the guard fills in the token and raises the fence. A session's objects of the rows are not
+    refreshed, as with `synchronize_session=False`.
 
     Args:
         target: a fenced model, a `Table` that has the column `last_fencing_token`, or an alias of either.
-        loaded: the `last_write_id` that the row had when the new values were computed from it: then the row
-            must still have it, and `StaleReadError` says that it has not. One for each of many rows is a
-            `bindparam`.
+        loaded: the `last_write_id` of the row that the new values were computed from. If the row has another
+            one by now, `StaleReadError` is raised. For many rows, give a `bindparam`.
 
     Raises:
-        ValueError: if the target has no such column, or `loaded` is no write id.
+        ValueError: if the target has no fence, or `loaded` is no write id.
         TypeError: if `loaded` is no int.
     """
     return _conditional(update(target), loaded)
@@ -82,26 +81,26 @@ def execute_fenced(
         execute_fenced(connection, statement, token=token)
     ```
 
-    A row that is not there gives a rowcount of 0 and no error. A row that a newer holder has fenced raises,
-    and nothing of the transaction (or of the innermost savepoint) can be committed any more.
+    For a missing row the rowcount is 0, and there is no error. If a newer holder has fenced a row, that
+    raises, and nothing of the transaction (or of the innermost savepoint) can be committed any more.
 
     Args:
         connection: a connection or session. In coroutines: `await session.run_sync(execute_fenced, …)`.
         statement: an UPDATE, DELETE or INSERT of a fenced table, by `fenced_update` or otherwise.
-        parameters: of the statement; a list of them executes it for each.
+        parameters: those of the statement; a list executes it once for each element.
         token: the fencing token to write with, whatever leases are held.
 
     Returns:
         The result of the statement, such as its `rowcount`.
 
     Raises:
-        StaleTokenError: where rows matched the statement but for their fence.
-        UnfencedWriteError: if no token is given and the lease needed is not held; or if nothing is guarded
-            here, because of `execution_options(fencelock="bypass")`.
+        StaleTokenError: if a row matches the statement, and its fence is above the token.
+        UnfencedWriteError: if no token is given and the needed lease is not held; or if
+            `execution_options(fencelock="bypass")` switches the guard off.
         LockLostError: if no token is given and the lease is known to be lost.
         ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.
-        TypeError: if the token is no int, the statement no UPDATE, DELETE or INSERT, or the connection one
-            for coroutines.
+        TypeError: if the token is no int, the statement is no UPDATE, DELETE or INSERT, or the connection is
+            an asyncio one.
     """
     if not isinstance(statement, Update | Delete | Insert):
         raise TypeError(f"execute_fenced takes an UPDATE, DELETE or INSERT, not {type(statement).__name__}")
@@ -138,7 +137,7 @@ def _loaded(write_id: int | BindParameter[int]) -> BindParameter[int]:
 
 
 def known(target: FromClause) -> FencedTable:
-    """Return the record of a fenced table; a `Table` with the column is known from now on."""
+    """Return the record of a fenced table; ValueError if it has no fence."""
     install()
     fenced = tables.fenced_table(target)
     if fenced is not None:
@@ -190,16 +189,16 @@ def conditional_update(
     ```
 
     It writes the row only if its fence is not above the token, raises the fence, and gives the row a new
-    write id, so the parameters are for one execution. Without values it claims the row: do so before reading
-    it. A rowcount of 0 means that the row is gone, or that a newer holder has fenced it: roll back then.
+    write id. So use the parameters once. Without values it claims the row, which belongs before reading it. A
+    rowcount of 0 means that the row is gone, or that a newer holder has fenced it: roll back then.
 
     Args:
         table: its name, with the schema before a dot where needed; or a `Table`, or a model.
         values: the columns to set.
         key: the columns that identify the row, joined with AND.
         token: the fencing token to write with.
-        paramstyle: as PEP 249 calls it, in the `paramstyle` of the driver's module (psycopg and PyMySQL
-            `"pyformat"`, sqlite3 `"qmark"`), or `"numeric_dollar"`, as asyncpg has it.
+        paramstyle: the `paramstyle` of the driver's module (PEP 249): `"pyformat"` for psycopg and PyMySQL,
+            `"qmark"` for sqlite3. For asyncpg it is `"numeric_dollar"`.
         dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`: quote the names for this database.
             Without it they must need no quotes: letters, digits and underscores, and no reserved word.
 
@@ -232,7 +231,7 @@ def conditional_delete(
     sql, parameters = conditional_delete("orders", {"id": 1}, token=42, paramstyle="named")
     ```
 
-    The rest is as for `conditional_update`. The fence goes with the row: a stale holder could insert it
+    The rest is as for `conditional_update`. The fence goes with the row, so a stale holder could insert it
     again, which only a gate or a trigger prevents.
     """
     write = _RawWrite(paramstyle, dialect)
@@ -252,7 +251,7 @@ def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) ->
 
 
 class _RawWrite:
-    """Collects the parameters of one statement, and writes names and placeholders as its database wants."""
+    """Collects the parameters of one statement; writes names and placeholders for its database."""
 
     def __init__(self, paramstyle: str, dialect: str | None) -> None:
         if paramstyle not in _PLACEHOLDERS:

@@ -1,8 +1,8 @@
 """Executes UPDATE, DELETE and INSERT of a fenced table with the guard around them.
 
-Which rows a statement may touch decides which lease is needed. It is read off the WHERE clause: where every
-column of `__fence_resource__` is compared with `==` to a value, the resource is known before anything is
-sent. Objects bring their token with them. Statements that leave it open are refused.
+The rows that a statement may touch decide which lease it needs. The WHERE clause tells: if it compares every
+column of `__fence_resource__` with a value by `==`, the resource is known before anything is sent. Objects
+bring their tokens. A statement that leaves the resource open is refused.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def guarding(execute: _Execute) -> _Execute:
 
 
 def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
-    """Have SQLAlchemy not expire the moved ids of a statement's objects: they follow it, see `objects`."""
+    """Keep SQLAlchemy from expiring the shifted write ids of a statement's objects; `objects` shifts them."""
     compiled: Any = result.context.compiled
     computed: list[Any] = compiled.postfetch if isinstance(statement, Update) else []
     for column in () if fenced is None else (fenced.write, fenced.fence):
@@ -88,11 +88,11 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
 def _bypassing(
     connection: Connection, statement: Any, fenced: FencedTable | None, rows: Rows, options: Options
 ) -> Any:
-    """Return a statement that goes around the guard. An UPDATE gives what it writes new ids all the same."""
+    """Return a statement that goes around the guard. An UPDATE gives its rows new write ids all the same."""
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
     by = 0
-    if fenced is not None and isinstance(statement, Update):  # objects of a joined sub-table have no id in it
+    if fenced is not None and isinstance(statement, Update):  # a joined sub-table has no ids
         assigned = {conditions.key_of(column) for column, _ in private.values_in(statement)}
         brings_its_own = fenced.write.key in assigned.union(*rows[:1])
         if not (brings_its_own or conditions.CLAIM_OPTION in options or private.keeps_order(statement)):
@@ -132,11 +132,11 @@ def _guarded(
 def _unpack_stamps(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: TokenLookup
 ) -> tuple[Sequence[dict[str, Any]], Origin]:
-    """Take the stamps of a flush's rows apart. The unit of work has made the rows for this statement."""
+    """Replace the stamps in a flush's rows by parameters. These rows are the flush's, so they may change."""
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, origin = isinstance(statement, Update), "objects"
     if assigns and write not in rows[0] and fenced.is_strict:
-        # `post_update`, behind an UPDATE of the same flush, which has set the other id
+        # a `post_update` after an UPDATE of the same flush, which has set the flush's own id
         write_id = new_write_id()
     for row in rows:
         stamp = row.get(write)
@@ -159,10 +159,10 @@ def _unpack_stamps(
 def _stamp_of(
     connection: Connection, form: GuardedStatement, row: dict[str, Any], tokens: TokenLookup, write_id: int
 ) -> Stamp:
-    """Return the stamp of a row that does not bring one, or one that does not know what it replaces.
+    """Return the stamp of a row that brings none, or whose stamp lacks the id that it replaces.
 
-    The first is that of DELETE and `post_update`, or of an object that a listener has changed since; the
-    second of a new object that takes the place of a deleted one.
+    A DELETE, a `post_update` and an object that a listener has changed bring none. A new object in the place
+    of a deleted one lacks the id.
     """
     state = object_of(connection, form.fenced, form.identity(row)) if form.key else None
     known = None if state is None else state.dict.get(WRITE_COLUMN)
@@ -226,9 +226,9 @@ def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], 
 def _check_sub_table(
     connection: Connection, statement: Any, base: FencedTable, rows: Rows, options: Options
 ) -> None:
-    """Let a flush write a joined sub-table, if it writes the fenced rows as well.
+    """Refuse a write to a joined sub-table, unless it is of a flush that writes the fenced rows as well.
 
-    It does not where only a relationship with `post_update` on the other side wants the sub-table changed.
+    A flush writes the sub-table alone if a relationship of the other side with `post_update` asks for it.
     """
     table = underlying(statement.table)
     flush = flush_of(connection, base, options)
@@ -289,8 +289,8 @@ def _stamp_insert(
 def _new_row_token(tokens: TokenLookup, row: Row) -> int:
     """Return the token to stamp a new row with.
 
-    Where the database makes the key, and the key makes the resource's name, nothing can have locked the
-    resource yet: some lease must be held, and the row begins with the fence 0, open to its first holder.
+    If the resource is named by a key that the database makes, no one can have locked it yet. Then some lease
+    must be held, and the row begins with the fence 0, open to its first holder.
     """
     if tokens.given is not None:
         return tokens.given

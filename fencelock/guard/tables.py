@@ -1,8 +1,8 @@
 """Which tables are fenced, and which resource guards each of their rows. Nothing here executes anything.
 
-What the guard knows of a table is kept in `Table.info`, so it lives and dies with the table, and a copy made
-by `to_metadata` takes it along. "order:1" and "order:01" are two leases, so a value that names a resource is
-refused where the database would give it back otherwise.
+The guard keeps its facts of a table in `Table.info`. They live as long as the table, and `to_metadata` copies
+them. "order:1" and "order:01" are two leases, so a value that names a resource is refused if the database
+would return it in another form.
 """
 
 from __future__ import annotations
@@ -55,17 +55,17 @@ NO_VERSION: Final = -1
 
 
 def schema_of(connection: Connection, named: set[str | None]) -> str | None:
-    """Return the schema of one of fencelock's tables, by the schemas that the program has named for it.
+    """Return the schema of one of fencelock's tables: the only one that the program has named for it.
 
-    None for the connection's default schema; also if its `schema_translate_map` says where that is.
+    None stands for the connection's default schema, as its `schema_translate_map` may translate it.
     """
     translated = connection.get_execution_options().get(TRANSLATED) or {}
     return next(iter(named)) if len(named) == 1 and None not in translated else None
 
 
 def new_write_id() -> int:
-    """Return an id that no write has had; not from `random`, which may be seeded alike in two processes."""
-    return 1 + randbelow(LIMIT - 1)  # never 0, which rows have that were made without the guard
+    """Return an id that no write has had. `random` would not do: two processes may have the same seed."""
+    return 1 + randbelow(LIMIT - 1)  # never 0: that is the id of rows that were made without the guard
 
 
 # How a write id moves. A flush, an INSERT, an upsert, a claim and a gate set a new one. A statement without
@@ -75,12 +75,12 @@ def new_write_id() -> int:
 
 
 def shifted(write_id: int, by: int) -> int:
-    """Return the id that a statement which moves ids gives to a row with this one."""
+    """Return a row's new id after a statement that shifts ids by this number."""
     return (write_id + by) % LIMIT if write_id >= 0 else NO_VERSION
 
 
 class _Mark:
-    """Marks a fenced column. Another process must not load it: it may have no guard."""
+    """Marks a fenced column. It cannot be pickled, because another process may have no guard."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -131,13 +131,13 @@ class ResourceTemplate:
             ) from error
 
     def match(self, resource: str) -> re.Match[str] | None:
-        """Return the parts of a resource's name that stand for columns; None if it has another form."""
+        """Return the parts of a resource's name that stand for columns; None if the name has another form."""
         parts = Formatter().parse(self.text)
         pattern = "".join(re.escape(text) + ("" if name is None else "(.+)") for text, name, _, _ in parts)
         return re.fullmatch(pattern, resource, re.DOTALL)
 
     def parse(self, resource: str) -> tuple[Any, ...] | None:
-        """Return the values that a resource's name was made of; None if it does not tell them."""
+        """Return the values that a resource's name was made of; None if the name does not tell them."""
         names: list[str] = []
         for _, name, spec, conversion in Formatter().parse(self.text):
             if name is not None:
@@ -169,9 +169,9 @@ def _has_many_spellings(kind: TypeEngine[Any]) -> bool:
 
 
 def spelling(column: Column[Any], value: Any) -> Any:
-    """Return a value as the database gives it back: the name of a row's resource must be one and the same.
+    """Return a value as the database returns it, so that each row has one resource name.
 
-    To a database "01", 1.0 and True may all equal the key 1, yet "order:01" is not the lease of "order:1".
+    A database may take "01", 1.0 and True for the key 1, but "order:01" is not the lease of "order:1".
     """
     kind = column.type
     is_as_loaded = True
@@ -180,11 +180,11 @@ def spelling(column: Column[Any], value: Any) -> Any:
             as_text = isinstance(value, str) and value == str(int(value))
             return int(value) if as_text else operator.index(value)
         if isinstance(kind, String) and not isinstance(kind, Enum):
-            # PostgreSQL gives CHAR back with spaces, by which no values differ.
+            # PostgreSQL pads CHAR with spaces, and ignores them when it compares.
             return str.__str__(value).rstrip(" ") if isinstance(kind, CHAR) else str.__str__(value)
         if isinstance(kind, Uuid):
             return value if isinstance(value, UUID) else str(UUID(value))
-        if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, and MariaDB a name in any case
+        if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, and MariaDB in any case
             is_as_loaded = isinstance(value, kind.enum_class) if kind.enum_class else value in kind.enums
         elif not isinstance(kind, TypeDecorator):
             is_as_loaded = type(value) is kind.python_type
@@ -202,7 +202,7 @@ def spelling(column: Column[Any], value: Any) -> Any:
 
 @dataclass(eq=False, slots=True)
 class FencedTable:
-    """What the guard knows of one fenced table; `is_optional` says that it may be written under no lease."""
+    """The guard's facts of one fenced table. If it `is_optional`, it may be written under no lease."""
 
     table: Table
     template: ResourceTemplate
@@ -244,7 +244,7 @@ def register(fenced: FencedTable) -> FencedTable:
 
 
 def register_sub_table(table: Table, base: FencedTable) -> None:
-    """Make `table` known as one that holds the rest of the rows of a fenced one (joined inheritance)."""
+    """Note that a table completes the rows of a fenced one (joined inheritance)."""
     table.info[_SUB_TABLE_OF] = table.name, base
     _note_name(table)
 
@@ -254,7 +254,7 @@ def _note_name(table: Table) -> None:
 
 
 def note_column(column: Column[Any], parent: object) -> None:
-    """Make a table known by its name as soon as it has its fence: its first write may be text.
+    """Note the name of a table as soon as it has its fence, because its first write may be textual SQL.
 
     A copy under another name, such as a history of the rows, is a plain table.
     """
@@ -268,7 +268,7 @@ def note_column(column: Column[Any], parent: object) -> None:
 def fenced_names() -> list[str]:
     """Return the names, in lower case, of the fenced tables that are alive, and of their sub-tables.
 
-    Those that lower case may have changed for good, such as "İ", come as they are too.
+    A name that is not ASCII is also returned as it is, because lower case may not be undone ("İ").
     """
     names = [name for name, tables in list(_names.items()) if len(tables)]
     return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
@@ -297,7 +297,7 @@ def check_lease(wanted: object) -> FenceLease:
 
 
 def registered(table: Table | None) -> FencedTable | None:
-    """Return what was registered of this very table; None for a copy, and for a table never asked for."""
+    """Return the record of this very table; None for a copy, and for a table that was not looked at yet."""
     found: FencedTable | None = getattr(table, "info", {}).get(_FENCED)
     # Annotated tables hash like the original.
     return found if found is not None and (found.table is table or hash(found.table) == hash(table)) else None
@@ -314,7 +314,7 @@ def fenced_table(target: object) -> FencedTable | None:
         return None
     check_write_column(table, table.name)
     original: FencedTable | None = table.info.get(_FENCED)
-    if original is None:  # a Core table, met for the first time
+    if original is None:  # a Core table, seen for the first time
         return register(FencedTable(table, template_of(table, table.name)))
     columns = {name: table.c[column.key] for name, column in original.template.columns.items()}
     template = ResourceTemplate(original.template.text, columns)
@@ -322,7 +322,7 @@ def fenced_table(target: object) -> FencedTable | None:
 
 
 def base_of(target: object) -> FencedTable | None:
-    """Return the fenced table whose rows this table completes, if it is such a one."""
+    """Return the fenced table whose rows this table completes (joined inheritance), or None."""
     table = underlying(target)
     name, found = getattr(table, "info", {}).get(_SUB_TABLE_OF, (None, None))
     return None if name is None or name != table.name else found
@@ -346,7 +346,7 @@ def check_write_column(table: Table, owner: str) -> None:
 def template_of(
     table: Table, owner: str, attributes: Mapping[str, Column[Any]] | None = None, said: str | None = None
 ) -> ResourceTemplate:
-    """Return how the resources of a table's rows are named: as its model says, or else its column."""
+    """Return how the resources of a table's rows are named: by its model, else by its fence column."""
     attributes = dict(table.c.items()) if attributes is None else attributes
     template: Any = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
     if template is None:

@@ -1,7 +1,7 @@
-"""Textual SQL: what may write to a fenced table is refused, unless it was made by `fenced_text`.
+"""Refuses textual SQL that may write to a fenced table, unless `fenced_text` has made it.
 
-`do_execute` sees every statement before the driver does. It looks for words and parses nothing: what it
-cannot tell is refused.
+`do_execute` sees every statement before the driver does. It looks for words, and parses nothing. A statement
+that it cannot judge is refused.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FULL: Final = rf"{_NAME}(?: ?\. ?{_NAME})*"
 _QUOTED: Final = re.compile(
     r"""(?s)'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`|/\*(?!M?!).*?\*/|--(?=\s|\Z)[^\n]*"""
 )
-#: What databases read differently, outside of strings: comments that they execute or nest, `#`, `$tag$`.
+#: Signs that databases read differently: comments that some execute or nest, `#`, `$tag$`.
 _DOUBTFUL: Final = re.compile(r"[#']|--|/\*|\*/|\$(?!\d)\w*\$")
-#: A write to one table, as far as the word that follows the table's name.
+#: The beginning of a write to one table, up to the word behind the table's name.
 _TARGET: Final = re.compile(
     rf"(?i)\b(?:(?:insert(?:\s+or\s+\w+|\s+ignore)?|replace)\s+into\s+{_FULL}"
     r"(?=\s*\(|\s+(?:as|select|values|default|set|with)\b)"
@@ -49,7 +49,7 @@ _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|com
 
 
 def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
-    """Refuse a statement that may write to a fenced table and was not guarded; its context comes last."""
+    """Refuse an unguarded statement that may write to a fenced table. The last argument is its context."""
     context = rest[-1]
     if context is None or GUARDED in context.execution_options:
         return
@@ -79,7 +79,7 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
 
 
 def written(statement: str, names: tuple[str, ...]) -> str | None:
-    """Return the fenced table that a text may write to; None where it plainly writes to no table so named."""
+    """Return the name of the fenced table that a text may write to; None if it surely writes to none."""
     return (_written if len(statement) > _LONG else _written_before)(statement, names)
 
 
@@ -98,7 +98,7 @@ _written_before: Final = lru_cache(maxsize=1000)(_written)
 
 
 def _bare(text: str, kept: str = '"`') -> str | None:
-    """Return a text without comments and strings; None where databases may read it in other ways."""
+    """Return a text without comments and strings; None if databases read it differently."""
     if len(text) > _LONG and text.rfind("/*") > text.rfind("*/"):  # each would be looked for to the end
         return None
     bare = _QUOTED.sub(
@@ -110,6 +110,6 @@ def _bare(text: str, kept: str = '"`') -> str | None:
 
 @lru_cache(maxsize=1000)
 def _pattern(names: tuple[str, ...]) -> re.Pattern[str]:
-    """Return what finds one of these names in any spelling, or one that PostgreSQL reads with escapes."""
+    """Return a pattern for these names in any spelling, and for names that PostgreSQL reads with escapes."""
     spelt = (re.sub(r'(["`%])', r"\1{1,2}", re.sub(r"(?:\\\s)+", r"\\s+", re.escape(name))) for name in names)
     return re.compile(rf"(?<!\w)(?:{'|'.join(spelt) or '(?!)'})(?!\w)|\bU&\"", re.IGNORECASE)

@@ -1,4 +1,4 @@
-"""What the triggers say in each family of databases; `triggers` fills in the names in braces.
+"""The SQL of the triggers for each family of databases; `triggers` fills in the names in braces.
 
 A trigger of MariaDB and SQLite is one statement; PostgreSQL has two functions beside its own.
 """

@@ -1,4 +1,4 @@
-"""Triggers, optional by table: what the database itself refuses, whoever writes and by whatever way.
+"""Triggers, optional for each table: the database itself refuses, whoever writes and however.
 
 - Plain: the fence of a row never goes down, and an UPDATE that brings no write id gives its row a new one.
 - Strict: the fence never goes down either, and an UPDATE that changes neither fence nor write id is refused.
@@ -43,7 +43,7 @@ _REFUSED: Final = re.compile(
     r"|(?P<unfenced>UPDATE without a token)) in (?P<table>.+)"
 )
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
-#: SQLAlchemy finds out by DESCRIBE, and the error of that, whether MariaDB has a table.
+#: SQLAlchemy learns from the error of a DESCRIBE that MariaDB lacks a table.
 _USES_ROWS: Final = re.compile(r"\s*(?:insert|update|delete|select)\b", re.IGNORECASE)
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
@@ -116,11 +116,11 @@ def knows(dialect: str) -> bool:
 def create(
     table: Any, dialect: str, *, strict: bool = False, ids: bool = True, schema: str | None = None
 ) -> list[FenceDDL]:
-    """Return the statements that give a table its trigger, in place of any that it has.
+    """Return the statements that give a table its trigger, and replace the one that it has.
 
-    The table must have the columns `last_fencing_token` and `last_write_id`. Models have it done by
-    `create_all` with `__fence_trigger__ = True` or `"strict"`, migrations by
-    `op.create_fence_trigger("orders", ids=True)`.
+    The table must have the columns `last_fencing_token` and `last_write_id`. For models, `create_all` does it
+    with `__fence_trigger__ = True` or `"strict"`. In migrations `op.create_fence_trigger("orders", ids=True)`
+    does.
 
     Args:
         table: its name, or a `Table` or a model.
@@ -128,11 +128,11 @@ def create(
         strict: refuse an UPDATE that changes neither fence nor write id. The fence table has no strict one.
         ids: where it is not strict: give a new write id to each UPDATE that brings none. SQLite finds the row
             by its rowid.
-        schema: where the table is, if it is given by its name.
+        schema: the schema of a table that is given by its name.
 
     Raises:
         ValueError: if there are no triggers for this dialect.
-        TypeError: if the table is none.
+        TypeError: if `table` is no name, `Table` or model.
 
     Example:
         ```python
@@ -152,7 +152,7 @@ def create(
 
 
 def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDDL]:
-    """Return the statements that take a table's trigger away, of either form; none is no error.
+    """Return the statements that drop a table's trigger of either form; a table without one is no error.
 
     ```python
     with engine.begin() as connection:
@@ -180,8 +180,8 @@ def installed(
         triggers.installed(connection, "orders")     # False
     ```
 
-    `"fence"` is a plain one that gives no write ids. A disabled one counts as none, and so does a strict one
-    that wants tokens.
+    `"fence"` stands for a plain trigger that gives no write ids. A disabled trigger counts as none, and so
+    does a strict one that wants tokens.
     """
     found = _found(connection, table, schema)
     forms = {form for form in sql.ALL if _name(table, form) in found}
@@ -199,9 +199,10 @@ def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
 
 
 def drop_renamed(connection: Connection, table: str, *, schema: str | None = None) -> list[FenceDDL]:
-    """Return the statements that take away the triggers that a table still has from an earlier name of its.
+    """Return the statements that drop the triggers which a table still has from an earlier name.
 
-    Databases leave the names. PostgreSQL's function stays, as another table may have the old name by now.
+    A database does not rename triggers with their table. PostgreSQL's function stays, because another table
+    may have the old name by now.
     """
     family = _family(connection.dialect.name)
     own = {_name(table, form) for form in sql.ALL}
@@ -235,7 +236,7 @@ def before_drop(table: Table, connection: Any, **options: Any) -> None:
 
 
 def explain(context: ExceptionContext) -> None:
-    """Say what a trigger has refused, or what to do where a column of the guard or its table is missing."""
+    """Translate the error of a trigger, or of a missing column or table of the guard."""
     error = context.original_exception
     message = str(error.args[-1]).splitlines()[0] if error.args and str(error.args[-1]) else ""
     refusal = _refusal(message) if "fencelock" in message else None
@@ -248,7 +249,7 @@ def explain(context: ExceptionContext) -> None:
 
 
 def _lack(message: str, statement: str) -> FenceError | None:
-    """Return what to do where the database lacks what its own error does not explain; None for all others."""
+    """Return what to do if the database lacks a column or table of the guard; None for other errors."""
     if FENCE_TABLE in message and _MISSING_TABLE.search(message) and _USES_ROWS.match(statement):
         return FenceError(
             f"the database lacks the table {FENCE_TABLE!r}, where gates keep their fences "
@@ -275,7 +276,7 @@ def _lack(message: str, statement: str) -> FenceError | None:
 
 
 def _refusal(message: str) -> FenceError | None:
-    """Return the error behind what the database said, and tell of it; None if it is no refusal."""
+    """Return and report the refusal behind an error of the database; None if it is no refusal."""
     refused = _REFUSED.search(message)
     table = refused and refused["table"].strip()
     refusal: FenceError

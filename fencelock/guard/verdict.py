@@ -1,7 +1,7 @@
-"""Why a guarded write has not written a row: the fence, another resource, another write, or no row at all.
+"""Finds out why a guarded write has not written a row: the fence, another resource, another write, no row.
 
-It is only asked if a count is short, or if a driver does not count. Then one query fetches the keys, fences
-and write ids of the rows that the statement has named, and this module compares them.
+It is asked only if the count is short, or if the driver does not count. Then one query fetches the keys,
+fences and write ids of the rows that the statement has named, and this module compares them.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Verdict:
         return self._missing_rows(present) if is_missed else None
 
     def check_before(self) -> FenceError | None:
-        """Return the error to raise before a statement is executed, if its result would tell too little.
+        """Return the error to raise before a statement is executed, if its result would not tell enough.
 
-        The writes of one kind may change which rows the WHERE clause matches, such as a refused child of a
-        changed parent. Another kind is a DELETE of objects that the driver does not count. The rows are
-        locked, so the verdict stays true. SQLite has no such locks, but also no second writer.
+        One case is a statement whose writes may change which rows match. The other is a DELETE of objects if
+        the driver does not count. The query locks the rows, so the verdict stays true. SQLite has no such
+        locks, but also no second writer.
         """
         if self.form.reads_more:
             query = self._query().where(*self.form.where).with_for_update(of=self.form.source)
@@ -72,13 +72,13 @@ class Verdict:
         return None
 
     def _counts(self) -> bool:
-        """Return whether the driver counts the rows that these executions have written."""
+        """Tell whether the driver counts the rows of these executions."""
         dialect = self.connection.dialect
         is_sane = dialect.supports_sane_rowcount
         return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
 
     def _find_refused(self) -> FenceError | None:
-        """Return the error for a row that matches the WHERE clause, but not the guard's condition."""
+        """Return the error for a row that matches the program's WHERE clause, but not the condition."""
         fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
             accepted, named = self.form.accepts(row), self._resource_columns()
@@ -116,7 +116,7 @@ class Verdict:
         return [self.form.source.c[column.key] for column in self.form.fenced.template.columns.values()]
 
     def _query(self) -> Select[Any]:
-        """Return a query for the columns that `_error` needs, without criteria."""
+        """Return a query, without criteria, for the columns that `_error` needs."""
         source, fenced = self.form.source, self.form.fenced
         fence, write = source.c[fenced.fence.key], self.form.write
         return select(
@@ -155,7 +155,7 @@ class Verdict:
         return StaleReadError(fenced.name, known, token, current, accepted[0])
 
     def _missing_rows(self, present: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
-        """Return the error for an object whose row is gone, or was changed before it was asked for."""
+        """Return the error for an object whose row is gone, or was changed before the query."""
         fenced = self.form.fenced
         if not self.form.assigns and not all(each.confirm_deleted_rows for each in fenced.mappers()):
             return None

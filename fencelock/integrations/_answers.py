@@ -1,4 +1,4 @@
-"""Which errors are answered, and with what: for the frameworks of the web."""
+"""The answers of web frameworks to errors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ANSWERED: Final[tuple[type[Exception], ...]] = (
 
 
 def answer_to(error: Exception, path: str) -> tuple[str, int, dict[str, str]]:
-    """Return body, status and headers, without a word of the error, which names hosts and processes.
+    """Return body, status and headers. The error's text is not in them, because it names hosts and processes.
 
     The log has them. An error with the status 500 is raised again.
     """

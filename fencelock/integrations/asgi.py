@@ -1,7 +1,7 @@
 """Binds the fencing tokens of a caller for each HTTP request of an ASGI application.
 
-A client that can set the header writes with any token: accept it from services that you trust alone, and
-strip it at the edge.
+A client that can set the header can write with any token. Accept the header only from services that you
+trust, and strip it at the edge.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ App = Callable[[Message, Receive, Send], Awaitable[None]]
 
 
 class FencingTokenMiddleware:
-    """ASGI middleware: what a request writes, it writes under the tokens that its caller sent.
+    """ASGI middleware: a request writes under the tokens that its caller sent.
 
     ```python
     app = FastAPI()

@@ -37,7 +37,7 @@ class FencedTask(_Task):
         ship.apply_async([1])                    # or ship.delay(1)
     ```
 
-    It is no signal handler, because Celery only logs the errors of those: the task would go on without its
+    It is no signal handler. Celery only logs an error of a handler, so the task would go on without its
     token.
     """
 

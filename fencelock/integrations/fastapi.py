@@ -15,7 +15,7 @@ MAX_KEY: Final = 200
 
 
 def answer_errors(app: FastAPI) -> None:
-    """Answer errors by `http_status`, with `Retry-After` where a client should try again, and nothing else.
+    """Answer errors by `http_status`, and with `Retry-After` if a client should try again.
 
     ```python
     fencelock.integrations.fastapi.answer_errors(app)
@@ -46,8 +46,8 @@ async def idempotency_key(
             ...
     ```
 
-    The draft "The Idempotency-Key HTTP Header Field" of the IETF writes the key in quotes: with them it is
-    the same key. The logger `fencelock.integrations` has the errors that are answered with 409 and 422.
+    The IETF's draft "The Idempotency-Key HTTP Header Field" writes the key in quotes; these are taken off.
+    The logger `fencelock.integrations` has the errors that are answered with 409 and 422.
 
     Raises:
         fastapi.HTTPException: 400 without the header; 422 if the key was used for another request

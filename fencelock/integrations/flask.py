@@ -8,7 +8,7 @@ from fencelock.integrations._answers import ANSWERED, answer_to
 
 
 def answer_errors(app: Flask) -> None:
-    """Answer errors by `http_status`, with `Retry-After` where a client should try again, and nothing else.
+    """Answer errors by `http_status`, and with `Retry-After` if a client should try again.
 
     ```python
     from flask import Flask

@@ -1,4 +1,4 @@
-"""The header `Fencing-Token` of several leases, `order:1=123;stock:7=45`, for any way to travel."""
+"""The header `Fencing-Token`: several leases as text, `order:1=123;stock:7=45`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def bound(text: str) -> AbstractContextManager[None]:
         ...                                      # written under the token 123
     ```
 
-    They never end by this process' clock, and are neither renewed nor released here.
+    These leases do not end by this process' clock, and are neither renewed nor released here.
 
     Returns:
         The context manager.

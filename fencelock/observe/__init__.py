@@ -1,4 +1,4 @@
-"""See what locks and fences do: events, and what makes metrics of them.
+"""See what locks and fences do: events, metrics and spans.
 
 Call `on_event` for events; `fencelock.observe.prometheus` and `fencelock.observe.otel` listen
 for you. Nothing that locks or writes imports these modules, and they cost nothing while nothing listens.

@@ -6,8 +6,8 @@ from fencelock.observe import history
 history.record(engine)
 ```
 
-It is written behind the program, by a thread, with connections of the engine and in transactions of its own.
-It is for people: what could not be written is logged and left out, and no lock waits for it.
+A thread writes it, with connections of the engine and in its own transactions. No lock waits for it: an entry
+that cannot be written is logged and left out.
 """
 
 from __future__ import annotations
@@ -171,15 +171,15 @@ def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None)
     ```
 
     Args:
-        engine: of the database that has the table, which is made where it is not there.
+        engine: an engine on the database of the table, which is made if it is missing.
         keep: seconds after which an entry is deleted.
         schema: where the table is, if not in the connection's default schema.
 
     Returns:
-        What writes it; its `close()` ends that.
+        The recorder; its `close()` ends it.
 
     Raises:
-        sqlalchemy.exc.SQLAlchemyError: the table is not there and cannot be made.
+        sqlalchemy.exc.SQLAlchemyError: the table is missing and cannot be made.
     """
     return Recorder(engine, keep, schema)
 

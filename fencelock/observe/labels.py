@@ -1,4 +1,4 @@
-"""How locks are called in metrics and spans: never by resource, of which there are as many as orders."""
+"""Names of locks in metrics and spans: never the resource, because there are too many."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ LabelFunction = Callable[[LockEvent], str]
 
 
 def kind_of_lock(event: LockEvent) -> str:
-    """Return the template that `@fenced` was given, or else what stands before the first `:`.
+    """Return the template that `@fenced` was given, or else the part of the name before the first `:`.
 
-    A name without one may be a person's, and is "other". A slot of a semaphore is called by the semaphore.
+    A name without `:` is "other", because it may be a person's. A slot has the name of its semaphore.
     """
     name, slot, _ = event.resources[0].rpartition("#")
     constant, colon, _ = (name or event.resources[0]).partition(":")
@@ -26,7 +26,7 @@ def kind_of_lock(event: LockEvent) -> str:
 
 
 class Labels:
-    """Names locks; all that are too many have the same name.
+    """Names locks; when there are too many names, all further locks have the same one.
 
     Args:
         function: returns the name of a lock.

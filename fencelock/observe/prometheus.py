@@ -61,9 +61,9 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class _OfLock:
-    """The series of one authority and one kind of lock, ready to be counted in.
+    """The series of one authority and one kind of lock.
 
-    To look a series up by its labels costs as much as to count in it, so that is done once.
+    Finding a series by its labels costs as much as counting, so it is done once.
     """
 
     def __init__(self, metrics: Metrics, labels: tuple[str, str]) -> None:
@@ -89,11 +89,11 @@ class _OfLock:
                 gauge.inc(number)
 
     def waited(self, outcome: str) -> Callable[[float], None]:
-        """Return what takes the seconds of an acquisition that has ended so."""
+        """Return the function that counts the seconds of an acquisition with this end."""
         return self._wait.labels(*self._labels, outcome).observe
 
     def held_until(self, end: str) -> Callable[[float], None]:
-        """Return what takes the seconds of a lock that has ended so."""
+        """Return the function that counts the seconds of a held lock with this end."""
         return self._hold.labels(*self._labels, end).observe
 
 
@@ -165,11 +165,11 @@ class Metrics:
         self._mutex = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Count an event, later; but keep no error, which keeps everything alive that it comes from."""
+        """Note an event, to be counted later; keep no error, because its traceback keeps objects alive."""
         self._later.append(event)
         if len(self._later) < _BATCH and getattr(event, "error", None) is None:
             return
-        # Where another thread counts, or this one was interrupted in it, that counts the new ones too.
+        # If another thread counts now, or this one was interrupted in it, that counts the new ones, too.
         while self._later and self._mutex.acquire(blocking=False):
             try:
                 self._count_all()
@@ -272,7 +272,7 @@ def instrument(
 def watch_nodes(
     authority: Redlock, every: float = 15.0, *, registry: CollectorRegistry = REGISTRY
 ) -> Callable[[], None]:
-    """Have a thread ask the nodes how they stand, now and after each so many seconds; return what ends it.
+    """Let a thread ask the nodes for their state, now and every so many seconds; return a function to end it.
 
     ```python
     end = watch_nodes(Redlock("redis://r1:6379"), every=15)

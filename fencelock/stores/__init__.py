@@ -1,1 +1,1 @@
-"""Values outside of the database that refuse stale writers, too: in Redis, and in a file."""
+"""Values outside of the database that refuse stale writers: in Redis, and in a file."""

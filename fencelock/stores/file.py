@@ -22,7 +22,7 @@ _VERSION: Final = re.compile(rf"[0-9]{{{_DIGITS}}}")
 
 
 class FencedFile:
-    """Bytes that no token below that of the last version replaces; reading them compares nothing.
+    """A file that refuses tokens below that of its last version; reading it compares nothing.
 
     ```python
     report = FencedFile("report")
@@ -32,7 +32,7 @@ class FencedFile:
     ```
 
     Args:
-        folder: of the versions alone; the first `write` makes it.
+        folder: a folder for the versions alone; the first `write` makes it.
         resource: the lock that guards it; by default the name of the folder.
     """
 

@@ -43,7 +43,7 @@ class _Value:
 
 
 class FencedValue(_Value):
-    """A value that no token below that of the last `set` replaces; reading it compares nothing.
+    """A value that refuses tokens below that of its last `set`; reading it compares nothing.
 
     ```python
     rate = FencedValue(redis.Redis.from_url("redis://localhost:6379"), "rate")
@@ -53,8 +53,8 @@ class FencedValue(_Value):
     ```
 
     Args:
-        client: of redis-py.
-        key: where it stands; no other code writes it.
+        client: a client of redis-py.
+        key: the key of the value; no other code may write it.
         resource: the lock that guards it; by default the key.
     """
 

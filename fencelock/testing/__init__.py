@@ -1,4 +1,4 @@
-"""What the tests of a program need: an authority without a server, and the situations that are rare.
+"""For the tests of a program: an authority without a server, and situations that are rare.
 
 The pytest plugin, `fencelock.testing.plugin`, has each of these functions as a fixture.
 """
@@ -49,10 +49,10 @@ _PATIENCE: Final = 5.0
 def temporary_authority(folder: str | os.PathLike[str]) -> Iterator[Database]:
     """Let a SQLite file in a folder grant the locks of this process, and of processes that it starts.
 
-    In the block, the default authority and FENCELOCK_URL are that file; afterwards, what they were before.
+    In the block, the default authority and FENCELOCK_URL are that file; afterwards, they are as before.
 
-    A test may roll an outer transaction back at its end, and let its sessions commit only savepoints. In the
-    block such a session lets its leases go at its own commit or rollback.
+    A test may run in an outer transaction that it rolls back, so that its sessions commit only savepoints. In
+    the block such a session lets go of its leases at its own commit or rollback.
 
     ```python
     with temporary_authority(tmp_path), fenced_lock("order:1") as token:
@@ -77,7 +77,7 @@ def temporary_authority(folder: str | os.PathLike[str]) -> Iterator[Database]:
 
 @contextlib.contextmanager
 def _ending_early() -> Iterator[None]:
-    """Let the end of a session's own transaction count, also inside an outer transaction."""
+    """Have sessions let go of their leases at their own end, even inside an outer transaction."""
 
     def after_commit(session: Session) -> None:
         if session.get_nested_transaction() is None:
@@ -101,7 +101,7 @@ def _ending_early() -> Iterator[None]:
 
 
 def unfenced() -> AbstractContextManager[None]:
-    """Let all writes of this thread or task pass without a lock in a block: for factories and seeds.
+    """Let this thread or task write without a lock in a block: for factories and seeds.
 
     Flush or commit inside the block. `fencelock.bypass` does the same for one session.
 
@@ -176,19 +176,19 @@ def lost_lease(resource: str) -> Iterator[Lease]:
 
 
 def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWriter:
-    """Make every writer of a row a stale one in a block: a newer holder has fenced the row.
+    """Make every writer of a row stale in a block, as if a newer holder had fenced the row.
 
-    The row's fence is above each token that is granted now. So the database refuses what a thread or process
-    writes there under a lock. Afterwards the fence has its old value, unless a trigger forbids that.
+    The row's fence is above each token that is granted now. So the database refuses what any thread or
+    process writes there under a lock. Afterwards the fence has its old value, unless a trigger forbids that.
 
     ```python
     with stale_writer(engine, Order, 1), pytest.raises(StaleTokenError):
         pay(1)
     ```
 
-    Args:
-        target: what has the row: an engine; or a session or connection of an outer transaction. For those of
-            asyncio, write `async with`.
+    Args: target: an engine; or the session or connection of an outer transaction. If it is an asyncio one,
+        write
+            `async with`.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
 
@@ -198,7 +198,7 @@ def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWri
     Raises:
         TypeError: the model is not fenced.
         ValueError: `identity` is no primary key of the model.
-        sqlalchemy.exc.NoResultFound: there is no such row, when the block is entered.
+        sqlalchemy.exc.NoResultFound: when the block is entered, and there is no such row.
     """
     return StaleWriter(target, model, identity)
 
