@@ -1,7 +1,7 @@
 """Binds the fencing tokens of a caller for each HTTP request of an ASGI application.
 
-A client that can set the header can write with any token. Accept the header only from services that you
-trust, and strip it at the edge.
+A client that sets the header writes with any token. Accept the header only from services that you trust, and
+strip it at the edge.
 """
 
 from __future__ import annotations
