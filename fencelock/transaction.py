@@ -1,7 +1,7 @@
 """`fenced_transaction`: lease, transaction, gate; then commit, release; in the right order.
 
-Only this module joins the lock and the guard. The lease remembers a COMMIT whose answer was lost; then the body
-runs once more.
+Only this module joins the lock and the guard. The lease remembers a COMMIT whose answer was lost; then the
+body runs once more.
 """
 
 from __future__ import annotations
