@@ -66,7 +66,7 @@ def is_busy(error: BaseException) -> bool:
 
 def is_conflict(error: BaseException) -> bool:
     """Tell whether another transaction has won: a deadlock, or rows that have changed."""
-    return sqlstate(error) in _CONFLICT_STATES or error_number(error) in _CONFLICT_NUMBERS
+    return _says(error, _CONFLICT_STATES, _CONFLICT_NUMBERS)
 
 
 def waited_in_vain(error: DBAPIError) -> bool:
@@ -103,12 +103,12 @@ def leaves_doubt(error: BaseException) -> bool:
 
 def is_elsewhere(error: BaseException) -> bool:
     """Tell whether this server takes no writes now; a new connection may lead to another that does."""
-    return sqlstate(error) in _ELSEWHERE_STATES or error_number(error) in _ELSEWHERE_NUMBERS
+    return _says(error, _ELSEWHERE_STATES, _ELSEWHERE_NUMBERS)
 
 
 def is_away(error: BaseException) -> bool:
     """Tell whether this server says that it starts, stops, is full, or takes no writes now."""
-    return sqlstate(error) in _AWAY_STATES or error_number(error) in _AWAY_NUMBERS
+    return _says(error, _AWAY_STATES, _AWAY_NUMBERS)
 
 
 def is_turned_away(error: BaseException) -> bool:
@@ -118,13 +118,13 @@ def is_turned_away(error: BaseException) -> bool:
 
 def is_unavailable(error: BaseException) -> bool:
     """Tell whether no server answered that could do what was asked. A refusal of one that can is none."""
-    if is_lost(error) or is_busy(error) or isinstance(error, OSError | PoolTimeoutError):
+    if is_lost(error) or is_busy(error) or is_away(error) or isinstance(error, OSError | PoolTimeoutError):
         return True
     number = error_number(error)
     if isinstance(number, int):  # before the SQLSTATE, which some drivers of MariaDB tell: HY000 for most
-        return number in _AWAY_NUMBERS or number in _CLIENT_NUMBERS
+        return number in _CLIENT_NUMBERS
     if (state := sqlstate(error)) is not None:
-        return state in _AWAY_STATES or state.startswith("08")
+        return state.startswith("08")
     if isinstance(error, OperationalError):
         return _REFUSED.search(str(error.orig)) is None
     return "None of the hosts match" in str(error)  # asyncpg, of target_session_attrs
@@ -144,6 +144,10 @@ def lacks_table(error: BaseException, name: str) -> bool:
 def lacks_column(error: BaseException) -> bool:
     """Tell whether a table of PostgreSQL has no such column."""
     return sqlstate(error) == _NO_COLUMN
+
+
+def _says(error: BaseException, states: frozenset[str], numbers: frozenset[int]) -> bool:
+    return sqlstate(error) in states or error_number(error) in numbers
 
 
 def sqlstate(error: BaseException) -> str | None:
