@@ -101,11 +101,7 @@ def begin_immediate(engine: Engine | AsyncEngine) -> None:
     if engine.dialect.name != "sqlite":
         raise ValueError(f"BEGIN IMMEDIATE is SQLite's, and this engine speaks to {engine.dialect.name}")
 
-    def on_connect(connection: Any, _record: object) -> None:
-        connection.isolation_level = None  # the driver shall not begin by itself: it would begin deferred
-
     def on_begin(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")
 
-    event.listen(engine, "connect", on_connect)
     event.listen(engine, "begin", on_begin)

@@ -130,6 +130,16 @@ def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engin
     assert write_id != 11
 
 
+@on_sqlite_alone
+def test_a_fence_that_a_form_assigns_is_put_back(engine: Engine) -> None:
+    with Session(engine, expire_on_commit=False) as session:
+        order = session.get_one(Order, ORDER)
+        order.total, order.last_fencing_token = 1, FENCE + 2
+        session.commit()
+        assert order.last_fencing_token == FENCE
+    assert stored(engine)[:2] == (1, FENCE)
+
+
 def test_upsert_leaves_the_fence_as_well(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
         upsert(session, Order, [{"id": ORDER, "total": 1}, {"id": 7, "total": 2}])

@@ -12,6 +12,7 @@ from sqlalchemy import Engine, PickleType, inspect, orm, select, text, update
 from sqlalchemy.orm import Mapped, Session, aliased, joinedload, lazyload, load_only, mapped_column
 
 from fencelock import Lease, UnfencedWriteError, bind, claim
+from fencelock.guard import tables
 from tests.guard import write_ids
 from tests.guard.rows import InMemory, on_sqlite_alone
 from tests.guard.write_ids import NO_VERSION, Account, Joined, Pair, Row, Step, Story, get, holder, whole
@@ -264,6 +265,14 @@ def test_an_object_without_its_id_is_not_written(engine: Engine, load: write_ids
         write(session, load(session))
         with pytest.raises(UnfencedWriteError, match="loaded without last_write_id"):
             session.flush()
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("load", WITHOUT_ID.values(), ids=WITHOUT_ID)
+def test_reading_an_id_that_a_query_left_out_loads_it(engine: Engine, load: write_ids.Load) -> None:
+    """The object is of two versions from then on."""
+    with holder(engine) as session:
+        assert load(session).last_write_id == tables.NO_VERSION
 
 
 @on_sqlite_alone
