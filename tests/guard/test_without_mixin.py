@@ -193,6 +193,20 @@ def test_a_model_of_sqlmodel_has_the_column_alone(in_memory: InMemory) -> None:
             session.commit()
 
 
+def test_a_copy_of_a_table_with_its_own_columns_is_plain_as_well(in_memory: InMemory) -> None:
+    metadata = MetaData()
+    numbers = [Column(name, BigInteger, nullable=False) for name in ("last_fencing_token", "last_write_id")]
+    orders = Table("orders", metadata, Column("id", sa.Integer, primary_key=True), *numbers)
+    making = {"__table__": orders, "__fence_resource__": "order:{id}"}
+    model = type("Order", (FencedModel, type("Base", (DeclarativeBase,), {"metadata": metadata})), making)
+    copied = orders.to_metadata(metadata, name="orders_history")
+    with Session(in_memory(metadata)) as session:
+        session.execute(sa.insert(copied), {column.name: 1 for column in copied.c})
+        session.execute(update(copied).values(id=2))
+        with pytest.raises(UnfencedWriteError):
+            session.execute(update(model).values(id=2))
+
+
 @pytest.mark.parametrize("way", ["to_metadata", "columns", "Column._copy"])
 def test_a_copy_under_another_name_is_a_plain_table(in_memory: InMemory, way: str) -> None:
     """A history, an archive: its rows are written by whoever likes, the original's are not."""
