@@ -490,7 +490,7 @@ class World:
         if process.frozen_until > self.now:
             self.at(process.frozen_until, self._break_link, link)
             return
-        process.nodes.broken(link.index, _BROKEN)
+        process.nodes.broken(link.index, _BROKEN.detail)
         process.open_again()
 
     def _give_up(self, task: Task, ballot: Ballot) -> None:

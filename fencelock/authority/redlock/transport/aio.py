@@ -19,12 +19,13 @@ from functools import partial
 from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
-from fencelock.authority.redlock.transport.blocking import FRESH, broken_by, read_from, write_to
+from fencelock.authority.redlock.transport.blocking import FRESH, read_from, write_to
 from fencelock.authority.redlock.transport.connections import Connections
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
-from fencelock.authority.redlock.wire.batch import BATCHES, BatchingConnection
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
+#: False sends every command alone.
+BATCHES: Final = True
 #: Seconds between two looks for broadcasts whose patience has ended.
 _LOOK: Final = 0.02
 #: Seconds that are added to the time of the next try to connect to a node.
@@ -64,7 +65,7 @@ class LoopConnections(Connections):
                 f"{type(loop).__name__} does not tell when a socket can be read, and locks on nodes of Redis "
                 "wait for that: asyncio.run(main(), loop_factory=asyncio.SelectorEventLoop), from Python 3.12"
             )
-        super().__init__(nodes, node_key, new_connection=BatchingConnection, **options)
+        super().__init__(nodes, node_key, **options)
         self._sockets: dict[int, socket.socket] = {}
         #: Connections that threads have opened, and that the loop has not taken over yet.
         self._arrived: dict[int, Opened | UnusableError] = {}
@@ -219,7 +220,7 @@ class LoopConnections(Connections):
             data = read_from(self._sockets[index])
             called = [] if data is None else self._nodes.received(index, data, now)
         except OSError as error:
-            self._nodes.broken(index, broken_by(error))
+            self._nodes.broken(index, f"the connection broke: {error}")
             for waiting in self._in_line.values():
                 resume(waiting)  # to open it again
         except BaseException:
@@ -262,7 +263,7 @@ class LoopConnections(Connections):
                 return
             is_complete = write_to(self._sockets[index], connection)
         except OSError as error:
-            self._nodes.broken(index, broken_by(error))
+            self._nodes.broken(index, f"the connection broke: {error}")
             return
         except BaseException:
             connection.changing += 1
@@ -327,21 +328,12 @@ class LoopConnections(Connections):
                 opened.sock.close()
 
     def _take(self, index: int) -> None:
-        if (opened := self._arrived.pop(index, None)) is None:
-            return
-        now = time.monotonic()
         loop = self._open_loop()
-        if isinstance(opened, UnusableError):
-            self._nodes.failed(index, opened.answer, now)
-        elif (
-            self.closed
-            or loop is None
-            or self._nodes.connected(index, opened.identity, now, pushes=opened.pushes) is None
-        ):
-            opened.sock.close()
-        else:
-            self._sockets[index] = opened.sock
-            loop.add_reader(opened.sock.fileno(), self._readable, index)
+        if self.closed or loop is None:
+            self._close_arrived()
+        elif (opened := self._arrived.pop(index, None)) and (used := self._use(index, opened)):
+            self._sockets[index], _ = used
+            loop.add_reader(self._sockets[index].fileno(), self._readable, index)
             self._write(index)
         for woken in (*self._newcomers, *self._in_line.values()):
             resume(woken)

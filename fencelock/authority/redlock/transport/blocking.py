@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 from fencelock._owners import current_stack
 from fencelock._threads import Bells, sleep_until_rung
 from fencelock.authority.base import named, warn_of_blocked_loop
-from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Reply, ReplyKind, Sleep
+from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connections import Connections
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
@@ -77,11 +77,6 @@ def write_to(sock: socket.socket, connection: Connection) -> bool:
     except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
         return False
     return not outgoing
-
-
-def broken_by(error: OSError) -> Reply:
-    """Return the answer to report for a node whose connection an error has ended."""
-    return Reply(ReplyKind.UNREACHABLE, detail=f"the connection broke: {error}")
 
 
 class _Sleeper:
@@ -341,7 +336,7 @@ class SharedConnections(Connections):
             try:
                 data = read_from(sock)
             except OSError as error:
-                self._nodes.broken(index, broken_by(error))
+                self._nodes.broken(index, f"the connection broke: {error}")
                 continue
             called = self._nodes.received(index, data or b"", now)
             connection.changing -= 1
@@ -363,7 +358,7 @@ class SharedConnections(Connections):
         try:
             is_all = write_to(sock, connection)
         except OSError as error:
-            self._nodes.broken(index, broken_by(error))
+            self._nodes.broken(index, f"the connection broke: {error}")
             return
         connection.changing -= 1
         if is_all == (sock.fileno() in self._congested):
@@ -384,22 +379,14 @@ class SharedConnections(Connections):
         stack = current_stack()
         self._inside[stack] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call into this
         with self._mutex:
-            now = time.monotonic()
-            # Otherwise the connections were closed in between.
-            is_wanted = self._connecting.get(node) is threading.current_thread()
-            if is_wanted:
+            if self._connecting.get(node) is threading.current_thread():
                 del self._connecting[node]
-            if isinstance(opened, UnusableError):
-                if is_wanted:
-                    self._nodes.failed(node, opened.answer, now)
-            elif not is_wanted or not (
-                connection := self._nodes.connected(node, opened.identity, now, pushes=opened.pushes)
-            ):
+                if used := self._use(node, opened):
+                    link = _Socket(node, *used)
+                    self._links[link.sock.fileno()] = link
+                    self._poll.register(link.sock.fileno(), READ)
+                    self._write(link)
+            elif isinstance(opened, Opened):  # the connections were closed in between
                 opened.sock.close()
-            else:
-                descriptor = opened.sock.fileno()
-                self._links[descriptor] = link = _Socket(node, opened.sock, connection)
-                self._poll.register(descriptor, READ)
-                self._write(link)
             self._changed.ring()
         self._inside.pop(stack, None)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import abc
 import random
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -18,6 +19,7 @@ from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
+from fencelock.authority.redlock.wire.connection import Connection
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 
 
@@ -72,6 +74,18 @@ class Connections(abc.ABC):
             else:
                 _events.tell(ConnectionOpened("Redlock", self._names[node]))
         self._opened(node, opened)
+
+    def _use(self, node: int, opened: Opened | UnusableError) -> tuple[socket.socket, Connection] | None:
+        """Use an opened connection, and return it with its socket; None if there is no use for it."""
+        now = time.monotonic()
+        if isinstance(opened, UnusableError):
+            self._nodes.failed(node, opened.answer, now)
+            return None
+        connection = self._nodes.connected(node, opened.identity, now, pushes=opened.pushes)
+        if connection is None:
+            opened.sock.close()
+            return None
+        return opened.sock, connection
 
     @abc.abstractmethod
     def _opened(self, node: int, opened: Opened | UnusableError) -> None:

@@ -240,7 +240,7 @@ class NodeConnections:
         if (old := node.connection) is not None:
             if old.identity.run_id == identity.run_id and not is_lost(old, now):
                 return None
-            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="another connection has taken its place"))
+            self.broken(index, "another connection has taken its place")
         for other, its in enumerate(self._nodes):
             if its.connection is not None and its.connection.identity.run_id == identity.run_id:
                 node.failure = Reply(ReplyKind.CONFIG, detail=f"the same server as {self._names[other]}")
@@ -274,13 +274,13 @@ class NodeConnections:
         try:
             unusual = connection.received(data, now)
         except MalformedReplyError as error:
-            self.broken(index, Reply(ReplyKind.ERROR, detail=f"it does not speak like a node: {error}"))
+            self.broken(index, f"it does not speak like a node: {error}", ReplyKind.ERROR)
             return ()
         for pending, answer in unusual:
             self._deal_with(index, connection, pending, answer, now)
         connection.changing -= 1
         if any(leads_elsewhere(answer) for _, answer in unusual):
-            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="another server has taken over"))
+            self.broken(index, "another server has taken over")
         elif (
             node.pending_releases and not unusual
         ):  # a node that refuses a RELEASE would get it again and again
@@ -344,10 +344,10 @@ class NodeConnections:
             connection.put_alone(PendingReply(None, release, now), Packed(release))
         node.pending_releases.clear()
 
-    def broken(self, index: int, failure: Reply) -> None:
+    def broken(self, index: int, why: str, kind: ReplyKind = ReplyKind.UNREACHABLE) -> None:
         """Give up a node's connection: its pending commands get the failure, and its RELEASEs are owed."""
         node = self._nodes[index]
-        node.failure = failure
+        node.failure = failure = Reply(kind, detail=why)
         if (connection := node.connection) is None:
             return
         node.connection = None
@@ -368,11 +368,11 @@ class NodeConnections:
         """Give up the connections on which answers could be mixed up."""
         for index, node in enumerate(self._nodes):
             if node.connection is not None and node.connection.changing:
-                self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="using it was interrupted"))
+                self.broken(index, "using it was interrupted")
 
     def close(self) -> None:
         for index in range(len(self._nodes)):
-            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="the connection was closed here"))
+            self.broken(index, "the connection was closed here")
 
 
 def is_lost(connection: Connection, now: float) -> bool:
