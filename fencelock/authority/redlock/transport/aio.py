@@ -40,14 +40,12 @@ class PendingOfTask(PendingBroadcast):
     woken: weakref.ref[asyncio.Future[None]]
 
     def wake(self) -> None:
-        woken = self.woken()
-        if woken is not None and not woken.done() and not woken.get_loop().is_closed():
-            woken.set_result(None)
+        resume(self.woken())
 
 
-def resume(woken: asyncio.Future[None]) -> None:
+def resume(woken: asyncio.Future[None] | None) -> None:
     """Resume the task that waits, unless it is on its way already, or its loop is closed."""
-    if not woken.done() and not woken.get_loop().is_closed():
+    if woken is not None and not woken.done() and not woken.get_loop().is_closed():
         woken.set_result(None)
 
 
@@ -123,13 +121,6 @@ class LoopConnections(Connections):
 
     # The operations of callers.
 
-    async def sleep(self, request: Sleep) -> float:
-        if request.waits_for:
-            await self.wait(request.place, request.seconds)
-        else:
-            await asyncio.sleep(request.seconds)
-        return time.monotonic()
-
     async def broadcast(self, request: Broadcast) -> Replies:
         if request.patience <= 0.0:
             return self.tell(request)
@@ -174,10 +165,13 @@ class LoopConnections(Connections):
         self._flush()
         return Replies(now, now, pending.close())
 
-    async def wait(self, place: str, seconds: float) -> None:
-        """Return when the nodes call the place, at the latest after `seconds`."""
+    async def sleep(self, request: Sleep) -> float:
+        """Return the time when the nodes call the place, at the latest when the sleep is over."""
+        place, seconds, now = request.place, request.seconds, time.monotonic()
+        if not request.waits_for:
+            await asyncio.sleep(seconds)
+            return time.monotonic()
         loop = asyncio.get_running_loop()
-        now = time.monotonic()
         end = now + seconds
         if self._nodes.listen(now):
             self._flush()
@@ -194,6 +188,7 @@ class LoopConnections(Connections):
                 alarm.cancel()
                 self._in_line.pop(place, None)
             now = time.monotonic()
+        return now
 
     async def _await_connections(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
         """Open missing connections; wait only while less than a majority is open."""
@@ -229,8 +224,7 @@ class LoopConnections(Connections):
             raise
         else:
             for place in called:
-                if (woken := self._in_line.get(place)) is not None:
-                    resume(woken)
+                resume(self._in_line.get(place))
             if connection.outgoing:
                 self._flush_soon(self._loop())
 

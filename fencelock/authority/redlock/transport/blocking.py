@@ -177,17 +177,13 @@ class SharedConnections(Connections):
             self._inside.pop(stack, None)
 
     def _sleep(self, request: Sleep) -> float:
-        if request.waits_for:
-            warn_of_blocked_loop(named(request.waits_for))
-            self.wait(request.place, request.seconds)
-        else:
+        """Return the time when the nodes call the place, at the latest when the sleep is over."""
+        if not request.waits_for:
             time.sleep(request.seconds)
-        return time.monotonic()
-
-    def wait(self, place: str, seconds: float) -> None:
-        """Return when the nodes call the place, at the latest after `seconds`."""
-        stack = self._check_not_inside()
-        waiting = WaitForCall(time.monotonic() + seconds, self.queue, place)
+            return time.monotonic()
+        warn_of_blocked_loop(named(request.waits_for))
+        place, stack = request.place, self._check_not_inside()
+        waiting = WaitForCall(time.monotonic() + request.seconds, self.queue, place)
         try:
             self._inside[stack] = waiting
             with self._mutex:
@@ -195,7 +191,7 @@ class SharedConnections(Connections):
                     self._in_line[place] = waiting
                 if self._nodes.listen(time.monotonic()):
                     self._write_all()
-            self._wait(waiting)
+            return self._wait(waiting)
         except BaseException:
             with self._mutex:
                 self._clean_up(waiting)

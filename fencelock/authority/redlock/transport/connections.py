@@ -64,15 +64,14 @@ class Connections(abc.ABC):
 
     def _open(self, node: int) -> None:
         opened: Opened | UnusableError
+        event: ConnectionOpened | ConnectionFailed
         try:
             opened = self._opens[node](self._node_key)
+            event = ConnectionOpened("Redlock", self._names[node])
         except UnusableError as error:
-            opened = error
+            opened, event = error, ConnectionFailed("Redlock", self._names[node], str(error.answer))
         if _events.listeners:
-            if isinstance(opened, UnusableError):
-                _events.tell(ConnectionFailed("Redlock", self._names[node], str(opened.answer)))
-            else:
-                _events.tell(ConnectionOpened("Redlock", self._names[node]))
+            _events.tell(event)
         self._opened(node, opened)
 
     def _use(self, node: int, opened: Opened | UnusableError) -> tuple[socket.socket, Connection] | None:

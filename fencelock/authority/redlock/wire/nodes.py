@@ -200,7 +200,8 @@ class NodeConnections:
                 continue
             else:
                 broadcast.add_reply(index, silence)
-                self._look_elsewhere_if_lost(index, connection, now)
+                if is_lost(connection, now) and node.retry_at <= now:
+                    self._transport.connect(index)
             if is_release:
                 node.remember_release(command)
 
@@ -213,10 +214,6 @@ class NodeConnections:
         if len(unanswered) >= _MOST_UNANSWERED:
             return Reply(ReplyKind.SILENT, detail=f"it owes {len(unanswered)} answers")
         return None
-
-    def _look_elsewhere_if_lost(self, index: int, connection: Connection, now: float) -> None:
-        if is_lost(connection, now) and self._nodes[index].retry_at <= now:
-            self._transport.connect(index)
 
     def listen(self, now: float) -> bool:
         """Subscribe to the nodes' calls; return whether there is something to write for this."""
