@@ -212,21 +212,16 @@ class LoopConnections(Connections):
         if connection is None:
             return
         try:
-            data = read_from(self._sockets[index])
-            called = [] if data is None else self._nodes.received(index, data, now)
-        except OSError as error:
-            self._nodes.broken(index, f"the connection broke: {error}")
-            for waiting in self._in_line.values():
-                resume(waiting)  # to open it again
+            called = self._nodes.receive(index, partial(read_from, self._sockets[index]), now)
         except BaseException:
-            connection.changing += 1
             self._nodes.drop_dirty()
             raise
-        else:
-            for place in called:
-                resume(self._in_line.get(place))
-            if connection.outgoing:
-                self._flush_soon(self._loop())
+        if index not in self._sockets:  # it is broken: those in line open it again
+            called = list(self._in_line)
+        for place in called:
+            resume(self._in_line.get(place))
+        if connection.outgoing:
+            self._flush_soon(self._loop())
 
     def _read_all(self, now: float) -> None:
         """Read everything that has arrived, before answers are missed or a connection is trusted."""

@@ -20,6 +20,7 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fencelock._owners import current_stack
@@ -326,20 +327,10 @@ class SharedConnections(Connections):
                     self._poll.unregister(descriptor)
                 continue
             index, sock, connection = link
-            if self._nodes.connection(index) is None:  # it was dirty
-                continue
-            connection.changing += 1
-            try:
-                data = read_from(sock)
-            except OSError as error:
-                self._nodes.broken(index, f"the connection broke: {error}")
-                continue
-            called = self._nodes.received(index, data or b"", now)
-            connection.changing -= 1
-            for place in called:
+            for place in self._nodes.receive(index, partial(read_from, sock), now):
                 if place in self._in_line:
                     self._in_line[place].wake()
-            if connection.outgoing:
+            if connection.outgoing and descriptor in self._links:  # it may be broken now
                 self._write(link)
 
     def _write_all(self) -> None:

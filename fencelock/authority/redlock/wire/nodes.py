@@ -1,6 +1,6 @@
 """The connections to the N nodes: which nodes may be asked, and how late answers are handled.
 
-It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `received`
+It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `receive`
 and `broken`, each with the time. Outputs are the calls of a `Transport`, and the bytes in
 `Connection.outgoing`. Threads, event loops and the simulator run the same code.
 
@@ -32,8 +32,6 @@ from fencelock.errors import MembershipError
 
 _SHORTEST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 2.0
-#: Doublings after which the pause is the longest in any case; a number has room for some thousand only.
-_MOST_DOUBLINGS: Final = 10
 #: RELEASEs that are kept for a node; locks of further ones end with their ttl.
 MOST_PENDING: Final = 10_000
 #: Seconds to wait, before the first exchange, for connections beyond a majority.
@@ -64,12 +62,12 @@ class Transport(Protocol):
 class _Node:
     """One node as it is known: its connection, or why there is none and when to try again."""
 
-    __slots__ = ("connection", "failure", "failures", "introduce_at", "pending_releases", "retry_at")
+    __slots__ = ("connection", "failure", "introduce_at", "pause", "pending_releases", "retry_at")
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
         self.failure = Reply(ReplyKind.UNREACHABLE, detail="it has not answered yet")
-        self.failures = 0
+        self.pause = _SHORTEST_BACKOFF
         self.retry_at = -math.inf
         self.introduce_at = -math.inf
         #: By nonce.
@@ -232,7 +230,7 @@ class NodeConnections:
     def connected(self, index: int, identity: Identity, now: float, *, pushes: bool) -> Connection | None:
         """Use a connection that has been opened; return None if the caller must close it instead."""
         node = self._nodes[index]
-        node.failures = 0
+        node.pause = _SHORTEST_BACKOFF
         self._on_identity(index, identity)
         if (old := node.connection) is not None:
             if old.identity.run_id == identity.run_id and not is_lost(old, now):
@@ -254,22 +252,25 @@ class NodeConnections:
     def failed(self, index: int, failure: Reply, now: float) -> None:
         """Note why a node could not be connected to, and put off the next try: longer after each failure."""
         node = self._nodes[index]
-        node.failures = min(node.failures + 1, _MOST_DOUBLINGS)
         node.failure = failure
-        pause = min(LONGEST_BACKOFF, _SHORTEST_BACKOFF * 2.0**node.failures)
-        node.retry_at = now + pause * (0.5 + 0.5 * self._jitter())
+        node.pause = min(LONGEST_BACKOFF, 2 * node.pause)
+        node.retry_at = now + node.pause * (0.5 + 0.5 * self._jitter())
 
-    def received(self, index: int, data: bytes, now: float) -> Sequence[str]:
-        """Hand on answers, and deal with the rest; return the places in line that were called.
+    def receive(self, index: int, read: Callable[[], bytes | None], now: float) -> Sequence[str]:
+        """Hand on the answers that `read` returns; return the places in line that were called.
 
         If this is interrupted, the connection stays dirty.
         """
         node = self._nodes[index]
-        if (connection := node.connection) is None:
+        if (connection := self.connection(index)) is None:
             return ()
         connection.changing += 1
         try:
-            unusual = connection.received(data, now)
+            data = read()
+            unusual = connection.received(data, now) if data else []
+        except OSError as error:
+            self.broken(index, f"the connection broke: {error}")
+            return ()
         except MalformedReplyError as error:
             self.broken(index, f"it does not speak like a node: {error}", ReplyKind.ERROR)
             return ()
@@ -278,9 +279,8 @@ class NodeConnections:
         connection.changing -= 1
         if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, "another server has taken over")
-        elif (
-            node.pending_releases and not unusual
-        ):  # a node that refuses a RELEASE would get it again and again
+        elif data and node.pending_releases and not unusual:
+            # It answers again; but one that refuses a RELEASE would get it for ever.
             self._send_pending(node, connection, now)
         if not connection.published:
             return ()
