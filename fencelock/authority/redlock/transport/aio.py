@@ -20,8 +20,7 @@ from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.transport.blocking import FRESH, read_from, write_to
-from fencelock.authority.redlock.transport.connections import Connections
-from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.connector import Connections, Node, Opened, UnusableError
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
 #: False sends every command alone.

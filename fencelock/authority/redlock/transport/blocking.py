@@ -28,8 +28,7 @@ from fencelock._threads import Bells, sleep_until_rung
 from fencelock.authority.base import named, warn_of_blocked_loop
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.protocol.queue import WaitQueue
-from fencelock.authority.redlock.transport.connections import Connections
-from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.connector import Connections, Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.polling import READ, WRITE, Selected, new_poll
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast
 
