@@ -22,7 +22,6 @@ from hypothesis import strategies as st
 from fencelock import Database, FencelockError, take_over
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command, ReplyKind
-from fencelock.authority.redlock.wire.batch import BatchingConnection
 from fencelock.authority.redlock.wire.codec import Packed
 from fencelock.authority.redlock.wire.connection import (
     Connection,
@@ -70,16 +69,17 @@ _JSON = st.recursive(
     ),
     max_leaves=8,
 )
+Put = Callable[[Connection, PendingReply, Packed], None]
 _FIELDS = ("resources", "tokens", "ttl", "proof", "by")
 CHANGES = st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3)
 
 
-def hear(commands: list[Command], pieces: list[bytes], kind: type[Connection]) -> None:
+def hear(commands: list[Command], pieces: list[bytes], put: Put) -> None:
     """Have a connection hear bytes after commands; anything but news or MalformedReplyError is a fault."""
-    connection = kind(0, Identity("run", "", "", None), None, pushes=True)
+    connection = Connection(0, Identity("run", "", "", None), None, pushes=True)
     broadcast = PendingBroadcast(Broadcast(Command("read", "", (), ()), range(1), lambda _: False, 1.0))
     for command in commands:
-        connection.put(PendingReply(broadcast, command, 0.0), Packed(command))
+        put(connection, PendingReply(broadcast, command, 0.0), Packed(command))
     connection.flush_batch()
     with suppress(MalformedReplyError):
         for piece in pieces:
@@ -106,16 +106,16 @@ def main() -> int:
     lock.acquire()
     genuine = json.loads(lock.hand_over())[HANDED]
 
-    def wire(commands: list[Command], pieces: list[bytes], kind: type[Connection]) -> None:
-        hear(commands, pieces, kind)
+    def wire(commands: list[Command], pieces: list[bytes], put: Put) -> None:
+        hear(commands, pieces, put)
 
     def texts(changes: dict[str, object], without: set[str]) -> None:
         enter(authority, {key: its for key, its in (genuine | changes).items() if key not in without})
 
-    kinds = st.sampled_from([Connection, BatchingConnection])
+    ways: Any = st.sampled_from([Connection.put, Connection.put_alone])
     rounds = 0
     while time.monotonic() < until:
-        _many(given(COMMANDS, st.lists(BYTES, max_size=4), kinds)(wire), rounds)
+        _many(given(COMMANDS, st.lists(BYTES, max_size=4), ways)(wire), rounds)
         _many(given(CHANGES, st.sets(st.sampled_from(_FIELDS), max_size=1))(texts), rounds)
         rounds += 1
     sys.stdout.write(f"{2 * rounds * _EXAMPLES:,} inputs: nothing but answers and errors that are promised\n")

@@ -470,7 +470,7 @@ class World:
         if process.frozen_until > self.now:
             self.at(process.frozen_until, self._arrive, link, data)
             return
-        for place in process.nodes.received(link.index, data, process.now):
+        for place in process.nodes.receive(link.index, lambda: data, process.now):
             task = self.in_line.get(place)
             if task is not None:
                 self._look_at_line(task, place)
@@ -490,7 +490,7 @@ class World:
         if process.frozen_until > self.now:
             self.at(process.frozen_until, self._break_link, link)
             return
-        process.nodes.broken(link.index, _BROKEN)
+        process.nodes.broken(link.index, _BROKEN.detail)
         process.open_again()
 
     def _give_up(self, task: Task, ballot: Ballot) -> None:

@@ -104,7 +104,7 @@ def _stumble() -> None:
 def _believe() -> None:
     """Believe what a client says of tokens, and of locks that are not its own."""
     _change_scripts("return number - last <= 4294967296", "return true")
-    _change_scripts("if read_lock(KEYS[i + 1]) == NONCE then catch_up", "if true then catch_up")
+    _change_scripts("if is_decided_here and nonce == NONCE then", "if is_decided_here then")
 
     def vouch(*_: object) -> Generator[Any, Any, bool]:
         yield from ()

@@ -99,7 +99,7 @@ class RealNode:
         text = self.scripts.get(command.script)
         alone = None if text is None else codec.pack(command, text)
         waiting = PendingBroadcast(Broadcast(command, [0], lambda _: True, 5.0))
-        self.link.put(PendingReply(waiting, command, 0.0), codec.Packed(command, alone))
+        self.link.put_alone(PendingReply(waiting, command, 0.0), codec.Packed(command, alone))
         poll = select.poll()
         poll.register(self.sock.fileno(), select.POLLIN)
         while True:

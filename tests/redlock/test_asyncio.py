@@ -20,7 +20,6 @@ import pytest
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.authority.redlock.wire import nodes as wire_nodes
 from fencelock.authority.redlock.wire.nodes import NodeConnections
 from fencelock.errors import NodesNotInitialisedError, QuorumError
@@ -202,7 +201,7 @@ def test_node_that_hangs_hears_of_every_lock_that_it_is_to_grant(nodes: Nodes, r
         assert all(await asyncio.gather(*map(authority.aio.release, grants)))
         nonces = {grant.proof.attempt.nonce for grant in grants}
         assert {sent.command.nonce for sent in hung.unanswered if sent.command.script == "release"} == nonces
-        known.broken(0, Reply(ReplyKind.UNREACHABLE, detail="gone"))
+        known.broken(0, "gone")
         await asyncio.gather(*(take(authority, f"other{number}") for number in range(800)))
         assert known._nodes[0].pending_releases.keys() >= nonces
         nodes[0].resume()
@@ -222,7 +221,7 @@ async def release_while_away(authority: Redlock, nodes: Nodes) -> NodeConnection
     known = authority.aio.here()._nodes
     assert await soon(lambda: (hung := known.connection(0)) is not None and not hung.unanswered)
     nodes[0].pause()
-    known.broken(0, Reply(ReplyKind.UNREACHABLE, detail="gone"))
+    known.broken(0, "gone")
     assert await authority.aio.release(mine) is True
     assert mine.proof.attempt.nonce in known._nodes[0].pending_releases
     return known

@@ -21,10 +21,14 @@ from fencelock.authority.redlock.protocol.attempts import Attempt, QueuePosition
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command, Reply, ReplyKind
 from fencelock.authority.redlock.transport import aio
 from fencelock.authority.redlock.transport.blocking import read_from, write_to
-from fencelock.authority.redlock.wire import batch
-from fencelock.authority.redlock.wire.batch import BatchingConnection
+from fencelock.authority.redlock.wire import connection
 from fencelock.authority.redlock.wire.codec import DIGESTS, SCRIPTS, Packed
-from fencelock.authority.redlock.wire.connection import MalformedReplyError, PendingBroadcast, PendingReply
+from fencelock.authority.redlock.wire.connection import (
+    Connection,
+    MalformedReplyError,
+    PendingBroadcast,
+    PendingReply,
+)
 from fencelock.errors import AuthorityError, QuorumError
 from proof.servers import Node, Nodes
 from tests.redlock.stage import NODE_KEY, RealNode, node_set_of
@@ -58,7 +62,7 @@ class BatchingNode(RealNode):
 
     def _open(self) -> None:
         super()._open()
-        self.link = BatchingConnection(0, self.link.identity, 0, pushes=True)
+        self.link = Connection(0, self.link.identity, 0, pushes=True)
 
     def ask(self, commands: Sequence[Command]) -> list[tuple[Command, Reply]]:
         """Return the commands with their answers, in the order in which these have come."""
@@ -193,7 +197,7 @@ def test_node_that_does_not_vote_says_so_to_each(nodes: Nodes, how: str) -> None
 
 def test_node_takes_many_commands_in_one_call(node: BatchingNode) -> None:
     """A hundred locks: one call to acquire them, one to release them; what is more goes into another one."""
-    names = [f"r{number}" for number in range(batch._LARGEST)]
+    names = [f"r{number}" for number in range(connection._LARGEST_BATCH)]
     before = node.calls()
     answers = node.ask([node.acquire(name, name) for name in names])
     assert {answer.kind for _, answer in answers} == {ReplyKind.GRANTED}
@@ -256,7 +260,7 @@ def test_release_that_is_interrupted_when_it_is_put_again_is_known(
         raise InterruptionError
 
     node.link.flush_batch()
-    monkeypatch.setattr(BatchingConnection, "put_alone", interrupt)
+    monkeypatch.setattr(Connection, "put_alone", interrupt)
     with pytest.raises(InterruptionError):
         node.on_trouble()
     assert "n0" in {pending.command.nonce for pending in node.link.unanswered}

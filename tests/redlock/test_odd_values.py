@@ -34,6 +34,7 @@ HELD: dict[str, Write] = {
     "5000 digits": lambda node: node.set(LOCK, f"{NONCE}|1|{'9' * 5000}"),
     "no UTF-8": lambda node: node.set(LOCK, b"\xff\xfe\x00|\xff", px=5000),
     "a value without an end": lambda node: node.set(LOCK, "plain"),
+    "an end in three million years": lambda node: node.set(LOCK, "plain", px=10**17),
     "nothing": lambda node: node.set(LOCK, "", px=5000),
     "a claim without an end": lambda node: node.set(LOCK, ">x.1"),
     "a client that is a list": lambda node: (

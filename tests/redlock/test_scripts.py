@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -23,13 +23,13 @@ from fencelock.authority.redlock.protocol.attempts import (
 from fencelock.authority.redlock.protocol.holding import _extend_command
 from fencelock.authority.redlock.protocol.messages import Command, Reply, ReplyKind
 from fencelock.authority.redlock.redlock import Redlock
-from fencelock.authority.redlock.wire.batch import BatchingConnection
 from fencelock.authority.redlock.wire.codec import Packed, read_answer
 from fencelock.authority.redlock.wire.connection import Connection, MalformedReplyError, PendingReply
 from fencelock.tokens import MAX_COUNTER
 from proof.servers import Node
 from tests.redlock.stage import NODE_KEY, RealNode, node_set_of, stripe_of
 
+Put = Callable[[Connection, PendingReply, Packed], None]
 KEPT, RECREATED, NOT_EXTENDED = (Reply(ReplyKind.EXTENDED, counters=(code,)) for code in (2, 1, 0))
 
 
@@ -279,12 +279,12 @@ ODD = (
 
 
 @pytest.mark.parametrize("reply", ODD)
-@pytest.mark.parametrize("kind", [Connection, BatchingConnection])
-def test_what_no_node_says_is_heard_as_that(kind: type[Connection], reply: bytes) -> None:
+@pytest.mark.parametrize("put", [Connection.put, Connection.put_alone])
+def test_what_no_node_says_is_heard_as_that(put: Put, reply: bytes) -> None:
     """Other types than a script's, and counters for more or fewer locks than were asked for."""
-    connection = kind(0, Identity("run", "", "", None), None, pushes=True)
+    connection = Connection(0, Identity("run", "", "", None), None, pushes=True)
     command = Command("acquire", "n", ("k", "k:l:a"), ("list", "n", 1000, 0, 1, 0))
-    connection.put(PendingReply(None, command, 0.0), Packed(command))
+    put(connection, PendingReply(None, command, 0.0), Packed(command))
     connection.flush_batch()
     with pytest.raises(MalformedReplyError):
         connection.received(reply, 0.0)

@@ -18,6 +18,7 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.protocol.acquire import Waiter
+from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.protocol.queue import HESITATION, WaitQueue
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.errors import LockTimeoutError
@@ -450,15 +451,15 @@ def test_call_that_comes_before_the_wait_begins_is_not_missed(
     mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The release falls between the answers to the attempt and the wait."""
-    wait, grants = LoopConnections.wait, [hold(mine)]
+    sleep, grants = LoopConnections.sleep, [hold(mine)]
 
-    async def late(listener: LoopConnections, place: str, seconds: float) -> None:
-        if place:
+    async def late(listener: LoopConnections, request: Sleep) -> float:
+        if request.place:
             await mine.client.aio.release(grants.pop())
-            assert await soon(lambda: listener.queue.due(place) < time.monotonic())
-        await wait(listener, place, seconds)
+            assert await soon(lambda: listener.queue.due(request.place) < time.monotonic())
+        return await sleep(listener, request)
 
-    monkeypatch.setattr(LoopConnections, "wait", late)
+    monkeypatch.setattr(LoopConnections, "sleep", late)
     began = time.monotonic()
     assert take_and_tell(waiter, timeout=3.0) - began < 1.0
 

@@ -13,7 +13,6 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.base import Grant
-from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.authority.redlock.transport.aio import LoopConnections
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from proof.servers import Node, Nodes
@@ -95,7 +94,7 @@ def connections_of(face: Face) -> SharedConnections | LoopConnections:
 
 def lose_connection(face: Face, node: int) -> None:
     """Break the connection to a node, where its driver may do so."""
-    known, broken = connections_of(face), Reply(ReplyKind.UNREACHABLE, detail="broken by the test")
+    known, broken = connections_of(face), "broken by the test"
     if isinstance(known, SharedConnections):
         with known._mutex:
             known._nodes.broken(node, broken)

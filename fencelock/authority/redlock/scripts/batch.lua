@@ -5,7 +5,7 @@
 -- changed, and the command has to come alone.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b')
 local epoch = state[1]
-local votes = epoch and state[2] == ARGV[#ARGV - 1] and ARGV[#ARGV] == '' and state[3] == ARGV[1] and not state[4]
+local votes = epoch and state[2] == SOCKET_RUN_ID and SOCKET_REPLID == '' and state[3] == ARGV[1] and not state[4]
   and is_unbroken()
 
 local function take(key, nonce, field, ttl, decided)

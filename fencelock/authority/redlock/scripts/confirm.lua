@@ -3,7 +3,7 @@
 -- ARGV[3] the epoch of the decision; then for each lock its stripe and T.
 -- Returns CONFIRMED | LOST | EPOCH, epoch | HIGHER, epoch, counter … | a refusal.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b')
-local refused = refusal(state[1], state[2], state[3], state[4])
+local refused = refusal(unpack(state, 1, 4))
 if refused then return refused end
 local epoch = tonumber(state[1])
 if epoch ~= tonumber(ARGV[3]) then return {'EPOCH', epoch} end
@@ -11,9 +11,8 @@ if epoch ~= tonumber(ARGV[3]) then return {'EPOCH', epoch} end
 local answer, higher = {'HIGHER', epoch}, false
 for i = 1, LOCKS do
   local nonce, its_epoch, counter = read_lock(KEYS[i + 1])
-  if nonce ~= NONCE or its_epoch ~= epoch then return {'LOST'} end
-  -- A lock that EXTEND has made again: another holder may have had it, with T, in between.
-  if not counter then return {'LOST'} end
+  -- Without a counter, EXTEND has made it again: another holder may have had it, with T, in between.
+  if nonce ~= NONCE or its_epoch ~= epoch or not counter then return {'LOST'} end
   answer[2 + i] = counter
   -- This node granted more than T: another holder may have T from it already. It must not be counted.
   if counter > tonumber(ARGV[3 + 2 * i]) then higher = true end

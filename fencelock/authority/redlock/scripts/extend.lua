@@ -1,44 +1,34 @@
 -- include marker
--- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. The
--- tokens stay, and no lock is shortened, but for a ttl below zero: such a grant ends after exactly so many ms. A lock
--- that is missing here is made again with a mark that no CONFIRM accepts: this node had missed it, or lost it. That is
--- not counted in this round: another holder may have had it in between.
--- A node that does not vote, for it is blank or has restarted, makes locks as well, and counts for nothing: when it
--- is admitted, it has the locks of all leases that are extended.
+-- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. No lock is
+-- shortened, but for a ttl below zero: such a grant ends after exactly so many ms.
+-- A missing lock is made again with a mark that no CONFIRM accepts. That is not counted in this round: another holder
+-- may have had it in between. A blank or restarted node makes locks as well, and has them when it is admitted.
 -- A claim is missing too: the majority that has our lock refuses the contender that was called, which stays in line.
 -- Left alone, a node where many wait would never have our lock again.
 -- ARGV[3..]: for each grant its nonce, ttl in ms, how many locks it has, and what to write into a missing one.
 -- Returns EXTENDED, epoch and for each grant 2 (extended), 1 (a lock was made again) or 0 (another has one of them) |
 -- a refusal.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')
-local refused = refusal(state[1], state[2], state[3], state[4])
+local refused = refusal(unpack(state))
 local restarted = refused and refused[1] == 'RESTARTED' and state[3] == ARGV[1] and not state[4]
 if refused and refused[1] ~= 'AMNESIA' and not restarted then return refused end
 
-local function is_claim(key, value, epoch)
-  return not epoch and string.sub(value, 1, 1) == '>' and redis.call('PTTL', key) >= 0
-end
-
 local answer, key = {'EXTENDED', tonumber(state[1] or 0)}, 2
-for at = 3, #ARGV - 5, 4 do
+for at = 3, #ARGV, 4 do
   local nonce, ttl, last = ARGV[at], tonumber(ARGV[at + 1]), key + tonumber(ARGV[at + 2]) - 1
-  local code, missing, is_exact = 2, {}, ttl < 0
-  ttl = math.abs(ttl)
+  local code, missing = 2, {}
   for i = key, last do
     local holder, epoch = read_lock(KEYS[i])
-    if not holder or (holder ~= nonce and is_claim(KEYS[i], holder, epoch)) then
-      missing[i] = true
-    elseif holder ~= nonce then
-      code = 0
-    end
+    missing[i] = not holder or is_claim(KEYS[i], holder, epoch)
+    if not missing[i] and holder ~= nonce then code = 0 end
   end
   if code == 2 then
     for i = key, last do
       if missing[i] then
-        redis.call('SET', KEYS[i], ARGV[at + 3], 'PX', ttl)
+        redis.call('SET', KEYS[i], ARGV[at + 3], 'PX', math.abs(ttl))
         code = 1
-      elseif is_exact or redis.call('PTTL', KEYS[i]) < ttl then
-        redis.call('PEXPIRE', KEYS[i], ttl)
+      elseif ttl < 0 or redis.call('PTTL', KEYS[i]) < ttl then
+        redis.call('PEXPIRE', KEYS[i], math.abs(ttl))
       end
     end
   end

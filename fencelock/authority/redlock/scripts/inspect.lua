@@ -1,35 +1,35 @@
+-- include marker
 -- INSPECT: which locks are held, and by whom. KEYS[2..] which; without them, a page of all: ARGV[3] where to go on,
 -- 0 at first, ARGV[4] how many keys to look at. ARGV[5] other keys instead, by a pattern: those that have no end.
 -- Returns SHOWN, where to go on (0 at the end), then for each lock its resource, value, remaining ms (-1: no end), how
 -- many wait, and what its client has told of itself; for other keys only their names | a refusal.
--- include marker
 local refused = refusal(unpack(redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')))
 if refused then return refused end
+local from, count, pattern = unpack(ARGV, 3)
 local prefix, keys, following = NODE .. ':l:', {unpack(KEYS, 2)}, '0'
 if LOCKS == 0 then
-  local pattern = ARGV[5] ~= '' and ARGV[5] or string.gsub(prefix, '[%*%?%[%]\\]', '\\%0') .. '*'
-  following, keys = unpack(redis.call('SCAN', ARGV[3], 'MATCH', pattern, 'COUNT', ARGV[4]))
-end
-local function string_at(key)
-  local value = redis.pcall('GET', key)
-  return type(value) == 'string' and value or ''
+  local locks = string.gsub(prefix, '[%*%?%[%]\\]', '\\%0') .. '*'
+  following, keys = unpack(redis.call('SCAN', from, 'MATCH', pattern ~= '' and pattern or locks, 'COUNT', count))
 end
 
-local answer, told = {'SHOWN', following}, {}
+local answer = {'SHOWN', following}
+local function show(key)
+  local nonce, epoch, _, value = read_lock(key)
+  if not nonce or is_claim(key, nonce, epoch) then return end
+  local waiters = redis.pcall('ZCARD', key_of('q', key))
+  local told = redis.pcall('GET', NODE .. ':w:' .. string.sub(nonce, 1, 16))
+  answer[#answer + 1] = string.sub(key, #prefix + 1)
+  answer[#answer + 1] = value or nonce
+  answer[#answer + 1] = digits(redis.call('PTTL', key))
+  answer[#answer + 1] = digits(type(waiters) == 'number' and waiters or 0)
+  answer[#answer + 1] = type(told) == 'string' and told or ''
+end
+
 for _, key in ipairs(keys) do
-  local left = redis.call('PTTL', key)
-  if LOCKS == 0 and ARGV[5] ~= '' then
-    if left == -1 then answer[#answer + 1] = key end
-  else
-    local nonce, _, _, value = read_lock(key)
-    if nonce and (string.sub(nonce, 1, 1) ~= '>' or left < 0) then
-      local client = string.sub(nonce, 1, 16)
-      told[client] = told[client] or string_at(NODE .. ':w:' .. client)
-      local waiters = redis.pcall('ZCARD', queue_of(key))
-      waiters = type(waiters) == 'number' and tostring(waiters) or '0'
-      local its = {string.sub(key, #prefix + 1), value or nonce, tostring(left), waiters, told[client]}
-      for _, fact in ipairs(its) do answer[#answer + 1] = fact end
-    end
+  if LOCKS > 0 or pattern == '' then
+    show(key)
+  elseif redis.call('PTTL', key) == -1 then
+    answer[#answer + 1] = key
   end
 end
 return answer

@@ -8,31 +8,29 @@ local function ms_out(ticket_at, ticket_ttl)
   return math.max(0, math.min(ticket_ttl, ticket_at + ticket_ttl - now_ms()))
 end
 
--- RESTARTED, and for how many ms the node still stays out; -1 where it has no ticket yet.
-local function restarted(run_id)
-  local ticket = redis.call('HMGET', NODE, 'ticket_of', 'ticket_at', 'ticket_ttl')
-  local is_valid = ticket[1] and string.find(ticket[1], run_id .. '/', 1, true) == 1 and is_unbroken()
-  return {'RESTARTED', is_valid and ms_out(ticket[2], ticket[3]) or -1}
-end
-
--- Why this node must not vote, or nil. `r` was written at admission: a server that was restarted since, or that came
--- back with an older file, has another run_id.
+-- Why this node must not vote, or nil; from its fields e, r, cfg and next. `r` was written at admission: a server that
+-- was restarted since, or that came back with an older file, has another run_id.
 local function refusal(epoch, admitted_run_id, membership, closed)
   if not epoch then return {'AMNESIA'} end
-  local run_id, replid = ARGV[#ARGV - 1], ARGV[#ARGV]
-  if replid ~= '' then
+  local run_id, is_same = SOCKET_RUN_ID, true
+  if SOCKET_REPLID ~= '' then
     -- A socket proves nothing where a proxy or a failover may stand behind it: ask the server itself.
     run_id = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
-    local now = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
-    if now ~= redis.call('HGET', NODE, 'm') then return restarted(run_id) end
+    local replid = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)')
+    is_same = replid == redis.call('HGET', NODE, 'm')
   end
-  if admitted_run_id ~= run_id or not is_unbroken() then return restarted(run_id) end
+  if not (is_same and admitted_run_id == run_id and is_unbroken()) then
+    -- With the ms for which the node still stays out; -1 where it has no ticket yet.
+    local ticket_of, at, ttl = unpack(redis.call('HMGET', NODE, 'ticket_of', 'ticket_at', 'ticket_ttl'))
+    local has_ticket = ticket_of and string.find(ticket_of, run_id .. '/', 1, true) == 1 and is_unbroken()
+    return {'RESTARTED', has_ticket and ms_out(at, ttl) or -1}
+  end
   if membership ~= ARGV[1] then return {'CONFIG'} end
   if closed then return {'CLOSED'} end
 end
 
--- What a lock key holds: the nonce, epoch and counter of the grant, and all of the value. One that EXTEND has made again has no counter. A claim
--- is itself. Anything else, of whatever type, is foreign: '#' and its digest, which is the nonce for RELEASE.
+-- What a lock key holds: the nonce, epoch and counter of the grant, and all of the value. A lock that EXTEND has made
+-- again has no counter. A claim is itself. Anything else is foreign: '#' and its digest, the nonce for its RELEASE.
 local function read_lock(key)
   local value = redis.pcall('GET', key)
   if not value then return nil end
@@ -42,6 +40,11 @@ local function read_lock(key)
     return nonce or value, tonumber(epoch), tonumber(counter), value
   end
   return '#' .. redis.sha1hex(value)
+end
+
+-- A claim is kept for a contender that was called, and ends by itself.
+local function is_claim(key, value, epoch)
+  return not epoch and string.sub(value, 1, 1) == '>' and redis.call('PTTL', key) >= 0
 end
 
 -- Lua would print a large number with an exponent.

@@ -14,7 +14,7 @@ for i, value in ipairs(redis.call('HMGET', NODE, unpack(FIELDS))) do is[FIELDS[i
 
 -- The marker is there, and was put there by this very server process, which has loaded nothing else since.
 local function is_admitted()
-  return is.e and is.r == RUN_ID and is_unbroken() and (ARGV[#ARGV] == '' or is.m == REPLID)
+  return is.e and is.r == RUN_ID and is_unbroken() and (SOCKET_REPLID == '' or is.m == REPLID)
 end
 
 local function has_ticket()
@@ -40,6 +40,6 @@ end
 local function admit(epoch, id, base, members)
   local promised = math.max(tonumber(is.p or 0), tonumber(epoch))
   redis.call('DEL', NODE)
-  redis.call('HSET', NODE, 'e', epoch, 'p', digits(promised), 'r', RUN_ID, 'm', REPLID, 'id', id,
-    'cfg', ARGV[1], 'b', base, 'members', members)
+  redis.call('HSET', NODE, 'e', epoch, 'p', promised, 'r', RUN_ID, 'm', REPLID, 'id', id, 'cfg', ARGV[1], 'b', base,
+    'members', members)
 end

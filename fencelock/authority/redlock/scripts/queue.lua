@@ -13,34 +13,30 @@ local function queued(...)
   return answer
 end
 
--- The clients that were called for a lock, and have not been heard of since. They keep their places.
-local function silent_of(key)
-  return NODE .. ':s' .. string.sub(key, #NODE + 3)
-end
-
 local function client_of(place)
   return string.match(place, '^(.-)%.(.*)$')
 end
 
+-- A client that was called for a lock is silent until it is heard of again. It keeps its places.
 local function hear_from(key, place)
-  queued('ZREM', silent_of(key), client_of(place) or '')
+  queued('ZREM', key_of('s', key), client_of(place) or '')
 end
 
 -- The contender says since when it has waited, by its own clock and in ms: so all nodes have one order, however
 -- the attempts arrived. Where that clock is wrong by more than a second, this node's own decides.
 local function line_up(key, place, waited, since)
-  local queue = queue_of(key)
+  local queue = key_of('q', key)
   local arrived, said = now_ms() - tonumber(waited), tonumber(since)
   if math.abs(said - arrived) <= 1000 then arrived = said end
-  queued('ZADD', queue, 'NX', digits(arrived), place)
+  queued('ZADD', queue, 'NX', arrived, place)
   for _, youngest in ipairs(queued('ZRANGE', queue, LONGEST_QUEUE, -1)) do queued('ZREM', queue, youngest) end
   redis.call('PEXPIRE', queue, QUEUE_MS)
 end
 
 -- Keep a free lock for the first in line that hears its call. Returns its place, or nil where none waits.
 local function call_next(key)
-  local queue, silent, at = queue_of(key), {}, 0
-  for _, client in ipairs(queued('ZRANGE', silent_of(key), 0, -1)) do silent[client] = true end
+  local queue, called, silent, at = key_of('q', key), key_of('s', key), {}, 0
+  for _, client in ipairs(queued('ZRANGE', called, 0, -1)) do silent[client] = true end
   while true do
     local place = queued('ZRANGE', queue, at, at)[1]
     if not place then return nil end
@@ -51,8 +47,8 @@ local function call_next(key)
       queued('ZREM', queue, place)
       local heard = redis.pcall('PUBLISH', NODE .. ':w:' .. (client or ''), number or '')
       if type(heard) == 'number' and heard > 0 then
-        queued('ZADD', silent_of(key), 0, client)
-        redis.call('PEXPIRE', silent_of(key), SILENT_MS)
+        queued('ZADD', called, 0, client)
+        redis.call('PEXPIRE', called, SILENT_MS)
         redis.call('SET', key, '>' .. place, 'PX', CLAIM_MS)
         return place
       end

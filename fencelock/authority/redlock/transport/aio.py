@@ -19,12 +19,12 @@ from functools import partial
 from typing import Any, Final
 
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
-from fencelock.authority.redlock.transport.blocking import FRESH, broken_by, read_from, write_to
-from fencelock.authority.redlock.transport.connections import Connections
-from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
-from fencelock.authority.redlock.wire.batch import BATCHES, BatchingConnection
+from fencelock.authority.redlock.transport.blocking import FRESH, read_from, write_to
+from fencelock.authority.redlock.transport.connector import Connections, Node, Opened, UnusableError
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
+#: False sends every command alone.
+BATCHES: Final = True
 #: Seconds between two looks for broadcasts whose patience has ended.
 _LOOK: Final = 0.02
 #: Seconds that are added to the time of the next try to connect to a node.
@@ -39,14 +39,12 @@ class PendingOfTask(PendingBroadcast):
     woken: weakref.ref[asyncio.Future[None]]
 
     def wake(self) -> None:
-        woken = self.woken()
-        if woken is not None and not woken.done() and not woken.get_loop().is_closed():
-            woken.set_result(None)
+        resume(self.woken())
 
 
-def resume(woken: asyncio.Future[None]) -> None:
+def resume(woken: asyncio.Future[None] | None) -> None:
     """Resume the task that waits, unless it is on its way already, or its loop is closed."""
-    if not woken.done() and not woken.get_loop().is_closed():
+    if woken is not None and not woken.done() and not woken.get_loop().is_closed():
         woken.set_result(None)
 
 
@@ -64,7 +62,7 @@ class LoopConnections(Connections):
                 f"{type(loop).__name__} does not tell when a socket can be read, and locks on nodes of Redis "
                 "wait for that: asyncio.run(main(), loop_factory=asyncio.SelectorEventLoop), from Python 3.12"
             )
-        super().__init__(nodes, node_key, new_connection=BatchingConnection, **options)
+        super().__init__(nodes, node_key, **options)
         self._sockets: dict[int, socket.socket] = {}
         #: Connections that threads have opened, and that the loop has not taken over yet.
         self._arrived: dict[int, Opened | UnusableError] = {}
@@ -122,13 +120,6 @@ class LoopConnections(Connections):
 
     # The operations of callers.
 
-    async def sleep(self, request: Sleep) -> float:
-        if request.waits_for:
-            await self.wait(request.place, request.seconds)
-        else:
-            await asyncio.sleep(request.seconds)
-        return time.monotonic()
-
     async def broadcast(self, request: Broadcast) -> Replies:
         if request.patience <= 0.0:
             return self.tell(request)
@@ -173,10 +164,13 @@ class LoopConnections(Connections):
         self._flush()
         return Replies(now, now, pending.close())
 
-    async def wait(self, place: str, seconds: float) -> None:
-        """Return when the nodes call the place, at the latest after `seconds`."""
+    async def sleep(self, request: Sleep) -> float:
+        """Return the time when the nodes call the place, at the latest when the sleep is over."""
+        place, seconds, now = request.place, request.seconds, time.monotonic()
+        if not request.waits_for:
+            await asyncio.sleep(seconds)
+            return time.monotonic()
         loop = asyncio.get_running_loop()
-        now = time.monotonic()
         end = now + seconds
         if self._nodes.listen(now):
             self._flush()
@@ -193,6 +187,7 @@ class LoopConnections(Connections):
                 alarm.cancel()
                 self._in_line.pop(place, None)
             now = time.monotonic()
+        return now
 
     async def _await_connections(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
         """Open missing connections; wait only while less than a majority is open."""
@@ -216,22 +211,16 @@ class LoopConnections(Connections):
         if connection is None:
             return
         try:
-            data = read_from(self._sockets[index])
-            called = [] if data is None else self._nodes.received(index, data, now)
-        except OSError as error:
-            self._nodes.broken(index, broken_by(error))
-            for waiting in self._in_line.values():
-                resume(waiting)  # to open it again
+            called = self._nodes.receive(index, partial(read_from, self._sockets[index]), now)
         except BaseException:
-            connection.changing += 1
             self._nodes.drop_dirty()
             raise
-        else:
-            for place in called:
-                if (woken := self._in_line.get(place)) is not None:
-                    resume(woken)
-            if connection.outgoing:
-                self._flush_soon(self._loop())
+        if index not in self._sockets:  # it is broken: those in line open it again
+            called = list(self._in_line)
+        for place in called:
+            resume(self._in_line.get(place))
+        if connection.outgoing:
+            self._flush_soon(self._loop())
 
     def _read_all(self, now: float) -> None:
         """Read everything that has arrived, before answers are missed or a connection is trusted."""
@@ -262,7 +251,7 @@ class LoopConnections(Connections):
                 return
             is_complete = write_to(self._sockets[index], connection)
         except OSError as error:
-            self._nodes.broken(index, broken_by(error))
+            self._nodes.broken(index, f"the connection broke: {error}")
             return
         except BaseException:
             connection.changing += 1
@@ -327,21 +316,12 @@ class LoopConnections(Connections):
                 opened.sock.close()
 
     def _take(self, index: int) -> None:
-        if (opened := self._arrived.pop(index, None)) is None:
-            return
-        now = time.monotonic()
         loop = self._open_loop()
-        if isinstance(opened, UnusableError):
-            self._nodes.failed(index, opened.answer, now)
-        elif (
-            self.closed
-            or loop is None
-            or self._nodes.connected(index, opened.identity, now, pushes=opened.pushes) is None
-        ):
-            opened.sock.close()
-        else:
-            self._sockets[index] = opened.sock
-            loop.add_reader(opened.sock.fileno(), self._readable, index)
+        if self.closed or loop is None:
+            self._close_arrived()
+        elif (opened := self._arrived.pop(index, None)) and (used := self._use(index, opened)):
+            self._sockets[index], _ = used
+            loop.add_reader(self._sockets[index].fileno(), self._readable, index)
             self._write(index)
         for woken in (*self._newcomers, *self._in_line.values()):
             resume(woken)

@@ -20,15 +20,15 @@ import threading
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fencelock._owners import current_stack
 from fencelock._threads import Bells, sleep_until_rung
 from fencelock.authority.base import named, warn_of_blocked_loop
-from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Reply, ReplyKind, Sleep
+from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.protocol.queue import WaitQueue
-from fencelock.authority.redlock.transport.connections import Connections
-from fencelock.authority.redlock.transport.connector import Node, Opened, UnusableError
+from fencelock.authority.redlock.transport.connector import Connections, Node, Opened, UnusableError
 from fencelock.authority.redlock.transport.polling import READ, WRITE, Selected, new_poll
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast
 
@@ -77,11 +77,6 @@ def write_to(sock: socket.socket, connection: Connection) -> bool:
     except (BlockingIOError, ssl.SSLWantWriteError, ssl.SSLWantReadError):
         return False
     return not outgoing
-
-
-def broken_by(error: OSError) -> Reply:
-    """Return the answer to report for a node whose connection an error has ended."""
-    return Reply(ReplyKind.UNREACHABLE, detail=f"the connection broke: {error}")
 
 
 class _Sleeper:
@@ -182,17 +177,13 @@ class SharedConnections(Connections):
             self._inside.pop(stack, None)
 
     def _sleep(self, request: Sleep) -> float:
-        if request.waits_for:
-            warn_of_blocked_loop(named(request.waits_for))
-            self.wait(request.place, request.seconds)
-        else:
+        """Return the time when the nodes call the place, at the latest when the sleep is over."""
+        if not request.waits_for:
             time.sleep(request.seconds)
-        return time.monotonic()
-
-    def wait(self, place: str, seconds: float) -> None:
-        """Return when the nodes call the place, at the latest after `seconds`."""
-        stack = self._check_not_inside()
-        waiting = WaitForCall(time.monotonic() + seconds, self.queue, place)
+            return time.monotonic()
+        warn_of_blocked_loop(named(request.waits_for))
+        place, stack = request.place, self._check_not_inside()
+        waiting = WaitForCall(time.monotonic() + request.seconds, self.queue, place)
         try:
             self._inside[stack] = waiting
             with self._mutex:
@@ -200,7 +191,7 @@ class SharedConnections(Connections):
                     self._in_line[place] = waiting
                 if self._nodes.listen(time.monotonic()):
                     self._write_all()
-            self._wait(waiting)
+            return self._wait(waiting)
         except BaseException:
             with self._mutex:
                 self._clean_up(waiting)
@@ -335,20 +326,10 @@ class SharedConnections(Connections):
                     self._poll.unregister(descriptor)
                 continue
             index, sock, connection = link
-            if self._nodes.connection(index) is None:  # it was dirty
-                continue
-            connection.changing += 1
-            try:
-                data = read_from(sock)
-            except OSError as error:
-                self._nodes.broken(index, broken_by(error))
-                continue
-            called = self._nodes.received(index, data or b"", now)
-            connection.changing -= 1
-            for place in called:
+            for place in self._nodes.receive(index, partial(read_from, sock), now):
                 if place in self._in_line:
                     self._in_line[place].wake()
-            if connection.outgoing:
+            if connection.outgoing and descriptor in self._links:  # it may be broken now
                 self._write(link)
 
     def _write_all(self) -> None:
@@ -363,7 +344,7 @@ class SharedConnections(Connections):
         try:
             is_all = write_to(sock, connection)
         except OSError as error:
-            self._nodes.broken(index, broken_by(error))
+            self._nodes.broken(index, f"the connection broke: {error}")
             return
         connection.changing -= 1
         if is_all == (sock.fileno() in self._congested):
@@ -384,22 +365,14 @@ class SharedConnections(Connections):
         stack = current_stack()
         self._inside[stack] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call into this
         with self._mutex:
-            now = time.monotonic()
-            # Otherwise the connections were closed in between.
-            is_wanted = self._connecting.get(node) is threading.current_thread()
-            if is_wanted:
+            if self._connecting.get(node) is threading.current_thread():
                 del self._connecting[node]
-            if isinstance(opened, UnusableError):
-                if is_wanted:
-                    self._nodes.failed(node, opened.answer, now)
-            elif not is_wanted or not (
-                connection := self._nodes.connected(node, opened.identity, now, pushes=opened.pushes)
-            ):
+                if used := self._use(node, opened):
+                    link = _Socket(node, *used)
+                    self._links[link.sock.fileno()] = link
+                    self._poll.register(link.sock.fileno(), READ)
+                    self._write(link)
+            elif isinstance(opened, Opened):  # the connections were closed in between
                 opened.sock.close()
-            else:
-                descriptor = opened.sock.fileno()
-                self._links[descriptor] = link = _Socket(node, opened.sock, connection)
-                self._poll.register(descriptor, READ)
-                self._write(link)
             self._changed.ring()
         self._inside.pop(stack, None)

@@ -212,7 +212,7 @@ def endpoint_of(source: Source, timeout: float) -> Endpoint:
         if isinstance(source, redis.RedisCluster):
             return _of_cluster(source, timeout)
         if isinstance(source, redis.Redis):
-            return _of_client(source.connection_pool, timeout)
+            return _of_pool(source.connection_pool, timeout)
     except ValueError as error:
         shown = repr(_masked(source)) if isinstance(source, str) else f"a client, {type(source).__name__},"
         raise ValueError(f"{shown} {error}") from None
@@ -259,8 +259,7 @@ def _of_url(url: str, timeout: float) -> Endpoint:
     """
     group = _GROUP_URL.fullmatch(url)
     if group is None:
-        server = _server_of(_pool_of(url), timeout)
-        return Endpoint("", server, [server])
+        return _of_pool(_pool_of(url), timeout)
     scheme, kind, login, hosts, path, query = group.groups(default="")
     service, _, database = ("", "", path) if kind == "cluster" else path.partition("/")
     pools = [_pool_of(f"{scheme}://{login}{host.strip()}/{database}{query}") for host in hosts.split(",")]
@@ -285,8 +284,8 @@ def _of_url(url: str, timeout: float) -> Endpoint:
     return Endpoint(kind, servers[0], sentinels, unquote(service))
 
 
-def _of_client(pool: Any, timeout: float) -> Endpoint:
-    """Return where a client connects to; behind Sentinel, it was made by `Sentinel.master_for`."""
+def _of_pool(pool: Any, timeout: float) -> Endpoint:
+    """Return where a pool connects to; behind Sentinel, it is of a client made by `Sentinel.master_for`."""
     if not isinstance(pool, redis.sentinel.SentinelConnectionPool):
         server = _server_of(pool, timeout)
         return Endpoint("", server, [server])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import select
 import sys
 import time
-from collections.abc import Callable
 from typing import Any
 
 from fencelock._owners import blocks_greenlets
@@ -47,15 +46,11 @@ class Patched(Selected):
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
         # A look without a timeout is taken with the mutex held, so no other greenlet may run meanwhile.
-        make: Callable[[], select.poll] = select.poll if timeout else _original()
-        poll = make()
+        gevent: Any = sys.modules["gevent.monkey"]
+        poll = select.poll() if timeout else gevent.get_original("select", "poll")()
         for descriptor, events in self._events.items():
             poll.register(descriptor, events)
         return poll.poll(timeout)
-
-
-def _original() -> Any:
-    return sys.modules["gevent.monkey"].get_original("select", "poll")
 
 
 def new_poll() -> select.poll | Selected:

@@ -1,6 +1,6 @@
 """The connections to the N nodes: which nodes may be asked, and how late answers are handled.
 
-It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `received`
+It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `receive`
 and `broken`, each with the time. Outputs are the calls of a `Transport`, and the bytes in
 `Connection.outgoing`. Threads, event loops and the simulator run the same code.
 
@@ -32,8 +32,6 @@ from fencelock.errors import MembershipError
 
 _SHORTEST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 2.0
-#: Doublings after which the pause is the longest in any case; a number has room for some thousand only.
-_MOST_DOUBLINGS: Final = 10
 #: RELEASEs that are kept for a node; locks of further ones end with their ttl.
 MOST_PENDING: Final = 10_000
 #: Seconds to wait, before the first exchange, for connections beyond a majority.
@@ -64,12 +62,12 @@ class Transport(Protocol):
 class _Node:
     """One node as it is known: its connection, or why there is none and when to try again."""
 
-    __slots__ = ("connection", "failure", "failures", "introduce_at", "pending_releases", "retry_at")
+    __slots__ = ("connection", "failure", "introduce_at", "pause", "pending_releases", "retry_at")
 
     def __init__(self) -> None:
         self.connection: Connection | None = None
         self.failure = Reply(ReplyKind.UNREACHABLE, detail="it has not answered yet")
-        self.failures = 0
+        self.pause = _SHORTEST_BACKOFF
         self.retry_at = -math.inf
         self.introduce_at = -math.inf
         #: By nonce.
@@ -200,7 +198,8 @@ class NodeConnections:
                 continue
             else:
                 broadcast.add_reply(index, silence)
-                self._look_elsewhere_if_lost(index, connection, now)
+                if is_lost(connection, now) and node.retry_at <= now:
+                    self._transport.connect(index)
             if is_release:
                 node.remember_release(command)
 
@@ -213,10 +212,6 @@ class NodeConnections:
         if len(unanswered) >= _MOST_UNANSWERED:
             return Reply(ReplyKind.SILENT, detail=f"it owes {len(unanswered)} answers")
         return None
-
-    def _look_elsewhere_if_lost(self, index: int, connection: Connection, now: float) -> None:
-        if is_lost(connection, now) and self._nodes[index].retry_at <= now:
-            self._transport.connect(index)
 
     def listen(self, now: float) -> bool:
         """Subscribe to the nodes' calls; return whether there is something to write for this."""
@@ -235,12 +230,12 @@ class NodeConnections:
     def connected(self, index: int, identity: Identity, now: float, *, pushes: bool) -> Connection | None:
         """Use a connection that has been opened; return None if the caller must close it instead."""
         node = self._nodes[index]
-        node.failures = 0
+        node.pause = _SHORTEST_BACKOFF
         self._on_identity(index, identity)
         if (old := node.connection) is not None:
             if old.identity.run_id == identity.run_id and not is_lost(old, now):
                 return None
-            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="another connection has taken its place"))
+            self.broken(index, "another connection has taken its place")
         for other, its in enumerate(self._nodes):
             if its.connection is not None and its.connection.identity.run_id == identity.run_id:
                 node.failure = Reply(ReplyKind.CONFIG, detail=f"the same server as {self._names[other]}")
@@ -257,33 +252,35 @@ class NodeConnections:
     def failed(self, index: int, failure: Reply, now: float) -> None:
         """Note why a node could not be connected to, and put off the next try: longer after each failure."""
         node = self._nodes[index]
-        node.failures = min(node.failures + 1, _MOST_DOUBLINGS)
         node.failure = failure
-        pause = min(LONGEST_BACKOFF, _SHORTEST_BACKOFF * 2.0**node.failures)
-        node.retry_at = now + pause * (0.5 + 0.5 * self._jitter())
+        node.pause = min(LONGEST_BACKOFF, 2 * node.pause)
+        node.retry_at = now + node.pause * (0.5 + 0.5 * self._jitter())
 
-    def received(self, index: int, data: bytes, now: float) -> Sequence[str]:
-        """Hand on answers, and deal with the rest; return the places in line that were called.
+    def receive(self, index: int, read: Callable[[], bytes | None], now: float) -> Sequence[str]:
+        """Hand on the answers that `read` returns; return the places in line that were called.
 
         If this is interrupted, the connection stays dirty.
         """
         node = self._nodes[index]
-        if (connection := node.connection) is None:
+        if (connection := self.connection(index)) is None:
             return ()
         connection.changing += 1
         try:
-            unusual = connection.received(data, now)
+            data = read()
+            unusual = connection.received(data, now) if data else []
+        except OSError as error:
+            self.broken(index, f"the connection broke: {error}")
+            return ()
         except MalformedReplyError as error:
-            self.broken(index, Reply(ReplyKind.ERROR, detail=f"it does not speak like a node: {error}"))
+            self.broken(index, f"it does not speak like a node: {error}", ReplyKind.ERROR)
             return ()
         for pending, answer in unusual:
             self._deal_with(index, connection, pending, answer, now)
         connection.changing -= 1
         if any(leads_elsewhere(answer) for _, answer in unusual):
-            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="another server has taken over"))
-        elif (
-            node.pending_releases and not unusual
-        ):  # a node that refuses a RELEASE would get it again and again
+            self.broken(index, "another server has taken over")
+        elif data and node.pending_releases and not unusual:
+            # It answers again; but one that refuses a RELEASE would get it for ever.
             self._send_pending(node, connection, now)
         if not connection.published:
             return ()
@@ -344,10 +341,10 @@ class NodeConnections:
             connection.put_alone(PendingReply(None, release, now), Packed(release))
         node.pending_releases.clear()
 
-    def broken(self, index: int, failure: Reply) -> None:
+    def broken(self, index: int, why: str, kind: ReplyKind = ReplyKind.UNREACHABLE) -> None:
         """Give up a node's connection: its pending commands get the failure, and its RELEASEs are owed."""
         node = self._nodes[index]
-        node.failure = failure
+        node.failure = failure = Reply(kind, detail=why)
         if (connection := node.connection) is None:
             return
         node.connection = None
@@ -368,11 +365,11 @@ class NodeConnections:
         """Give up the connections on which answers could be mixed up."""
         for index, node in enumerate(self._nodes):
             if node.connection is not None and node.connection.changing:
-                self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="using it was interrupted"))
+                self.broken(index, "using it was interrupted")
 
     def close(self) -> None:
         for index in range(len(self._nodes)):
-            self.broken(index, Reply(ReplyKind.UNREACHABLE, detail="the connection was closed here"))
+            self.broken(index, "the connection was closed here")
 
 
 def is_lost(connection: Connection, now: float) -> bool:

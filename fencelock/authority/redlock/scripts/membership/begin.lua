@@ -14,18 +14,17 @@ if not has_ticket() then
     return redis.error_reply('ERR this server keeps strings otherwise than Redis and Valkey do, so that a node'
       .. ' that loads older data while it runs could not be known: use another server')
   end
-  -- The node makes the ticket up, and never the same twice: a BEGIN that arrives once more after the node has
-  -- been flushed leaves a ticket that no ADMIT under way knows. Lua's random numbers begin anew with every
-  -- script; of what is hashed instead, the counters in INFO grow from command to command, the clock mostly,
-  -- the run_id tells server processes apart, and the sender's word nodes that are all alike.
+  -- Never the same twice: an ADMIT under way must not know the ticket of a BEGIN that arrives once more after a flush.
+  -- Lua's random numbers begin anew with every script; of what is hashed instead, the counters in INFO grow from
+  -- command to command, the clock mostly, the run_id tells server processes apart, the sender's word like nodes.
   local now = redis.call('TIME')
   local seed = {RUN_ID, now[1], now[2], redis.call('INFO'), ARGV[2]}
   is.ticket = string.sub(redis.sha1hex(table.concat(seed, '|')), 1, 32)
-  is.ticket_at, is.ticket_ttl = digits(now_ms()), ARGV[3]
+  is.ticket_at, is.ticket_ttl = now_ms(), ARGV[3]
   redis.call('HSET', NODE, 'ticket', is.ticket, 'ticket_of', INCARNATION, 'ticket_at', is.ticket_at,
     'ticket_ttl', is.ticket_ttl)
 elseif now_ms() < tonumber(is.ticket_at) then
-  is.ticket_at = digits(now_ms())  -- the clock was set back: the wait begins anew
+  is.ticket_at = now_ms()  -- the clock was set back: the wait begins anew
   redis.call('HSET', NODE, 'ticket_at', is.ticket_at)
 end
 return {'TICKET', is.ticket, is.ticket_ttl, digits(ms_out(is.ticket_at, is.ticket_ttl))}

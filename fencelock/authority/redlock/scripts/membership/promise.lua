@@ -7,9 +7,7 @@ if is_admitted() then
 else
   counts = holds(ARGV[3]) and not is.next and (not is.e or is.cfg == ARGV[1])
 end
-if not counts then
-  if ARGV[3] ~= '' then return {'NO_TICKET'} end
-  return refusal(is.e, is.r, is.cfg, is.next) or {'CONFIG'}
-end
+if not counts and ARGV[3] ~= '' then return {'NO_TICKET'} end
+if not counts then return refusal(is.e, is.r, is.cfg, is.next) or {'CONFIG'} end
 if tonumber(ARGV[2]) > tonumber(is.p or 0) then redis.call('HSET', NODE, 'p', ARGV[2]) end
 return {'PROMISED'}

@@ -5,9 +5,8 @@
 local refused = refusal(is.e, is.r, is.cfg, is.next)
 if refused then return refused end
 if tonumber(ARGV[2]) > tonumber(is.e) then
-  local promised = math.max(tonumber(is.p), tonumber(ARGV[2]))
+  is.e, is.p, is.b = ARGV[2], math.max(tonumber(is.p), tonumber(ARGV[2])), 0
   redis.call('DEL', NODE)
   for field, value in pairs(is) do redis.call('HSET', NODE, field, value) end
-  redis.call('HSET', NODE, 'e', ARGV[2], 'p', digits(promised), 'b', 0)
 end
 return {'RAISED'}
