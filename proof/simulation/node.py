@@ -242,7 +242,7 @@ class ModelNode:
         for key in keys:
             lock = self.lock(key)
             if lock is not None and (
-                lock.nonce == ">" + position.place
+                (position.place and lock.nonce == ">" + position.place)
                 or (position.instead_of and lock.nonce == position.instead_of)
             ):
                 lock = None
