@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextvars import copy_context
 
 import pytest
 from sqlalchemy import Engine, create_engine, event, insert, update
@@ -400,6 +401,23 @@ def test_tasks_release_without_waiting_for_it(
                 await end()
                 assert await asyncio.to_thread(eventually, lambda: is_free(rival))
         await engine.dispose()
+        await authority.aio.close()
+
+    asyncio.run(main())
+
+
+def test_a_thread_that_commits_for_a_task_has_the_loop_release(
+    authority: Redlock, rival: Redlock, accounts: Engine
+) -> None:
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        with ThreadPoolExecutor(1) as thread, Session(accounts) as session:
+            async with authority.lock("account:1"):
+                await loop.run_in_executor(thread, copy_context().run, withdraw, session)
+            assert not await asyncio.to_thread(is_free, rival)
+            await loop.run_in_executor(thread, session.commit)
+            assert await asyncio.to_thread(eventually, lambda: is_free(rival))
+            await loop.run_in_executor(thread, session.close)
         await authority.aio.close()
 
     asyncio.run(main())
