@@ -183,7 +183,7 @@ def use():
             _release_in_thread(lock._entered[0].holds[0])
 
 from fencelock.lock.releasing import _release_in_thread
-from fencelock.renewal.thread import _tell_apart
+from fencelock.lock.renewal import _tell_apart
 
 signal.signal(signal.SIGUSR1, handle)
 if name == "fencelock-recovery":

@@ -6,7 +6,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar
+from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar, Unpack
 from weakref import WeakSet
 
 from fencelock._generators import Steps
@@ -96,7 +96,15 @@ def warn_of_blocked_loop(key: str) -> None:
 
 
 class Terms(TypedDict):
-    """The terms of an acquisition: see `Authority.acquire_gen`."""
+    """The terms of an acquisition.
+
+    Attributes:
+        ttl: seconds that the leases last.
+        timeout: seconds to wait for other holders; None for ever, 0 one try.
+        fair: the client that has waited longest comes first, as far as the authority can tell.
+        go_on: called after each wait; may raise `GivenUp`.
+        at_least: for how many seconds from its grant `keep_gen` may keep the lease.
+    """
 
     ttl: float
     timeout: float | None
@@ -105,36 +113,8 @@ class Terms(TypedDict):
     at_least: NotRequired[float]
 
 
-class _Acquiring(Protocol):
-    def acquire_gen(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool = ...,
-        go_on: Callable[[], None] = ...,
-        at_least: float = ...,
-    ) -> Steps[Grant]:
-        """Return leases of all the resources, or of none.
-
-        Args:
-            resources: what to lock.
-            ttl: seconds that the leases last.
-            timeout: seconds to wait for other holders; None for ever, 0 one try.
-            fair: the client that has waited longest comes first, as far as the authority can tell.
-            go_on: called after each wait; may raise `GivenUp`.
-            at_least: for how many seconds from its grant `keep_gen` may keep the lease.
-
-        Raises:
-            LockTimeoutError: another holder kept one of them until the timeout.
-            AuthorityError: it could not be decided.
-            ValueError: the authority cannot be `fair`.
-        """
-
-
-class AsyncAuthority(_Acquiring, Protocol):
-    """The part of an `Authority` that differs for coroutines.
+class AsyncRunner(Protocol):
+    """Runs the generators of an `Authority` for coroutines.
 
     A cancelled generator leaves no lease behind. An acquisition releases the leases that it may have got,
     without waiting. A release takes place all the same.
@@ -144,7 +124,7 @@ class AsyncAuthority(_Acquiring, Protocol):
         """Run a generator; other tasks run meanwhile."""
 
 
-class Authority(_Acquiring, Protocol):
+class Authority(Protocol):
     """Grants leases and mints their tokens, by generators that `run` or `aio.run` runs.
 
     For each resource, no two grants have the same token, and a token exceeds every token whose acquisition
@@ -169,11 +149,20 @@ class Authority(_Acquiring, Protocol):
     """
 
     @property
-    def aio(self) -> AsyncAuthority:
+    def aio(self) -> AsyncRunner:
         """The same authority for coroutines."""
 
     def run(self, steps: Steps[_T]) -> _T:
         """Run a generator, blocking."""
+
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+        """Return leases of all the resources, or of none.
+
+        Raises:
+            LockTimeoutError: another holder kept one of them until the timeout.
+            AuthorityError: it could not be decided.
+            ValueError: the authority cannot be `fair`.
+        """
 
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         """Extend any number of grants, in as few round trips as possible; return the outcome of each.

@@ -155,15 +155,12 @@ class AsyncView(abc.ABC):
     def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
         """Run a generator; other tasks run meanwhile."""
 
-    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
-        return self._authority.acquire_gen(resources, **terms)
-
     async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire_gen`.
 
         If it is cancelled, it releases what it may have acquired, without waiting.
         """
-        return await self.run(self.acquire_gen(resources, **terms))
+        return await self.run(self._authority.acquire_gen(resources, **terms))
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         return await self.run(self._authority.extend_gen(wishes))

@@ -34,7 +34,7 @@ from sqlalchemy import BigInteger, Column, Double, MetaData, String, Table, inse
 from sqlalchemy.exc import DBAPIError
 
 from fencelock._generators import Steps
-from fencelock.authority.base import AsyncAuthority, Grant, Terms, Wish
+from fencelock.authority.base import AsyncRunner, Grant, Terms, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockTimeoutError, NotHeldError
 from fencelock.holder import LockInfo
 from proof.torture.steps import run
@@ -107,7 +107,7 @@ class _Naive(ABC):
         raise AuthorityError(f"nothing is known of {resources}")
 
     @property
-    def aio(self) -> AsyncAuthority:
+    def aio(self) -> AsyncRunner:
         raise NotImplementedError("this is for blocking code")
 
 
