@@ -174,19 +174,16 @@ class SimulatedAuthority:
         fair: bool = False,
         go_on: Callable[[], None],
     ) -> Steps[Grant]:
-        its = yield from self._client.acquire(resources, ttl, timeout, fair=fair, go_on=go_on)
-        self._holds[its.granted.attempt.nonce] = its
-        tokens = dict(zip(its.resources, its.tokens, strict=True))
-        return Grant(
-            resources, tuple(tokens[name] for name in resources), its.granted.expires_at, its.granted
-        )
+        its: Hold = yield from self._client.acquire(resources, ttl, timeout, fair=fair, go_on=go_on)
+        self._holds[its.grant.proof.attempt.nonce] = its
+        return its.grant
 
     def extend_gen(self, wishes: list[Wish]) -> Steps[list[Grant | FencelockError]]:
         outcomes = yield from holding.extend_many(self._client.process.current, wishes)
         for (grant, _), outcome in zip(wishes, outcomes, strict=True):
             its = self._holds.get(grant.proof.attempt.nonce)
             if its is not None and isinstance(outcome, Grant):
-                its.granted = outcome.proof
+                its.grant = outcome
             elif its is not None and isinstance(outcome, LockLostError):
                 its.lost = True
         return outcomes

@@ -26,7 +26,7 @@ from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import attempts, holding, inspecting
 from fencelock.authority.redlock.protocol.acquire import Acquisition, Waiter
-from fencelock.authority.redlock.protocol.attempts import Attempt, Granted, names_of
+from fencelock.authority.redlock.protocol.attempts import Attempt, Proof, names_of
 from fencelock.authority.redlock.protocol.messages import INTRODUCE, Broadcast, Command
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.recovery import Recoverer
@@ -195,7 +195,7 @@ class Redlock(GeneratorAuthority):
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         acquisition = Acquisition(grant.resources, ttl, self._new_nonce, instead_of=grant.proof)
-        return holding.remint(self._current, acquisition, grant.proof, jitter=random.random)
+        return holding.remint(self._current, acquisition, grant, jitter=random.random)
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         return attempts.release(self._current, grant.proof)
@@ -234,7 +234,7 @@ class Redlock(GeneratorAuthority):
         names, halves = tuple(sorted(resources)), dict(zip(resources, map(split, tokens), strict=True))
         attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))
         counters = tuple(halves[name][1] for name in names)
-        return Grant(resources, tokens, 0.0, Granted(attempt, halves[names[0]][0], counters, 0.0))
+        return Grant(resources, tokens, 0.0, Proof(attempt, halves[names[0]][0], counters))
 
     def run(self, steps: Steps[_T]) -> _T:
         if self._pid != os.getpid():

@@ -32,8 +32,8 @@ from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
     Failed,
-    Granted,
     NodeSet,
+    Proof,
     QueuePosition,
     abandon,
     can_vote,
@@ -141,7 +141,7 @@ class Acquisition:
         ttl: float,
         new_nonce: Callable[[], str],
         waiter: Waiter | None = None,
-        instead_of: Granted | None = None,
+        instead_of: Proof | None = None,
         *,
         at_least: float = 0.0,
     ) -> None:
@@ -205,10 +205,10 @@ class Acquisition:
                 outcome = yield from make_attempt(
                     node_set, attempt, alone=self._is_alone, links_until=links_until
                 )
-                if isinstance(outcome, Granted):
+                if isinstance(outcome, Grant):
                     if self._waiter is not None:
                         self._waiter.leave()
-                    return self.grant_of(outcome)
+                    return self.in_order(outcome)
                 yield from self._undo(node_set, outcome, links_until)
                 if current() == node_set:  # else nodes answered for the first time, or have another list
                     yield from self._sleep(node_set, outcome, jitter)
@@ -270,10 +270,13 @@ class Acquisition:
         if self._latest is not None:
             yield from abandon(*self._latest)
 
-    def grant_of(self, granted: Granted) -> Grant:
-        counters = dict(zip(self._canonical, granted.counters, strict=True))
-        tokens = tuple([compose(granted.epoch, counters[resource]) for resource in self._resources])
-        return Grant(self._resources, tokens, granted.expires_at, granted)
+    def in_order(self, grant: Grant) -> Grant:
+        """Return a grant in the caller's order of the resources."""
+        if grant.resources == self._resources:
+            return grant
+        by_name = dict(zip(grant.resources, grant.tokens, strict=True))
+        tokens = tuple([by_name[resource] for resource in self._resources])
+        return replace(grant, resources=self._resources, tokens=tokens)
 
     def _leave_queue(self) -> None:
         if self._waiter is not None:
@@ -286,7 +289,7 @@ def make_attempt(
     *,
     alone: bool = False,
     links_until: float = math.inf,
-) -> Generator[Broadcast, Replies, Granted | Failed]:
+) -> Generator[Broadcast, Replies, Grant | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM where the counters disagree.
 
     With `alone`, the first node of the fixed order that answers is asked before all the others. Otherwise two
@@ -322,7 +325,8 @@ def make_attempt(
         return Failed(attempt, answers, began, ended, contended=can_vote(node_set, answers))
     if expires_at <= ended:
         return Failed(attempt, answers, began, ended, contended=True, late=True)
-    return Granted(attempt, epoch, counters, expires_at)
+    tokens = tuple([compose(epoch, counter) for counter in counters])
+    return Grant(attempt.resources, tokens, expires_at, Proof(attempt, epoch, counters))
 
 
 def _decide(  # noqa: PLR0917 - what the attempt has come to so far
