@@ -15,7 +15,7 @@ from typing import Any
 
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol import attempts, holding
-from fencelock.authority.redlock.protocol.acquire import Acquisition, Waiter
+from fencelock.authority.redlock.protocol.acquire import Acquisition
 from fencelock.authority.redlock.protocol.attempts import abandon
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.errors import FencelockError, LockLostError, QuorumError
@@ -106,14 +106,13 @@ class Client:
         go_on: Callable[[], None] = lambda: None,
     ) -> Generator[Any, Any, Hold]:
         process = self.process
-        waiter = Waiter(
-            process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
-        )
-        acquisition = Acquisition(resources, ttl, partial(self._new_nonce, resources), waiter)
+        nonce = partial(self._new_nonce, resources)
+        acquisition = Acquisition(resources, ttl, nonce, process.line, fair=fair)
         try:
             grant = yield from acquisition.acquire(
                 process.current,
                 began=process.now,
+                since=process.now,
                 timeout=timeout,
                 grace=0.5,
                 outage=0.5,

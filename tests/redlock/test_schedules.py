@@ -493,6 +493,7 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
         acquire.Acquisition(("r",), 5.0, lambda: f"bid-{next(new_attempt)}").acquire(
             lambda: node_sets[-1],
             began=0.0,
+            since=0.0,
             timeout=30.0,
             grace=0.0,
             outage=0.0,

@@ -25,7 +25,7 @@ from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup
 from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import attempts, holding, inspecting
-from fencelock.authority.redlock.protocol.acquire import Acquisition, Waiter
+from fencelock.authority.redlock.protocol.acquire import Acquisition
 from fencelock.authority.redlock.protocol.attempts import Attempt, Proof, names_of
 from fencelock.authority.redlock.protocol.messages import INTRODUCE, Broadcast, Command
 from fencelock.authority.redlock.protocol.queue import WaitQueue
@@ -168,15 +168,15 @@ class Redlock(GeneratorAuthority):
             ValueError: the ttl, or `at_least`, is longer than these nodes allow.
         """
         queue = yield Call(lambda: self._connections.queue, self.aio.queue)
-        waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        acquisition = Acquisition(resources, ttl, self._new_nonce, waiter, at_least=at_least)
-        initialised = False
+        acquisition = Acquisition(resources, ttl, self._new_nonce, queue, fair=fair, at_least=at_least)
+        initialised, since = False, time.time()
         while True:
             try:
                 return (
                     yield from acquisition.acquire(
                         self._current,
                         began=time.monotonic(),
+                        since=since,
                         timeout=timeout,
                         grace=self._outage_grace,
                         outage=max(self._connect_timeout, self._outage_grace),
