@@ -163,6 +163,7 @@ class Acquisition:
                     node_set, attempt, alone=self._is_alone, links_until=links_until
                 )
                 if isinstance(outcome, Grant):
+                    self.leave_queue()
                     return self.in_order(outcome)
                 self._now = outcome.ended
                 yield from self._undo(node_set, outcome, links_until)
@@ -170,12 +171,12 @@ class Acquisition:
                     yield from self._sleep(node_set, outcome, jitter)
                     go_on()
         except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
+            self.leave_queue()
             raise
         except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
             yield from self.abandon_latest()
-            raise
-        finally:
             self.leave_queue()
+            raise
 
     def _undo(
         self, node_set: NodeSet, outcome: Failed, links_until: float
