@@ -33,7 +33,7 @@ from fencelock._events import LeaseExtended
 from fencelock._generators import Steps
 from fencelock._owners import running_loop
 from fencelock._platform import in_forked_child
-from fencelock._threads import sleep_until_rung
+from fencelock._threads import sleep_until_woken
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
 from fencelock.lock.hold import Hold, Renewer
@@ -224,7 +224,7 @@ class ThreadRenewer(BatchRenewer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._changed = _threads.Bells()
+        self._changed = _threads.Sleepers()
         self._wakes_at = -math.inf
         self._thread: threading.Thread | None = None
 
@@ -235,15 +235,15 @@ class ThreadRenewer(BatchRenewer):
                 self._start()
             elif hold.renew_at < self._wakes_at:
                 self._wakes_at = hold.renew_at
-                self._changed.ring()
+                self._changed.wake_all()
 
     def stop(self, hold: Hold) -> None:
         while True:
             with self._mutex:
                 if self.cancel(hold):
                     return
-                bell = self._changed.hang()
-            sleep_until_rung(bell, threading.TIMEOUT_MAX)
+                wakeup = self._changed.add()
+            sleep_until_woken(wakeup, threading.TIMEOUT_MAX)
 
     async def stop_soon(self, hold: Hold) -> None:
         """Stop extending a hold of blocking code, for a task that ends it; other tasks run meanwhile."""
@@ -255,7 +255,7 @@ class ThreadRenewer(BatchRenewer):
         target = contextvars.Context().run
         thread = threading.Thread(target=target, args=(self._work,), name="fencelock-renewal", daemon=True)
         self._thread = thread
-        self._changed.ring()  # if an older thread still runs, it ends
+        self._changed.wake_all()  # if an older thread still runs, it ends
         try:
             _threads.start(thread)
         except RuntimeError as error:  # too many threads, or the interpreter is on its way out
@@ -271,7 +271,7 @@ class ThreadRenewer(BatchRenewer):
         due[0].authority.run(self.renew_due(due, time.monotonic, _tell_apart))
         with self._mutex:
             self._in_flight = frozenset()
-            self._changed.ring()
+            self._changed.wake_all()
 
     def _await_due(self) -> list[Hold]:
         """Return the holds to look at; none if this thread is to end, because it was idle or is replaced.
@@ -294,10 +294,10 @@ class ThreadRenewer(BatchRenewer):
                     if left <= 0:
                         self._thread = None
                         return []
-                bell = self._changed.hang()
-            sleep_until_rung(bell, left)
+                wakeup = self._changed.add()
+            sleep_until_woken(wakeup, left)
             with self._mutex:
-                self._changed.take_down(bell)
+                self._changed.remove(wakeup)
 
 
 _of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()
@@ -342,7 +342,7 @@ class LoopRenewer(BatchRenewer):
         self._unplan(hold)
 
     def _wind_up(self) -> None:
-        """Set the timer to the next look, unless it rings early enough."""
+        """Set the timer to the next look, unless it comes early enough."""
         at = self.next_at
         if self._round is not None or at >= self._wakes_at:
             return
