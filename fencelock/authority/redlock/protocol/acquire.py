@@ -55,7 +55,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Sleep,
 )
 from fencelock.authority.redlock.protocol.queue import WaitQueue
-from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout, raise_ttl_too_long
+from fencelock.authority.redlock.protocol.refusals import raise_timeout, raise_ttl_too_long
 from fencelock.errors import FencelockError
 from fencelock.lease import validity
 from fencelock.tokens import compose
@@ -193,15 +193,13 @@ class Acquisition:
         """Wait until the next attempt; raise the reason if the time is over."""
         attempt = outcome.attempt
         if outcome.contended:
-            self._last_quorum = outcome.ended
-        elif (
-            not _may_recover(node_set, outcome.answers, self._grace)
-            or outcome.ended - self._last_quorum >= self._grace
-        ):
-            yield from _leave(node_set, attempt)
-            raise_no_quorum(node_set, outcome.answers)
-        if outcome.ended >= self._ends:
-            yield from _leave(node_set, attempt)
+            self._last_quorum, is_hopeless = outcome.ended, False
+        else:
+            is_over = outcome.ended - self._last_quorum >= self._grace
+            is_hopeless = is_over or not _may_recover(node_set, outcome.answers, self._grace)
+        if is_hopeless or outcome.ended >= self._ends:
+            if attempt.place:
+                yield from abandon(node_set, attempt)
             raise_timeout(node_set, outcome)
         pause = min(self._ends - outcome.ended, next_pause(outcome, self._attempts, jitter()))
         self._now = yield Sleep(pause, attempt.resources, attempt.place)
@@ -352,11 +350,6 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
             # A node had granted more: decide again with that, and ask all nodes again.
             value = larger
             acknowledged.clear()
-
-
-def _leave(node_set: NodeSet, attempt: Attempt) -> Generator[Broadcast, Replies, None]:
-    if attempt.place:
-        yield from abandon(node_set, attempt)
 
 
 def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[Broadcast, Replies, None]:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from fencelock._checks import MIN_TTL
 from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.redlock.protocol.acquire import Acquisition, make_attempt, next_pause
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
-    Failed,
     NodeSet,
     Proof,
     abandon,
@@ -113,18 +112,15 @@ def remint(
             others = sum(answer.kind is ReplyKind.HELD for answer in outcome.answers.values())
             if len(node_set.names) - others < node_set.quorum or outcome.ended + pause >= old.expires_at:
                 yield from abandon(node_set, old.proof.attempt)
-                _raise_no_new_token(node_set, outcome)
+                break
             yield Sleep(pause)
     except (FencelockError, GeneratorExit):
         raise
     except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
         yield from acquisition.abandon_latest()
         raise
-
-
-def _raise_no_new_token(node_set: NodeSet, outcome: Failed) -> NoReturn:
     raise LockLostError(
-        f"{outcome.attempt.name} got no new token: the lease has ended; acquire the lock again "
+        f"{attempt.name} got no new token: the lease has ended; acquire the lock again "
         f"({report_of(node_set, outcome.answers)})"
     )
 
