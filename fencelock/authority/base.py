@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
@@ -124,7 +125,7 @@ class AsyncRunner(Protocol):
         """Run a generator; other tasks run meanwhile."""
 
 
-class Authority(Protocol):
+class Authority(abc.ABC):
     """Grants leases and mints their tokens, by generators that `run` or `aio.run` runs.
 
     For each resource, no two grants have the same token, and a token exceeds every token whose acquisition
@@ -148,13 +149,14 @@ class Authority(Protocol):
       were granted.
     """
 
-    @property
-    def aio(self) -> AsyncRunner:
-        """The same authority for coroutines."""
+    #: The same authority for coroutines.
+    aio: AsyncRunner
 
+    @abc.abstractmethod
     def run(self, steps: Steps[_T]) -> _T:
         """Run a generator, blocking."""
 
+    @abc.abstractmethod
     def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
         """Return leases of all the resources, or of none.
 
@@ -164,6 +166,7 @@ class Authority(Protocol):
             ValueError: the authority cannot be `fair`.
         """
 
+    @abc.abstractmethod
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         """Extend any number of grants, in as few round trips as possible; return the outcome of each.
 
@@ -172,6 +175,7 @@ class Authority(Protocol):
         authority may have a limit of its own.
         """
 
+    @abc.abstractmethod
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         """Exchange a grant for one of the same resources with larger tokens, without another in between.
 
@@ -179,12 +183,14 @@ class Authority(Protocol):
             LockLostError: there is no new grant, and the old one has ended, too.
         """
 
+    @abc.abstractmethod
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         """Release the leases.
 
         Returns True if they were still ours, False if they no longer were, None if this is unknown.
         """
 
+    @abc.abstractmethod
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the held locks among these resources; of all resources, if none is named."""
 
