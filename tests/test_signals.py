@@ -209,7 +209,7 @@ print(json.dumps({"said": said}))
 _STRUCK = """
 import faulthandler, os, redis
 from fencelock import Redlock, fenced_lock
-from fencelock.authority.redlock.membership.view import MembershipView
+from fencelock.authority.redlock.membership.members import MembershipView
 from fencelock._locking import default_authority
 
 faulthandler.dump_traceback_later(30, exit=True)

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock.membership import recover
-from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.members import Membership, MembershipView
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports
-from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import attempts, messages
 from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet
 from fencelock.authority.redlock.protocol.messages import (

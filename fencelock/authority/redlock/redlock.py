@@ -20,10 +20,9 @@ from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.authority.redlock import admin
 from fencelock.authority.redlock.admin import NodeStatus
 from fencelock.authority.redlock.membership import initialise
-from fencelock.authority.redlock.membership.members import Identity
+from fencelock.authority.redlock.membership.members import Identity, MembershipView
 from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup
-from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import attempts, holding, inspecting
 from fencelock.authority.redlock.protocol.acquire import Acquisition
 from fencelock.authority.redlock.protocol.attempts import Attempt, Proof, names_of
