@@ -32,40 +32,40 @@ def start(thread: threading.Thread) -> None:
     raise raised
 
 
-class Bells:
-    """Wakes threads after a change; callers must hold a lock that they share.
+class Sleepers:
+    """The threads that sleep until a change; callers must hold a lock that they share.
 
     It replaces `threading.Condition`: if a signal handler raises while a Condition takes its lock again,
     leaving `with condition:` releases the lock that another thread holds.
     """
 
-    __slots__ = ("_hung",)
+    __slots__ = ("_asleep",)
 
     def __init__(self) -> None:
-        self._hung: dict[threading.Lock, None] = {}
+        self._asleep: dict[threading.Lock, None] = {}
 
-    def hang(self) -> threading.Lock:
-        bell = threading.Lock()
-        bell.acquire()
-        self._hung[bell] = None
-        return bell
+    def add(self) -> threading.Lock:
+        wakeup = threading.Lock()
+        wakeup.acquire()
+        self._asleep[wakeup] = None
+        return wakeup
 
-    def ring(self) -> None:
-        hung, self._hung = self._hung, {}
-        for bell in hung:
-            bell.release()
+    def wake_all(self) -> None:
+        asleep, self._asleep = self._asleep, {}
+        for wakeup in asleep:
+            wakeup.release()
 
-    def take_down(self, bell: threading.Lock) -> None:
-        """Forget a bell that no thread sleeps on."""
-        self._hung.pop(bell, None)
+    def remove(self, wakeup: threading.Lock) -> None:
+        """Forget a wakeup that no thread sleeps on."""
+        self._asleep.pop(wakeup, None)
 
 
-def sleep_until_rung(bell: threading.Lock, seconds: float) -> None:
-    """Return when the bell was rung, at the latest after `seconds`."""
-    if blocks_greenlets(bell.acquire) and not blocks_greenlets(time.sleep):
-        # gevent has patched `time`, but not `threading`: a wait would block the greenlet that rings.
+def sleep_until_woken(wakeup: threading.Lock, seconds: float) -> None:
+    """Return when the wakeup was released, at the latest after `seconds`."""
+    if blocks_greenlets(wakeup.acquire) and not blocks_greenlets(time.sleep):
+        # gevent has patched `time`, but not `threading`: a wait would block the greenlet that releases it.
         deadline = time.monotonic() + seconds
-        while not bell.acquire(blocking=False) and (left := deadline - time.monotonic()) > 0:
+        while not wakeup.acquire(blocking=False) and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(_GLANCE, left))
     else:
-        bell.acquire(timeout=seconds)
+        wakeup.acquire(timeout=seconds)

@@ -56,8 +56,7 @@ ARROWS = {
     # room: the rooms that it may know, imports for types and imports in functions included
     "values": "",
     "authority.base": "values",
-    "renewal": "values authority.base",
-    "lock": "values authority.base renewal",
+    "lock": "values authority.base",
     "authority.generators": "values authority.base lock",
     "authority.loops": "values authority.base authority.generators",
     "authority.database": "values authority.base authority.loops",
@@ -82,7 +81,7 @@ ARROWS = {
     "alembic": "values guard authority.database",
     "observe": f"values {REDLOCK}",
     "stores": "values",
-    "testing": "values _locking authority.database guard lock renewal",
+    "testing": "values _locking authority.database guard lock",
     "cli": f"values _locking authority.database authority.line {REDLOCK} {REDLOCK}.transport guard lock "
     "max_fence observe",
     "__main__": "cli",

@@ -16,7 +16,7 @@ from proof.mutation.copies import Copy
 from proof.mutation.touched import Touched
 from proof.mutation.verdicts import Verdict, judge
 
-RENEWAL = changes_of(ROOT, ["fencelock/renewal"])
+RENEWAL = [each for each in changes_of(ROOT, ["fencelock/lock"]) if "renewal" in str(each.file)]
 
 
 def write(folder: Path, name: str, text: str) -> Path:

@@ -23,7 +23,7 @@ from fencelock._generators import Call, Steps
 from fencelock.authority.base import Grant
 from fencelock.errors import LockLostError
 from fencelock.lock.hold import Hold
-from fencelock.renewal.thread import for_thread
+from fencelock.lock.renewal import for_thread
 from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
@@ -514,7 +514,7 @@ def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
     authority: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It keeps nothing alive: neither a process nor a Redlock."""
-    monkeypatch.setattr("fencelock.renewal.thread._IDLE", 0.1)
+    monkeypatch.setattr("fencelock.lock.renewal._IDLE", 0.1)
     renewer = for_thread(authority)
     for _ in range(2):
         with authority.lock("r", ttl=0.2):

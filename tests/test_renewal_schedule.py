@@ -17,19 +17,19 @@ from fencelock._generators import Steps, run
 from fencelock.authority.base import Grant, Wish
 from fencelock.errors import FencelockError, LockLostError, QuorumError
 from fencelock.lock.hold import Hold
-from fencelock.renewal.schedule import Renewable, Renewer, tell
+from fencelock.lock.renewal import BatchRenewer, tell
 
 
-class Plans(Renewer):
+class Plans(BatchRenewer):
     """What a renewer means to do, without a thread or a loop that does it."""
 
-    def add(self, hold: Renewable) -> None:
+    def add(self, hold: Hold) -> None:
         """See `Clockwork.hold`."""
 
-    def stop(self, hold: Renewable) -> None:
+    def stop(self, hold: Hold) -> None:
         """See `Renewer.cancel`."""
 
-    async def stop_soon(self, hold: Renewable) -> None:
+    async def stop_soon(self, hold: Hold) -> None:
         """See `Renewer.cancel`."""
 
 
@@ -82,7 +82,7 @@ class Clockwork:
             self.look_at(self.plans.pop_due(self.now))
         self.now = end
 
-    def look_at(self, due: Sequence[Renewable]) -> None:
+    def look_at(self, due: Sequence[Hold]) -> None:
         """Let the renewer look at holds now."""
         if due:
             run(self.plans.renew_due(due, lambda: self.now, tell), self._refuse)
@@ -275,7 +275,7 @@ def test_many_leases_are_extended_in_few_rounds(work: Clockwork) -> None:
 def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck(work: Clockwork) -> None:
     """Steps round up, by less than a sixteenth of the interval; a hold that is gone is passed over."""
     chance = random.Random(1)
-    wanted: dict[Renewable, float] = {}
+    wanted: dict[Hold, float] = {}
     for _ in range(200):
         work.now = chance.uniform(0.0, 10.0)
         hold = work.hold(ttl=chance.uniform(1.0, 9.0))
@@ -286,7 +286,7 @@ def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck(work: Clockw
     wanted.popitem()
     del hold
     gc.collect()
-    now, seen, looks = 0.0, set[Renewable](), 0
+    now, seen, looks = 0.0, set[Hold](), 0
     while work.plans.next_at < math.inf:
         now = work.plans.next_at
         looks += 1

@@ -183,7 +183,7 @@ def use():
             _release_in_thread(lock._entered[0].holds[0])
 
 from fencelock.lock.releasing import _release_in_thread
-from fencelock.renewal.thread import _tell_apart
+from fencelock.lock.renewal import _tell_apart
 
 signal.signal(signal.SIGUSR1, handle)
 if name == "fencelock-recovery":
@@ -209,7 +209,7 @@ print(json.dumps({"said": said}))
 _STRUCK = """
 import faulthandler, os, redis
 from fencelock import Redlock, fenced_lock
-from fencelock.authority.redlock.membership.view import MembershipView
+from fencelock.authority.redlock.membership.members import MembershipView
 from fencelock._locking import default_authority
 
 faulthandler.dump_traceback_later(30, exit=True)

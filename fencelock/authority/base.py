@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar
+from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar, Unpack
 from weakref import WeakSet
 
 from fencelock._generators import Steps
@@ -96,7 +97,15 @@ def warn_of_blocked_loop(key: str) -> None:
 
 
 class Terms(TypedDict):
-    """The terms of an acquisition: see `Authority.acquire_gen`."""
+    """The terms of an acquisition.
+
+    Attributes:
+        ttl: seconds that the leases last.
+        timeout: seconds to wait for other holders; None for ever, 0 one try.
+        fair: the client that has waited longest comes first, as far as the authority can tell.
+        go_on: called after each wait; may raise `GivenUp`.
+        at_least: for how many seconds from its grant `keep_gen` may keep the lease.
+    """
 
     ttl: float
     timeout: float | None
@@ -105,36 +114,8 @@ class Terms(TypedDict):
     at_least: NotRequired[float]
 
 
-class _Acquiring(Protocol):
-    def acquire_gen(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool = ...,
-        go_on: Callable[[], None] = ...,
-        at_least: float = ...,
-    ) -> Steps[Grant]:
-        """Return leases of all the resources, or of none.
-
-        Args:
-            resources: what to lock.
-            ttl: seconds that the leases last.
-            timeout: seconds to wait for other holders; None for ever, 0 one try.
-            fair: the client that has waited longest comes first, as far as the authority can tell.
-            go_on: called after each wait; may raise `GivenUp`.
-            at_least: for how many seconds from its grant `keep_gen` may keep the lease.
-
-        Raises:
-            LockTimeoutError: another holder kept one of them until the timeout.
-            AuthorityError: it could not be decided.
-            ValueError: the authority cannot be `fair`.
-        """
-
-
-class AsyncAuthority(_Acquiring, Protocol):
-    """The part of an `Authority` that differs for coroutines.
+class AsyncRunner(Protocol):
+    """Runs the generators of an `Authority` for coroutines.
 
     A cancelled generator leaves no lease behind. An acquisition releases the leases that it may have got,
     without waiting. A release takes place all the same.
@@ -144,7 +125,7 @@ class AsyncAuthority(_Acquiring, Protocol):
         """Run a generator; other tasks run meanwhile."""
 
 
-class Authority(_Acquiring, Protocol):
+class Authority(abc.ABC):
     """Grants leases and mints their tokens, by generators that `run` or `aio.run` runs.
 
     For each resource, no two grants have the same token, and a token exceeds every token whose acquisition
@@ -168,13 +149,24 @@ class Authority(_Acquiring, Protocol):
       were granted.
     """
 
-    @property
-    def aio(self) -> AsyncAuthority:
-        """The same authority for coroutines."""
+    #: The same authority for coroutines.
+    aio: AsyncRunner
 
+    @abc.abstractmethod
     def run(self, steps: Steps[_T]) -> _T:
         """Run a generator, blocking."""
 
+    @abc.abstractmethod
+    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
+        """Return leases of all the resources, or of none.
+
+        Raises:
+            LockTimeoutError: another holder kept one of them until the timeout.
+            AuthorityError: it could not be decided.
+            ValueError: the authority cannot be `fair`.
+        """
+
+    @abc.abstractmethod
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         """Extend any number of grants, in as few round trips as possible; return the outcome of each.
 
@@ -183,6 +175,7 @@ class Authority(_Acquiring, Protocol):
         authority may have a limit of its own.
         """
 
+    @abc.abstractmethod
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         """Exchange a grant for one of the same resources with larger tokens, without another in between.
 
@@ -190,12 +183,14 @@ class Authority(_Acquiring, Protocol):
             LockLostError: there is no new grant, and the old one has ended, too.
         """
 
+    @abc.abstractmethod
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         """Release the leases.
 
         Returns True if they were still ours, False if they no longer were, None if this is unknown.
         """
 
+    @abc.abstractmethod
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the held locks among these resources; of all resources, if none is named."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Final, Self, TypeVar, Unpack, overload
 
 from fencelock._generators import Steps
-from fencelock.authority.base import Grant, Terms, Wish
+from fencelock.authority.base import Authority, Grant, Terms, Wish
 from fencelock.errors import FencelockError
 from fencelock.holder import LockInfo
 from fencelock.lease import check_resource
@@ -19,26 +19,10 @@ _T = TypeVar("_T")
 _OF_READERS: Final = frozenset({"shared", "readers"})
 
 
-class GeneratorAuthority(abc.ABC):
+class GeneratorAuthority(Authority):
     """An `Authority`, and its methods for blocking code. May be used in a `with`, which closes it."""
 
     aio: AsyncView
-
-    @abc.abstractmethod
-    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
-        """See `Authority.acquire_gen`; the caller has checked the ttl."""
-
-    @abc.abstractmethod
-    def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
-        """See `Authority.extend_gen`."""
-
-    @abc.abstractmethod
-    def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
-        """See `Authority.remint_gen`."""
-
-    @abc.abstractmethod
-    def release_gen(self, grant: Grant) -> Steps[bool | None]:
-        """See `Authority.release_gen`."""
 
     @abc.abstractmethod
     def keep_gen(self, grant: Grant, until: float) -> Steps[bool | None]:
@@ -49,16 +33,8 @@ class GeneratorAuthority(abc.ABC):
         return bool((yield from self.inspect_gen(resources)))
 
     @abc.abstractmethod
-    def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        """See `Authority.inspect_gen`."""
-
-    @abc.abstractmethod
     def force_gen(self, resource: str, token: int | None) -> Steps[LockInfo | None]:
         """See `force_release`."""
-
-    @abc.abstractmethod
-    def run(self, steps: Steps[_T]) -> _T:
-        """Run a generator, blocking."""
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -155,15 +131,12 @@ class AsyncView(abc.ABC):
     def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
         """Run a generator; other tasks run meanwhile."""
 
-    def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
-        return self._authority.acquire_gen(resources, **terms)
-
     async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         """Return leases of all the resources, or of none: see `Authority.acquire_gen`.
 
         If it is cancelled, it releases what it may have acquired, without waiting.
         """
-        return await self.run(self.acquire_gen(resources, **terms))
+        return await self.run(self._authority.acquire_gen(resources, **terms))
 
     async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         return await self.run(self._authority.extend_gen(wishes))

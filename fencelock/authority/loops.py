@@ -11,12 +11,12 @@ import random
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Final, NamedTuple, Protocol, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
-from fencelock._threads import sleep_until_rung
+from fencelock._threads import sleep_until_woken
 from fencelock.authority.base import warn_of_blocked_loop
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
@@ -26,45 +26,41 @@ _T = TypeVar("_T")
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 
-class Bell(Protocol):
-    """Wakes a caller that sleeps; a ring before it sleeps counts, too."""
-
-    def ring(self) -> None:
-        """Wake the caller; any thread may ring."""
-
-
-class ThreadBell:
-    """Wakes a thread."""
+class ThreadWakeup:
+    """Wakes a thread that sleeps; a call before it sleeps counts, too. Any thread may call `wake`."""
 
     def __init__(self) -> None:
-        self._silent = threading.Lock()  # not an Event, because a signal handler may ring while it is set
-        self._silent.acquire()
+        # Not an Event, because a signal handler may call `wake` while it is set.
+        self._asleep = threading.Lock()
+        self._asleep.acquire()
 
-    def ring(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it has been rung
-            self._silent.release()
+    def wake(self) -> None:
+        with contextlib.suppress(RuntimeError):  # it is awake
+            self._asleep.release()
 
     def sleep(self, seconds: float) -> None:
-        sleep_until_rung(self._silent, seconds)
+        sleep_until_woken(self._asleep, seconds)
 
 
-class LoopBell:
+class LoopWakeup:
     """Wakes a task of the running loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._rung = asyncio.Event()
+        self._woken = asyncio.Event()
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._rung.set)
+            self._loop.call_soon_threadsafe(self._woken.set)
 
     async def sleep(self, seconds: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                await self._rung.wait()
-        self._rung.clear()
+                await self._woken.wait()
+        self._woken.clear()
 
+
+Wakeup = ThreadWakeup | LoopWakeup
 
 #: A step: return what the authority keeps for the caller's world: blocking code, or an event loop.
 HERE: Final = object()
@@ -73,12 +69,12 @@ HERE: Final = object()
 class Wait(NamedTuple):
     """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`.
 
-    A ring of `bell` ends it. It may also end early without a ring.
+    `wakeup` ends it. It may also end early without that.
     """
 
     until: float
     key: str
-    bell: Any = None
+    wakeup: Any = None
 
 
 class Abandon(NamedTuple):
@@ -206,7 +202,7 @@ class WithLoops(GeneratorAuthority):
     def do(self, step: Any) -> Any:
         if isinstance(step, Wait):
             warn_of_blocked_loop(step.key)
-            return (time.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
+            return (time.sleep if step.wakeup is None else step.wakeup.sleep)(_seconds_of(step))
         if step is HERE:
             return self.here
         if isinstance(step, Later):
@@ -239,7 +235,7 @@ class AsyncWithLoops(AsyncView):
         async def do(step: Any) -> Any:
             nonlocal latest
             if isinstance(step, Wait):
-                return await (asyncio.sleep if step.bell is None else step.bell.sleep)(_seconds_of(step))
+                return await (asyncio.sleep if step.wakeup is None else step.wakeup.sleep)(_seconds_of(step))
             if step is HERE:
                 return end.here
             if isinstance(step, Abandon):

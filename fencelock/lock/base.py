@@ -32,10 +32,8 @@ from fencelock.lock.releasing import (
     stop_renewal_gen,
     wait_for_releases,
 )
+from fencelock.lock.renewal import for_loop, for_thread, tell
 from fencelock.lock.waiting import acquire_unless_held_gen, go_on_waiting, name_holder_gen, with_reason
-from fencelock.renewal.loop import for_loop
-from fencelock.renewal.schedule import tell
-from fencelock.renewal.thread import for_thread
 
 logger: logging.Logger = logging.getLogger("fencelock.lock")
 
@@ -135,7 +133,7 @@ class BaseLock(Generic[Token]):
         seconds = self._timeout if timeout is ... else check_timeout(timeout)
         return Block(self._find_authority(), seconds, is_with, is_try, self._names)
 
-    def _acquire_gen(self, block: Block, *, in_loop: bool = False) -> Steps[Any]:
+    def _acquire_gen(self, block: Block) -> Steps[Any]:
         """Enter the lock; return the tokens for `with`, and else the first lease."""
         held = [hold for name in self._resources if (hold := find(block.authority, block.owner, name))]
         missing = tuple(dict.fromkeys(self._resources)) if len(self._resources) > 1 else self._resources
@@ -145,17 +143,15 @@ class BaseLock(Generic[Token]):
         if missing:
             try:
                 under_way[block] = self
-                block.grant = yield from self._grant_gen(block, missing, in_loop=in_loop)
+                block.grant = yield from self._grant_gen(block, missing)
                 for hold in block.holds:
                     _check_still_held(hold)  # it may have ended during the wait for the others
-                new = self._new_hold(block, block.grant, in_loop=in_loop)
+                new = self._new_hold(block, block.grant)
                 block.enter([*block.holds, new])
             except BaseException as caught:
                 under_way.pop(block, None)
-                error = yield from self._explain_gen(caught, block, missing, began)
-                if error is caught:
-                    raise
-                raise error from None
+                yield from self._explain_gen(caught, block, missing, began)
+                raise
             under_way.pop(block, None)
         else:
             block.enter(block.holds)
@@ -163,7 +159,8 @@ class BaseLock(Generic[Token]):
         if block.is_with:
             self._with_blocks.append(block)
         if new is not None:
-            new.note_acquired(block, time.monotonic() - began)
+            if _events.listeners and block.whole is None:
+                new.note_acquired(time.monotonic() - began, has_waited=block.had_to_wait)
             if new.renewer is not None:
                 # Not earlier: if an interruption comes before, the traceback must not keep a renewed hold.
                 new.renewer.add(new)
@@ -176,24 +173,23 @@ class BaseLock(Generic[Token]):
             hold.keep_at_least(self._at_least)
             hold.tell_when_lost(self._listeners)
 
-    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+    def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
         """Return the generator that acquires the lease, or takes over one that was handed over."""
         if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
             raise LockError(f"{named(missing)} is not acquired any more: the process ends")
         handed, self._handed = self._handed, None
         if handed is not None:
             return _take_over_gen(block.authority, handed, self._ttl)
-        its = block.authority.aio if in_loop else block.authority
         go_on = functools.partial(go_on_waiting, block, missing, self.template)
         terms: Terms = {"ttl": self._ttl, "timeout": block.timeout, "fair": self._fair, "go_on": go_on}
         if self._at_least:
             terms["at_least"] = self._at_least
         if self._skips and block.timeout == 0:
-            acquire = functools.partial(its.acquire_gen, missing, **terms)
+            acquire = functools.partial(block.authority.acquire_gen, missing, **terms)
             return acquire_unless_held_gen(block.authority, missing, acquire)
-        return its.acquire_gen(missing, **terms)
+        return block.authority.acquire_gen(missing, **terms)
 
-    def _new_hold(self, block: Block, grant: Grant, *, in_loop: bool) -> Hold:
+    def _new_hold(self, block: Block, grant: Grant) -> Hold:
         authority = block.authority
         hold = Hold(authority, grant, block.owner, self._ttl, time.monotonic() + self._max_hold)
         hold.template = self.template
@@ -201,10 +197,10 @@ class BaseLock(Generic[Token]):
         while frame is not None and frame.f_globals.get("__name__", "").startswith("fencelock."):
             frame = frame.f_back
         hold.place = None if frame is None else (frame.f_code, frame.f_lineno)
-        if in_loop:
+        if block.in_loop:
             hold.loop = ref(asyncio.get_running_loop())
         if self._renew:
-            hold.renewer = for_loop(authority) if in_loop else for_thread(authority)
+            hold.renewer = for_loop(authority) if block.in_loop else for_thread(authority)
         return hold
 
     def _enter_again_gen(
@@ -225,11 +221,12 @@ class BaseLock(Generic[Token]):
         return tuple(name for name in names if name not in known)
 
     def _explain_gen(
-        self, error: BaseException, block: Block, missing: tuple[str, ...], began: float
-    ) -> Steps[BaseException]:
-        """Return the error to raise, with the reason and the holder where they are known; tell listeners."""
+        self, caught: BaseException, block: Block, missing: tuple[str, ...], began: float
+    ) -> Steps[None]:
+        """Tell listeners; add the holder to the error, or raise a better one, where the reason is known."""
         if block.whole is not None:
-            return error
+            return
+        error = caught
         if isinstance(error, GivenUp):
             error = LockTimeoutError(f"{named(missing)}: the acquisition was cancelled")
         elif isinstance(error, LockTimeoutError) and block.timeout != 0:
@@ -242,7 +239,8 @@ class BaseLock(Generic[Token]):
             outcome = "cancelled" if block.given_up else _outcome_of(error)
             facts = time.monotonic() - began, block.had_to_wait, outcome, error
             _events.tell(LockNotAcquired(block.authority, missing, self.template, *facts))
-        return error
+        if error is not caught:
+            raise error from None
 
     def _take_back_gen(self, block: Block) -> Steps[LostLease | None]:
         """Leave a block after its entering or leaving was interrupted; return a lost lease or None."""

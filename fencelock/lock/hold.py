@@ -6,6 +6,7 @@ context has the lease. All others wait, also other callers that the same thread 
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import functools
 import math
@@ -23,7 +24,26 @@ from fencelock._generators import Steps
 from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, Grant, named
 from fencelock.lease import Lease, note_ended, note_held, stands_here
-from fencelock.renewal.schedule import Renewer
+
+
+class Renewer(abc.ABC):
+    """Extends holds until they are released; `renewal` has it for threads and for event loops."""
+
+    @abc.abstractmethod
+    def add(self, hold: Hold) -> None:
+        """Begin to extend a hold."""
+
+    @abc.abstractmethod
+    def cancel(self, hold: Hold) -> bool:
+        """Stop extending a hold at once; return False if an extension is under way."""
+
+    @abc.abstractmethod
+    def stop(self, hold: Hold) -> None:
+        """Stop extending a hold; the renewer of threads waits for an extension that is under way."""
+
+    @abc.abstractmethod
+    async def stop_soon(self, hold: Hold) -> None:
+        """Stop extending a hold, and wait for an extension that is under way; other tasks run meanwhile."""
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -166,11 +186,10 @@ class Hold:
     def names(self) -> tuple[Authority, tuple[str, ...], str]:
         return self.authority, self.grant.resources, self.template
 
-    def note_acquired(self, block: Block, waited: float) -> None:
-        """Tell listeners that a block holds it, after a wait of `waited` seconds."""
-        if _events.listeners and block.whole is None:
-            self.since = time.monotonic()
-            _events.tell(LockAcquired(*self.names, self.grant.tokens, waited, block.had_to_wait))
+    def note_acquired(self, seconds: float, *, has_waited: bool) -> None:
+        """Tell listeners that it is held, after an acquisition of so many seconds."""
+        self.since = time.monotonic()
+        _events.tell(LockAcquired(*self.names, self.grant.tokens, seconds, has_waited))
 
     def note_loss(self, detail: str, reason: LossReason) -> None:
         """Tell listeners once that it was lost."""
@@ -246,6 +265,7 @@ class Block:
         is_with: whether `with` or `async with` enters it.
         is_try: whether the error need not name the holder, as for `try_acquire`.
         names: the resources whose leases and tokens it shows.
+        in_loop: whether a task of an event loop enters it.
         whole: the block that it acquires a part for, and that listeners hear of; None if it is one itself.
         owner: the thread, task or greenlet that enters it.
         mark: represents it in `Hold.blocks`. A hold must not refer to a block, because the cycle would keep a
@@ -263,6 +283,7 @@ class Block:
     is_with: bool = False
     is_try: bool = False
     names: tuple[str, ...] = ()
+    in_loop: bool = False
     whole: Block | None = None
     owner: object = field(default_factory=current_owner)
     mark: object = field(default_factory=object)

@@ -196,8 +196,9 @@ class FencedLock(BaseLock[Token]):
             self._complain(lost, exc_value)
 
     async def _enter_async(self, block: Block) -> Any:
+        block.in_loop = True
         try:
-            return await block.authority.aio.run(self._acquire_gen(block, in_loop=True))
+            return await block.authority.aio.run(self._acquire_gen(block))
         except BaseException:
             if block.grant is not None or block.holds:  # or else no loop may be there any more
                 await block.authority.aio.run(self._take_back_gen(block))

@@ -17,7 +17,7 @@ from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.lease import Lease, note_left
 from fencelock.lock.hold import Block, Hold, remove
-from fencelock.renewal.schedule import release_again, tell
+from fencelock.lock.renewal import release_again, tell
 
 logger: logging.Logger = logging.getLogger("fencelock.lock")
 

@@ -126,7 +126,7 @@ class OneOf(FencedLock[Token]):
         block.names = (next(name for name in its if name in names),)
         return ()
 
-    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+    def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
         yield from _wait_for_higher_gen(block, self._name, len(missing))
         full = _full_at.setdefault(block.authority, {})
         timeout, end = block.timeout, math.inf if block.timeout is None else time.monotonic() + block.timeout
@@ -138,7 +138,7 @@ class OneOf(FencedLock[Token]):
             while True:
                 try:
                     # Noted at once, because a signal handler may raise before this returns.
-                    block.grant = grant = yield from super()._grant_gen(block, (name,), in_loop=in_loop)
+                    block.grant = grant = yield from super()._grant_gen(block, (name,))
                 except LockTimeoutError:
                     held = yield from block.authority.inspect_gen(missing)
                 else:
@@ -194,8 +194,8 @@ class FencedSemaphore(OneOf[tuple[int, int]]):
         """
         return _slot_of(self._innermost())
 
-    def _acquire_gen(self, block: Block, *, in_loop: bool = False) -> Steps[Any]:
-        found = yield from super()._acquire_gen(block, in_loop=in_loop)
+    def _acquire_gen(self, block: Block) -> Steps[Any]:
+        found = yield from super()._acquire_gen(block)
         return (_slot_of(block), found) if block.is_with else found
 
     def _remint_gen(self, block: Block) -> Steps[Any]:
@@ -229,32 +229,32 @@ class WriterLock(FencedLock[int]):
             )
         return (yield from super()._enter_again_gen(block, held, names))
 
-    def _grant_gen(self, block: Block, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+    def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
         """Acquire all at once; else the resource, so that no other writer begins, and slot after slot."""
         yield from _wait_for_higher_gen(block, self._names[0], len(self._resources) - 1)
         timeout, block.timeout = block.timeout, 0
         end = math.inf if timeout is None else time.monotonic() + timeout
         try:
             try:
-                return (yield from super()._grant_gen(block, missing, in_loop=in_loop))
+                return (yield from super()._grant_gen(block, missing))
             except LockTimeoutError:
                 if timeout == 0:
                     raise
             for name in missing[:-1]:
-                yield from self._collect_gen(block, name, end, in_loop=in_loop)
+                yield from self._collect_gen(block, name, end)
             block.timeout = _left_until(end)
-            return (yield from super()._grant_gen(block, missing[-1:], in_loop=in_loop))
+            return (yield from super()._grant_gen(block, missing[-1:]))
         finally:
             block.timeout = timeout
 
     def _explain_gen(
-        self, error: BaseException, block: Block, missing: tuple[str, ...], began: float
-    ) -> Steps[BaseException]:
+        self, caught: BaseException, block: Block, missing: tuple[str, ...], began: float
+    ) -> Steps[None]:
         collected = {name for hold in block.holds for name in hold.grant.resources}
         waited_for = tuple([name for name in missing if name not in collected])
-        return super()._explain_gen(error, block, waited_for, began)
+        return super()._explain_gen(caught, block, waited_for, began)
 
-    def _collect_gen(self, block: Block, name: str, end: float, *, in_loop: bool) -> Steps[None]:
+    def _collect_gen(self, block: Block, name: str, end: float) -> Steps[None]:
         """Acquire one resource, which is renewed from now on, and enter it with the block.
 
         `at_least` counts only once all are there: what a writer gives up is not kept.
@@ -269,9 +269,9 @@ class WriterLock(FencedLock[int]):
             fair=self._fair,
         )
         own = part._new_block()  # noqa: SLF001 - the modules of a lock share private names
-        own.whole = block
+        own.whole, own.in_loop = block, block.in_loop
         try:
-            yield from part._acquire_gen(own, in_loop=in_loop)  # noqa: SLF001 - the same
+            yield from part._acquire_gen(own)  # noqa: SLF001 - the same
             block.enter_again(own.holds[0])
         finally:
             try:

@@ -30,7 +30,7 @@ from fencelock.guard.leases import end_early
 from fencelock.guard.sessions import BYPASS, unguarded
 from fencelock.lease import Lease, check_resource, holding
 from fencelock.lock.hold import everything_held
-from fencelock.renewal.schedule import tell
+from fencelock.lock.renewal import tell
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession

@@ -26,7 +26,6 @@ SCOPE = (
     "fencelock/authority/database",
     "fencelock/authority/redlock/protocol",
     "fencelock/lock",
-    "fencelock/renewal",
 )
 _Task = TypeVar("_Task")
 

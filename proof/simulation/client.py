@@ -9,16 +9,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol import attempts, holding
-from fencelock.authority.redlock.protocol.acquire import Acquisition, Waiter
-from fencelock.authority.redlock.protocol.attempts import Granted, abandon
+from fencelock.authority.redlock.protocol.acquire import Acquisition
+from fencelock.authority.redlock.protocol.attempts import abandon
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.errors import FencelockError, LockLostError, QuorumError
-from fencelock.tokens import compose
 from proof.simulation.judge import Judge
 from proof.simulation.storage import Stale, Storage, Transaction
 from proof.simulation.world import IDLE, Ask, ConnectionLost, Process, Program, Task
@@ -35,22 +35,21 @@ class Habits:
 
 
 class Hold:
-    __slots__ = ("busy", "client", "granted", "lost", "minting", "owner", "released", "tokens", "transaction")
+    __slots__ = (
+        *("busy", "client", "grant", "lost", "minting", "owner"),
+        *("released", "resources", "tokens", "transaction"),
+    )
 
-    def __init__(self, client: Client, granted: Granted) -> None:
+    def __init__(self, client: Client, grant: Grant) -> None:
         self.client = client
         self.owner = client.process.name
         self.lost = self.released = self.busy = self.minting = False
         self.transaction: Transaction | None = None
-        self.adopt(granted)
+        self.adopt(grant)
 
-    def adopt(self, granted: Granted) -> None:
-        self.granted = granted
-        self.tokens = tuple([compose(granted.epoch, counter) for counter in granted.counters])
-
-    @property
-    def resources(self) -> tuple[str, ...]:
-        return self.granted.attempt.resources
+    def adopt(self, grant: Grant) -> None:
+        self.grant = grant
+        self.resources, self.tokens = grant.resources, grant.tokens
 
     def is_over(self) -> bool:
         """Whether it has been given back, or is known to have ended."""
@@ -63,7 +62,7 @@ class Hold:
                 False  # whoever mints anew does nothing else meanwhile, and may find that the lease has ended
             )
         writing = self.transaction is not None and not self.transaction.over
-        return (writing or not self.released) and self.client.process.now < self.granted.expires_at
+        return (writing or not self.released) and self.client.process.now < self.grant.expires_at
 
 
 class Client:
@@ -107,14 +106,13 @@ class Client:
         go_on: Callable[[], None] = lambda: None,
     ) -> Generator[Any, Any, Hold]:
         process = self.process
-        waiter = Waiter(
-            process.line, lambda: process.now, lambda: process.now, fair=fair, patient=timeout != 0
-        )
-        acquisition = Acquisition(resources, ttl, partial(self._new_nonce, resources), waiter)
+        nonce = partial(self._new_nonce, resources)
+        acquisition = Acquisition(resources, ttl, nonce, process.line, fair=fair)
         try:
             grant = yield from acquisition.acquire(
                 process.current,
                 began=process.now,
+                since=process.now,
                 timeout=timeout,
                 grace=0.5,
                 outage=0.5,
@@ -124,7 +122,7 @@ class Client:
         except FencelockError as error:
             self._judge.failed(process.name, error)
             raise
-        hold = Hold(self, grant.proof)
+        hold = Hold(self, grant)
         self._learn(hold)
         return hold
 
@@ -137,7 +135,7 @@ class Client:
         if self.world.trace is not None:
             self.world.tell(
                 hold.owner,
-                f"holds {','.join(hold.resources)} with {hold.granted.epoch}:{hold.granted.counters}",
+                f"holds {','.join(hold.resources)} with {hold.grant.proof.epoch}:{hold.grant.proof.counters}",
             )
         self._judge.granted(hold.resources, hold.tokens, self._floors, hold)
 
@@ -149,34 +147,34 @@ class Client:
     def _renew(self, hold: Hold) -> Program:
         part = 3
         while True:
-            ttl = hold.granted.attempt.ttl
+            ttl = hold.grant.proof.attempt.ttl
             yield Sleep(ttl / part * (0.9 + 0.2 * self._random.random()))
             if hold.is_over():
                 return
             if hold.busy:
                 continue
-            granted = hold.granted
+            grant = hold.grant
             hold.busy = True
-            (end,) = yield from holding.extend(self.process.current(), [(granted, ttl)])
+            (outcome,) = yield from holding.extend(self.process.current(), [(grant, ttl)])
             hold.busy = False
-            part = 20 if isinstance(end, QuorumError) else 3
-            if isinstance(end, LockLostError):
+            part = 20 if isinstance(outcome, QuorumError) else 3
+            if isinstance(outcome, LockLostError):
                 if not hold.is_over() and hold.is_valid():
-                    self._judge.ended(hold, str(end))
+                    self._judge.ended(hold, str(outcome))
                 hold.lost = True
-            elif not isinstance(end, FencelockError) and hold.granted is granted:
-                hold.granted = replace(granted, expires_at=end)
+            elif isinstance(outcome, Grant) and hold.grant is grant:
+                hold.grant = outcome
             if hold.is_over():
-                yield from abandon(self.process.current(), granted.attempt)
+                yield from abandon(self.process.current(), grant.proof.attempt)
 
     def _remint(self, hold: Hold) -> Program:
         while hold.busy:
             yield Sleep(0.001)
         hold.busy = hold.minting = True
-        old = hold.granted
-        attempt = old.attempt
+        old = hold.grant
+        attempt = old.proof.attempt
         nonce = partial(self._new_nonce, attempt.resources)
-        acquisition = Acquisition(attempt.resources, attempt.ttl, nonce, instead_of=old)
+        acquisition = Acquisition(attempt.resources, attempt.ttl, nonce, instead_of=old.proof)
         try:
             grant = yield from holding.remint(
                 self.process.current, acquisition, old, jitter=self._random.random
@@ -184,7 +182,7 @@ class Client:
         except LockLostError:
             hold.lost = True
             raise
-        hold.adopt(grant.proof)
+        hold.adopt(grant)
         hold.busy = hold.minting = False
         self._judge.reminted += 1
         self._learn(hold)
@@ -193,7 +191,7 @@ class Client:
         # Of an extension under way, which is not waited for here, the end releases as well.
         valid = hold.is_valid() and not hold.busy
         hold.released = True
-        ours = yield from attempts.release(self.process.current, hold.granted)
+        ours = yield from attempts.release(self.process.current, hold.grant.proof)
         if valid and ours is False:
             self._judge.ended(hold, "it was not there any more when it was given back")
         return ours

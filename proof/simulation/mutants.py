@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from fencelock.authority.redlock.membership import change, establish, recover
+from fencelock.authority.redlock.membership.members import MembershipView
 from fencelock.authority.redlock.membership.reports import NodeReport
-from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import acquire, holding
 from fencelock.authority.redlock.wire import nodes
 from fencelock.lock.slots import OneOf, WriterLock

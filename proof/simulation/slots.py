@@ -29,11 +29,11 @@ from fencelock.authority.redlock.protocol import holding
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.errors import FencelockError, LockLostError
 from fencelock.holder import LockInfo
-from fencelock.lock import base, hold, releasing, slots, waiting
+from fencelock.lock import base, hold, releasing, renewal, slots, waiting
 from fencelock.lock.hold import Block
+from fencelock.lock.hold import Hold as LockHold
 from fencelock.lock.lock import FencedLock
-from fencelock.renewal import schedule
-from fencelock.renewal.schedule import Renewable, Renewer, tell
+from fencelock.lock.renewal import BatchRenewer, tell
 from proof.simulation.client import Client, Hold
 from proof.simulation.judge import BESIDE, STARVED, TWICE, Violated
 from proof.simulation.run import Kept, Outcome, Run
@@ -79,7 +79,7 @@ class Clock:
         with ExitStack() as stack:
             for module in (base, hold, leases, releasing, slots, waiting):
                 stack.enter_context(patch.object(module, "time", self))
-            for logger in (base.logger, schedule.logger):
+            for logger in (base.logger, renewal.logger):
                 stack.enter_context(patch.object(logger, "disabled", True))  # noqa: FBT003 - an attribute
             stack.enter_context(patch.object(slots, "random", self))
             stack.enter_context(patch.object(slots, "os", SimpleNamespace(getpid=lambda: 0)))
@@ -122,7 +122,7 @@ class Clock:
                     resume(program.throw, Killed())
 
 
-class SimulatedRenewer(Renewer):
+class SimulatedRenewer(BatchRenewer):
     """Extends the leases of a process, in a task of the world."""
 
     def __init__(self, client: SlotClient) -> None:
@@ -130,21 +130,21 @@ class SimulatedRenewer(Renewer):
         self._client = client
         self._phase = client.world.random.random()
         self._runs = False
-        self.stopped: Renewable | None = None
+        self.stopped: LockHold | None = None
 
-    def add(self, hold: Renewable) -> None:
+    def add(self, hold: LockHold) -> None:
         self.reschedule(hold, self._client.process.now)
         if not self._runs:
             self._runs = True
             self._client.run("renewal", self._work())
 
-    def pop_due(self, now: float) -> list[Renewable]:
+    def pop_due(self, now: float) -> list[LockHold]:
         return sorted(super().pop_due(now), key=lambda each: each.grant.resources)  # they come from a set
 
-    def stop(self, hold: Renewable) -> None:
+    def stop(self, hold: LockHold) -> None:
         self.stopped = hold
 
-    async def stop_soon(self, hold: Renewable) -> None:
+    async def stop_soon(self, hold: LockHold) -> None:
         raise AssertionError(f"{hold} is of blocking code")
 
     def _work(self) -> Program:
@@ -174,19 +174,16 @@ class SimulatedAuthority:
         fair: bool = False,
         go_on: Callable[[], None],
     ) -> Steps[Grant]:
-        its = yield from self._client.acquire(resources, ttl, timeout, fair=fair, go_on=go_on)
-        self._holds[its.granted.attempt.nonce] = its
-        tokens = dict(zip(its.resources, its.tokens, strict=True))
-        return Grant(
-            resources, tuple(tokens[name] for name in resources), its.granted.expires_at, its.granted
-        )
+        its: Hold = yield from self._client.acquire(resources, ttl, timeout, fair=fair, go_on=go_on)
+        self._holds[its.grant.proof.attempt.nonce] = its
+        return its.grant
 
     def extend_gen(self, wishes: list[Wish]) -> Steps[list[Grant | FencelockError]]:
         outcomes = yield from holding.extend_many(self._client.process.current, wishes)
         for (grant, _), outcome in zip(wishes, outcomes, strict=True):
             its = self._holds.get(grant.proof.attempt.nonce)
             if its is not None and isinstance(outcome, Grant):
-                its.granted = outcome.proof
+                its.grant = outcome
             elif its is not None and isinstance(outcome, LockLostError):
                 its.lost = True
         return outcomes

@@ -12,9 +12,8 @@ from typing import Any, ClassVar
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock.membership import recover
-from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.members import Membership, MembershipView
 from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports
-from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol import attempts, messages
 from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet
 from fencelock.authority.redlock.protocol.messages import (
@@ -276,32 +275,32 @@ def forgetful_note(view: MembershipView, node: int, node_id: str, membership: Me
     _shipped_note(view, node, node_id, membership)
 
 
-def writer_without_slots(lock: Any, block: Any, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+def writer_without_slots(lock: Any, block: Any, missing: tuple[str, ...]) -> Steps[Grant]:
     """Take only the resource."""
-    return FencedLock._grant_gen(lock, block, missing[:1], in_loop=in_loop)
+    return FencedLock._grant_gen(lock, block, missing[:1])
 
 
-def all_or_nothing(lock: Any, block: Any, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+def all_or_nothing(lock: Any, block: Any, missing: tuple[str, ...]) -> Steps[Grant]:
     """Wait for a moment in which all slots are free."""
-    return FencedLock._grant_gen(lock, block, missing, in_loop=in_loop)
+    return FencedLock._grant_gen(lock, block, missing)
 
 
-def slot_beyond(lock: Any, block: Any, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+def slot_beyond(lock: Any, block: Any, missing: tuple[str, ...]) -> Steps[Grant]:
     """Take a slot that a writer does not know of, as a program with more of them would."""
     block.names = (missing[-1] + "0",)
-    return FencedLock._grant_gen(lock, block, block.names, in_loop=in_loop)
+    return FencedLock._grant_gen(lock, block, block.names)
 
 
-def names_another_slot(lock: Any, block: Any, missing: tuple[str, ...], *, in_loop: bool) -> Steps[Grant]:
+def names_another_slot(lock: Any, block: Any, missing: tuple[str, ...]) -> Steps[Grant]:
     """Say always the first slot, whichever was granted."""
-    grant = yield from _GRANT_SLOT(lock, block, missing, in_loop=in_loop)
+    grant = yield from _GRANT_SLOT(lock, block, missing)
     block.names = missing[:1]
     return replace(grant, resources=block.names)
 
 
-def give_slot_back(lock: Any, block: Any, name: str, end: float, *, in_loop: bool) -> Steps[None]:
+def give_slot_back(lock: Any, block: Any, name: str, end: float) -> Steps[None]:
     """Give each slot back while the next one is waited for."""
-    yield from _COLLECT(lock, block, name, end, in_loop=in_loop)
+    yield from _COLLECT(lock, block, name, end)
     if "#" in name:
         *block.holds, its = block.holds
         its.blocks.discard(block.mark)

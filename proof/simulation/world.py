@@ -17,10 +17,9 @@ from collections.abc import Callable, Generator, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
-from fencelock.authority.redlock.membership.members import Identity, Membership
+from fencelock.authority.redlock.membership.members import Identity, Membership, MembershipView
 from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup
-from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol.messages import (
     SUBSCRIBE,
     Broadcast,

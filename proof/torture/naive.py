@@ -18,7 +18,7 @@ import random
 import secrets
 import time
 import urllib.request
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from contextlib import suppress
 from typing import Any, TypeVar, Unpack
@@ -34,7 +34,7 @@ from sqlalchemy import BigInteger, Column, Double, MetaData, String, Table, inse
 from sqlalchemy.exc import DBAPIError
 
 from fencelock._generators import Steps
-from fencelock.authority.base import AsyncAuthority, Grant, Terms, Wish
+from fencelock.authority.base import Authority, Grant, Terms, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockTimeoutError, NotHeldError
 from fencelock.holder import LockInfo
 from proof.torture.steps import run
@@ -61,7 +61,7 @@ _LEASES = Table(
 )
 
 
-class _Naive(ABC):
+class _Naive(Authority):
     """An `Authority` that must not be used."""
 
     @abstractmethod
@@ -105,10 +105,6 @@ class _Naive(ABC):
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         yield from ()
         raise AuthorityError(f"nothing is known of {resources}")
-
-    @property
-    def aio(self) -> AsyncAuthority:
-        raise NotImplementedError("this is for blocking code")
 
 
 class NaiveLeases(_Naive):

@@ -13,7 +13,7 @@ import pytest
 
 from fencelock import Redlock
 from fencelock.errors import LockLostError, LockTimeoutError
-from fencelock.renewal.schedule import release_again
+from fencelock.lock.renewal import release_again
 from tests.authorities.faces import is_held
 from tests.authorities.kinds import BLOCKING
 from tests.authorities.stage import Stage

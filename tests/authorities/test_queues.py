@@ -20,7 +20,7 @@ from fencelock.authority.base import Grant
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.queues import Place, Queue, Queues
-from fencelock.authority.loops import ThreadBell
+from fencelock.authority.loops import ThreadWakeup
 from fencelock.errors import AuthorityError, LockTimeoutError, QuorumError
 from tests.authorities.kinds import EACH_DATABASE
 from tests.authorities.stage import Stage, in_one_loop, together
@@ -68,7 +68,7 @@ def test_who_cannot_listen_looks() -> None:
         def detached(self, _prepare: object) -> None:
             raise OSError("refused")
 
-    queues = Queues(ThreadBell, in_threads=True)
+    queues = Queues(ThreadWakeup, in_threads=True)
     nothing = cast("Any", None)
     ear = Ear(queues, nothing, nothing)
     ear.hear(cast("Any", Away()), lambda _: None)
@@ -391,7 +391,7 @@ def test_a_table_of_an_earlier_version_is_named_and_mended(postgres_database: Re
 @pytest.mark.parametrize("does", ["join", "fail"])
 def test_a_caller_that_the_garbage_collector_ends_may_leave_at_any_moment(does: str) -> None:
     """A generator that was thrown away leaves the queue in its `finally`, between any two lines."""
-    queues = Queues(ThreadBell, in_threads=True)
+    queues = Queues(ThreadWakeup, in_threads=True)
     first, thrown_away, third, last = (queues.new_place(1.0) for _ in range(4))
 
     class Struck(Place):
@@ -406,7 +406,7 @@ def test_a_caller_that_the_garbage_collector_ends_may_leave_at_any_moment(does: 
         def stack(self, _: Any) -> None:
             """Keep that."""
 
-    struck = Struck(ThreadBell(), 1.0)
+    struck = Struck(ThreadWakeup(), 1.0)
     for stack, place in enumerate((first, thrown_away, third, last)):
         place.stack = stack
     for place in (first, thrown_away, third, struck):

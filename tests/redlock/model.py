@@ -10,9 +10,9 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, Granted, NodeSet
+from fencelock.authority.base import Grant
+from fencelock.authority.redlock.protocol.attempts import Attempt, Failed, NodeSet
 from fencelock.authority.redlock.protocol.messages import Command, Reply
-from fencelock.tokens import compose
 from proof.simulation.node import ModelNode
 from tests.redlock.stage import Bidder, node_set_of
 
@@ -63,11 +63,10 @@ class History:
     confirmed: int = 0
     violations: list[str] = field(default_factory=list)
 
-    def note(self, contender: Contender, outcome: Granted) -> None:
+    def note(self, contender: Contender, outcome: Grant) -> None:
         """Check a grant against P1 and P2, and remember it."""
         self.completed += 1
-        for resource, counter in zip(outcome.attempt.resources, outcome.counters, strict=True):
-            token = compose(outcome.epoch, counter)
+        for resource, token in zip(outcome.resources, outcome.tokens, strict=True):
             if token in self.seen.setdefault(resource, set()):
                 self.violations.append(f"P1: {resource} was granted {token} twice")
             if token <= contender.floor.get(resource, 0):
@@ -176,7 +175,7 @@ class World:
             self.history.confirmed += 1
             self._broadcast(contender)
             return
-        if isinstance(bidder.outcome, Granted):
+        if isinstance(bidder.outcome, Grant):
             self.history.note(contender, bidder.outcome)
         if isinstance(bidder.outcome, Failed):
             self.history.failed += 1

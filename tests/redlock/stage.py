@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 import redis
 
+from fencelock.authority.base import Grant
 from fencelock.authority.redlock.membership.change import change
 from fencelock.authority.redlock.membership.recover import recover, rise
 from fencelock.authority.redlock.membership.reports import NodeGroup
@@ -26,7 +27,6 @@ from fencelock.authority.redlock.protocol import acquire
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
     Failed,
-    Granted,
     NodeSet,
     QueuePosition,
     release_command,
@@ -45,7 +45,6 @@ from fencelock.authority.redlock.transport.blocking import read_from, write_to
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.authority.redlock.wire import codec
 from fencelock.authority.redlock.wire.connection import Connection, PendingBroadcast, PendingReply
-from fencelock.tokens import compose
 from proof.servers import Node as Server
 
 NODE_KEY = "{fencelock}"
@@ -175,7 +174,7 @@ class Bidder:
             node_set, tuple(sorted(resources)), nonce or f"nonce-{next(_nonces)}", ttl, position
         )
         self._generator = acquire.make_attempt(node_set, self.attempt, alone=alone)
-        self.outcome: Granted | Failed | None = None
+        self.outcome: Grant | Failed | None = None
         self.answers: dict[int, Reply] = {}
         self.request: Broadcast = next(self._generator)
 
@@ -198,9 +197,7 @@ class Bidder:
     @property
     def tokens(self) -> tuple[int, ...]:
         """The tokens that were granted, in canonical order; empty where the attempt failed."""
-        if not isinstance(self.outcome, Granted):
-            return ()
-        return tuple(compose(self.outcome.epoch, counter) for counter in self.outcome.counters)
+        return self.outcome.tokens if isinstance(self.outcome, Grant) else ()
 
     @property
     def token(self) -> int | None:
@@ -209,9 +206,9 @@ class Bidder:
 
     def undo(self) -> Command:
         """Return the RELEASE that follows: with the decided values, or without."""
-        if isinstance(self.outcome, Granted):
-            granted = self.outcome
-            return release_command(self.node_set, self.attempt, granted.epoch, granted.counters)
+        if isinstance(self.outcome, Grant):
+            proof = self.outcome.proof
+            return release_command(self.node_set, self.attempt, proof.epoch, proof.counters)
         return release_command(self.node_set, self.attempt, 0, (0,) * len(self.attempt.resources))
 
 

@@ -17,9 +17,8 @@ import redis
 
 from fencelock import Redlock
 from fencelock.authority.redlock.admin import NodeState, change_nodes, statuses
-from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.members import Membership, MembershipView
 from fencelock.authority.redlock.membership.reports import Census, NodeReport
-from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.errors import FencelockError, MembershipError
 from fencelock.lease import Lease

@@ -157,7 +157,7 @@ def play_extension_after_another_had_the_lock(stage: Stage) -> Any:
     a, b = stage.bidder(), stage.bidder()
     a.deliver(stage.nodes, 0, 1)
     a.resume()
-    assert isinstance(a.outcome, attempts.Granted)
+    assert isinstance(a.outcome, Grant)
     for node in stage.nodes[:2]:
         node.expire("r")
     b.deliver(stage.nodes, 0, 1)
@@ -177,7 +177,7 @@ def test_lock_that_was_made_again_does_not_extend_the_lease(make_stage: MakeStag
 def test_lock_made_again_and_counted_extends_a_lease_that_had_ended(make_stage: MakeStage) -> None:
     """Control: counted at once, it lets A believe that he has held the lock all the time."""
     mutant = without("extend", "code = 1", "code = 2")
-    assert isinstance(play_extension_after_another_had_the_lock(make_stage(mutant)), float)
+    assert isinstance(play_extension_after_another_had_the_lock(make_stage(mutant)), Grant)
 
 
 def play_votes_of_two_epochs(stage: Stage) -> tuple[int | None, int | None]:
@@ -429,7 +429,7 @@ def play_node_that_forgets_when_another_is_admitted(stage: Stage) -> Any:
     a = stage.bidder()
     a.deliver(stage.nodes, 0, 1)
     a.resume()
-    assert isinstance(a.outcome, attempts.Granted)
+    assert isinstance(a.outcome, Grant)
     stage.nodes[1].client.flushall()
     return a
 
@@ -445,7 +445,7 @@ def test_lease_goes_on_where_a_node_forgets_as_soon_as_another_is_admitted(make_
     """Of three nodes one has the lock, one has made it again and one is blank: a second round counts two."""
     stage = make_stage()
     bidder = play_node_that_forgets_when_another_is_admitted(stage)
-    assert isinstance(extend_everywhere(stage, bidder), float)
+    assert isinstance(extend_everywhere(stage, bidder), Grant)
     assert (
         stage.nodes[2].client.get(f"{NODE_KEY}:l:r") == f"{bidder.attempt.nonce}|0|{messages.RESTORED_VALUE}"
     )
@@ -473,9 +473,9 @@ def test_release_does_not_add_up_nodes_that_forgot_one_after_the_other(make_stag
     """Nobody can tell the holder that his lease had ended; where two voters know nothing of it, it had."""
     stage = make_stage()
     bidder = play_node_that_forgets_when_another_is_admitted(stage)
-    actor = Actor(stage.nodes, attempts.release(lambda: bidder.node_set, bidder.outcome))
+    actor = Actor(stage.nodes, attempts.release(lambda: bidder.node_set, bidder.outcome.proof))
     assert actor.finish() is None
-    again = Actor(stage.nodes, attempts.release(lambda: bidder.node_set, bidder.outcome))
+    again = Actor(stage.nodes, attempts.release(lambda: bidder.node_set, bidder.outcome.proof))
     assert again.finish() is False
 
 
@@ -491,6 +491,7 @@ def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: Make
         acquire.Acquisition(("r",), 5.0, lambda: f"bid-{next(new_attempt)}").acquire(
             lambda: node_sets[-1],
             began=0.0,
+            since=0.0,
             timeout=30.0,
             grace=0.0,
             outage=0.0,
@@ -513,7 +514,7 @@ def play_bid_for_a_lease_on_a_node_that_was_just_admitted(stage: Stage) -> Reply
     a.deliver(stage.nodes, 0, 1, 2)
     a.resume()
     stage.nodes[2].client.flushall()
-    assert isinstance(extend_everywhere(stage, a), float)
+    assert isinstance(extend_everywhere(stage, a), Grant)
     recoverer(stage.nodes).finish()
     return b.deliver(stage.nodes, 2)[2].kind
 

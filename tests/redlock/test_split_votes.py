@@ -38,6 +38,7 @@ def test_after_a_split_vote_one_node_decides_and_then_all_are_asked_again() -> N
     generator = Acquisition(("r",), 30.0, lambda: next(nonces)).acquire(
         lambda: NODES,
         began=0.0,
+        since=0.0,
         timeout=10.0,
         grace=1.0,
         outage=1.0,

@@ -17,7 +17,7 @@ import pytest
 import redis
 
 from fencelock import Redlock
-from fencelock.authority.redlock.protocol.acquire import Waiter
+from fencelock.authority.redlock.protocol.acquire import Acquisition
 from fencelock.authority.redlock.protocol.messages import Sleep
 from fencelock.authority.redlock.protocol.queue import HESITATION, WaitQueue
 from fencelock.authority.redlock.transport.aio import LoopConnections
@@ -26,7 +26,7 @@ from proof.servers import Nodes
 from tests.authorities.faces import AsyncFace, BlockingFace, Face, Loop
 from tests.authorities.stage import Stage, in_one_loop, together
 from tests.polling import eventually
-from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of
+from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of, node_set_of
 from tests.redlock.views import all_wait, connections_of, connections_to, hold, locks_on, redlock, soon
 
 pytestmark = [pytest.mark.timed, pytest.mark.usefixtures("no_noise")]
@@ -93,26 +93,23 @@ class TestLine:
 
     def test_a_call_ends_no_sleep_when_its_place_is_gone(self, line: WaitQueue) -> None:
         """A contender that was called, and hears no majority any more, would come back at once for ever."""
-        waiter = Waiter(line, lambda: 0.0, lambda: 0.0, fair=False, patient=True)
-        waiter.position()
-        position = waiter.position()
-        assert position is not None
-        assert position.place == waiter.place == "c.1"
+        acquisition = Acquisition(("r",), 30.0, lambda: "nonce", line)
+        assert [acquisition.next_attempt(node_set_of("", 5)).place for _ in range(2)] == ["", "c.1"]
         for node in range(3):
             line.on_call(node, b"1", 0.0)
-        assert line.due(waiter.place) == 0.0
+        assert line.due("c.1") == 0.0
         line.go_deaf(0)
-        assert waiter.position() is None
-        assert line.due(waiter.place) == math.inf
+        assert acquisition.next_attempt(node_set_of("", 5)).position is None
+        assert line.due("c.1") == math.inf
 
     def test_first_bid_stands_in_line_where_the_last_acquisition_had_to_wait(self, line: WaitQueue) -> None:
         """Otherwise the lock is mostly free."""
         places = []
         for attempts in (1, 2, 1, 1):
-            waiter = Waiter(line, lambda: 0.0, lambda: 0.0, fair=False, patient=True)
-            positions = [waiter.position() for _ in range(attempts)]
-            places.append(positions[0] is not None)
-            waiter.leave()
+            acquisition = Acquisition(("r",), 30.0, lambda: "nonce", line)
+            made = [acquisition.next_attempt(node_set_of("", 5)) for _ in range(attempts)]
+            places.append(made[0].position is not None)
+            acquisition.leave_queue()
         assert places == [False, False, True, False]
 
     def test_no_place_is_given_twice(self, line: WaitQueue) -> None:

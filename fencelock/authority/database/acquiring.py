@@ -164,7 +164,7 @@ class Acquiring(Releasing):
         while not place.is_first and place.error is None:
             if time.monotonic() >= waiting.end:
                 raise held_by_another(waiting.resources, place.queue.held_for)
-            yield Wait(waiting.end, named(waiting.resources), place.bell)
+            yield Wait(waiting.end, named(waiting.resources), place.wakeup)
             waiting.go_on()
         if place.error is not None:
             raise QuorumError(str(place.error), nodes=place.error.nodes)
@@ -194,7 +194,7 @@ class Acquiring(Releasing):
         """Wait for these seconds, or until this place is called."""
         place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
         while time.monotonic() < until and not place.is_due and not place.looks:
-            yield Wait(until, named(waiting.resources), place.bell)
+            yield Wait(until, named(waiting.resources), place.wakeup)
             waiting.go_on()
         place.looks = False
 

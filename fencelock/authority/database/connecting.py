@@ -42,7 +42,7 @@ from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.queues import Queues
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
-from fencelock.authority.loops import LoopBell, LoopEnd, ThreadBell, WithLoops
+from fencelock.authority.loops import LoopEnd, LoopWakeup, ThreadWakeup, WithLoops
 from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingError, QuorumError
 
 if TYPE_CHECKING:
@@ -115,7 +115,7 @@ class Connecting(WithLoops):
 
     def _start_over(self) -> None:
         super()._start_over()
-        self._queues = Queues(ThreadBell, in_threads=True)
+        self._queues = Queues(ThreadWakeup, in_threads=True)
         self.here: Any = self._queues
         self._pid = os.getpid()
         self._connections: Connections | None = None
@@ -234,9 +234,9 @@ class Connecting(WithLoops):
         """Return the `LoopEnd` of the running event loop, with a pool if the driver is for coroutines."""
         self._check_process()
         if not self._engine.dialect.is_async:
-            return LoopEnd(Queues(LoopBell, in_threads=False))
+            return LoopEnd(Queues(LoopWakeup, in_threads=False))
         connections = self._connect()
-        return LoopEnd(Queues(LoopBell, in_threads=False), connections, connections.close_in_loop)
+        return LoopEnd(Queues(LoopWakeup, in_threads=False), connections, connections.close_in_loop)
 
     def _connect(self) -> Connections:
         engine = with_own_pool(self._engine, *self._pool)

@@ -49,7 +49,7 @@ class Ear:
         #: When this world called itself last, and whether it has heard a call since then.
         self._called_at = time.monotonic()
         self._heard = False
-        self._bell: Any = queues.new_bell()
+        self._wakeup: Any = queues.new_wakeup()
         self._channel = f"fencelock_{queues.name.rstrip(',')}"
         self._hang_up: Callable[[], object] = _nothing
         self._is_over = False
@@ -58,7 +58,7 @@ class Ear:
     def close(self) -> None:
         """End the listening; wait for its thread, which could otherwise open connections again."""
         self._is_over = True
-        self._bell.ring()
+        self._wakeup.wake()
         self._hang_up()
         if self._thread not in (None, threading.current_thread()):
             self._thread.join(_LOOK)
@@ -111,7 +111,7 @@ class Ear:
                 loop.add_reader(libpq, take)
             run(self._calling(self._channel))
             while self._goes_on(run):
-                await self._bell.sleep(_LOOK)
+                await self._wakeup.sleep(_LOOK)
         finally:
             self._queues.go_deaf()
             if libpq is not None:

@@ -15,7 +15,7 @@ from weakref import ref
 
 from fencelock._owners import current_stack
 from fencelock.authority.base import Grant
-from fencelock.authority.loops import Bell
+from fencelock.authority.loops import Wakeup
 from fencelock.errors import QuorumError
 
 # A world is the blocking code of a process, or an event loop. Only the first caller of its queue asks the
@@ -45,9 +45,9 @@ def new_name() -> str:
 class Place:
     """A caller's place in a queue: at first in a queue of its own."""
 
-    def __init__(self, bell: Bell, ttl: float) -> None:
-        #: Rings when one of the following has changed.
-        self.bell = bell
+    def __init__(self, wakeup: Wakeup, ttl: float) -> None:
+        #: Wakes the caller when one of the following has changed.
+        self.wakeup = wakeup
         #: Ttl of the wanted lease, in seconds.
         self.ttl = ttl
         #: The grant that the previous holder has transferred to the caller.
@@ -127,13 +127,13 @@ class Queue:
         """Let the first caller make an attempt now."""
         if (place := self.first) is not None:
             place.is_due = True
-            place.bell.ring()
+            place.wakeup.wake()
 
 
 class Queues:
     """The queues of a world."""
 
-    def __init__(self, bell: Callable[[], Bell], *, in_threads: bool) -> None:
+    def __init__(self, wakeup: Callable[[], Wakeup], *, in_threads: bool) -> None:
         self.name: str = new_name()
         #: PostgreSQL's calls arrive.
         self.hears: bool = False
@@ -141,7 +141,7 @@ class Queues:
         self.waited = False
         #: The `Ear` that hears the calls.
         self.ear: Any = None
-        self.new_bell = bell
+        self.new_wakeup = wakeup
         self._in_threads = in_threads
         self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._queues: dict[str, Queue] = {}
@@ -149,7 +149,7 @@ class Queues:
         self._last_wait = 0.0
 
     def new_place(self, ttl: float) -> Place:
-        return Place(self.new_bell(), ttl)
+        return Place(self.new_wakeup(), ttl)
 
     def join(self, resource: str, place: Place) -> None:
         """Append a place to the queue, unless it is of a signal handler that interrupted a waiting caller."""
@@ -169,7 +169,7 @@ class Queues:
                 queue.places.remove(ref(place))
             if (first := queue.first) is not None:
                 if was_first:
-                    first.bell.ring()
+                    first.wakeup.wake()
             elif self._queues.get(resource) is queue:
                 del self._queues[resource]
 
@@ -179,7 +179,7 @@ class Queues:
             for other in place.queue.alive():
                 if other is not place:
                     other.error = error
-                    other.bell.ring()
+                    other.wakeup.wake()
 
     def next_of(self, resources: tuple[str, ...]) -> Place | None:
         """Return the place in this world to which a holder may transfer its lease, or None."""
@@ -209,7 +209,7 @@ class Queues:
                 queue.wake()
             elif (place := queue.first) is not None:
                 place.looks = True
-                place.bell.ring()
+                place.wakeup.wake()
 
     def call(self, resource: str) -> bool:
         """Wake the first caller for a resource that is kept for this world; return False if there is none."""

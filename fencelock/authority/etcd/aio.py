@@ -130,24 +130,24 @@ class LoopLink(asyncio.Protocol):
 
 
 class LoopWatch:
-    """Waits in a task until a key has ended: a bell for the step `Wait`."""
+    """Waits in a task until a key has ended: a wakeup for the step `Wait`."""
 
     def __init__(self, link: LoopLink, call: Call, ended: Callable[[Answer], bool]) -> None:
         self._link, self._ended = link, ended
-        self._rung = asyncio.Event()
+        self._woken = asyncio.Event()
         self._answer = link.start(call)
-        self._answer.notify = self._rung.set
+        self._answer.notify = self._woken.set
 
     @property
     def over(self) -> bool:
         return bool(self._link.lost) or self._ended(self._answer)
 
     async def sleep(self, seconds: float) -> None:
-        self._rung.clear()
+        self._woken.clear()
         if not self.over:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(seconds):
-                    await self._rung.wait()
+                    await self._woken.wait()
 
     def close(self) -> None:
         self._link.cancel(self._answer)

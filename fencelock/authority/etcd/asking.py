@@ -30,7 +30,7 @@ _of_parents: list[object] = []
 
 
 class Watching(NamedTuple):
-    """A step: watch until `ended` of what comes; it returns a bell, or None if there are too many."""
+    """A step: watch until `ended` of what comes; it returns a wakeup, or None if there are too many."""
 
     call: Call
     ended: Callable[[Answer], bool]

@@ -15,7 +15,7 @@ from fencelock.authority.etcd.channel import ChannelError
 from fencelock.authority.etcd.members import Members
 from fencelock.authority.etcd.messages import Answer, Call
 from fencelock.authority.hosts import shown
-from fencelock.authority.loops import ThreadBell
+from fencelock.authority.loops import ThreadWakeup
 
 #: Seconds that a send may take, because the server's side is full.
 _SEND: Final = 2.0
@@ -37,8 +37,8 @@ class Link:
         #: The stacks of threads and greenlets that wait here. A signal handler has the same one.
         self._stacks: set[int] = set()
         self._works = False
-        self._reader: ThreadBell | None = None
-        self._waiting: dict[ThreadBell, None] = {}
+        self._reader: ThreadWakeup | None = None
+        self._waiting: dict[ThreadWakeup, None] = {}
         #: Why the connection is lost.
         self.lost: str = ""
         self._socket = socket.create_connection(self.address, timeout=seconds)
@@ -91,35 +91,35 @@ class Link:
 
     def wait(self, ready: Callable[[], bool], answers: Sequence[Answer], until: float) -> bool:
         """Wait until it is ready, or the connection is lost; return False if that takes too long."""
-        bell, stack = ThreadBell(), current_stack()
+        wakeup, stack = ThreadWakeup(), current_stack()
         for answer in answers:
-            answer.notify = bell.ring
+            answer.notify = wakeup.wake
         try:
-            self._waiting[bell] = None
+            self._waiting[wakeup] = None
             self._stacks.add(stack)
             while not ready() and not self.lost:
                 if (left := until - time.monotonic()) <= 0:
                     return False
                 if self._reader is None:
-                    self._become_reader(bell)
-                if self._reader is bell:
+                    self._become_reader(wakeup)
+                if self._reader is wakeup:
                     self._read(left)
                 else:
-                    bell.sleep(left)
+                    wakeup.sleep(left)
         finally:
-            self._waiting.pop(bell, None)
-            if self._reader is bell:
+            self._waiting.pop(wakeup, None)
+            if self._reader is wakeup:
                 self._reader = None
             # Also by one that was no reader: it may have been asked to read while it was leaving.
             if self._reader is None and (other := next(iter(list(self._waiting)), None)) is not None:
-                other.ring()
+                other.wake()
             self._stacks.discard(stack)  # last: a handler must not wait for a reader that it stops
         return True
 
-    def _become_reader(self, bell: ThreadBell) -> None:
+    def _become_reader(self, wakeup: ThreadWakeup) -> None:
         with self._mutex:
             if self._reader is None:
-                self._reader = bell
+                self._reader = wakeup
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         """Forget calls that are not over."""
@@ -148,8 +148,8 @@ class Link:
                 each.close()
         with self._mutex:  # not while another thread takes what has come
             self._channel.lose(self.lost)
-        for bell in list(self._waiting):
-            bell.ring()
+        for wakeup in list(self._waiting):
+            wakeup.wake()
 
     def __del__(self) -> None:
         """Close the sockets, without a word: in a forked child they are the parent's."""
@@ -236,7 +236,7 @@ class _Tls:
 
 
 class Watch:
-    """Waits in a thread until a key has ended: a bell for the step `Wait`."""
+    """Waits in a thread until a key has ended: a wakeup for the step `Wait`."""
 
     def __init__(self, link: Link, call: Call, ended: Callable[[Answer], bool]) -> None:
         self._link = link

@@ -11,7 +11,7 @@ from typing import Final, NamedTuple
 
 from fencelock import _threads
 from fencelock.authority.base import named
-from fencelock.authority.loops import ThreadBell
+from fencelock.authority.loops import ThreadWakeup
 from fencelock.errors import FencelockError, QuorumError
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
@@ -38,7 +38,7 @@ class DueReleases(dict[str, Due]):
         super().__init__()
         self._release = release
         self._thread: threading.Thread | None = None
-        self._bell = ThreadBell()
+        self._wakeup = ThreadWakeup()
 
     def plan(self, nonce: str, due: Due) -> None:
         self[nonce] = due
@@ -48,7 +48,7 @@ class DueReleases(dict[str, Due]):
                 _threads.start(self._thread)
             except RuntimeError:  # no thread can be started, as when the interpreter ends
                 self._thread = None
-        self._bell.ring()
+        self._wakeup.wake()
 
     @property
     def is_at_work(self) -> bool:
@@ -62,7 +62,7 @@ class DueReleases(dict[str, Due]):
                 if due.at <= time.monotonic() and self.get(nonce) is due and self._has_to_go_on(nonce, due):
                     self.setdefault(nonce, due._replace(at=time.monotonic() + _PAUSE))
             first = min((due.at for due in list(self.values())), default=math.inf)
-            self._bell.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
+            self._wakeup.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
             if not self and first == math.inf:
                 self._thread = None
                 if not self:  # `plan` adds, and then looks for the thread

@@ -52,7 +52,7 @@ _ELECTION: Final = 5.0
 #: Milliseconds by which new tokens are above those of another authority.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
-#: Seconds after which an acquisition without a bell looks again.
+#: Seconds after which an acquisition without a wakeup looks again.
 _GLANCE: Final = 0.5
 #: Requests, and leases, at once.
 _AT_ONCE: Final = 200
@@ -86,7 +86,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _watch(self, place: Place, ahead: str) -> Steps[Any]:
-        """Return a bell that rings, and is `over`, when the entry ahead has gone; None if there is none."""
+        """Return a wakeup that comes, and is `over`, when the entry ahead has gone; None if there is none."""
 
     @abc.abstractmethod
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
@@ -278,16 +278,16 @@ class LineAuthority(WithLoops):
         until = min(end, place.extend_at)
         if not view.ahead:
             until = min(until, time.monotonic() + view.kept_for)
-        bell = (yield from self._watch(place, view.ahead[0])) if view.ahead else None
-        if view.ahead and bell is None:
+        wakeup = (yield from self._watch(place, view.ahead[0])) if view.ahead else None
+        if view.ahead and wakeup is None:
             until = min(until, time.monotonic() + _GLANCE)
         try:
-            while time.monotonic() < until and not (bell is not None and bell.over):
-                yield Wait(until, named(place.resources), bell)
+            while time.monotonic() < until and not (wakeup is not None and wakeup.over):
+                yield Wait(until, named(place.resources), wakeup)
                 go_on()
         finally:
-            if bell is not None:
-                bell.close()
+            if wakeup is not None:
+                wakeup.close()
 
     def _refusing(self, place: Place) -> Steps[None]:
         heads = yield from self._heads(place.resources)

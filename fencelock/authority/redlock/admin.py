@@ -15,10 +15,9 @@ from fencelock._checks import check_ttl
 from fencelock._generators import run
 from fencelock.authority.redlock.membership import initialise as initialising
 from fencelock.authority.redlock.membership.change import Change, change
-from fencelock.authority.redlock.membership.members import Membership
+from fencelock.authority.redlock.membership.members import Membership, MembershipView
 from fencelock.authority.redlock.membership.recover import rise
 from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports, Steps
-from fencelock.authority.redlock.membership.view import MembershipView
 from fencelock.authority.redlock.protocol.messages import NodeReplies
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node

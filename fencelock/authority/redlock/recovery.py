@@ -10,12 +10,14 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from typing import Any, cast
 
 from fencelock import _threads
+from fencelock._generators import run
 from fencelock.authority.redlock.membership.reports import Steps
-from fencelock.authority.redlock.protocol.messages import Broadcast
+from fencelock.authority.redlock.protocol.messages import Broadcast, Request
 from fencelock.authority.redlock.transport.blocking import SharedConnections
-from fencelock.errors import FencelockError
+from fencelock.errors import AuthorityError, FencelockError
 
 _SHORTEST_PAUSE = 0.5
 _LONGEST_PAUSE = 60.0
@@ -78,9 +80,9 @@ class Recoverer:
         succeeded = False
         try:
             self._connections = self._connect()
-            succeeded = self._drive(self._work(), self._connections)
+            succeeded = run(self._work(), self._do)
         except FencelockError:
-            pass  # nodes and client disagree: the next acquisition raises it
+            pass  # it was closed, or nodes and client disagree: the next acquisition raises it
         finally:
             if self._connections is not None:
                 self._connections.close()
@@ -88,18 +90,12 @@ class Recoverer:
             self._pause(succeeded=succeeded)
             self._thread = None
 
-    def _drive(self, generator: Steps[bool], connections: SharedConnections) -> bool:
-        try:
-            request = next(generator)
-            while True:
-                if isinstance(request, Broadcast):
-                    request = generator.send(connections.do(request))
-                elif self._stop.wait(request.seconds):
-                    return False
-                else:
-                    request = generator.send(time.monotonic())
-        except StopIteration as stop:
-            return bool(stop.value)
+    def _do(self, request: Request) -> Any:
+        if isinstance(request, Broadcast):
+            return cast("SharedConnections", self._connections).do(request)
+        if self._stop.wait(request.seconds):
+            raise AuthorityError("the authority was closed")
+        return time.monotonic()
 
     def _pause(self, *, succeeded: bool) -> None:
         self._failures = 0 if succeeded else self._failures + 1

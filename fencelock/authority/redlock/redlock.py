@@ -5,28 +5,28 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
+from weakref import WeakKeyDictionary
 
 from fencelock._checks import check_seconds
-from fencelock._generators import Steps, run
+from fencelock._generators import Call, Steps, run, run_async
 from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, Wish, in_use
-from fencelock.authority.generators import GeneratorAuthority
+from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.authority.redlock import admin
 from fencelock.authority.redlock.admin import NodeStatus
-from fencelock.authority.redlock.aio import AsyncRedlock
 from fencelock.authority.redlock.membership import initialise
-from fencelock.authority.redlock.membership.members import Identity
+from fencelock.authority.redlock.membership.members import Identity, MembershipView
 from fencelock.authority.redlock.membership.recover import recover
 from fencelock.authority.redlock.membership.reports import NodeGroup
-from fencelock.authority.redlock.membership.view import MembershipView
-from fencelock.authority.redlock.protocol import attempts, holding, inspecting, messages
-from fencelock.authority.redlock.protocol.acquire import Acquisition, Waiter
-from fencelock.authority.redlock.protocol.attempts import Attempt, Granted, names_of
-from fencelock.authority.redlock.protocol.messages import INTRODUCE, Command
+from fencelock.authority.redlock.protocol import attempts, holding, inspecting
+from fencelock.authority.redlock.protocol.acquire import Acquisition
+from fencelock.authority.redlock.protocol.attempts import Attempt, Proof, names_of
+from fencelock.authority.redlock.protocol.messages import INTRODUCE, Broadcast, Command
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.recovery import Recoverer
 from fencelock.authority.redlock.transport.aio import LoopConnections
@@ -110,7 +110,7 @@ class Redlock(GeneratorAuthority):
             if count > 1:
                 raise ValueError(f"{name} is named {count} times: each node has one vote")
         #: The same operations as coroutines, for asyncio code.
-        self.aio = AsyncRedlock(self, self)
+        self.aio = AsyncRedlock(self)
         self._start_over()
         in_use.add(self)
 
@@ -122,7 +122,7 @@ class Redlock(GeneratorAuthority):
         self._view = MembershipView(self._names, self._node_key, self._node_timeout, self._init_command())
         self._current = self._view.current
         self._connections = self._connect()
-        self._recoverer = Recoverer(self._connect, self._recovering)
+        self._recoverer = self._new_recoverer()
 
     def __repr__(self) -> str:
         return f"<Redlock {', '.join(self._names)} namespace={self._namespace!r}>"
@@ -137,24 +137,20 @@ class Redlock(GeneratorAuthority):
         if self._pid != os.getpid():
             self.begin_in_child()
         self._connections.close()
-        recoverer, self._recoverer = self._recoverer, Recoverer(self._connect, self._recovering)
+        recoverer, self._recoverer = self._recoverer, self._new_recoverer()
         recoverer.close()
         self.aio.close_everywhere()
 
     def settle(self) -> None:
         """Send the releases that are owed after interrupted acquisitions to the nodes."""
-        read = messages.Command("read", "", (self._node_key,), ("",))
-        everyone = range(len(self._nodes))
-        patience = min(self._node_timeout, _FAREWELL)
-        self._connections.settle(
-            messages.Broadcast(read, everyone, lambda answers: len(answers) == len(everyone), patience)
-        )
+        read = Command("read", "", (self._node_key,), ("",))
+        everyone, patience = range(len(self._nodes)), min(self._node_timeout, _FAREWELL)
+        self._connections.settle(Broadcast(read, everyone, lambda new: len(new) == len(everyone), patience))
 
     def acquire_gen(
         self,
         resources: tuple[str, ...],
         *,
-        queue: WaitQueue | None = None,
         ttl: float,
         timeout: float | None,
         fair: bool = False,
@@ -170,16 +166,16 @@ class Redlock(GeneratorAuthority):
             MembershipError: nodes and client disagree on which the N nodes are.
             ValueError: the ttl, or `at_least`, is longer than these nodes allow.
         """
-        queue = queue or self._connections.queue
-        waiter = Waiter(queue, time.monotonic, time.time, fair=fair, patient=timeout != 0)
-        acquisition = Acquisition(resources, ttl, self._new_nonce, waiter, at_least=at_least)
-        initialised = False
+        queue = yield Call(lambda: self._connections.queue, self.aio.queue)
+        acquisition = Acquisition(resources, ttl, self._new_nonce, queue, fair=fair, at_least=at_least)
+        initialised, since = False, time.time()
         while True:
             try:
                 return (
                     yield from acquisition.acquire(
                         self._current,
                         began=time.monotonic(),
+                        since=since,
                         timeout=timeout,
                         grace=self._outage_grace,
                         outage=max(self._connect_timeout, self._outage_grace),
@@ -198,7 +194,7 @@ class Redlock(GeneratorAuthority):
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         acquisition = Acquisition(grant.resources, ttl, self._new_nonce, instead_of=grant.proof)
-        return holding.remint(self._current, acquisition, grant.proof, jitter=random.random)
+        return holding.remint(self._current, acquisition, grant, jitter=random.random)
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         return attempts.release(self._current, grant.proof)
@@ -237,7 +233,7 @@ class Redlock(GeneratorAuthority):
         names, halves = tuple(sorted(resources)), dict(zip(resources, map(split, tokens), strict=True))
         attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))
         counters = tuple(halves[name][1] for name in names)
-        return Grant(resources, tokens, 0.0, Granted(attempt, halves[names[0]][0], counters, 0.0))
+        return Grant(resources, tokens, 0.0, Proof(attempt, halves[names[0]][0], counters))
 
     def run(self, steps: Steps[_T]) -> _T:
         if self._pid != os.getpid():
@@ -325,17 +321,19 @@ class Redlock(GeneratorAuthority):
 
     def _initialising(
         self, base: int | None, max_ttl: float | None, epoch: int = 0, *, allow_eviction: bool = False
-    ) -> Generator[messages.Request, Any, bool]:
+    ) -> Steps[bool]:
         return admin.initialise(
             admin.group_of(self._names, self._node_key, self._connect_timeout),
             self._view,
-            base=_default_base() if base is None else base,
+            # After a loss, counters by the clock start above the old tokens. This is no guarantee: it needs
+            # an old epoch of 0, sane clocks, and less than 1,000 leases a second per stripe.
+            base=time.time_ns() // 1_000_000 if base is None else base,
             max_ttl=max_ttl,
             epoch=epoch,
             allow_eviction=allow_eviction,
         )
 
-    def _run_apart(self, generator: Generator[messages.Request, Any, _T]) -> _T:
+    def _run_apart(self, generator: Steps[_T]) -> _T:
         """Run an operator's request over separate connections, because WAITAOF takes one for two seconds."""
         connections = self._connect()
         try:
@@ -374,8 +372,8 @@ class Redlock(GeneratorAuthority):
         if self._recover:
             self._recoverer.on_trouble()
 
-    def _recovering(self) -> Generator[messages.Request, Any, bool]:
-        return recover(self._group())
+    def _new_recoverer(self) -> Recoverer:
+        return Recoverer(self._connect, lambda: recover(self._group()))
 
     def _group(self) -> NodeGroup:
         return admin.group_of(self._names, self._node_key, self._node_timeout)
@@ -390,17 +388,106 @@ class Redlock(GeneratorAuthority):
         return f"fencelock init{namespace} {' '.join(node.url_to_type for node in self._nodes)}"
 
 
+class AsyncRedlock(AsyncView):
+    """A `Redlock` for asyncio code, found as `Redlock.aio`.
+
+    All tasks of a loop share one connection to each node. Every loop has its own connections, which end with
+    it. A cancelled operation leaves no lock behind. A cancelled release is sent all the same.
+    """
+
+    _authority: Redlock
+
+    def __init__(self, authority: Redlock) -> None:
+        super().__init__(authority)
+        self._start_over()
+
+    def _start_over(self) -> None:
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopConnections] = WeakKeyDictionary()
+
+    async def queue(self) -> WaitQueue:
+        return self.here().queue
+
+    def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
+        """Run a generator; other tasks run meanwhile.
+
+        After a cancellation, the steps that release what may have been acquired do not wait.
+        """
+        connections = self.here()
+
+        def do(step: Any) -> Awaitable[Any]:
+            nonlocal connections
+            if connections.closed:  # while this task waited in line
+                connections = self.here()
+            return connections.broadcast(step) if type(step) is Broadcast else connections.sleep(step)
+
+        def tell(step: Any) -> Any:
+            return connections.tell(step)
+
+        return run_async(steps, do, tell)
+
+    async def init(
+        self,
+        *,
+        base: int | None = None,
+        max_ttl: float | None = None,
+        above: int | None = None,
+        allow_eviction: bool = False,
+    ) -> bool:
+        """Initialise N blank nodes, once in their life: see `Redlock.init`, also for the errors."""
+        return await asyncio.to_thread(
+            self._authority.init, base=base, max_ttl=max_ttl, above=above, allow_eviction=allow_eviction
+        )
+
+    async def status(self) -> tuple[NodeStatus, ...]:
+        """Return the status of every node: see `Redlock.status`."""
+        return await asyncio.to_thread(self._authority.status)
+
+    async def close(self) -> None:
+        """Close the connections of the running loop; the next use connects again."""
+        with self._lock:
+            connections = self._by_loop.pop(asyncio.get_running_loop(), None)
+        if connections is not None:
+            connections.close()
+
+    def here(self) -> LoopConnections:
+        if self._pid != os.getpid():
+            self._authority.begin_in_child()
+        loop = asyncio.get_running_loop()
+        connections = self._by_loop.get(loop)
+        if connections is None or connections.closed:
+            with self._lock:
+                self._close_orphans()
+                self._by_loop[loop] = connections = self._authority.connect_in(loop)
+        return connections
+
+    def _close_orphans(self) -> None:
+        """Close the connections of loops that were closed too early."""
+        for loop, connections in list(self._by_loop.items()):
+            if loop.is_closed():
+                connections.close()
+                del self._by_loop[loop]
+
+    def close_everywhere(self) -> None:
+        """Close the connections of every loop, each in its own thread."""
+        with self._lock:
+            everywhere, self._by_loop = list(self._by_loop.values()), WeakKeyDictionary()
+        for connections in everywhere:
+            if connections.is_elsewhere:
+                connections.do_there(connections.close)
+            else:
+                connections.close()
+
+    def leave_to_parent(self) -> None:
+        """In a forked child, close its copies of the sockets, without a lock that a thread may have held."""
+        for connections in list(self._by_loop.values()):
+            connections.leave_to_parent()
+        self._start_over()
+
+
 _FAREWELL: Final = 0.5
 """Seconds that the end of the process may take for releases that are owed."""
-
-
-def _default_base() -> int:
-    """Return the default start of counters: Unix milliseconds.
-
-    Nodes that are initialised again after a loss then start above their old tokens. This is no guarantee: it
-    needs an old epoch of 0, sane clocks, and less than 1,000 leases a second per stripe.
-    """
-    return time.time_ns() // 1_000_000
 
 
 def _check_namespace(namespace: str) -> str:

@@ -30,7 +30,7 @@ from fencelock import _events, _threads
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.hosts import Hosts, parse, shown
 from fencelock.authority.line.entries import Exchange
-from fencelock.authority.loops import ThreadBell
+from fencelock.authority.loops import ThreadWakeup
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
@@ -56,7 +56,7 @@ Request = Callable[[KazooClient], Any]
 
 
 class Watching(NamedTuple):
-    """A step: begin to watch whether a node is there; it returns a bell."""
+    """A step: begin to watch whether a node is there; it returns a wakeup."""
 
     path: str
 
@@ -80,7 +80,7 @@ class Session:
         #: How often the connection was lost or opened.
         self.changes: int = 0
         self._to_do: SimpleQueue[Callable[[KazooClient], object] | None] = SimpleQueue()
-        self._closed = ThreadBell()
+        self._closed = ThreadWakeup()
         _threads.start(threading.Thread(target=self._serve, name="fencelock-zookeeper", daemon=True))
 
     def _serve(self) -> None:
@@ -96,7 +96,7 @@ class Session:
             except Exception:
                 logger.exception("a request could not be sent to ZooKeeper")
         _end(client)
-        self._closed.ring()
+        self._closed.wake()
 
     @property
     def _is_over(self) -> bool:
@@ -187,18 +187,18 @@ class Session:
         """
         if not step.requests:
             return []
-        until, bell = time.monotonic() + step.seconds, ThreadBell()
+        until, wakeup = time.monotonic() + step.seconds, ThreadWakeup()
         over: list[bool] = []
 
         def finish() -> None:
             over.append(True)
-            bell.ring()
+            wakeup.wake()
 
         results = self._begin(step.requests, finish)
         while not over:
             if (left := until - time.monotonic()) <= 0:
                 raise TimeoutError("no server answered in time")
-            bell.sleep(left)
+            wakeup.sleep(left)
         return _outcomes(results)
 
     async def exchange_soon(self, step: Exchange) -> list[Any]:
@@ -221,19 +221,19 @@ class Session:
             await over
         return _outcomes(results)
 
-    def watch(self, path: str, bell: Any) -> Watch:
-        watch = Watch(self._to_do.put, path, bell)
+    def watch(self, path: str, wakeup: Any) -> Watch:
+        watch = Watch(self._to_do.put, path, wakeup)
         self._to_do.put(watch.begin)
         return watch
 
 
 class Watch:
-    """Rings when a node has gone, and when the connection is lost: a bell for the step `Wait`."""
+    """Wakes its caller when a node has gone, or the connection is lost: a wakeup for `Wait`."""
 
-    def __init__(self, do: Callable[[Callable[[KazooClient], object]], object], path: str, bell: Any) -> None:
+    def __init__(self, do: Callable[[Callable[[KazooClient], Any]], object], path: str, wakeup: Any) -> None:
         self.over: bool = False
-        self._do, self._path, self._bell = do, path, bell
-        self.sleep: Any = bell.sleep
+        self._do, self._path, self._wakeup = do, path, wakeup
+        self.sleep: Any = wakeup.sleep
 
     def begin(self, client: KazooClient) -> None:
         self._begun = client.exists_async(self._path, watch=self._ring)
@@ -245,7 +245,7 @@ class Watch:
 
     def _ring(self, _event: object = None) -> None:
         self.over = True
-        self._bell.ring()
+        self._wakeup.wake()
 
     def close(self) -> None:
         """Forget it, because kazoo would keep it as long as the node is there."""

@@ -22,7 +22,7 @@ from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, entry_text, quoted
 from fencelock.authority.line.line import ANSWER, AsyncLine, LineAuthority
-from fencelock.authority.loops import LoopBell, LoopEnd, ThreadBell
+from fencelock.authority.loops import LoopEnd, LoopWakeup, ThreadWakeup
 from fencelock.authority.zookeeper import verbs
 from fencelock.authority.zookeeper.session import Request, Session, Watching, hosts_of
 from fencelock.errors import AuthorityError
@@ -126,13 +126,13 @@ class ZooKeeper(LineAuthority):
     def work(self, step: Any) -> Any:
         session = self._opened()
         if isinstance(step, Watching):
-            return session.watch(step.path, ThreadBell())
+            return session.watch(step.path, ThreadWakeup())
         return session.exchange(step)
 
     async def work_soon(self, step: Any) -> Any:
         session = self._opened()
         if isinstance(step, Watching):
-            return session.watch(step.path, LoopBell())
+            return session.watch(step.path, LoopWakeup())
         return await session.exchange_soon(step)
 
     def open_in_loop(self) -> LoopEnd:

@@ -32,8 +32,8 @@ from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
     Failed,
-    Granted,
     NodeSet,
+    Proof,
     QueuePosition,
     abandon,
     can_vote,
@@ -55,7 +55,7 @@ from fencelock.authority.redlock.protocol.messages import (
     Sleep,
 )
 from fencelock.authority.redlock.protocol.queue import WaitQueue
-from fencelock.authority.redlock.protocol.refusals import raise_no_quorum, raise_timeout, raise_ttl_too_long
+from fencelock.authority.redlock.protocol.refusals import raise_timeout, raise_ttl_too_long
 from fencelock.errors import FencelockError
 from fencelock.lease import validity
 from fencelock.tokens import compose
@@ -66,71 +66,19 @@ _LOOK = 0.15
 _LEAST_FOR_LINKS = 0.5
 
 
-class Waiter:
-    """The waiting of one acquisition: whether it stands in line, and where.
+class Acquisition:
+    """Makes one attempt after the other, each with a new nonce, until a quorum grants.
 
     The first attempt stands in no line if the client's last acquisition did not wait. Then the lock is mostly
     free, and nodes have less to do.
-
-    Args:
-        queue: hears the nodes' calls.
-        clock: returns a steady time in seconds.
-        wall: returns Unix time, which is about the same for all clients.
-        fair: whether it leaves a free lock to those that have waited longer.
-        patient: whether it is going to wait at all.
-
-    Attributes:
-        place: the place by which it is called; empty for none.
-    """
-
-    def __init__(
-        self,
-        queue: WaitQueue,
-        clock: Callable[[], float],
-        wall: Callable[[], float],
-        *,
-        fair: bool,
-        patient: bool,
-    ) -> None:
-        self._queue = queue
-        self._clock = clock
-        self._fair = fair
-        self._patient = patient
-        self._began = clock()
-        self._since = wall()
-        self._attempts = 0
-        self.place: str = ""
-
-    def position(self) -> QueuePosition | None:
-        """Return the queue position of the next attempt; calls for it count from now on."""
-        self._attempts += 1
-        if self._patient and (self._attempts > 1 or self._queue.waits) and self._queue.hears:
-            self.place = self._queue.expect(self.place)
-            return QueuePosition(self.place, self._clock() - self._began, self._since, self._fair)
-        if self.place:  # otherwise an earlier call would end every sleep at once
-            self._leave_line()
-        return QueuePosition(fair=True) if self._fair else None
-
-    def leave(self) -> None:
-        """Forget the place: the acquisition is over."""
-        self._queue.waits = self._attempts > 1
-        if self.place:
-            self._leave_line()
-
-    def _leave_line(self) -> None:
-        self._queue.leave(self.place)
-        self.place = ""
-
-
-class Acquisition:
-    """Makes one attempt after the other, each with a new nonce, until a quorum grants.
 
     Args:
         resources: their names, in the order of the caller.
         ttl: seconds.
         new_nonce: makes a nonce when it is needed. If two processes that were restored from one snapshot
             shared a prepared nonce, a node would take the attempt of one for that of the other, sent again.
-        waiter: knows its place in line; None without waiting.
+        queue: hears the nodes' calls; None if it stands in no line.
+        fair: whether it leaves a free lock to those that have waited longer.
         at_least: for how many seconds the holder may keep the lease at its end.
         instead_of: the grant whose locks the attempts take over.
     """
@@ -140,17 +88,19 @@ class Acquisition:
         resources: tuple[str, ...],
         ttl: float,
         new_nonce: Callable[[], str],
-        waiter: Waiter | None = None,
-        instead_of: Granted | None = None,
+        queue: WaitQueue | None = None,
         *,
+        fair: bool = False,
         at_least: float = 0.0,
+        instead_of: Proof | None = None,
     ) -> None:
         self._resources = resources
         self._longest = max(ttl, at_least)
         self._canonical = resources if len(resources) == 1 else tuple(sorted(resources))
         self._ttl = ttl
         self._new_nonce = new_nonce
-        self._waiter = waiter
+        self._queue = queue
+        self._fair = fair
         #: More fields of each attempt, if it takes over a grant.
         self._special: dict[str, Any] = {}
         if instead_of is not None:
@@ -161,15 +111,20 @@ class Acquisition:
                 "instead_of": instead_of.attempt.nonce,
             }
         self._latest: tuple[NodeSet, Attempt] | None = None
-        #: How many attempts have failed, and whether the next one asks the first node alone.
-        self._tries = 0
+        self._attempts = 0
+        #: Whether the next attempt asks the first node alone.
         self._is_alone = False
+        self._waits = True
+        #: The place by which the nodes call it; empty for none.
+        self._place = ""
+        self._began = self._since = self._now = 0.0
 
     def acquire(
         self,
         current: Callable[[], NodeSet],
         *,
         began: float,
+        since: float,
         timeout: float | None,
         grace: float,
         outage: float,
@@ -181,6 +136,7 @@ class Acquisition:
         Args:
             current: returns the nodes as they are known at the moment.
             began: when the caller began, on the driver's clock.
+            since: the same in Unix time, which is about the same for all clients.
             timeout: seconds to wait for another holder; None for ever, 0 one try.
             grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
             outage: seconds without a quorum in which connections are worth waiting for.
@@ -194,6 +150,7 @@ class Acquisition:
             MembershipError: too many nodes belong to another list.
             ValueError: the ttl is longer than these nodes allow.
         """
+        self._began, self._since, self._now, self._waits = began, since, began, timeout != 0
         self._ends = math.inf if timeout is None else began + timeout
         self._links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
         self._last_quorum, self._grace, self._outage = began, grace, outage
@@ -205,20 +162,20 @@ class Acquisition:
                 outcome = yield from make_attempt(
                     node_set, attempt, alone=self._is_alone, links_until=links_until
                 )
-                if isinstance(outcome, Granted):
-                    if self._waiter is not None:
-                        self._waiter.leave()
-                    return self.grant_of(outcome)
+                if isinstance(outcome, Grant):
+                    self.leave_queue()
+                    return self.in_order(outcome)
+                self._now = outcome.ended
                 yield from self._undo(node_set, outcome, links_until)
                 if current() == node_set:  # else nodes answered for the first time, or have another list
                     yield from self._sleep(node_set, outcome, jitter)
                     go_on()
         except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
-            self._leave_queue()
+            self.leave_queue()
             raise
         except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
             yield from self.abandon_latest()
-            self._leave_queue()
+            self.leave_queue()
             raise
 
     def _undo(
@@ -227,7 +184,6 @@ class Acquisition:
         """Release the locks that an attempt has left, and learn of another list."""
         if nodes := [node for node, answer in outcome.answers.items() if answer.kind is not ReplyKind.HELD]:
             yield from abandon(node_set, outcome.attempt, nodes, stay=True)
-        self._tries += 1
         self._is_alone = outcome.split and not self._is_alone
         yield from _learn(node_set, outcome, links_until)
 
@@ -237,18 +193,16 @@ class Acquisition:
         """Wait until the next attempt; raise the reason if the time is over."""
         attempt = outcome.attempt
         if outcome.contended:
-            self._last_quorum = outcome.ended
-        elif (
-            not _may_recover(node_set, outcome.answers, self._grace)
-            or outcome.ended - self._last_quorum >= self._grace
-        ):
-            yield from _leave(node_set, attempt)
-            raise_no_quorum(node_set, outcome.answers)
-        if outcome.ended >= self._ends:
-            yield from _leave(node_set, attempt)
+            self._last_quorum, is_hopeless = outcome.ended, False
+        else:
+            is_over = outcome.ended - self._last_quorum >= self._grace
+            is_hopeless = is_over or not _may_recover(node_set, outcome.answers, self._grace)
+        if is_hopeless or outcome.ended >= self._ends:
+            if attempt.place:
+                yield from abandon(node_set, attempt)
             raise_timeout(node_set, outcome)
-        pause = min(self._ends - outcome.ended, next_pause(outcome, self._tries, jitter()))
-        yield Sleep(pause, attempt.resources, attempt.place)
+        pause = min(self._ends - outcome.ended, next_pause(outcome, self._attempts, jitter()))
+        self._now = yield Sleep(pause, attempt.resources, attempt.place)
 
     def next_attempt(self, node_set: NodeSet) -> Attempt:
         """Return a new attempt, with a nonce of its own.
@@ -259,25 +213,42 @@ class Acquisition:
         if self._longest > node_set.max_ttl:
             raise_ttl_too_long(self._longest, node_set)
         nonce = self._new_nonce()
-        position = self._waiter.position() if self._waiter is not None else None
-        attempt = Attempt.of(node_set, self._canonical, nonce, self._ttl, position)
+        self._attempts += 1
+        attempt = Attempt.of(node_set, self._canonical, nonce, self._ttl, self._position())
         if self._special:
             attempt = replace(attempt, **self._special)
         self._latest = node_set, attempt
         return attempt
 
+    def _position(self) -> QueuePosition | None:
+        """Return the queue position of the next attempt; calls for it count from now on."""
+        queue = self._queue
+        if queue is not None and self._waits and (self._attempts > 1 or queue.waits) and queue.hears:
+            self._place = queue.expect(self._place)
+            return QueuePosition(self._place, self._now - self._began, self._since, self._fair)
+        if queue is not None and self._place:  # otherwise an earlier call would end every sleep at once
+            queue.leave(self._place)
+            self._place = ""
+        return QueuePosition(fair=True) if self._fair else None
+
     def abandon_latest(self) -> Generator[Broadcast, Replies, None]:
         if self._latest is not None:
             yield from abandon(*self._latest)
 
-    def grant_of(self, granted: Granted) -> Grant:
-        counters = dict(zip(self._canonical, granted.counters, strict=True))
-        tokens = tuple([compose(granted.epoch, counters[resource]) for resource in self._resources])
-        return Grant(self._resources, tokens, granted.expires_at, granted)
+    def in_order(self, grant: Grant) -> Grant:
+        """Return a grant in the caller's order of the resources."""
+        if grant.resources == self._resources:
+            return grant
+        by_name = dict(zip(grant.resources, grant.tokens, strict=True))
+        tokens = tuple([by_name[resource] for resource in self._resources])
+        return replace(grant, resources=self._resources, tokens=tokens)
 
-    def _leave_queue(self) -> None:
-        if self._waiter is not None:
-            self._waiter.leave()
+    def leave_queue(self) -> None:
+        """Forget the place: the acquisition is over."""
+        if self._queue is not None:
+            self._queue.waits = self._attempts > 1
+            if self._place:
+                self._queue.leave(self._place)
 
 
 def make_attempt(
@@ -286,7 +257,7 @@ def make_attempt(
     *,
     alone: bool = False,
     links_until: float = math.inf,
-) -> Generator[Broadcast, Replies, Granted | Failed]:
+) -> Generator[Broadcast, Replies, Grant | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM where the counters disagree.
 
     With `alone`, the first node of the fixed order that answers is asked before all the others. Otherwise two
@@ -322,7 +293,8 @@ def make_attempt(
         return Failed(attempt, answers, began, ended, contended=can_vote(node_set, answers))
     if expires_at <= ended:
         return Failed(attempt, answers, began, ended, contended=True, late=True)
-    return Granted(attempt, epoch, counters, expires_at)
+    tokens = tuple([compose(epoch, counter) for counter in counters])
+    return Grant(attempt.resources, tokens, expires_at, Proof(attempt, epoch, counters))
 
 
 def _decide(  # noqa: PLR0917 - what the attempt has come to so far
@@ -378,11 +350,6 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
             # A node had granted more: decide again with that, and ask all nodes again.
             value = larger
             acknowledged.clear()
-
-
-def _leave(node_set: NodeSet, attempt: Attempt) -> Generator[Broadcast, Replies, None]:
-    if attempt.place:
-        yield from abandon(node_set, attempt)
 
 
 def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[Broadcast, Replies, None]:

@@ -178,20 +178,18 @@ class Attempt:
 
 
 @dataclass(slots=True, unsafe_hash=True)
-class Granted:
-    """An attempt that a quorum granted, and its result. Never changed.
+class Proof:
+    """The facts by which the nodes recognise a `Grant`. Never changed.
 
     Attributes:
         attempt: what was asked for.
         epoch: the epoch of the decision.
-        counters: the decided counter of each resource; with the epoch it makes the token.
-        expires_at: end of the validity on the driver's clock.
+        counters: the decided counter of each resource of the attempt; with the epoch it makes the token.
     """
 
     attempt: Attempt
     epoch: int
     counters: tuple[int, ...]
-    expires_at: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +266,7 @@ def release_command(
     return Command("release", attempt.nonce, attempt.keys, arguments)
 
 
-def release(current: Callable[[], NodeSet], granted: Granted) -> Generator[Broadcast, Replies, bool | None]:
+def release(current: Callable[[], NodeSet], proof: Proof) -> Generator[Broadcast, Replies, bool | None]:
     """Release the lock, and let nodes that lag catch up with the token.
 
     Returns True if a majority still held it for us, False if none can any more, None if too few nodes
@@ -276,7 +274,7 @@ def release(current: Callable[[], NodeSet], granted: Granted) -> Generator[Broad
     """
     node_set = current()
     try:
-        command = release_command(node_set, granted.attempt, granted.epoch, granted.counters)
+        command = release_command(node_set, proof.attempt, proof.epoch, proof.counters)
         done = yield Broadcast(command, node_set.all_nodes, enough_released(node_set), node_set.patience)
         if sum(answer.kind is ReplyKind.RELEASED for answer in done.answers.values()) >= node_set.quorum:
             return True
@@ -287,5 +285,5 @@ def release(current: Callable[[], NodeSet], granted: Granted) -> Generator[Broad
     except (FencelockError, GeneratorExit):
         raise
     except BaseException:  # of a signal handler, or a cancellation: it is sent once more
-        yield from abandon(current(), granted.attempt)
+        yield from abandon(current(), proof.attempt)
         raise

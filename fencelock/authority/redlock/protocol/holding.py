@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import replace
-from typing import Any, Final, NoReturn
+from typing import Any, Final
 
 from fencelock._checks import MIN_TTL
-from fencelock.authority.base import Grant, Wish
+from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.redlock.protocol.acquire import Acquisition, make_attempt, next_pause
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
-    Failed,
-    Granted,
     NodeSet,
+    Proof,
     abandon,
 )
 from fencelock.authority.redlock.protocol.messages import (
@@ -49,53 +48,46 @@ def extend_many(
                 node_set = current()
                 if (longest := max(ttl for _, ttl in batch)) > node_set.max_ttl:
                     raise_ttl_too_long(longest, node_set)
-                ends = yield from extend(node_set, [(grant.proof, ttl) for grant, ttl in batch])
-                if (
-                    current() == node_set
-                ):  # else nodes were heard for the first time, or have got another list
+                extended = yield from extend(node_set, batch)
+                if current() == node_set:  # else nodes answered for the first time, or have another list
                     break
         except AuthorityError as error:
             outcomes += [error] * len(batch)
         else:
-            outcomes += [_moved(grant, end) for (grant, _), end in zip(batch, ends, strict=True)]
+            outcomes += extended
     return outcomes
 
 
-def _moved(grant: Grant, end: float | FencelockError) -> Grant | FencelockError:
-    if isinstance(end, FencelockError):
-        return end
-    return replace(grant, expires_at=end, proof=replace(grant.proof, expires_at=end))
-
-
 def extend(
-    node_set: NodeSet, wishes: Sequence[tuple[Granted, float]]
-) -> Generator[Broadcast, Replies, list[float | FencelockError]]:
+    node_set: NodeSet, wishes: Sequence[Wish]
+) -> Generator[Broadcast, Replies, list[Grant | FencelockError]]:
     """Extend grants, each to its seconds from now; the tokens stay.
 
-    Returns an outcome for each: its end on the driver's clock, never earlier than before; a LockLostError if
-    a majority can no longer hold it for us; a QuorumError if too few nodes answered, and it ends as before.
+    Returns an outcome for each: the grant, which ends no earlier than before; a LockLostError if a majority
+    can no longer hold it for us; a QuorumError if too few nodes answered, and it ends as before.
 
     A node that has made the lock again does not count in this round. If it may be the last one that is
     needed, because it was admitted a moment ago and the next is blank, there is a second round.
     """
-    attempts = [replace(granted.attempt, ttl=ttl) for granted, ttl in wishes]
-    command = _extend_command(node_set, attempts, [granted.epoch for granted, _ in wishes])
+    attempts = [replace(grant.proof.attempt, ttl=ttl) for grant, ttl in wishes]
+    command = _extend_command(node_set, attempts, [grant.proof.epoch for grant, _ in wishes])
     patience = min(node_set.patience, *(attempt.ttl for attempt in attempts))
     request = Broadcast(command, node_set.all_nodes, _are_clear(node_set, len(attempts)), patience)
     done = yield request
     again: Replies | None = None
-    ends: list[float | FencelockError] = []
-    for index, ((granted, _), attempt) in enumerate(zip(wishes, attempts, strict=True)):
-        end = _extended(node_set, attempt, granted, done, index)
-        if isinstance(end, QuorumError) and done.ended < granted.expires_at and _is_made_again(done, index):
+    outcomes: list[Grant | FencelockError] = []
+    for index, wish in enumerate(wishes):
+        outcome = _extended(node_set, wish, done, index)
+        is_open = isinstance(outcome, QuorumError) and done.ended < wish[0].expires_at
+        if is_open and _is_made_again(done, index):
             again = again or (yield request)
-            end = _extended(node_set, attempt, granted, again, index)
-        ends.append(end)
-    return ends
+            outcome = _extended(node_set, wish, again, index)
+        outcomes.append(outcome)
+    return outcomes
 
 
 def remint(
-    current: Callable[[], NodeSet], acquisition: Acquisition, granted: Granted, *, jitter: Callable[[], float]
+    current: Callable[[], NodeSet], acquisition: Acquisition, old: Grant, *, jitter: Callable[[], float]
 ) -> Generator[Request, Any, Grant]:
     """Exchange a grant for one with larger tokens, without another grant in between.
 
@@ -111,59 +103,55 @@ def remint(
             node_set = current()
             attempt = acquisition.next_attempt(node_set)
             outcome = yield from make_attempt(node_set, attempt)
-            if isinstance(outcome, Granted):
+            if isinstance(outcome, Grant):
                 # On nodes where the new nonce has not arrived, the old lock would live on.
-                yield from abandon(node_set, granted.attempt)
-                return acquisition.grant_of(outcome)
+                yield from abandon(node_set, old.proof.attempt)
+                return acquisition.in_order(outcome)
             yield from abandon(node_set, attempt)
             pause = next_pause(outcome, 0, jitter())
             others = sum(answer.kind is ReplyKind.HELD for answer in outcome.answers.values())
-            if len(node_set.names) - others < node_set.quorum or outcome.ended + pause >= granted.expires_at:
-                yield from abandon(node_set, granted.attempt)
-                _raise_no_new_token(node_set, outcome)
+            if len(node_set.names) - others < node_set.quorum or outcome.ended + pause >= old.expires_at:
+                yield from abandon(node_set, old.proof.attempt)
+                break
             yield Sleep(pause)
     except (FencelockError, GeneratorExit):
         raise
     except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
         yield from acquisition.abandon_latest()
         raise
-
-
-def _raise_no_new_token(node_set: NodeSet, outcome: Failed) -> NoReturn:
     raise LockLostError(
-        f"{outcome.attempt.name} got no new token: the lease has ended; acquire the lock again "
+        f"{attempt.name} got no new token: the lease has ended; acquire the lock again "
         f"({report_of(node_set, outcome.answers)})"
     )
 
 
-def _extended(
-    node_set: NodeSet, attempt: Attempt, granted: Granted, done: Replies, index: int
-) -> float | FencelockError:
-    """Return the outcome of one grant's extension."""
+def _extended(node_set: NodeSet, wish: Wish, done: Replies, index: int) -> Grant | FencelockError:
+    grant, ttl = wish
+    name = named(grant.resources)
     ours = _still_extended(node_set, done.answers, index)
     if ours is False:
         return LockLostError(
-            f"{attempt.name} was not extended: the lease has ended; acquire the lock again "
+            f"{name} was not extended: the lease has ended; acquire the lock again "
             f"({report_of(node_set, _of_one(done.answers, index))})"
         )
-    expires_at = validity(done.began, attempt.ttl)
+    expires_at = validity(done.began, ttl)
     if ours is None or expires_at <= done.ended:
         answers = _of_one(done.answers, index)
         report = report_of(node_set, answers)
         return QuorumError(
-            f"{attempt.name} was not extended: too few nodes answered in time: {report}",
+            f"{name} was not extended: too few nodes answered in time: {report}",
             nodes=by_name(node_set.names, answers),
         )
-    return max(expires_at, granted.expires_at)
+    return replace(grant, expires_at=max(expires_at, grant.expires_at))
 
 
-def keep(node_set: NodeSet, granted: Granted, seconds: float) -> Generator[Broadcast, Replies, bool | None]:
+def keep(node_set: NodeSet, proof: Proof, seconds: float) -> Generator[Broadcast, Replies, bool | None]:
     """Move the end of a grant to so many seconds from now, sooner or later; the tokens stay.
 
     Returns True if a majority has it until then, False if none can any more, None if too few answered.
     """
-    attempt = replace(granted.attempt, ttl=-max(seconds, MIN_TTL))
-    command = _extend_command(node_set, [attempt], [granted.epoch])
+    attempt = replace(proof.attempt, ttl=-max(seconds, MIN_TTL))
+    command = _extend_command(node_set, [attempt], [proof.epoch])
     request = Broadcast(command, node_set.all_nodes, _are_clear(node_set, 1), node_set.patience)
     try:
         done = yield request

@@ -24,7 +24,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fencelock._owners import current_stack
-from fencelock._threads import Bells, sleep_until_rung
+from fencelock._threads import Sleepers, sleep_until_woken
 from fencelock.authority.base import named, warn_of_blocked_loop
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.protocol.queue import WaitQueue
@@ -80,14 +80,14 @@ def write_to(sock: socket.socket, connection: Connection) -> bool:
 
 
 class _Sleeper:
-    """A thread that sleeps on its bell while another one reads for it."""
+    """A thread that sleeps on its wakeup while another one reads for it."""
 
-    bell: threading.Lock | None = None
+    wakeup: threading.Lock | None = None
 
     def wake(self) -> None:
-        if self.bell is not None:
+        if self.wakeup is not None:
             with suppress(RuntimeError):  # it is awake
-                self.bell.release()
+                self.wakeup.release()
 
 
 class WaitForAnswers(_Sleeper, PendingBroadcast):
@@ -126,7 +126,7 @@ class SharedConnections(Connections):
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         super().__init__(nodes, node_key, **options)
         self._mutex = threading.Lock()
-        self._changed = Bells()
+        self._changed = Sleepers()
         #: Open connections by descriptor.
         self._links: dict[int, _Socket] = {}
         self._poll = new_poll()
@@ -211,7 +211,7 @@ class SharedConnections(Connections):
         with self._mutex:
             self._connecting.clear()  # so a connection that is being opened is closed
             self._nodes.close()
-            self._changed.ring()
+            self._changed.wake_all()
 
     def leave_to_parent(self) -> None:
         """In a forked child, close its copies of the sockets, without a lock that a thread may have held."""
@@ -231,29 +231,29 @@ class SharedConnections(Connections):
                 if (due := waiting.deadline) <= now:
                     self._end(waiting)
                     return now
-                bell = self._bell_to_sleep_on(waiting)
+                wakeup = self._wakeup_of(waiting)
                 if self._nodes.absent:  # absent nodes should answer and call, too
                     due = min(due, self._nodes.open_absent(now))
                 glance = _GLANCE if self._nodes.absent else math.inf
                 poll = self._poll
-                if bell is not None and self._congested:  # the reading thread may not know of it
+                if wakeup is not None and self._congested:  # the reading thread may not know of it
                     poll = self._new_poll(self._links)
-            if bell is None or poll is not self._poll:
+            if wakeup is None or poll is not self._poll:
                 ready = poll.poll(min(max(0.0, due - now), glance) * 1000)
             else:
                 ready = ()
-                sleep_until_rung(bell, min(due - now, threading.TIMEOUT_MAX))
+                sleep_until_woken(wakeup, min(due - now, threading.TIMEOUT_MAX))
 
-    def _bell_to_sleep_on(self, waiting: Wait) -> threading.Lock | None:
-        """Return the bell that wakes a waiting thread; None if the thread is the one that reads for all."""
+    def _wakeup_of(self, waiting: Wait) -> threading.Lock | None:
+        """Return the wakeup that wakes a waiting thread; None if the thread is the one that reads for all."""
         if self._reader is None or self._reader.over:
             self._reader = waiting
             self._sleeping.pop(waiting, None)
-        elif self._reader is not waiting and waiting.bell is None:
-            waiting.bell = threading.Lock()
-            waiting.bell.acquire()
+        elif self._reader is not waiting and waiting.wakeup is None:
+            waiting.wakeup = threading.Lock()
+            waiting.wakeup.acquire()
             self._sleeping[waiting] = None
-        return None if self._reader is waiting else waiting.bell
+        return None if self._reader is waiting else waiting.wakeup
 
     def _end(self, waiting: Wait) -> None:
         """Note that a wait is over, and make another thread read if none does."""
@@ -274,11 +274,11 @@ class SharedConnections(Connections):
     def _ask(self, waiting: WaitForAnswers, request: Broadcast) -> float:
         """Put a command and return the time; wait only while less than a majority can be asked."""
         began = now = time.monotonic()
-        bell: threading.Lock | None = None
+        wakeup: threading.Lock | None = None
         while True:
             with self._mutex:
-                if bell is not None:
-                    self._changed.take_down(bell)
+                if wakeup is not None:
+                    self._changed.remove(wakeup)
                     now = time.monotonic()
                 if now - self._last_read > FRESH and (self._reader is None or self._reader.over):
                     # Data that arrived while no thread read: old answers, and the end of a connection.
@@ -295,8 +295,8 @@ class SharedConnections(Connections):
                     self._nodes.ask(waiting, request, now)
                     self._write_all()
                     return now
-                bell = self._changed.hang()
-            sleep_until_rung(bell, left)
+                wakeup = self._changed.add()
+            sleep_until_woken(wakeup, left)
 
     def _drain(self) -> None:
         """Write the rest of commands that were too large, as long as the nodes take it."""
@@ -374,5 +374,5 @@ class SharedConnections(Connections):
                     self._write(link)
             elif isinstance(opened, Opened):  # the connections were closed in between
                 opened.sock.close()
-            self._changed.ring()
+            self._changed.wake_all()
         self._inside.pop(stack, None)

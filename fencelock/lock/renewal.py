@@ -1,0 +1,386 @@
+"""Extends held leases in the background: in batches, in time, and not for ever.
+
+A lease is looked at after a third of its ttl. If the authority cannot be reached, the renewer tries again and
+again until the validity of the lease is over. Then the lease is *lost*. It is also lost at the end of
+`max_hold`, because a worker that hangs beside a healthy renewer must not hold for ever. Work under a lost
+lease is not interrupted. It hears of the loss from its next use of the lease, from `on_lost`, and on leaving
+the block; the storage has the last word.
+
+A release first cancels the renewal, and waits for an extension that is under way: nothing is extended after
+its release. In another thread than the loop's, a release cannot wait. Then an extension may make locks again
+after the release, so the one of the two that ends last releases once more.
+
+`BatchRenewer` plans the looks, and handles their outcomes. `ThreadRenewer` takes them in a thread for each
+authority, which ends when nothing is held; `LoopRenewer` by timers and short tasks of the event loop itself.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import logging
+import math
+import random
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Literal
+from weakref import WeakKeyDictionary, ref
+
+from fencelock import _events, _threads
+from fencelock._events import LeaseExtended
+from fencelock._generators import Steps
+from fencelock._owners import running_loop
+from fencelock._platform import in_forked_child
+from fencelock._threads import sleep_until_woken
+from fencelock.authority.base import Authority, Grant, Wish
+from fencelock.errors import AuthorityError, FencelockError, LockLostError
+from fencelock.lock.hold import Hold, Renewer
+
+logger: logging.Logger = logging.getLogger("fencelock.renewal")
+
+_PARTS = 16
+_SHORTEST_PAUSE = 0.01
+
+#: Functions to call for leases that were lost.
+Calls = list[Callable[[], object]]
+
+
+class BatchRenewer(Renewer):
+    """Extends holds, many together, because the times of looks are rounded up to common moments.
+
+    Two threads at once may call only `cancel` and `reschedule`. A signal handler may interrupt any method.
+    """
+
+    def __init__(self) -> None:
+        self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
+        self._due: dict[float, set[Callable[[], Hold | None]]] = {}  # weak references
+        self._in_flight: frozenset[Hold] = frozenset()
+        # Random, because all processes would otherwise ask the nodes at the same moments.
+        self._phase = random.uniform(0.0, 1024.0)  # noqa: S311 - no secret
+
+    def cancel(self, hold: Hold) -> bool:
+        with self._mutex:
+            if hold in self._in_flight:
+                return False
+            self._unplan(hold)
+            return True
+
+    def _unplan(self, hold: Hold) -> None:
+        if (holds := self._due.get(hold.renew_at)) is not None:
+            holds.discard(hold.itself)
+
+    @property
+    def next_at(self) -> float:
+        return min(self._due, default=math.inf)
+
+    def reschedule(self, hold: Hold, now: float) -> None:
+        """Plan the next look at a hold: at its next extension or its end, or up to a sixteenth later."""
+        left = hold.grant.expires_at - now
+        interval = max(hold.ttl / 20, _SHORTEST_PAUSE) if hold.last_error else hold.ttl / 3
+        if not _is_final(hold):  # a final hold can gain nothing before its end
+            # A slow acquisition has left less than its ttl.
+            left = min(interval, left if hold.last_error else left / 2)
+        # A power of two, so that leases of different ttls are looked at together.
+        width = 2.0 ** math.floor(math.log2(interval / _PARTS))
+        with self._mutex:
+            self._unplan(hold)
+            hold.renew_at = math.ceil((now + left - self._phase) / width) * width + self._phase
+            self._due.setdefault(hold.renew_at, set()).add(hold.itself)
+
+    def pop_due(self, now: float) -> list[Hold]:
+        due: list[Hold] = []
+        while (look := self.next_at) <= now:
+            # Copied in one step of Python, because another thread may strike a hold off.
+            references = tuple(self._due.pop(look, ()))
+            due += [hold for reference in references if (hold := reference()) is not None]
+        self._in_flight = frozenset(due)
+        return due
+
+    def renew_due(
+        self, due: Sequence[Hold], now: Callable[[], float], tell: Callable[[Calls], None]
+    ) -> Steps[None]:
+        """Extend the holds that are due, give up those that have ended, and plan the rest."""
+        authority = due[0].authority
+        calls: Calls = []
+        ended: list[Steps[Any]] = []
+        wanted = list(self._look(due, now, calls, ended))
+        wishes = [wish for _, wish, _ in wanted]
+        outcomes = (yield from _tried(authority.extend_gen(wishes), len(wanted))) if wanted else ()
+        for (hold, (grant, _), late), outcome in zip(wanted, outcomes, strict=True):
+            # A holder in another thread or loop, or one that was interrupted, did not wait for this.
+            if hold.released:
+                ended += release_again(hold)
+            elif hold.grant is grant:  # else its holder has extended or reminted it, and plans it again
+                calls += self._note(hold, outcome, late, now())
+                if hold.over:
+                    ended.append(authority.release_gen(hold.grant))
+        if calls:
+            tell(calls)
+        for each in ended:
+            yield from _tried(each)
+
+    def _look(
+        self, due: Iterable[Hold], now: Callable[[], float], calls: Calls, ended: list[Steps[Any]]
+    ) -> Iterator[tuple[Hold, Wish, float]]:
+        """Yield each hold to extend, its wish, and the seconds that it is late; give up ended holds."""
+        for hold in due:
+            moment = now()
+            if hold.over:
+                continue
+            if moment >= hold.grant.expires_at:
+                calls += _give_up(hold, moment)
+                ended.append(hold.authority.release_gen(hold.grant))
+            elif _is_final(hold):
+                self.reschedule(hold, moment)
+            else:
+                late = max(0.0, moment - hold.renew_at)
+                yield hold, (hold.grant, hold.ttl_left(moment)), late
+
+    def _note(
+        self, hold: Hold, outcome: Grant | FencelockError, late: float, now: float
+    ) -> Iterable[Callable[[], object]]:
+        """Note the outcome of an extension; return the callbacks to call if it is a loss."""
+        _tell(hold, outcome, late)
+        if hold.over or isinstance(outcome, LockLostError):
+            return hold.mark_lost(str(outcome))
+        if isinstance(outcome, Grant):
+            hold.note_extension(outcome)
+        else:
+            hold.last_error = str(outcome)
+        self.reschedule(hold, now)
+        return ()
+
+
+def _tried(steps: Steps[Any], outcomes: int = 0) -> Steps[Any]:
+    """Return the result of a generator, or its error as each outcome, because renewal must go on."""
+    try:
+        return (yield from steps)
+    except AuthorityError as error:
+        return [error] * outcomes
+    except Exception as error:
+        logger.exception("leases could not be extended or released")
+        return [error if isinstance(error, FencelockError) else AuthorityError(repr(error))] * outcomes
+
+
+def _is_final(hold: Hold) -> bool:
+    return hold.deadline - hold.grant.expires_at < hold.ttl / 20
+
+
+def _give_up(hold: Hold, now: float) -> tuple[Callable[[], object], ...]:
+    """Note that a hold's time has run out; return the callbacks to call."""
+    if _is_final(hold):
+        return hold.mark_lost("it was held for as long as max_hold allows", "max_hold")
+    detail = f"it could not be extended in time: {hold.last_error or 'this process was held up'}"
+    _tell(hold, LockLostError(detail), max(0.0, now - hold.renew_at))
+    return hold.mark_lost(detail, "expired")
+
+
+def _tell(hold: Hold, outcome: Grant | FencelockError, late: float) -> None:
+    if _events.listeners:
+        names = hold.authority, hold.grant.resources, hold.template
+        if isinstance(outcome, Grant):
+            _events.tell(LeaseExtended(*names, "extended", late, hold.ttl, None))
+        else:
+            word: Literal["lost", "error"] = "lost" if isinstance(outcome, LockLostError) else "error"
+            _events.tell(LeaseExtended(*names, word, late, hold.ttl, outcome))
+
+
+def release_again(hold: Hold) -> Iterator[Steps[Any]]:
+    """Yield the steps that give a hold back once more, because an extension may have made its locks again."""
+    hold.extended_after_release = True  # if the release is still under way, it releases once more itself
+    if hold.release_finished:
+        yield hold.give_back(hold.grant)
+
+
+def tell(calls: Iterable[Callable[[], object]]) -> None:
+    """Call the callbacks of lost leases; log those that fail."""
+    for call in calls:
+        try:
+            call()
+        except Exception:
+            logger.exception("an on_lost callback failed")
+
+
+#: Seconds after which a thread ends if it has nothing to extend.
+_IDLE = 30.0
+#: Seconds between two looks of a task that waits for the end of an extension.
+_LOOK = 0.005
+
+
+def _tell_apart(calls: Calls) -> None:
+    """Call `tell` in a new thread, because leases must not be lost while a callback takes its time."""
+    target = contextvars.Context().run
+    thread = threading.Thread(target=target, args=(tell, calls), name="fencelock-lost", daemon=True)
+    try:
+        _threads.start(thread)
+    except RuntimeError:  # too many threads, or the interpreter is on its way out
+        tell(calls)
+
+
+class ThreadRenewer(BatchRenewer):
+    """Extends the holds of blocking code, from a thread that is started when it is first needed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._changed = _threads.Sleepers()
+        self._wakes_at = -math.inf
+        self._thread: threading.Thread | None = None
+
+    def add(self, hold: Hold) -> None:
+        with self._mutex:
+            self.reschedule(hold, time.monotonic())
+            if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
+                self._start()
+            elif hold.renew_at < self._wakes_at:
+                self._wakes_at = hold.renew_at
+                self._changed.wake_all()
+
+    def stop(self, hold: Hold) -> None:
+        while True:
+            with self._mutex:
+                if self.cancel(hold):
+                    return
+                wakeup = self._changed.add()
+            sleep_until_woken(wakeup, threading.TIMEOUT_MAX)
+
+    async def stop_soon(self, hold: Hold) -> None:
+        """Stop extending a hold of blocking code, for a task that ends it; other tasks run meanwhile."""
+        while not self.cancel(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
+            await asyncio.sleep(_LOOK)
+
+    def _start(self) -> None:
+        # An empty context: the thread must not keep the leases that its starter happens to hold.
+        target = contextvars.Context().run
+        thread = threading.Thread(target=target, args=(self._work,), name="fencelock-renewal", daemon=True)
+        self._thread = thread
+        self._changed.wake_all()  # if an older thread still runs, it ends
+        try:
+            _threads.start(thread)
+        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
+            self._thread = None
+            logger.warning("leases are not extended, for no thread can be started: %s", error)
+
+    def _work(self) -> None:
+        while due := self._await_due():
+            self._extend(due)
+            del due  # the thread must not keep these holds alive while it waits
+
+    def _extend(self, due: list[Hold]) -> None:
+        due[0].authority.run(self.renew_due(due, time.monotonic, _tell_apart))
+        with self._mutex:
+            self._in_flight = frozenset()
+            self._changed.wake_all()
+
+    def _await_due(self) -> list[Hold]:
+        """Return the holds to look at; none if this thread is to end, because it was idle or is replaced.
+
+        It is replaced if a signal handler raised inside `Thread.start`, because it seems dead then.
+        """
+        idle_since = time.monotonic()
+        while True:
+            with self._mutex:
+                if self._thread is not threading.current_thread():
+                    return []
+                left = threading.TIMEOUT_MAX
+                if not self._in_flight:  # else a replaced thread extends them, and ends after that
+                    now = time.monotonic()
+                    if due := self.pop_due(now):
+                        self._wakes_at = -math.inf
+                        return due
+                    self._wakes_at = min(self.next_at, idle_since + _IDLE)
+                    left = self._wakes_at - now
+                    if left <= 0:
+                        self._thread = None
+                        return []
+                wakeup = self._changed.add()
+            sleep_until_woken(wakeup, left)
+            with self._mutex:
+                self._changed.remove(wakeup)
+
+
+_of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()
+
+
+def for_thread(authority: Authority) -> ThreadRenewer:
+    return _of_threads.get(authority) or _of_threads.setdefault(authority, ThreadRenewer())
+
+
+in_forked_child(_of_threads.clear)  # the child has no such thread, and holds nothing
+
+
+class LoopRenewer(BatchRenewer):
+    """Extends the holds of one event loop's tasks, by timers of that loop."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        super().__init__()
+        self._loop = ref(loop)
+        #: Weak, because a timer refers to its loop, which must not be kept alive: see `_of_loops`.
+        self._timer: ref[asyncio.TimerHandle] | None = None
+        self._wakes_at = math.inf
+        self._round: asyncio.Task[None] | None = None
+
+    def add(self, hold: Hold) -> None:
+        """Begin to extend a hold: at once in its loop, soon if another thread calls this."""
+        loop = self._loop()
+        if running_loop() is loop:
+            self.reschedule(hold, time.monotonic())
+            if hold.renew_at < self._wakes_at:
+                self._wind_up()
+        elif loop is not None:
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and extends nothing any more
+                loop.call_soon_threadsafe(self.add, hold, context=contextvars.Context())
+
+    def stop(self, hold: Hold) -> None:
+        self._unplan(hold)
+
+    async def stop_soon(self, hold: Hold) -> None:
+        """Stop extending a hold; in its loop, wait for an extension that is under way."""
+        if self._round is not None and hold in self._in_flight and running_loop() is self._loop():
+            await asyncio.wait([self._round])
+        self._unplan(hold)
+
+    def _wind_up(self) -> None:
+        """Set the timer to the next look, unless it comes early enough."""
+        at = self.next_at
+        if self._round is not None or at >= self._wakes_at:
+            return
+        if self._timer is not None and (timer := self._timer()) is not None:
+            timer.cancel()
+        self._wakes_at = at
+        pause, loop = max(0.0, at - time.monotonic()), asyncio.get_running_loop()
+        self._timer = ref(loop.call_later(pause, self._ring, context=contextvars.Context()))
+
+    def _ring(self) -> None:
+        self._timer, self._wakes_at = None, math.inf
+        if due := self.pop_due(time.monotonic()):
+            extending = due[0].authority.aio.run(self.renew_due(due, time.monotonic, tell))
+            self._round = asyncio.get_running_loop().create_task(extending, name="fencelock-renewal")
+            self._round.add_done_callback(self._end_round)
+        else:
+            self._wind_up()
+
+    def _end_round(self, done: asyncio.Task[None]) -> None:
+        in_flight, self._round, self._in_flight = self._in_flight, None, frozenset()
+        if done.cancelled():  # with all tasks of the loop; the leases are still held
+            for hold in in_flight:
+                if not hold.over:
+                    hold.last_error = "the task that extends it was cancelled"
+                    self.reschedule(hold, time.monotonic())
+        self._wind_up()
+        if not done.cancelled():
+            done.result()
+
+
+_of_loops: WeakKeyDictionary[asyncio.AbstractEventLoop, WeakKeyDictionary[Authority, LoopRenewer]]
+_of_loops = WeakKeyDictionary()
+
+
+def for_loop(authority: Authority) -> LoopRenewer:
+    loop = asyncio.get_running_loop()
+    renewers = _of_loops.get(loop) or _of_loops.setdefault(loop, WeakKeyDictionary())
+    return renewers.get(authority) or renewers.setdefault(authority, LoopRenewer(loop))
+
+
+in_forked_child(_of_loops.clear)  # the child holds nothing

@@ -1,1 +1,0 @@
-"""Extending held leases in the background: in batches, in time, and not for ever."""
