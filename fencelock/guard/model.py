@@ -114,9 +114,8 @@ class FencedModel:
             whose equal values can be written in several ways; if the table has no `last_fencing_token`, or
             the model gives it another name; if a setting has no such value; or if another model of the table
             has another setting.
-        TypeError: beside `MappedAsDataclass`, where `FencedDataclassModel` belongs; and beside SQLModel,
-        which
-            takes the two columns as class variables: see docs/sqlmodel.md.
+        TypeError: beside `MappedAsDataclass`, where `FencedDataclassModel` belongs, or beside SQLModel, where
+            the two columns are class variables: see docs/sqlmodel.md.
     """
 
     __fence_resource__: ClassVar[str]

@@ -186,9 +186,9 @@ def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWri
         pay(1)
     ```
 
-    Args: target: an engine; or the session or connection of an outer transaction. If it is an asyncio one,
-        write
-            `async with`.
+    Args:
+        target: an engine; or the session or connection of an outer transaction. If that is an asyncio one,
+            write `async with`.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
 

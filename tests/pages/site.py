@@ -29,7 +29,7 @@ SITE: Final = ROOT / "runs" / "site"
 #: Pages outside of docs/ that the site has, too.
 OTHERS: Final = (
     *("README.md", "CHANGELOG.md", "SECURITY.md", "proof/spec/README.md"),
-    *("proof/mutation/results.md", "proof/mutation/after-the-cut.md"),
+    *(f"proof/mutation/{name}.md" for name in ("results", "after-the-cut", "second-portion")),
 )
 _RENAMED: Final = {"README.md": "index.md", "docs/README.md": "map.md"}
 _BLOCK: Final = re.compile(r"(?ms)(^ *```.*?^ *```$)")
