@@ -15,7 +15,7 @@ from sqlalchemy.exc import ArgumentError
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 
-#: With which driver a URL is for blocking code.
+#: The blocking driver of each database.
 _FOR_BLOCKING = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
 _MODULE = "sqlalchemy.ext.asyncio"
 
@@ -77,7 +77,7 @@ def for_blocking(url: URL) -> URL:
 
 
 def with_blocking_driver(url: URL) -> URL:
-    """Return the URL, with a blocking driver if it has one for coroutines."""
+    """Return the URL; if its driver is for coroutines, with a blocking driver instead."""
     return for_blocking(url) if url.get_dialect().is_async else url
 
 

@@ -16,7 +16,7 @@ _GLANCE: Final = 0.01
 def start(thread: threading.Thread) -> None:
     """Start a thread; raise RuntimeError if there are too many, or if the program ends.
 
-    The error of a signal handler that raises meanwhile comes out, which `Thread.start` may hide.
+    If a signal handler raises meanwhile, its error is raised here. `Thread.start` may hide it.
     """
     if sys.is_finalizing():  # Python 3.11 would wait for ever until the thread begins
         raise RuntimeError("the interpreter ends: no thread can be started any more")
@@ -61,7 +61,7 @@ class Sleepers:
 
 
 def sleep_until_woken(wakeup: threading.Lock, seconds: float) -> None:
-    """Return when the wakeup was released, at the latest after `seconds`."""
+    """Sleep until the wakeup is released, for at most `seconds`."""
     if blocks_greenlets(wakeup.acquire) and not blocks_greenlets(time.sleep):
         # gevent has patched `time`, but not `threading`: a wait would block the greenlet that releases it.
         deadline = time.monotonic() + seconds

@@ -52,8 +52,8 @@ OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {
 class FenceOperation(MigrateOperation):
     """One operation on a table.
 
-    A subclass names the operation and the one that reverses it. Unless it has a method of that name, the
-    operation is `op.NAME(table_name, schema=None)`, or `op.NAME(schema=None)` for one of fencelock's tables.
+    A subclass gives its name, and that of the operation that reverses it. Without a method of that name, it
+    is `op.NAME(table_name, schema=None)`, or `op.NAME(schema=None)` for one of fencelock's tables.
     """
 
     name: ClassVar[str]
@@ -120,12 +120,12 @@ class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
         Args:
             operations: given by Alembic.
             table_name: the table.
-            trigger: True to give it a trigger that refuses whatever lowers a fence. Other triggers look at
-                write ids, too: `op.create_fence_trigger`, behind `op.add_write_id`.
+            trigger: True to add a trigger that refuses whatever lowers a fence. Others need write ids:
+                call `op.add_write_id`, and then `op.create_fence_trigger`.
             schema: where the table is.
 
         Raises:
-            ValueError: for another trigger.
+            ValueError: `trigger` is neither True nor False.
         """
         if trigger not in (False, True):
             raise ValueError(
@@ -140,7 +140,7 @@ class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
 
 
 class DropFenceOp(FenceOperation, name="drop_fence", opposite="add_fence"):
-    """Take the column away, and the trigger with it. SQLite must be 3.35 or later."""
+    """Drop the column `last_fencing_token` and the table's trigger. SQLite must be 3.35 or later."""
 
 
 class AddWriteIdOp(FenceOperation, name="add_write_id", opposite="drop_write_id"):
@@ -148,11 +148,11 @@ class AddWriteIdOp(FenceOperation, name="add_write_id", opposite="drop_write_id"
 
 
 class DropWriteIdOp(FenceOperation, name="drop_write_id", opposite="add_write_id"):
-    """Take the column away. SQLite must be 3.35 or later."""
+    """Drop the column `last_write_id`. SQLite must be 3.35 or later."""
 
 
 class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite="drop_fence_trigger"):
-    """Give a table that has the columns its trigger."""
+    """Create the trigger of a table."""
 
     @classmethod
     def create_fence_trigger(
@@ -164,13 +164,13 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite
         ids: bool = False,
         schema: str | None = None,
     ) -> None:
-        """Give a table that has the columns its trigger, in place of any other.
+        """Create a table's trigger, in place of any other; by default it only refuses to lower a fence.
 
         Args:
             operations: given by Alembic.
             table_name: the table.
-            strict: refuse an UPDATE that changes neither column, as `__fence_trigger__ = "strict"` wants it.
-            ids: give a new write id to each UPDATE that brings none, as `__fence_trigger__ = True` wants it.
+            strict: refuse an UPDATE that changes neither fence nor write id (`__fence_trigger__ = "strict"`).
+            ids: give a new write id to each UPDATE that brings none (`__fence_trigger__ = True`).
             schema: where the table is.
         """
         trigger: FoundTrigger = "strict" if strict else True if ids else "fence"
@@ -182,7 +182,7 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite
 
 
 class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger", opposite="create_fence_trigger"):
-    """Take the trigger away, whichever it is. The columns stay, and so does the guard in Python."""
+    """Drop the trigger, whichever it is. The columns stay, and so does the guard in Python."""
 
     def reverse(self) -> MigrateOperation:
         return CreateFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.trigger or "fence")
@@ -191,13 +191,13 @@ class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger", opposite="cr
 class CreateFenceTableOp(
     FenceOperation, name="create_fence_table", opposite="drop_fence_table", own=FENCE_TABLE
 ):
-    """Make the table `fencelock_fences`; behind it comes `op.add_write_id("fencelock_fences")`."""
+    """Make the table `fencelock_fences`; call `op.add_write_id("fencelock_fences")` next."""
 
 
 class DropFenceTableOp(
     FenceOperation, name="drop_fence_table", opposite="create_fence_table", own=FENCE_TABLE
 ):
-    """Drop the table `fencelock_fences`; `gate` has forgotten every holder then."""
+    """Drop the table `fencelock_fences`, and with it every fence of `gate`."""
 
 
 class CreateLeaseTableOp(
@@ -209,7 +209,7 @@ class CreateLeaseTableOp(
 class DropLeaseTableOp(
     FenceOperation, name="drop_lease_table", opposite="create_lease_table", own=LEASE_TABLE
 ):
-    """Drop the table `fencelock_leases`; the database has forgotten every token then."""
+    """Drop the table `fencelock_leases`, and with it every token that the database has minted."""
 
 
 class CreateReceiptTableOp(
@@ -221,7 +221,7 @@ class CreateReceiptTableOp(
 class DropReceiptTableOp(
     FenceOperation, name="drop_receipt_table", opposite="create_receipt_table", own=RECEIPT_TABLE
 ):
-    """Drop the table `fencelock_receipts`; a retry does its work once more then."""
+    """Drop the table `fencelock_receipts`; a later retry does its work once more."""
 
 
 class _InBatch:
@@ -229,22 +229,22 @@ class _InBatch:
 
     @classmethod
     def add_fence(cls, operations: BatchOperations) -> None:
-        """Give the table of a batch the column; a trigger comes afterwards, `op.create_fence_trigger`."""
+        """Add `last_fencing_token`; for a trigger, call `op.create_fence_trigger` after the batch."""
         _add_fence(operations, AddFenceOp(**_of_batch(operations)))
 
     @classmethod
     def drop_fence(cls, operations: BatchOperations) -> None:
-        """Take the column of a batch's table away, and the trigger with it."""
+        """Drop `last_fencing_token` and the trigger of the batch's table."""
         _drop_fence(operations, DropFenceOp(**_of_batch(operations)))
 
     @classmethod
     def add_write_id(cls, operations: BatchOperations) -> None:
-        """Give the table of a batch the column."""
+        """Add `last_write_id` to the batch's table."""
         _add_write_id(operations, AddWriteIdOp(**_of_batch(operations)))
 
     @classmethod
     def drop_write_id(cls, operations: BatchOperations) -> None:
-        """Take the column of a batch's table away."""
+        """Drop `last_write_id` from the batch's table."""
         _drop_write_id(operations, DropWriteIdOp(**_of_batch(operations)))
 
 

@@ -33,7 +33,7 @@ Callback = Callable[[GuardEvent], object]
 _C = TypeVar("_C", bound=Callback)
 
 _BETWEEN: Final = frozenset({"fencelock", "sqlalchemy", "sqlmodel", "contextlib", "asyncio"})
-"""What stands between a line of the program and the guard."""
+"""Packages whose frames are skipped in the search for the program's own line."""
 
 _places: Final[set[str]] = set()
 """The lines that the log has named."""

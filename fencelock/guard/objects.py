@@ -41,7 +41,7 @@ _CHANGES_ONLY: Final = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """Asks an attribute for its changes, and loads nothing."""
 
 _FLUSH: Final = "fencelock.flush"
-"""The key in `session.info` of the flush's lookups, by table and connection; None if it is bypassed."""
+"""The key in `session.info`: lookups by table and connection; None for a connection that is bypassed."""
 
 
 class Stamp(int):
@@ -73,9 +73,9 @@ def on_undone(_session: Session, instance: object) -> None:
 
 
 def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> TokenLookup | None:
-    """Return the tokens of the flush that executes this statement; None if the program executes it.
+    """Return the tokens of the flush that executes this statement; None if none does, or it is bypassed.
 
-    The program also executes bulk operations, and what its listeners execute during a flush.
+    Bulk operations are no flush, nor is what the program's listeners execute during one.
     """
     cache, session = options.get("compiled_cache"), owner_of(connection)
     if cache is None or session is None or not executes_flush(session):
@@ -304,7 +304,7 @@ def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: d
 
 
 def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
-    """Note that a loaded row has another version than the object that it fills in."""
+    """Note the id of a loaded row, and whether it contradicts an assigned one; return the id to keep."""
     if type(before) is Stamp and found == before.loaded:
         return before  # the object is being written, and the row is not yet
     was_assigned = type(before) is int and state.committed_state.get(WRITE_COLUMN) is NO_VALUE
@@ -313,7 +313,7 @@ def on_row(context: Any, state: _State, before: int | None, found: int | None) -
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Mark an object as of no version if only a part was loaded again; shift its id after an UPDATE."""
+    """Mark an object as of no version if another version's part was loaded; shift its id after an UPDATE."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
         by = None if state.session is None else state.session.info.get(SHIFTED)

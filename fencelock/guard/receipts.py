@@ -56,7 +56,7 @@ MAX_RESULT: Final = 65_536
 """Bytes of a result's JSON."""
 
 _schemas: set[str | None] = set()
-"""Those that `receipt_table` was asked for."""
+"""The schemas with which `receipt_table` was called; None stands for the default schema."""
 
 _RECEIPTS: Final = "fencelock.receipts"
 """Where a session has the receipts that its transaction has made."""
@@ -71,7 +71,7 @@ def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     ```
 
     A row has the `key` of `once`, the SHA-256 of its `fingerprint`, the fencing `token` of the work (NULL
-    without a lease), its `result`, and the time `at` which it was made, on MariaDB and SQLite in UTC.
+    without a lease), its `result`, and in `at` the time when it was made (on MariaDB and SQLite in UTC).
 
     Args:
         metadata: the metadata of the models. Where all calls of a program name one schema, `once` looks for
@@ -110,7 +110,8 @@ class Receipt:
 
     Attributes:
         key: as given to `once`.
-        done: whether an earlier transaction has committed the work; then return `result`, and do nothing.
+        done: whether the work was done before, or earlier in this transaction; then return `result`, and do
+            nothing.
     """
 
     __slots__ = ("_result", "done", "is_changed", "key")
@@ -139,7 +140,7 @@ class Receipt:
     @result.setter
     def result(self, value: Any) -> None:
         if self.done:
-            raise ValueError(f"the receipt {self.key!r} was committed before, and its result stays")
+            raise ValueError(f"the work of the receipt {self.key!r} was done before, and its result stays")
         try:
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -164,7 +165,7 @@ def _store_results(session: Session) -> None:
     for connection, receipt in _made_in(session).values():
         if receipt.is_changed:
             table = _table_of(connection)
-            # There is no such row if it was rolled back, with all of its savepoint.
+            # After a rollback to a savepoint there may be no such row, and the UPDATE finds none.
             connection.execute(_storing(table), {"its": receipt.key, "found": receipt.result})
             receipt.is_changed = False
 
@@ -202,7 +203,7 @@ def once(
             schedule.
         fingerprint: what was asked for, as plain data (also dates, Decimal, UUID). A call with the same key
             and another fingerprint is refused. None is not compared.
-        bind_arguments: which database, for a session that has several: what `Session.connection` takes.
+        bind_arguments: chooses the database of a session that has several, as in `Session.connection`.
 
     Raises:
         ReceiptMismatchError: the key was used for something else. The transaction can only be rolled back.
@@ -285,7 +286,10 @@ def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> boo
 
 @cache
 def _insertion(table: Table, dialect: str) -> Insert:
-    """Return an INSERT that does nothing if the key exists; then `lastrowid` is 1 on MySQL, and else 0."""
+    """Return an INSERT that does nothing if the key exists.
+
+    On MySQL `lastrowid` is 1 if the key exists, and 0 if the row is new.
+    """
     key = table.c.key
     insert = insert_into(table, dialect)
     if dialect in MYSQL:

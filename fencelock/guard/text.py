@@ -1,7 +1,7 @@
 """Refuses textual SQL that may write to a fenced table, unless `fenced_text` has made it.
 
-`do_execute` sees every statement before the driver does. It looks for words, and parses nothing. A statement
-that it cannot judge is refused.
+`do_execute` sees every statement first. It looks for words, and parses nothing. If it cannot tell strings
+from code, their words count, too.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ _WRITES: Final = re.compile(
     r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
     r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
 )
-#: Characters of a statement that is looked at each time that it is executed.
+#: Statements with more characters are looked at each time that they are executed.
 _LONG: Final = 4096
 _ORDINARY: Final = re.compile(r"(?i)(?:select|with|values|insert|replace|update|delete)\b")
 _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|comment|grant|revoke)\b")
 
 
 def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
-    """Refuse an unguarded statement that may write to a fenced table. The last argument is its context."""
+    """Refuse an unguarded statement that may write to a fenced table: an event of SQLAlchemy's dialect."""
     context = rest[-1]
     if context is None or GUARDED in context.execution_options:
         return
@@ -93,7 +93,7 @@ def _written(statement: str, names: tuple[str, ...]) -> str | None:
     return found[0] if _WRITES.search(rest) else None
 
 
-#: Short ones come again; a long one has values in it.
+#: Short statements come again; long ones mostly have values in them.
 _written_before: Final = lru_cache(maxsize=1000)(_written)
 
 

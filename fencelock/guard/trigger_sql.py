@@ -1,6 +1,6 @@
 """The SQL of the triggers for each family of databases; `triggers` fills in the names in braces.
 
-A trigger of MariaDB and SQLite is one statement; PostgreSQL has two functions beside its own.
+On MariaDB and SQLite a trigger is one statement; on PostgreSQL it calls a function.
 """
 
 # ruff: noqa: S608 - names are quoted by the dialect, and the rest is written here
@@ -14,7 +14,7 @@ from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN
 
 TRIGGERS: Final = ("fence", "ids", "strict")
 FORMER: Final = ("strict_delete", "strict_truncate")
-"""What a strict trigger had besides, when statements carried their tokens to it."""
+"""Triggers that earlier versions made beside a strict one; they are only found and dropped."""
 ALL: Final = (*TRIGGERS, *FORMER)
 Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
@@ -57,7 +57,7 @@ BEGIN
     RETURN NEW;
 END $fencelock$
 """,
-        # What a trigger changes of a row that its transaction has written already gives it no other id.
+        # A row keeps its id if a trigger changes it after its transaction has written it.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (
@@ -82,7 +82,7 @@ EXECUTE FUNCTION {{refuse}}()
 """,
     },
     "mysql": {
-        # With chance, because the numbers of UUID_SHORT() are apart within one node only.
+        # With a random part, because UUID_SHORT() is unique within one node only.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW SET NEW.{WRITE_COLUMN} =
     IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN},

@@ -33,7 +33,7 @@ class FencingTokenMiddleware:
         self._app = app
 
     async def __call__(self, scope: Message, receive: Receive, send: Send) -> None:
-        """Answer a request."""
+        """Pass a request to the application with its tokens bound; answer 400 if they cannot be read."""
         name = HEADER.lower().encode()
         texts = [value for key, value in scope.get("headers", ()) if key.lower() == name]
         if scope["type"] != "http" or not texts:

@@ -10,7 +10,7 @@ from fastapi import FastAPI, Header, HTTPException, Request, Response
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
 from fencelock.integrations._answers import ANSWERED, answer_to, note
 
-#: Characters of a header, so that a prefix such as "deposit:" has room in the key of a receipt.
+#: The most characters of a key; a prefix such as "deposit:" must still fit into the key of a receipt.
 MAX_KEY: Final = 200
 
 
@@ -50,9 +50,9 @@ async def idempotency_key(
     The logger `fencelock.integrations` has the errors that are answered with 409 and 422.
 
     Raises:
-        fastapi.HTTPException: 400 without the header; 422 if the key was used for another request
-            (`ReceiptMismatchError`); 409 with `Retry-After` if another request with it, or for the same
-            resource, is under way (`LockTimeoutError`).
+        fastapi.HTTPException: 400 if the header is missing, too long or not printable; 422 if the key was
+            used for another request (`ReceiptMismatchError`); 409 with `Retry-After` if another request with
+            the same key, or for the same resource, is under way (`LockTimeoutError`).
     """
     key = (header or "").strip().strip('"').strip()
     if not key:

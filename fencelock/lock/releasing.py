@@ -1,4 +1,4 @@
-"""Releases leases: at once, or when a transaction ends that wrote under them."""
+"""Releases leases: at once, or when the transactions that wrote under them have ended."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class LostLease(NamedTuple):
 
 
 def defer_release(hold: Hold) -> bool:
-    """Release a hold when the open transactions that wrote under it end; return False if none is open.
+    """Put off a release until the open transactions that wrote under the hold end; return whether it was.
 
     The lock must outlive the COMMIT, because the next holder would otherwise read rows that are about to
     change. Until then the hold is renewed, and its owner may enter it again. New transactions do not begin
@@ -100,7 +100,7 @@ def _release_in_loop(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
 
 
 def _release_in_thread(hold: Hold) -> None:
-    """Release in a new thread; the interpreter waits for it when it ends."""
+    """Release in a new thread, which the interpreter joins before it exits."""
     with contextlib.suppress(RuntimeError):  # the interpreter ends, and releases everything
         _threads.start(threading.Thread(target=_release_logged, args=(hold,), name="fencelock-release"))
 
@@ -126,13 +126,13 @@ async def _end_releases(owner: object) -> None:
 def wait_for_releases(owner: object) -> Call:
     """Return a step in which a task waits for the releases that follow its owner's COMMIT.
 
-    Blocking code does not wait, because a thread that ends a transaction releases before it goes on.
+    Blocking code does not wait: outside of a loop, the thread that ends a transaction has released by then.
     """
     return Call(lambda: None, lambda: _end_releases(owner))
 
 
 def stop_renewal_gen(hold: Hold) -> Steps[None]:
-    """Stop extending a hold: mostly at once, without a step."""
+    """Stop extending a hold; mostly no step is needed."""
     renewer = hold.renewer
     if renewer is not None and not renewer.cancel(hold):
         yield Call(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
@@ -168,7 +168,7 @@ def leave_gen(block: Block) -> Steps[LostLease | None]:
 def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
     """Release a hold; return how to report a loss that came before, else None.
 
-    With `at_least`, its lease stays on the authority until then. In this process it is released all the same.
+    The authority keeps the lease until `at_least` has passed. This process takes it for released at once.
     """
     if hold.given_back:
         return None
@@ -218,7 +218,7 @@ def _lost_lease(hold: Hold) -> LostLease:
         ended += f" ({reason})"
     if any(lease.needed or lease.in_doubt for lease in leases):
         ended += (
-            "; a transaction that was written under it is open, or its COMMIT is in doubt: roll back, lock "
+            "; a transaction that wrote under it is open, or its COMMIT is in doubt: roll back, lock "
             "again, and look at the row"
         )
     elif any(lease.committed for lease in leases):

@@ -18,7 +18,8 @@ LabelFunction = Callable[[LockEvent], str]
 def kind_of_lock(event: LockEvent) -> str:
     """Return the template that `@fenced` was given, or else the part of the name before the first `:`.
 
-    A name without `:` is "other", because it may be a person's. A slot has the name of its semaphore.
+    A name without `:` is "other", because it may be a person's. A slot counts as
+    its semaphore.
     """
     name, slot, _ = event.resources[0].rpartition("#")
     constant, colon, _ = (name or event.resources[0]).partition(":")
@@ -26,7 +27,7 @@ def kind_of_lock(event: LockEvent) -> str:
 
 
 class Labels:
-    """Names locks; when there are too many names, all further locks have the same one.
+    """Names locks; after 200 names, each further one is "other". Templates do not count.
 
     Args:
         function: returns the name of a lock.

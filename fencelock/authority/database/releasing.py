@@ -26,9 +26,9 @@ from fencelock.lease import validity
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Stands for any other world, for which a resource may be kept.
+#: Stands for all worlds but this one, for which a resource may be kept.
 _ANOTHER: Final = "another"
-#: Seconds after its confirmation in which a failover may lose a release.
+#: Seconds after the confirmation of a release in which a failover may undo it.
 _MAY_BE_LOST: Final = 5.0
 #: Resources that one statement extends or releases.
 BATCH: Final = 500
@@ -45,7 +45,7 @@ class Owed(NamedTuple):
 
 
 class Releasing(Connecting):
-    """A database that releases leases."""
+    """A database that releases leases, and repeats releases that may have been lost."""
 
     def _start_over(self) -> None:
         super()._start_over()
@@ -103,7 +103,7 @@ class Releasing(Connecting):
         return count == len(grant.resources)
 
     def _transferring(self, grant: Grant, nonce: str, queues: Queues, place: Place) -> Steps[bool | None]:
-        """Release a lease and acquire it for the next caller of this world, by one statement."""
+        """Release a lease, and acquire it for the next caller of this world, in one statement."""
         (resource,) = grant.resources
         asked = {"resource": resource, "nonce": grant.proof, "next_nonce": nonce, "ttl": place.ttl}
         asked["holder"] = holder()
@@ -215,7 +215,7 @@ class Releasing(Connecting):
 
 
 def holder() -> str:
-    """Return this process in ASCII, because a database may know no other letters."""
+    """Return the name of this process in ASCII, because a database may store no other characters."""
     return name_of_process(os.getpid()).encode("ascii", "backslashreplace").decode()[:255]
 
 

@@ -1,4 +1,4 @@
-"""One connection to etcd that all threads of a process share: one that waits for an answer reads for all."""
+"""One connection to etcd, shared by all threads of a process: one waiting thread reads for all of them."""
 
 from __future__ import annotations
 
@@ -17,24 +17,24 @@ from fencelock.authority.etcd.messages import Answer, Call
 from fencelock.authority.hosts import shown
 from fencelock.authority.loops import ThreadWakeup
 
-#: Seconds that a send may take, because the server's side is full.
+#: Seconds that a send may take; it blocks while the server's receive buffer is full.
 _SEND: Final = 2.0
 _CHUNK: Final = 65_536
 _INTERRUPTED: Final = "a signal handler has interrupted a lock's own exchange with etcd"
 
 
 class Link:
-    """A connection to one member.
+    """A connection to one member of the cluster, opened when it is made.
 
     Raises:
-        OSError: there is none.
+        OSError: the member cannot be reached.
     """
 
     def __init__(self, members: Members, seconds: float) -> None:
         self.address: tuple[str, int] = members.address
         self._channel = members.new_channel(self.address)
         self._mutex = threading.RLock()
-        #: The stacks of threads and greenlets that wait here. A signal handler has the same one.
+        #: The stacks that wait here. A signal handler runs on the stack that it interrupts.
         self._stacks: set[int] = set()
         self._works = False
         self._reader: ThreadWakeup | None = None
@@ -44,7 +44,7 @@ class Link:
         self._socket = socket.create_connection(self.address, timeout=seconds)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            # Of its own, because a socket has one timeout for both directions.
+            # A second descriptor for reading, because a socket has one timeout for both directions.
             self._to_read = self._socket.dup()
             self._tls = None if members.tls is None else _Tls(members.tls, self.address[0])
             if self._tls is not None:
@@ -90,7 +90,7 @@ class Link:
         self._alone(begin)
 
     def wait(self, ready: Callable[[], bool], answers: Sequence[Answer], until: float) -> bool:
-        """Wait until it is ready, or the connection is lost; return False if that takes too long."""
+        """Wait until `ready()` is true or the connection is lost; return False if `until` passes first."""
         wakeup, stack = ThreadWakeup(), current_stack()
         for answer in answers:
             answer.notify = wakeup.wake
@@ -110,7 +110,7 @@ class Link:
             self._waiting.pop(wakeup, None)
             if self._reader is wakeup:
                 self._reader = None
-            # Also by one that was no reader: it may have been asked to read while it was leaving.
+            # Also if this thread was not the reader: it may have been woken to read while it was leaving.
             if self._reader is None and (other := next(iter(list(self._waiting)), None)) is not None:
                 other.wake()
             self._stacks.discard(stack)  # last: a handler must not wait for a reader that it stops
@@ -158,7 +158,7 @@ class Link:
                 each.close()
 
     def _alone(self, work: Callable[[], object]) -> None:
-        """Do work that no other thread disturbs; what breaks in the middle loses the connection."""
+        """Do work under the mutex. If it fails, the connection is lost, because its state is unknown."""
         with self._mutex:
             if self._works:
                 raise RuntimeError(_INTERRUPTED)
@@ -179,7 +179,7 @@ class Link:
             self._socket.sendall(data if self._tls is None else self._tls.encrypt(data))
 
     def _read(self, seconds: float) -> None:
-        # What an earlier read has left to say, acknowledgements above all, waited for the next request.
+        # Send what earlier reads have queued, acknowledgements above all.
         with contextlib.suppress(OSError):
             self._alone(self._send)
         try:
@@ -236,7 +236,7 @@ class _Tls:
 
 
 class Watch:
-    """Waits in a thread until a key has ended: a wakeup for the step `Wait`."""
+    """The wakeup with which a thread waits until a key is gone; the step `Wait` sleeps on it."""
 
     def __init__(self, link: Link, call: Call, ended: Callable[[Answer], bool]) -> None:
         self._link = link

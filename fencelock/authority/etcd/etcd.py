@@ -19,7 +19,7 @@ from fencelock.authority.etcd.messages import Answer, KeyValue, Txn
 from fencelock.authority.line.entries import SHIFT, Head, Mark, Place, View, entry_text, quoted
 from fencelock.authority.line.line import ANSWER, AsyncLine
 
-#: etcd allows 128 operations in a transaction; an acquisition has three for each resource, and two more.
+#: etcd allows 128 operations in a transaction; an acquisition has three for each resource, and a few more.
 _MOST: Final = 40
 #: Seconds of the shortest lease of etcd.
 _SHORTEST: Final = 2
@@ -94,8 +94,7 @@ class Etcd(Asking):
 
     def _new_nonce(self) -> str:
         """Return the name of entries, and the lease that they are put under at first."""
-        # Names are used again: etcd keeps each name that ever was, until it is compacted, and looks at all of
-        # them when it looks at a line.
+        # Use names again: until a compaction, etcd keeps deleted keys, and visits all of them to read a line.
         try:
             name = self._free_names.pop()
         except IndexError:
@@ -250,9 +249,10 @@ class Etcd(Asking):
         return lasts
 
     def _moving(self, grant: Grant, ttl: float, until: float) -> Steps[float]:
-        """Put the entries of a grant under another lease; return its seconds, or 0 if there are none.
+        """Put the entries of a grant under another lease; return its seconds, or 0 if the entries are gone.
 
-        If it is not answered, both leases are remembered, and the same move is repeated: it may come late.
+        If etcd does not answer, both leases are remembered, and the same move is repeated: the request may
+        arrive late.
         """
         old, *pending = self._leases_of(grant.proof)
         new = pending[0] if pending else secrets.randbits(63) or 1
@@ -400,14 +400,14 @@ def _first_lease(nonce: str) -> int:
 
 
 def _is_empty(line: bytes, *, before: int = 1) -> bytes:
-    """Return the comparison: the line has no entry that was made before this revision."""
+    """Return the comparison that a line is empty; with `before`, that it has no older entry."""
     if before > 1:
         return messages.compare(line, messages.CREATE, messages.GREATER, before - 1, end=messages.after(line))
     return messages.compare(line, messages.CREATE, messages.EQUAL, 0, end=messages.after(line))
 
 
 def _seconds_of(answer: Answer) -> float:
-    """Return for how long a lease lasts that was to be extended; 0 if it has ended."""
+    """Return for how long an extended lease lasts; 0 if it has ended."""
     return float(max(0, messages.lease_and_ttl(answer.messages[0])[1])) if answer.messages else 0.0
 
 

@@ -29,7 +29,7 @@ from fencelock.errors import AuthorityError
 
 #: The most names of one lock: their transaction must fit into a megabyte.
 _MOST: Final = 500
-#: Lines that are known to be there.
+#: The most lines, and the most marks, that a client remembers.
 _REMEMBERED: Final = 10_000
 #: Sessions of a parent process. A child keeps them, because kazoo would speak when it frees them.
 _of_parents: list[object] = []
@@ -82,7 +82,7 @@ class ZooKeeper(LineAuthority):
     def _start_over(self) -> None:
         super()._start_over()
         self._session: Session | None = None
-        #: It was closed while leases were held, and not used since then.
+        #: `close` was called, so the session ends when no lease is held. Another use takes this back.
         self._closes = False
         self._opening = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         #: Lines that are there; this only spares a request.
@@ -94,8 +94,8 @@ class ZooKeeper(LineAuthority):
         #: Grants that were handed over to another process.
         self._handed: set[str] = set()
         self._renewals = 0
-        #: Marks with their versions and the connection that saw them; base and its version. They spare a
-        #: request, and count for one connection: servers may lose their data behind it.
+        #: Of each line its mark, the mark's version and the connection that saw it; then the base with its
+        #: version. They spare a request on that connection. Behind another, servers may have lost their data.
         self._known: OrderedDict[str, tuple[Mark, int, int]] = OrderedDict()
         self._base = 0, -1
 
@@ -307,7 +307,7 @@ class ZooKeeper(LineAuthority):
         return self.read_mark(text, path) if text else Mark()
 
     def _lasts(self, ttl: float) -> float:
-        """Return for how many seconds a lease lasts."""
+        """Return for how many seconds a lease lasts; ValueError if its ttl is longer than the session."""
         timeout = self._opened().timeout
         if ttl > timeout > 0:  # 0 if another thread has closed the session, whose leases are over
             raise ValueError(
@@ -485,7 +485,7 @@ class ZooKeeper(LineAuthority):
             data, stat = self._checked(its)
             mark = self._mark_of(data, line)
             if mark.token < latest and mark.kept_for <= 0:
-                # The version of the root rises, because a line that is made again begins at version 0.
+                # Raise the version of the root, because a line that is made again begins at 0, as before.
                 raising = (verbs.SET, self._root, text, version)
                 (done,) = yield from self.all_of(
                     [verbs.transaction((verbs.DELETE, line, stat.version), raising)]

@@ -1,8 +1,8 @@
 """The asyncio driver: all tasks of a loop share one connection to each node, which the loop reads.
 
 All requests of one turn of the loop leave in one write for each node. A loop refers to its connections by
-its readers and timers. They refer to the loop weakly, so that a loop that is thrown away can be freed. They
-are closed when their loop is thrown away, or when the next one begins.
+its readers and timers. The connections refer to the loop weakly, so that an abandoned loop can be freed. They
+are closed with it, or when the next loop begins to use the lock.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def resume(woken: asyncio.Future[None] | None) -> None:
 class LoopConnections(Connections):
     """One connection to each node, for all tasks of one loop; other arguments as for `Connections`.
 
-    Only the loop's own thread may use and close it.
+    Only the loop's own thread may use it, except for `tell`, `do_there` and `is_elsewhere`.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class LoopConnections(Connections):
         self._in_line: weakref.WeakValueDictionary[str, asyncio.Future[None]] = weakref.WeakValueDictionary()
         self._flush_is_due = False
         self._pending: set[PendingOfTask] = set()
-        #: When the next look is due. If a signal handler strikes in a look, a later broadcast plans another.
+        #: When the next look is due. If an error interrupts a look, a later broadcast plans another.
         self._looks_at = -math.inf
         #: When sockets were read last. Answers lie unread while tasks run, and must not count as missing.
         self._last_read = 0.0
@@ -150,7 +150,7 @@ class LoopConnections(Connections):
         return Replies(began, time.monotonic(), answers)
 
     def tell(self, request: Broadcast) -> Replies:
-        """Send a command to its nodes at once, without waiting.
+        """Send a command to its nodes without waiting; from another thread, the loop sends it soon.
 
         Any thread may call it, because a coroutine may be thrown away in any thread.
         """
@@ -165,7 +165,7 @@ class LoopConnections(Connections):
         return Replies(now, now, pending.close())
 
     async def sleep(self, request: Sleep) -> float:
-        """Return the time when the nodes call the place, at the latest when the sleep is over."""
+        """Sleep until a node calls the place, or the time is over; return the time then."""
         place, seconds, now = request.place, request.seconds, time.monotonic()
         if not request.waits_for:
             await asyncio.sleep(seconds)

@@ -113,7 +113,7 @@ Wait = WaitForAnswers | WaitForCall
 
 
 class _Socket(NamedTuple):
-    """A connection that is open."""
+    """An open connection: its node, its socket, and the state of the protocol."""
 
     node: int
     sock: socket.socket
@@ -177,7 +177,7 @@ class SharedConnections(Connections):
             self._inside.pop(stack, None)
 
     def _sleep(self, request: Sleep) -> float:
-        """Return the time when the nodes call the place, at the latest when the sleep is over."""
+        """Sleep until a node calls the place, or the time is over; return the time then."""
         if not request.waits_for:
             time.sleep(request.seconds)
             return time.monotonic()
@@ -272,7 +272,7 @@ class SharedConnections(Connections):
         self._end(waiting)
 
     def _ask(self, waiting: WaitForAnswers, request: Broadcast) -> float:
-        """Put a command and return the time; wait only while less than a majority can be asked."""
+        """Send a command and return the time; wait first while less than a majority can be asked."""
         began = now = time.monotonic()
         wakeup: threading.Lock | None = None
         while True:
@@ -308,7 +308,7 @@ class SharedConnections(Connections):
             with self._mutex:
                 self._read(ready, time.monotonic())
 
-    # Moving bytes. With the mutex held.
+    # Moving bytes, with the mutex held. (`_opened` takes it.)
 
     def _new_poll(self, descriptors: Iterable[int]) -> select.poll | Selected:
         """Return a poll object for these sockets, apart from that of the reading thread."""
