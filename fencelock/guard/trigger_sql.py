@@ -19,7 +19,7 @@ ALL: Final = (*TRIGGERS, *FORMER)
 Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2
-"""Ids stay below 2**53."""
+"""The modulus or bit mask with which random write ids stay below 2**53."""
 
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
