@@ -250,7 +250,7 @@ def _has_work(session: Session) -> bool:
 
 
 class FencedTransaction(Generic[_S]):
-    """A fenced transaction for blocking code: a context manager that also has `run`."""
+    """A `fenced_transaction` for blocking code: enter it with `with`, or call `run`."""
 
     def __init__(self, plan: _Plan[_S]) -> None:
         self._plan = plan
@@ -314,7 +314,7 @@ class FencedTransaction(Generic[_S]):
 
 
 class AsyncFencedTransaction(Generic[_A]):
-    """A fenced transaction for coroutines: use it in `async with`, or await its `run`."""
+    """A `fenced_transaction` for coroutines: enter it with `async with`, or await `run`."""
 
     def __init__(self, plan: _Plan[_A]) -> None:
         self._plan = plan

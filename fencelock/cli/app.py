@@ -45,5 +45,4 @@ def _fencelock(
 
 
 def main() -> None:
-    """Run the command line."""
     app()

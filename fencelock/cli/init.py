@@ -60,7 +60,7 @@ def init(
     ] = False,
     namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = DEFAULT_NAMESPACE,
 ) -> None:
-    """Make a database's table of leases, or initialise N blank nodes; once in their life.
+    """Create a database's table of leases, or initialise N blank nodes; once in their life.
 
     etcd and ZooKeeper need this only for --after-loss.
 
@@ -124,7 +124,7 @@ def _init_database(url: str, above: int | None) -> None:
 
 
 def _clear(quorum: Redlock, *, yes: bool) -> None:
-    """Delete the keys of nodes, too few of which vote, if the operator agrees."""
+    """Delete the remaining keys on the nodes, if the operator agrees."""
     left = quorum.remains()
     if not left:
         return

@@ -59,7 +59,7 @@ TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Return the query; on MariaDB and MySQL it reads rows as committed now, not the transaction's snapshot."""
+    """Return the query; on MariaDB and MySQL it then reads what is committed now, not the old snapshot."""
     return query.with_for_update(read=True) if connection.dialect.name in MYSQL else query
 
 

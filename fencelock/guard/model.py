@@ -67,8 +67,8 @@ def fence_column(
 def write_id_column() -> Column[int]:
     """Return the column of a fenced Core `Table` that identifies the last write of a row.
 
-    It is `last_write_id BIGINT NOT NULL DEFAULT 0`. The table also needs `fence_column()`. Each guarded write
-    sets a new random number.
+    It is `last_write_id BIGINT NOT NULL DEFAULT 0`. For the other column, see `fence_column()`. Each guarded
+    write sets a new random number.
     """
     return tables.new_column(tables.WRITE_COLUMN, tables.WRITE_MARK)
 
@@ -186,8 +186,8 @@ class FencedDataclassModel(MappedAsDataclass):
 def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     """Register the tables of a mapped model with the guard, if one of them is fenced or should be.
 
-    A model without the mixin is registered, too, if its `Table` has a `fence_column()`. A model that is
-    mapped to a query, such as an `AbstractConcreteBase`, is not registered, because it has no rows of its own.
+    A model without the mixin is registered, too, if its `Table` has a `fence_column()`. A model of a query,
+    such as an `AbstractConcreteBase`, is not registered, because it has no rows of its own.
     """
     said = getattr(model, "__fence_resource__", None)
     says_so = said is not None or issubclass(model, FencedModel | FencedDataclassModel)

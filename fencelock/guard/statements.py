@@ -77,7 +77,7 @@ def guarding(execute: _Execute) -> _Execute:
 
 
 def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
-    """Keep SQLAlchemy from expiring the fences and write ids of loaded objects; `objects` shifts these ids."""
+    """Keep SQLAlchemy from expiring fences and write ids of loaded objects; `objects` shifts these ids."""
     compiled: Any = result.context.compiled
     computed: list[Any] = compiled.postfetch if isinstance(statement, Update) else []
     for column in () if fenced is None else (fenced.write, fenced.fence):

@@ -44,7 +44,7 @@ _REFUSED: Final = re.compile(
     r"|(?P<unfenced>UPDATE without a token)) in (?P<table>.+)"
 )
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
-#: Statements that use rows. A DESCRIBE must fail as usual, because it tells SQLAlchemy that a table is missing.
+#: Statements that use rows. A failed DESCRIBE is no error: it tells SQLAlchemy that a table is missing.
 _USES_ROWS: Final = re.compile(r"\s*(?:insert|update|delete|select)\b", re.IGNORECASE)
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE

@@ -78,7 +78,7 @@ class Verdict:
         return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
 
     def _find_refused(self) -> FenceError | None:
-        """Return the error for a row that matches the program's WHERE clause, but not the guard's condition."""
+        """Return the error for a row that matches the WHERE clause, but not the guard's condition."""
         fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
             accepted, named = self.form.accepts(row), self._resource_columns()
