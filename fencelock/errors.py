@@ -71,11 +71,11 @@ _FAR = 1 << (COUNTER_BITS - 4)
 
 
 class FencelockError(Exception):
-    """Base class of all errors that fencelock raises, except those for bad arguments.
+    """Base class of all errors of fencelock, except those for bad arguments.
 
     Attributes:
         written: False: after a rollback, nothing of the transaction is written, so begin again if
-            docs/errors.md says so. None: this is unknown, so read the rows first.
+            docs/errors.md says so. None: unknown, so read the rows first.
     """
 
     written: bool | None = False

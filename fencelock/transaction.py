@@ -189,8 +189,8 @@ class _Blocks(Generic[_Block]):
     def take(self) -> _Block:
         """Remove and return the block to leave: the last of this thread, task or greenlet, or the only one.
 
-        A framework may leave a generator in another thread. If several blocks are open then, it is unknown
-        which one to commit, and RuntimeError is raised.
+        A framework may leave a generator in another thread. If several blocks are open then, RuntimeError is
+        raised.
         """
         entries = tuple(self._open)
         owner = current_owner()

@@ -206,8 +206,8 @@ async def claim_async(session: _Async, model: type[T], identity: object, **optio
         await session.commit()
     ```
 
-    It takes the arguments of `claim`, and raises the same errors. As always in coroutines, relationships that
-    are not loaded cannot be read without `await`.
+    The arguments and errors are those of `claim`. Relationships that are not loaded cannot be read without
+    `await`.
     """
     return await of_task(session).run_sync(lambda blocking: claim(blocking, model, identity, **options))
 

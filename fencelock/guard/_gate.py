@@ -1,7 +1,6 @@
 """The fence table has one row for each resource, and `gate` claims it.
 
-The fence of a row is lost if the row is deleted. The resource's row in the fence table stays, so its fence
-outlives the rows that it guards.
+A deleted row loses its fence. The resource's row in the fence table stays, so its fence outlives the rows.
 """
 
 from __future__ import annotations

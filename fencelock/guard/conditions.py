@@ -1,7 +1,7 @@
 """Adds the guard's condition to an UPDATE or DELETE of a fenced table, once for each statement.
 
 The token and the write ids are parameters, never parts of the statement, so that SQLAlchemy's compiled cache,
-executemany and insertmanyvalues all keep working.
+executemany and insertmanyvalues work.
 """
 
 from __future__ import annotations

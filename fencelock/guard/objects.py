@@ -205,8 +205,8 @@ class _Watch:
     def _stamp(self, tokens: TokenLookup, state: _State, current: Mapping[str, Any]) -> Stamp:
         """Return the stamp for an object that has a row.
 
-        An expired object whose attributes were only assigned has no old values, so it needs no write id. An
-        object that was loaded without its write id has old values, and is refused.
+        An expired object that was only assigned to has no old values, so it needs no write id. An object
+        that was loaded without its write id is refused.
         """
         token = self._token_for(tokens, state)  # this may load an expired object
         loaded = current.get(WRITE_COLUMN)

@@ -106,12 +106,11 @@ def _table_of(connection: Connection) -> Table:
 
 
 class Receipt:
-    """A receipt, as `once` returns it: it tells whether the work was done before, and has its result.
+    """The receipt that `once` returns, with the result of the work.
 
     Attributes:
-        key: the key that was given to `once`.
-        done: whether the work was done before, or earlier in this transaction; then return `result`, and do
-            nothing.
+        key: the key, as given to `once`.
+        done: whether the work was done before, or earlier in this transaction. If so, return `result`.
     """
 
     __slots__ = ("_result", "done", "is_changed", "key")

@@ -1,7 +1,7 @@
 """Binds the fencing tokens of a caller for each HTTP request of an ASGI application.
 
-A client that sets the header can write with any token. Accept the header only from services that you trust,
-and remove it from requests that come from outside.
+A client that sets the header can write with any token. Accept the header only from trusted services, and
+remove it from other requests.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A value in one Redis or Valkey that refuses stale writers.
 
-One server is no quorum. If it loses data (a failover to a replica that lacks the last write, eviction, a
-restart without `appendfsync always`), it loses the fence, too.
+A server that loses data (in a failover to a replica that lacks the last write, by eviction, or by a restart
+without `appendfsync always`) loses the fence, too.
 """
 
 from __future__ import annotations
