@@ -82,7 +82,7 @@ class FencelockError(Exception):
 
 
 class LockError(FencelockError):
-    """Base class of the errors about one lock: it is held by another, lost, or not held."""
+    """Base class of the errors about one lock: another holder has it, it is lost, or it is not held."""
 
 
 class LockTimeoutError(LockError, TimeoutError):
@@ -194,7 +194,7 @@ class StaleTokenError(FenceError):
     Attributes:
         table: name of the table.
         identity: primary key of the row, as a tuple; None if the statement named many rows.
-        token: the fencing token that was refused; 0 if an SQLite trigger refused it, which cannot name it.
+        token: the fencing token that was refused; 0 if an SQLite trigger, which names no token, refused it.
         current: the row's fence; None if it could not be read any more.
     """
 

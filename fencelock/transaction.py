@@ -427,8 +427,8 @@ def fenced_transaction(
     `StaleReadError`.
 
     Args:
-        session: a `sessionmaker`, a `scoped_session` or an `Engine`; for coroutines, the asyncio form of one.
-            A scoped session must not have a transaction open, and is not closed afterwards.
+        session: a `sessionmaker`, a `scoped_session` or an `Engine`; for coroutines, an asyncio class of the
+            same kind. A scoped session must not have a transaction open, and is not closed afterwards.
         *resources: the names of the resources to lock.
         retries: how often `run` calls its body again after a COMMIT in doubt. A `with` block cannot run its
             body again, so it takes no retries.
@@ -439,7 +439,7 @@ def fenced_transaction(
     Raises:
         CommitInDoubtError: at the end of the block, if the answer to its COMMIT was lost.
         FenceError: if the body works on after its transaction has ended, if a scoped session has a
-            transaction open, or if a gate would wait for another transaction of the same owner.
+            transaction open, or if a gate would wait for another transaction of this thread or task.
         TypeError: for arguments of the wrong type, and for retries with a `with` block. Entering raises what
             `FencedLock.acquire` and `gate` raise.
         ValueError: for arguments out of range.

@@ -3,7 +3,7 @@
 An operation does the same in every version of fencelock, so that old migrations keep their effect. If a later
 version needs another effect, it gets a new operation, which autogenerate finds.
 
-Alembic loads plugins during its own import, so only its innermost modules are imported here.
+Alembic loads plugins during its own import, so only Alembic's innermost modules are imported here.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ def _free_migrations() -> None:
         with unguarded(), within(migration_context) as operations:
             yield operations
 
-    setattr(Operations, "context", classmethod(context))  # noqa: B010  mypy knows no other way
+    setattr(Operations, "context", classmethod(context))  # noqa: B010  mypy refuses an assignment
 
 
 _free_migrations()

@@ -68,7 +68,7 @@ def of_settings(connection: Connection, where: str) -> Iterator[Finding]:
         else:
             yield Finding(where, setting.what, setting.advice)
     has_log = values.get("log_bin") == "ON" and values.get("wsrep_on") != "ON"
-    if has_log and values.get("sync_binlog") != "1":  # a crash rolls back commits that the log lacks
+    if has_log and values.get("sync_binlog") != "1":  # after a crash, commits that the log lacks are lost
         yield Finding(where, _FORGETS, "sync_binlog = 1")
 
 

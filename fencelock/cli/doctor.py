@@ -36,7 +36,7 @@ from fencelock.max_fence import fenced_tables, highest_fence
 from fencelock.tokens import split
 
 _OLDEST_SERVER: Final = (6, 2)
-#: Seconds for which clocks are compared, and the part of them by which clocks may differ: `lease.validity`.
+#: Seconds for which clocks are compared, and the part of them that clocks may drift: see `lease.validity`.
 _CLOCK_LOOK: Final = 1.0
 _MOST_DRIFT: Final = 0.01
 _PROBE: Final = "fencelock:doctor"

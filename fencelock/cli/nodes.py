@@ -33,7 +33,7 @@ def nodes(
         bool, typer.Option("--wait", help="First admit again what can be, which takes the longest lease.")
     ] = False,
 ) -> None:
-    """Show the state of the nodes. Status 0 if a majority votes, and the members agree with the list."""
+    """Show the state of the nodes. Status 0 if a majority votes, and the nodes know the same list."""
     if context.invoked_subcommand is not None:
         context.obj = (current, namespace)
         return

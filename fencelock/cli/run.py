@@ -100,7 +100,7 @@ def _run(command: _Command, lock: FencedLock[int], *, skips: bool) -> int:
 
 
 class _Command:
-    """The command to run. It gets signals from its start on; before that, this process gets them."""
+    """The command to run. It gets signals from its start on; before that, they end this process."""
 
     def __init__(self, arguments: list[str], *, keep_url: bool) -> None:
         self._arguments = arguments

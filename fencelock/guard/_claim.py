@@ -2,7 +2,7 @@
 
 The guard compares only rows that are written. A row that was only read may be out of date, and an act outside
 of the database cannot be undone. After a claim, older holders are refused, and the row cannot change until
-the transaction ends. A claim is always repeated, because a rollback to a savepoint releases the row lock.
+the transaction ends. A second claim locks the row again, because a rollback to a savepoint may release it.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _resource_values_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
     """Claim and load a row in one statement; return None if that is impossible, or if there is no such row.
 
-    It is impossible with a listener for `do_orm_execute`, because that may add criteria to a SELECT.
+    A listener for `do_orm_execute` makes it impossible, because the listener may add criteria to a SELECT.
     """
     dialect: Any = target.connection.dialect
     if not dialect.update_returning or target.session.dispatch.do_orm_execute:

@@ -190,9 +190,9 @@ def _only_resource(connection: Connection) -> str:
 def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     """Return the statement that inserts a resource's row, or raises its fence, and locks the row.
 
-    A higher fence stays, and `gate` refuses it. The write id is new each time, so that Galera replicates a
-    second passage with the same token. With two statements, callers would deadlock in InnoDB, because the
-    first statement would leave a shared lock.
+    A higher fence stays, and then `gate` raises an error. The write id is new each time, so that Galera
+    replicates a second passage with the same token. With two statements, callers would deadlock in InnoDB,
+    because the first statement would leave a shared lock.
     """
     fence, is_mysql = fences.c[FENCE_COLUMN], dialect in MYSQL
     made = insert_into(fences, dialect)
@@ -207,7 +207,7 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
 
 
 _at_gates: WeakKeyDictionary[TransactionLeases, None] = WeakKeyDictionary()
-"""The leases of transactions that have passed a gate. A `WeakSet` breaks if a thread adds during a read."""
+"""The leases of transactions that have passed a gate. No `WeakSet`: while it is read, no thread may add."""
 
 
 def note_gate(connection: Connection, resource: str) -> None:
@@ -237,6 +237,6 @@ def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
 
 
 def _is_same_database(one: Engine, other: Engine) -> bool:
-    # Each pool of a database in memory has a separate database.
+    # Each pool with a database in memory has a database of its own.
     in_memory = one.url.database in {None, "", ":memory:"}
     return one.pool is other.pool or (one.url.set(query={}) == other.url.set(query={}) and not in_memory)

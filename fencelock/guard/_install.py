@@ -2,7 +2,7 @@
 
 The guard replaces the private method by which UPDATE, DELETE and INSERT execute themselves, because a
 listener for executions would make every statement of every engine 4 to 30 % slower. The events of the dialect
-cost almost nothing, and see all other statements.
+cost almost nothing, and see textual SQL.
 """
 
 from __future__ import annotations

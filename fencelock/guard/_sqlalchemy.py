@@ -153,7 +153,7 @@ def load_with(name: str) -> None:
         )
         return query, wanting, leaving_out
 
-    setattr(Mapper, "_subclass_load_via_in", with_sub_table)  # noqa: B010  mypy knows no other way
+    setattr(Mapper, "_subclass_load_via_in", with_sub_table)  # noqa: B010  mypy refuses an assignment
 
 
 def _populators(
@@ -210,7 +210,7 @@ def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], An
         for kind, each in own.items():
             populators[kind].extend(each)
 
-    setattr(ColumnProperty, "setup", setting_up)  # noqa: B010  mypy knows no other way
+    setattr(ColumnProperty, "setup", setting_up)  # noqa: B010  mypy refuses an assignment
     setattr(ColumnProperty, "create_row_processor", creating)  # noqa: B010
 
 
@@ -227,7 +227,7 @@ def hear_merges(name: str, heard: Callable[..., None]) -> None:
         if prop.key == name:
             heard(*given[:4])
 
-    setattr(ColumnProperty, "merge", merging)  # noqa: B010  mypy knows no other way
+    setattr(ColumnProperty, "merge", merging)  # noqa: B010  mypy refuses an assignment
 
 
 def left_out_of(context: Any, mapper: Mapper[Any]) -> set[str]:

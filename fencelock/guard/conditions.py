@@ -40,7 +40,7 @@ CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
 
 TOKEN_OPTION: Final = "fencelock_given_token"  # noqa: S105  no password
-"""Execution option with which `execute_fenced` hands over an explicit token."""
+"""Execution option with which `execute_fenced` passes an explicit token."""
 
 _CUTS_OFF: Final = re.compile(r"(?i)--|/\*|;|#(?![>-])|\b(?:insert|update|delete|merge)\b")
 """Text that begins a comment, ends the statement, or writes. `#>` and `#-` are operators of PostgreSQL."""
@@ -227,12 +227,12 @@ program. `explicit`: the program, with an explicit token. `claim`: a claim.
 """
 
 _forms: WeakKeyDictionary[sa.ClauseElement, dict[Origin, GuardedStatement]] = WeakKeyDictionary()
-"""The guarded statements by statement. SQLAlchemy's own statements are the same objects at each flush."""
+"""The guarded forms of each statement. SQLAlchemy's own statements are the same objects at each flush."""
 
 
 @dataclass(eq=False, slots=True)
 class GuardedStatement:
-    """A statement with the condition, and what is known of the rows that it names."""
+    """A statement with the condition, and facts about the rows that it names."""
 
     statement: Any
     origin: Origin
@@ -341,7 +341,7 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
                 if is_text(column) or bind.key.startswith(_LOOKED_UP)
             ]
         )
-    if assigns:  # an attribute may have the name of another column
+    if assigns:  # values() may name an attribute, which may be called like another column
         names = {name for name in assigned if isinstance(name, str)}
         refuse_moving(fenced, {key_of(column) for column in assigned}, names)
     return GuardedStatement(

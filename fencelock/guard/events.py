@@ -144,7 +144,7 @@ def _place() -> str:
         if package not in _BETWEEN:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-        if frame is None and worker is not None and worker.parent is not None:  # continue in the coroutine
+        if frame is None and worker is not None and worker.parent is not None:  # the coroutine's greenlet
             worker = worker.parent
             frame = worker.gr_frame
     return "a line that is not known"

@@ -1,4 +1,4 @@
-"""Operations that differ by database: comparing text exactly, reading the newest row, beginning.
+"""Operations that differ by database: comparing text exactly, reading the newest row, `BEGIN`.
 
 "stock:abc" and "stock:ABC" are two leases, but a collation may treat them as equal. So the guard adds an
 exact comparison. The plain `=` stays, because the database can use an index for it.
@@ -59,7 +59,7 @@ TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Return the query; on MariaDB and MySQL it then reads what is committed now, not the old snapshot."""
+    """Return the query; on MariaDB and MySQL it then reads the rows as committed now, not the snapshot."""
     return query.with_for_update(read=True) if connection.dialect.name in MYSQL else query
 
 

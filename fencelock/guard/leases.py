@@ -2,7 +2,7 @@
 
 The context variable of held leases is not enough: it does not reach other threads, leaks out of generators,
 and is empty after the block. The lease of the first write stays in use even if a newer lease is held then.
-Another holder may have written between the two, and only with the older token the database refuses.
+Another holder may have written between the two, and only the older token makes the database refuse.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TransactionLeases:
         self.shard: object = None  # the shard of the objects that are being written
         self.used: dict[str, Lease] = {}  # by resource
         self.gates: set[tuple[str, object]] = set()  # the passed gates: resource and owner
-        # Resources of rows that the transaction has inserted. Their keys were unknown, so no lease was held.
+        # Resources of rows that the transaction has inserted, and whose keys the database has made.
         self.unlockable: set[str] = set()
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
@@ -230,11 +230,11 @@ def refuse_autocommit(
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
-    """Tell whether each statement is committed at once, because SQLAlchemy or the driver does so."""
+    """Tell whether SQLAlchemy or the driver commits each statement at once."""
     if (options.get("isolation_level") or isolation_on_connect(connection.dialect)) == "AUTOCOMMIT":
         return True
     driver: Any = connection.connection.dbapi_connection
-    if connection.dialect.name == "sqlite":  # even then, a listener for "begin" may have sent BEGIN
+    if connection.dialect.name == "sqlite":  # in autocommit, too, a listener may have sent BEGIN
         driver = getattr(driver, "driver_connection", driver)  # the connection of aiosqlite
         by_itself = getattr(driver, "autocommit", None) is True or driver.isolation_level is None
         return by_itself and not driver.in_transaction
@@ -247,7 +247,7 @@ NOT_INHERITED: Final = (
     "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
     "one over with bind(session, lock.lease)"
 )
-"""The hint in errors that say that no lease is held."""
+"""The hint in errors if no lease is held."""
 
 
 _SEEDS: Final = (
@@ -297,8 +297,8 @@ class TokenLookup:
     def does_without(self, resource: str | None) -> bool:
         """Tell whether a row may be written without a lease, and report the write if so.
 
-        If a lease of another row is held, it may not, because most likely the resource's name is wrong. It
-        also may not if the block of the row's lease was left during this transaction.
+        It may not if a lease of another row of the table is held, because most likely the resource's name is
+        wrong. It also may not if the block of the row's lease was left during this transaction.
         """
         is_free = (
             self.is_optional
@@ -330,8 +330,8 @@ class TokenLookup:
     def of_new_row(self) -> int:
         """Return the fence 0 for a row whose resource has no name yet, because the database makes its key.
 
-        Later writes to the row in this transaction get the fence 0, too. The transaction needs all leases,
-        because it is unknown which of them guards the row.
+        Later writes to the row in this transaction get the fence 0, too. The transaction needs all held
+        leases, because it is unknown which of them guards the row.
         """
         if self._candidates or not self.does_without(None):
             self.need_some(is_new=True)

@@ -53,7 +53,7 @@ def fence_column(
         lease: `"optional"` allows writes under no lease: see `__fence_lease__`.
 
     Raises:
-        ValueError: `trigger` or `lease` has another value.
+        ValueError: `trigger` or `lease` has an unknown value.
     """
     install()
     marks = {**tables.FENCE_MARK, tables.TRIGGER_MARK: tables.check_trigger(trigger)}
@@ -80,7 +80,7 @@ class FencedModel:
     every UPDATE and DELETE that SQLAlchemy sends for the model's table has the condition
     `AND last_fencing_token <= :token`, with the token of the lease held (`fenced_lock`, `bind`). An UPDATE
     raises the fence to the token. Without a lease, the write is refused. Each write gives the row a new write
-    id. The unit of work writes an object only if the row was not written since the object was loaded, else it
+    id. The unit of work writes an object only if the row was not written since the object was loaded; else it
     raises `StaleReadError`. Both columns belong to the guard, which replaces or refuses assigned values.
 
     `__fence_resource__` says which lease guards a row. It is a format string over columns of the fenced

@@ -74,7 +74,7 @@ def on_undone(_session: Session, instance: object) -> None:
 
 
 def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> TokenLookup | None:
-    """Return the tokens of the flush that executes this statement; None if none does, or it is bypassed.
+    """Return the tokens of the flush that executes this statement; None without a flush, or if bypassed.
 
     Bulk operations are no flush, nor is what the program's listeners execute during one.
     """
@@ -118,8 +118,8 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     """Listen to the unit of work of a fenced model, and to its loads.
 
-    The mapper's events come last, just before an object's columns are read, so they see the changes of other
-    listeners and of cascades. With `retval`, SQLAlchemy calls our functions without a wrapper.
+    The mapper's listeners are called last, just before an object's columns are read, so they see the changes
+    of other listeners and of cascades. With `retval`, SQLAlchemy calls our functions without a wrapper.
     """
     watch = _Watch(mapper, fenced)
     for name in ("before_insert", "after_insert", "before_update", "before_delete"):
@@ -196,7 +196,7 @@ class _Watch:
 
     def _tokens(self, connection: Connection, state: _State) -> TokenLookup | None:
         session = state.session
-        assert session is not None  # noqa: S101  an object that is being flushed has one
+        assert session is not None  # noqa: S101  an object that is being flushed has a session
         tokens = _tokens(session, connection, self._fenced)
         if tokens is not None:
             tokens.leases.shard = state.identity_token
@@ -307,7 +307,7 @@ def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: d
 def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
     """Note the id of a loaded row, and whether it contradicts an assigned one; return the id to keep."""
     if type(before) is Stamp and found == before.loaded:
-        return before  # the object is being written, and the row is not yet
+        return before  # the object is being flushed, but its row was not written yet
     was_assigned = type(before) is int and state.committed_state.get(WRITE_COLUMN) is NO_VALUE
     context.attributes[WRITE_COLUMN, state] = found, was_assigned and before != found
     return found

@@ -53,7 +53,7 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
 MAX_RESULT: Final = 65_536
-"""The most characters of a result's JSON, which is ASCII, so these are bytes."""
+"""The most bytes of a result's JSON, which is ASCII."""
 
 _schemas: set[str | None] = set()
 """The schemas with which `receipt_table` was called; None stands for the default schema."""
@@ -110,7 +110,7 @@ class Receipt:
 
     Attributes:
         key: the key, as given to `once`.
-        done: whether the work was done before, or earlier in this transaction. If so, return `result`.
+        done: whether the work was done before, or earlier in this transaction. Then only return `result`.
     """
 
     __slots__ = ("_result", "done", "is_changed", "key")
@@ -231,7 +231,7 @@ def once(
     receipt = Receipt(name, done=False)
     made[name] = connection, receipt
     transaction = its.get_transaction()
-    assert transaction is not None  # noqa: S101  it has just executed something
+    assert transaction is not None  # noqa: S101  the session has just executed a statement
     its.info[_RECEIPTS] = ref(transaction), made
     if not event.contains(Session, "before_commit", _store_results):
         event.listen(Session, "before_commit", _store_results)
@@ -291,7 +291,7 @@ def _insertion(table: Table, dialect: str) -> Insert:
     key = table.c.key
     insert = insert_into(table, dialect)
     if dialect in MYSQL:
-        # It updates nothing. INSERT IGNORE would leave shared locks in InnoDB, and two callers deadlock.
+        # This UPDATE changes nothing. After INSERT IGNORE, callers would deadlock on InnoDB's shared locks.
         nothing = func.if_(func.last_insert_id(1), key, key)
         return insert.on_duplicate_key_update(key=nothing)  # type: ignore[no-any-return]
     return insert.on_conflict_do_nothing(index_elements=["key"]).returning(key)  # type: ignore[no-any-return]

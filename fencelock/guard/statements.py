@@ -226,7 +226,7 @@ def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], 
 def _check_sub_table(
     connection: Connection, statement: Any, base: FencedTable, rows: Rows, options: Options
 ) -> None:
-    """Refuse a write to a joined sub-table, unless a flush executes it that writes the fenced rows as well.
+    """Refuse a write to a joined sub-table, unless its flush writes the fenced rows as well.
 
     For a relationship of another model with `post_update`, a flush would write only the sub-table.
     """
@@ -297,7 +297,7 @@ def _new_row_token(tokens: TokenLookup, row: Row) -> int:
     template = tokens.fenced.template
     values: list[Any] = []
     for name, column in template.columns.items():
-        value = row.get(column.key, row.get(name))  # an INSERT may use the column's key or the attribute
+        value = row.get(column.key, row.get(name))  # an INSERT may use the column's or the attribute's name
         if value is None and isinstance(column.default, ScalarElementColumnDefault):
             value = column.default.arg
         if isinstance(value, BindParameter):

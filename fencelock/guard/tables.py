@@ -1,4 +1,4 @@
-"""Which tables are fenced, and which resource guards each of their rows. Nothing here executes anything.
+"""Knows which tables are fenced, and which resource guards each of their rows; executes no SQL.
 
 The guard keeps its facts about a table in `Table.info`. They live as long as the table, and `to_metadata`
 copies them. "order:1" and "order:01" are two leases, so a value that names a resource is refused if the
@@ -291,7 +291,7 @@ def check_trigger(wanted: object) -> FenceTrigger:
 
 
 def check_lease(wanted: object) -> FenceLease:
-    if wanted == "required" or wanted == "optional":  # noqa: PLR1714  mypy understands it so
+    if wanted == "required" or wanted == "optional":  # noqa: PLR1714  mypy understands only this form
         return wanted
     raise ValueError(f"whether a write needs a lease is 'required' or 'optional', not {wanted!r}")
 
@@ -346,7 +346,7 @@ def check_write_column(table: Table, owner: str) -> None:
 def template_of(
     table: Table, owner: str, attributes: Mapping[str, Column[Any]] | None = None, said: str | None = None
 ) -> ResourceTemplate:
-    """Return the template of a table's resources: `said` by the model, else that of the fence column."""
+    """Return the template of a table's resources: `said` (by a model), else that of the fence column."""
     attributes = dict(table.c.items()) if attributes is None else attributes
     template: Any = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
     if template is None:

@@ -1,7 +1,7 @@
 """Refuses textual SQL that may write to a fenced table, unless `fenced_text` has made it.
 
 `do_execute` sees every statement first. It looks for words, and parses nothing. If it cannot tell strings
-from code, their words count, too.
+from code, the words in strings count, too.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ _written_before: Final = lru_cache(maxsize=1000)(_written)
 
 
 def _bare(text: str, kept: str = '"`') -> str | None:
-    """Return a text without comments and strings; None if databases read it differently."""
+    """Return a text without comments and strings; None if databases read the text differently."""
     if len(text) > _LONG and text.rfind("/*") > text.rfind("*/"):  # else each "/*" costs a search to the end
         return None
     bare = _QUOTED.sub(

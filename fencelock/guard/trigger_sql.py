@@ -57,7 +57,7 @@ BEGIN
     RETURN NEW;
 END $fencelock$
 """,
-        # A row keeps its id if a trigger changes it after its transaction has written it.
+        # If this transaction has written a row, and another trigger changes the row now, it keeps its id.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (

@@ -24,7 +24,7 @@ KEYS_PER_QUERY: Final = 500
 
 @dataclass(eq=False, slots=True)
 class Verdict:
-    """Asks the database whether the guard has kept executions of a write from writing rows, and why."""
+    """Asks the database whether the guard's condition has kept a statement from writing rows, and why."""
 
     form: GuardedStatement
     rows: Sequence[Row]
@@ -155,7 +155,7 @@ class Verdict:
         return StaleReadError(fenced.name, known, token, current, accepted[0])
 
     def _missing_rows(self, present: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
-        """Return the error for objects whose rows are gone or changed; None if the models allow this."""
+        """Return the error for objects whose rows are gone or changed; None if a model lets DELETEs miss."""
         fenced = self.form.fenced
         if not self.form.assigns and not all(each.confirm_deleted_rows for each in fenced.mappers()):
             return None

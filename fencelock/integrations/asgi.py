@@ -1,4 +1,4 @@
-"""Binds the fencing tokens of a caller for each HTTP request of an ASGI application.
+"""Binds the fencing tokens of the caller during each HTTP request of an ASGI application.
 
 A client that sets the header can write with any token. Accept the header only from trusted services, and
 remove it from other requests.

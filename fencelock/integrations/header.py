@@ -21,7 +21,7 @@ def to_header(leases: Iterable[Lease]) -> str:
     ```
 
     Raises:
-        ValueError: it would be longer than `MAX_LENGTH`.
+        ValueError: the value would be longer than `MAX_LENGTH`.
     """
     text = ";".join(lease.to_header() for lease in leases)
     if len(text) > MAX_LENGTH:
@@ -33,14 +33,14 @@ def to_header(leases: Iterable[Lease]) -> str:
 
 
 def from_header(text: str) -> tuple[Lease, ...]:
-    """Return the leases that a header names; none for an empty one.
+    """Return the leases that a header names; none for an empty header.
 
     ```python
     order, stock = from_header("order:1=123;stock:7=45")
     ```
 
     Raises:
-        ValueError: the text is not that of a header, is too long, or names a resource twice.
+        ValueError: the text is no such header, is too long, or names a resource twice.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(f"{HEADER} has {len(text)} bytes, and at most {MAX_LENGTH} are read")

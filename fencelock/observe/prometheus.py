@@ -6,7 +6,7 @@ from fencelock.observe import prometheus
 prometheus.instrument()
 ```
 
-It also works in the multiprocess mode of `prometheus_client` (gunicorn, Celery's prefork pool). Set
+This also works in the multiprocess mode of `prometheus_client` (gunicorn, Celery's prefork pool). Set
 PROMETHEUS_MULTIPROC_DIR before anything imports `prometheus_client`, as its documentation says.
 """
 
@@ -165,7 +165,7 @@ class Metrics:
         self._mutex = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Note an event to be counted later; at once with an error, whose traceback keeps objects alive."""
+        """Note an event to be counted later; with an error, at once: a traceback keeps objects alive."""
         self._later.append(event)
         if len(self._later) < _BATCH and getattr(event, "error", None) is None:
             return

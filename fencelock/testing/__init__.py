@@ -49,7 +49,7 @@ _PATIENCE: Final = 5.0
 def temporary_authority(folder: str | os.PathLike[str]) -> Iterator[Database]:
     """Let an SQLite file in a folder grant the locks of this process, and of processes that it starts.
 
-    In the block, this file is the default authority, and FENCELOCK_URL names it. Both are restored after it.
+    In the block, this file is the default authority, and FENCELOCK_URL names it. Afterwards, both are reset.
 
     A test may run in an outer transaction that it rolls back, so that its sessions commit only savepoints. In
     the block, such a session needs its leases only until its own commit or rollback.
@@ -199,7 +199,7 @@ def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWri
     Raises:
         TypeError: the model is not fenced.
         ValueError: `identity` is no primary key of the model.
-        sqlalchemy.exc.NoResultFound: when the block is entered, and there is no such row.
+        sqlalchemy.exc.NoResultFound: at the beginning of the block, if there is no such row.
     """
     return StaleWriter(target, model, identity)
 
