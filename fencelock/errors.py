@@ -14,7 +14,7 @@ FencelockError
 │   └── LeaseTableMissingError                 the database has no table of leases: run a migration
 ├── ReceiptMismatchError                       a key of `once` belongs to another request; .key
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
-    ├── StaleTokenError                        the row has a larger token; .table .identity .token .current
+    ├── StaleTokenError                        the row's fence is larger; .table .identity .token .current
     │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
     ├── CommitInDoubtError                     the outcome of the last COMMIT is unknown
     └── UnfencedWriteError                     no lease guards this write
@@ -293,4 +293,4 @@ class CommitInDoubtError(FenceError):
 
 
 class UnfencedWriteError(FenceError):
-    """A write to a fenced table lacks its lease. It was not sent to the database, or a trigger refused it."""
+    """A write to a fenced table lacks the lease that guards the row. That row was not written."""

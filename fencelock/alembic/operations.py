@@ -115,7 +115,7 @@ class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
     def add_fence(
         cls, operations: Operations, table_name: str, *, trigger: bool = False, schema: str | None = None
     ) -> None:
-        """Add the column `last_fencing_token` to a table, with 0 in every row. No database copies the table.
+        """Add the column `last_fencing_token`, with 0 in every row. No database rewrites the table.
 
         Args:
             operations: given by Alembic.
@@ -144,7 +144,7 @@ class DropFenceOp(FenceOperation, name="drop_fence", opposite="add_fence"):
 
 
 class AddWriteIdOp(FenceOperation, name="add_write_id", opposite="drop_write_id"):
-    """Add the column `last_write_id` to a table, with 0 in every row. No database copies the table."""
+    """Add the column `last_write_id`, with 0 in every row. No database rewrites the table."""
 
 
 class DropWriteIdOp(FenceOperation, name="drop_write_id", opposite="add_write_id"):

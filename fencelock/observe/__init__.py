@@ -1,7 +1,7 @@
 """Events, metrics and spans of locks and fences.
 
 Call `on_event` to get events; `fencelock.observe.prometheus` and `fencelock.observe.otel` make metrics and
-spans of them. Locks and the guard do not import these modules. Without a listener, events cost nothing.
+spans of them. Locks and the guard import none of these modules. Without a listener, events cost very little.
 """
 
 from fencelock._events import (
