@@ -1,4 +1,4 @@
-"""fencelock: locks that mint fencing tokens, and a database that refuses stale writers."""
+"""fencelock: locks that mint fencing tokens, and a guard that makes the database refuse stale writers."""
 
 import typing as _typing
 
@@ -143,7 +143,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Return a class that needs an extra, and is not in `__all__`: `import *` loads what the core has."""
+    """Return `Etcd` or `ZooKeeper`. `__all__` lacks them, so that `import *` works without their extras."""
     if name in {"Etcd", "ZooKeeper"}:
         return _load(name)
     raise AttributeError(f"module 'fencelock' has no attribute {name!r}")

@@ -1,4 +1,4 @@
-"""`python -m fencelock` is the command line."""
+"""`python -m fencelock` runs the command line."""
 
 from fencelock.cli.app import main
 

@@ -3,31 +3,31 @@
 ```
 FencelockError
 ├── LockError
-│   ├── LockTimeoutError (also TimeoutError)   another held it until the timeout; .holder .holder_ttl
+│   ├── LockTimeoutError (also TimeoutError)   another kept the lock until the timeout; .holder .holder_ttl
 │   ├── LockLostError                          the lease ended before the work did
 │   └── NotHeldError                           release or extend of a lock that is not held
 ├── AuthorityError
-│   ├── QuorumError                            too few nodes, or no database, answered; .nodes: what each said
+│   ├── QuorumError                            too few nodes, or no database, answered; .nodes: their answers
 │   ├── NodesNotInitialisedError               the nodes hold no marker: run `fencelock init`
 │   ├── MembershipError                        nodes disagree on the list of nodes
-│   ├── CountersExhaustedError                 the nodes can count no further: begin the next epoch
-│   └── LeaseTableMissingError                 the database has no table of leases: migrate
-├── ReceiptMismatchError                       a key of `once` was used for something else; .key
+│   ├── CountersExhaustedError                 no token is left in this epoch: begin the next epoch
+│   └── LeaseTableMissingError                 the database has no table of leases: run a migration
+├── ReceiptMismatchError                       a key of `once` belongs to another request; .key
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
-    ├── StaleTokenError                        a newer holder has written; .table .identity .token .current
+    ├── StaleTokenError                        the row's fence is larger; .table .identity .token .current
     │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
     ├── CommitInDoubtError                     the outcome of the last COMMIT is unknown
     └── UnfencedWriteError                     no lease guards this write
 ```
 
-"Held by another", "too few nodes answered" and "the nodes refuse" are three errors, because a caller does
-three different things: wait, call an operator, fix the configuration.
+"Held by another", "too few nodes answered" and "the nodes refuse" are different errors, because a caller does
+different things after them: wait, call an operator, fix the configuration.
 
-Every error has `written`. False: after a rollback, nothing of the transaction is written. None: this cannot
-be known. docs/errors.md says what to do after each error.
+Every error has `written`. False: after a rollback, nothing of the transaction is written. None: this is
+unknown. docs/errors.md says what to do after each error.
 
 Bad arguments (a negative ttl, a malformed URL, an empty resource name) raise plain `ValueError` or
-`TypeError`. Every error survives `pickle`, so that it can cross a process boundary whole.
+`TypeError`. Every error can be pickled with its attributes, so that it can be sent to another process.
 """
 
 from __future__ import annotations
@@ -66,33 +66,32 @@ _OF_ANOTHER_LIFE = (
     ". Where new tokens are refused, too, what grants them has forgotten how far it had come: "
     "fencelock init --after-loss --database URL"
 )
-#: More tokens than are granted in a lifetime.
+#: A distance between two tokens that one authority never reaches in practice.
 _FAR = 1 << (COUNTER_BITS - 4)
 
 
 class FencelockError(Exception):
-    """Base class of all errors that fencelock raises, except those for bad arguments.
+    """Base class of all errors of fencelock, except those for bad arguments.
 
     Attributes:
         written: False: after a rollback, nothing of the transaction is written, so begin again if
-            docs/errors.md says so. None: this is unknown, so look first.
+            docs/errors.md says so. None: unknown, so read the rows first.
     """
 
     written: bool | None = False
 
 
 class LockError(FencelockError):
-    """Base class of the errors about one lock: about its holder, or its time."""
+    """Base class of the errors about one lock: another holder has it, it is lost, or it is not held."""
 
 
 class LockTimeoutError(LockError, TimeoutError):
     """Another holder kept the resource until the timeout.
 
     Attributes:
-        holder_ttl: seconds until the holder's lease ends unless it is renewed, as last reported; None if
-            contenders split the votes or were faster, so that no holder was known at the end.
-        holder: the process that held it (`host`, `pid`, `program`, `since`); None if it is unknown, and for
-            `try_acquire`.
+        holder_ttl: seconds until the holder's lease ends if it is not renewed, as last reported; None if no
+            holder was known at the end, because other callers split the votes or were faster.
+        holder: the process that held the resource (`host`, `pid`, `program`, `since`); None if it is unknown.
     """
 
     def __init__(
@@ -106,9 +105,9 @@ class LockTimeoutError(LockError, TimeoutError):
 class LockLostError(LockError):
     """The lease ended before the work did: another holder may have taken the resource meanwhile.
 
-    If a statement raises it, nothing was sent to the database, and the transaction can only be rolled back.
-    Leaving a block raises it only if the guard has seen no COMMIT under the lease, or cannot know the outcome
-    of a transaction.
+    If a statement raises it, the statement was not sent, and the transaction can only be rolled back. The end
+    of a block raises it only if the guard has seen no COMMIT under the lease, or cannot know the outcome of a
+    transaction.
 
     Attributes:
         written: False if the guard refused a statement, or saw every transaction of the lease rolled back.
@@ -125,7 +124,7 @@ class NotHeldError(LockError):
 
 
 class AuthorityError(FencelockError):
-    """The authority could not grant or release, or must not."""
+    """The authority (nodes, database, etcd or ZooKeeper) could not grant or release a lease, or must not."""
 
 
 class QuorumError(AuthorityError):
@@ -143,7 +142,7 @@ class QuorumError(AuthorityError):
 class NodesNotInitialisedError(AuthorityError):
     """The nodes are blank and must be initialised; the message has the command.
 
-    This is an explicit step, because a node that lost its memory looks like a new one.
+    Initialising is an explicit step, because a node that has lost its data looks like a new node.
     """
 
 
@@ -152,20 +151,20 @@ class MembershipError(AuthorityError):
 
 
 class CountersExhaustedError(AuthorityError):
-    """The nodes can count no further in this epoch. The message says how to begin the next."""
+    """The nodes have no token left in this epoch. The message says how to begin the next epoch."""
 
 
 class LeaseTableMissingError(AuthorityError):
-    """The database has no table of leases. The message says how to make it."""
+    """The database has no table of leases. The message says how to create it."""
 
 
 class ReceiptMismatchError(FencelockError):
-    """The key of a receipt was used for something else: its fingerprint is another one.
+    """The key of a receipt belongs to another request, because the fingerprints differ.
 
     The transaction can only be rolled back.
 
     Attributes:
-        key: the key.
+        key: the key, as given to `once`.
     """
 
     written: bool | None = False
@@ -182,20 +181,20 @@ class ReceiptMismatchError(FencelockError):
 
 
 class FenceError(DontWrapMixin, FencelockError):
-    """The storage guard refused a write. The transaction must be rolled back."""
+    """The guard refused a write or a transaction, or does not know the outcome of a COMMIT: roll back."""
 
 
 class StaleTokenError(FenceError):
     """The row has been claimed or written under a larger token: this holder's lease is over.
 
-    Writes and claims raise it. Nothing of the transaction (or of the innermost savepoint) can be committed
-    then. Until a rollback, every statement and every COMMIT in it raises SQLAlchemy's `PendingRollbackError`,
-    which names this refusal.
+    Writes and claims raise it. Then nothing of the transaction (or of the innermost savepoint) can be
+    committed. Until it is rolled back, every statement and every COMMIT raises SQLAlchemy's
+    `PendingRollbackError`, which names this refusal.
 
     Attributes:
         table: name of the table.
         identity: primary key of the row, as a tuple; None if the statement named many rows.
-        token: the fencing token that was refused; 0 if the trigger of an SQLite table did not say.
+        token: the fencing token that was refused; 0 if an SQLite trigger, which names no token, refused it.
         current: the row's fence; None if it could not be read any more.
     """
 
@@ -227,7 +226,7 @@ class StaleTokenError(FenceError):
 
     @property
     def _is_of_another_life(self) -> bool:
-        """Whether the fence is so far above the token that one authority cannot have granted both."""
+        """Whether the fence has a later epoch than the token, or is too far above it for one authority."""
         if self.current is None or not self.token:
             return False
         ahead = self.current - self.token
@@ -235,15 +234,15 @@ class StaleTokenError(FenceError):
 
 
 class StaleReadError(StaleTokenError):
-    """The row was written after this object was loaded, so the object is out of date.
+    """The row was written or deleted after the object was loaded, so the object is out of date.
 
     The lease may still be valid. As after any `StaleTokenError`, begin again and load the row again.
 
     Attributes:
         table: name of the table.
         identity: primary key of the row, as a tuple; None if the statement named many rows.
-        token: the fencing token of the write; 0 if it was under no lease.
-        current: the row's fence now; None if the row is gone, or was not looked at.
+        token: the fencing token of the write; 0 if the write was under no lease.
+        current: the row's fence now; None if the row is gone, or was not read.
         loaded: the row's `last_write_id` when the object was loaded; -1 if the object mixes two versions;
             None if it is unknown.
     """
@@ -284,14 +283,14 @@ class CommitInDoubtError(FenceError):
     """The outcome of a COMMIT is unknown: the transaction may be committed, or still be under way.
 
     The guard refuses more writes with this token. In this order: roll back; mint a new token with
-    `lock.remint()`; load the objects again. If the transaction is still under way, its row locks hold up your
-    write until it ends, and an object that you loaded before is refused. A statement compares no object, so
-    claim the row, or pass the gate, before it.
-    If the lock is released by then, as after `fenced_transaction`, lock again and look.
+    `lock.remint()`; load the objects again. If the transaction is still under way, its row locks block your
+    write until it ends, and then objects that you loaded before its end are refused. A statement without
+    objects has nothing to compare, so claim the row, or pass the gate, before you send it.
+    If the lock was released, as after `fenced_transaction`, acquire it again, and read the row.
     """
 
     written: bool | None = None
 
 
 class UnfencedWriteError(FenceError):
-    """A write to a fenced table without the lease that guards it. Nothing was sent to the database."""
+    """A write to a fenced table lacks the lease that guards the row. That row was not written."""

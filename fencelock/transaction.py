@@ -1,7 +1,7 @@
-"""`fenced_transaction`: lease, transaction, gate; then commit, release; in the right order.
+"""`fenced_transaction`: acquires the lock, begins a transaction, passes the gates, commits, and releases.
 
-Only this module joins the lock and the guard. The lease remembers a COMMIT whose answer was lost; then the
-body runs once more.
+This module joins the lock and the guard. A lease notes if the answer to a COMMIT was lost, and `run` then
+calls its body once more.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
     _S = typing_extensions.TypeVar("_S", bound=Session, default=Session)
     _A = typing_extensions.TypeVar("_A", bound="AsyncSession", default="AsyncSession")
-else:  # before Python 3.13, only checkers know of defaults
+else:  # before Python 3.13, a TypeVar of `typing` takes no default
     _S, _A = TypeVar("_S"), TypeVar("_A")
 
 _R = TypeVar("_R")
@@ -55,10 +55,10 @@ _LONGEST_PAUSE: Final = 2.0
 
 @dataclass(frozen=True, slots=True)
 class _Plan(Generic[_Made]):
-    """What a fenced transaction is to do."""
+    """The arguments of a fenced transaction, checked."""
 
-    make: Callable[[], _Made]  # a session, or the one that is shared
-    shared: bool  # others use the session before and after: it is not closed
+    make: Callable[[], _Made]  # returns a new session, or the shared one
+    shared: bool  # the program uses the session before and after, so it is not closed
     resources: tuple[str, ...]
     retries: int
     gate: bool
@@ -69,7 +69,7 @@ class _Plan(Generic[_Made]):
         if operator.index(self.retries) < 0:
             raise ValueError(f"retries is how often to run again, from 0, not {self.retries}")
         self.lock()  # checks the resources and the settings
-        # In one order, so that two that pass the same gates wait for each other instead of deadlocking.
+        # Sorted, so that two transactions with the same gates wait for each other instead of deadlocking.
         object.__setattr__(self, "gates", tuple(sorted({*self.resources})) if self.gate else ())
 
     def lock(self) -> FencedLock[Any]:
@@ -80,7 +80,7 @@ class _Plan(Generic[_Made]):
             raise TypeError("a `with` block cannot be run again: give its body to run(), or drop retries")
 
     def pause_before(self, attempt: int, lock: FencedLock[Any]) -> float | None:
-        """Return how long to pause before that attempt; None to make none."""
+        """Return how many seconds to pause before this attempt; None if the attempt must not be made."""
         if attempt > self.retries or not any(lease.in_doubt for lease in lock.leases):
             return None
         return 0.0 if attempt == 1 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (attempt - 2))
@@ -88,10 +88,10 @@ class _Plan(Generic[_Made]):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Open:
-    """A transaction that has passed its gates, while its block runs."""
+    """A fenced transaction whose block is running."""
 
-    session: Any  # as the block has got it
-    owner: object  # the thread, task or greenlet
+    session: Any  # the session of the block: a Session or an AsyncSession
+    owner: object  # the thread, task or greenlet that runs the block
     resources: tuple[str, ...]
 
 
@@ -99,9 +99,10 @@ _open: list[_Open] = []
 
 
 def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
-    """Return the session of an outer block that the new block becomes a part of; None if there is none.
+    """Return the session of the outer block that a new block must join; None if there is no such block.
 
-    It is of the same thread, task or greenlet, and for one of the same resources: the new block would wait.
+    Both have the same owner and a resource in common. In a session of its own, the new block would wait for
+    the outer block for ever.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):
@@ -119,7 +120,7 @@ def _pool_of(session: Any) -> object:
     try:
         return session.get_bind(clause=update(FENCES)).engine.pool
     except UnboundExecutionError:
-        return session  # it has several databases, and is one's own transaction only
+        return session  # with several databases, only this very session counts as the same pool
 
 
 @contextmanager
@@ -136,7 +137,7 @@ def _noted(session: object, plan: _Plan[Any]) -> Iterator[None]:
 def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
     """Run a block in a transaction that has passed the gates; yield its session.
 
-    Coroutines enter and leave it by `AsyncSession.run_sync`.
+    Coroutines enter and leave this context by `AsyncSession.run_sync`.
     """
     if (outer := _outer(plan, made)) is not None:
         with _blocking(outer).begin_nested():
@@ -156,12 +157,12 @@ def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
         with _only_this_transaction(session, plan.gates), _noted(made, plan):
             yield made
             if _has_work(session):
-                session.flush()  # its errors are none of the COMMIT
+                session.flush()  # before _telling_doubt, because an error of the flush leaves no doubt
                 with _telling_doubt(plan.resources):
                     session.commit()
     finally:
         if plan.shared:
-            session.rollback()  # what was not committed
+            session.rollback()  # ends its transaction, because a shared session is not closed
 
 
 def _blocking(session: Any) -> Session:
@@ -175,7 +176,7 @@ def _pass_gates(session: Session, plan: _Plan[Any]) -> None:
 
 
 class _Blocks(Generic[_Block]):
-    """The open blocks of one object, which threads or tasks may share, and which of these entered each."""
+    """The open blocks of one fenced transaction, each with the thread, task or greenlet that entered it."""
 
     __slots__ = ("_open",)
 
@@ -186,10 +187,10 @@ class _Blocks(Generic[_Block]):
         self._open.append((current_owner(), block))
 
     def take(self) -> _Block:
-        """Return the block to leave: the last one of this thread, task or greenlet, or the only one open.
+        """Remove and return the block to leave: the last of this thread, task or greenlet, or the only one.
 
-        Frameworks may leave a generator in another thread. If several blocks are open then, it is unknown
-        which one to commit.
+        A framework may leave a generator in another thread. If several blocks are open then, RuntimeError is
+        raised.
         """
         entries = tuple(self._open)
         owner = current_owner()
@@ -205,7 +206,7 @@ class _Blocks(Generic[_Block]):
 
 @contextmanager
 def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator[None]:
-    """Refuse a second transaction in the block: it would lack the gates, or the locks."""
+    """Refuse a second transaction in the block, because it would not have passed the gates."""
 
     def refuse(_: Session, transaction: SessionTransaction) -> None:
         if transaction.parent is None:
@@ -244,12 +245,12 @@ def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
 
 
 def _has_work(session: Session) -> bool:
-    """Tell whether there is work to commit: not if the body committed, and did nothing since."""
+    """Return False if nothing is left to commit, because the body has committed, and done nothing since."""
     return session.in_transaction() or any((session.new, session.dirty, session.deleted))
 
 
 class FencedTransaction(Generic[_S]):
-    """What `fenced_transaction` returns for blocking code: a context manager, with `run`."""
+    """A `fenced_transaction` for blocking code: enter it with `with`, or call `run`."""
 
     def __init__(self, plan: _Plan[_S]) -> None:
         self._plan = plan
@@ -275,11 +276,11 @@ class FencedTransaction(Generic[_S]):
 
         If the connection is lost and the outcome of the COMMIT is unknown, a new token is minted, the gates
         are passed with it, and the body is called again, up to `retries` times. The first call's work may
-        have been committed, so the body must look: the simplest way is `once`. Without gates, an object that
-        the second call loaded before that commit is refused with `StaleReadError`.
+        have been committed, so the body must check this, most simply with `once`. Without gates, the first
+        COMMIT may come after the second call has loaded an object. `StaleReadError` refuses this object.
 
         Returns:
-            What `body` returned.
+            The value that `body` returned.
 
         Raises:
             CommitInDoubtError: the outcome of the COMMIT is unknown, and no retries are left.
@@ -313,7 +314,7 @@ class FencedTransaction(Generic[_S]):
 
 
 class AsyncFencedTransaction(Generic[_A]):
-    """What `fenced_transaction` returns for coroutines: for `async with`, with `await …run(body)`."""
+    """A `fenced_transaction` for coroutines: enter it with `async with`, or await `run`."""
 
     def __init__(self, plan: _Plan[_A]) -> None:
         self._plan = plan
@@ -411,35 +412,35 @@ def fenced_transaction(
 def fenced_transaction(
     session: Any, /, *resources: str, retries: int = 0, gate: bool = True, **settings: Unpack[AllLockSettings]
 ) -> FencedTransaction[Any] | AsyncFencedTransaction[Any]:
-    """Return a transaction under a lock, to be entered with `with` or `async with`; it yields the session.
+    """Return a transaction under a lock. Enter it with `with` or `async with`; it yields the session.
 
     In this order: the lock is acquired; a session begins its transaction, and passes the gate of each
     resource; the body runs; the transaction is committed, or rolled back if the body raised; the session is
-    closed; the lock is released. No older holder that passes the gate, too, can write between the body's
-    reads and its writes, new rows included. If an older holder does not pass it and writes a row that the
+    closed; the lock is released. An older holder that passes the same gate cannot write between the body's
+    reads and its writes, not even new rows. If an older holder passes no gate and writes a row that the
     body has read, the body's write of that row raises `StaleReadError`.
 
-    A block for one of the same resources, on the same engine and in the same thread, task or greenlet, may
-    stand inside. It yields the same session, as a savepoint, and is committed with the outer block. Meanwhile
-    other sessions of this thread, task or greenlet cannot write to the database under the lease
-    (`FenceError`). If the isolation keeps a snapshot (MariaDB's default), the inner block can lock no further
-    resources: `StaleReadError`.
+    Blocks may be nested, for one of the same resources, on the same engine, and in the same thread, task or
+    greenlet. The inner block yields the outer block's session, in a savepoint, and is committed with it.
+    Meanwhile other sessions of this thread, task or greenlet cannot pass the same gates (`FenceError`). If
+    the isolation keeps a snapshot (MariaDB's default), an inner block that locks a further resource raises
+    `StaleReadError`.
 
     Args:
-        session: a `sessionmaker`, a `scoped_session` or an `Engine`; for coroutines their asyncio twins. A
-            scoped session must not have a transaction open, and is not closed afterwards.
-        *resources: what to lock.
-        retries: how often `run` calls its body again after a COMMIT in doubt. A `with` block has one body
-            and one run, so it takes no retries.
+        session: a `sessionmaker`, a `scoped_session` or an `Engine`; for coroutines, an asyncio class of the
+            same kind. A scoped session must not have a transaction open, and is not closed afterwards.
+        *resources: the names of the resources to lock.
+        retries: how often `run` calls its body again after a COMMIT in doubt. A `with` block cannot run its
+            body again, so it takes no retries.
         gate: whether to pass the gates, for which the database needs the fence table (`fence_table`). Without
-            gates, claim before you read.
-        **settings: those of the lock: see `fenced_lock`.
+            gates, claim rows before you read them.
+        **settings: the settings of the lock: see `fenced_lock`.
 
     Raises:
-        CommitInDoubtError: as the block is left, if the answer to its COMMIT was lost.
-        FenceError: if the body goes on after its transaction has ended, or would wait for another open
-            transaction of the same thread, task or greenlet.
-        TypeError: for arguments of the wrong kind, and for retries with a `with` block. Entering raises what
+        CommitInDoubtError: at the end of the block, if the answer to its COMMIT was lost.
+        FenceError: if the body works on after its transaction has ended, if a scoped session has a
+            transaction open, or if a gate would wait for another transaction of this thread or task.
+        TypeError: for arguments of the wrong type, and for retries with a `with` block. Entering raises what
             `FencedLock.acquire` and `gate` raise.
         ValueError: for arguments out of range.
 
@@ -462,7 +463,7 @@ def fenced_transaction(
 def transaction_of(
     source: Any, resources: tuple[str, ...], *, retries: int, gate: bool, settings: AllLockSettings
 ) -> FencedTransaction[Any] | AsyncFencedTransaction[Any]:
-    """Return a fenced transaction in a session of `source`. A session itself is used, and is not closed."""
+    """Return a fenced transaction in a session that `source` makes. A session as `source` is not closed."""
     make, shared = source, isinstance(source, scoped_session) or is_async_scoped(source)
     if isinstance(source, Session) or is_async_session(source):
         make, shared = (lambda: source), True

@@ -1,9 +1,9 @@
-"""Fences in Alembic: operations for migrations, and an autogenerate that knows them.
+"""Fences in Alembic: operations for migrations, which autogenerate knows.
 
-Alembic 1.18 or later finds the plugin by itself. With an earlier one, `env.py` calls
-`fencelock.alembic.plugin.register()`.
-`alembic revision --autogenerate` writes the operations. `alembic check` notices a missing one, a
-trigger that SQLite's batch mode has dropped included.
+Alembic 1.18 or later finds the plugin itself. With an earlier version, call
+`fencelock.alembic.plugin.register()` in `env.py`.
+`alembic revision --autogenerate` writes the operations. `alembic check` reports missing operations, also if
+SQLite's batch mode has dropped a trigger.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = [
     "drop_write_id",
 ]
 
-# The operations as functions: type checkers do not know what a plugin adds to `alembic.op`.
+# The operations as functions, because type checkers do not know the names that a plugin adds to `alembic.op`.
 
 
 def _do(name: str, *table: str, **options: Any) -> None:
-    from alembic import op  # noqa: PLC0415 - this package is loaded while Alembic is
+    from alembic import op  # noqa: PLC0415 - Alembic loads this package during its own import
 
     getattr(op, name)(*table, **options)
 

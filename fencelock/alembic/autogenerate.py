@@ -1,4 +1,4 @@
-"""What autogenerate and `alembic check` find: fences, write ids, triggers, and fencelock's own tables."""
+"""Compares fences, write ids, triggers and fencelock's own tables, for autogenerate and `alembic check`."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
     from alembic.operations.ops import UpgradeOps
 
-#: What a comparator returns, so that others compare, too; since Alembic 1.18.
+#: The result with which a comparator lets other comparators run, too; since Alembic 1.18.
 _CONTINUE: Final = getattr(getattr(util, "PriorityDispatchResult", None), "CONTINUE", None)
 
 
@@ -66,7 +66,7 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
     wanted = False if in_model is None else _wanted(in_model)
     found = _found(context, table_name, schema) if in_database is not None else False
     if _comes_or_goes(in_database, in_model) and {True, "strict"}.isdisjoint((wanted, found)):
-        pass  # the trigger comes or goes with the column
+        pass  # the operation that adds or drops the column does the same with the trigger
     elif wanted and wanted != found:
         changes.ops.append(CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found))
     elif found and not wanted:
@@ -75,7 +75,7 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
 
 
 def _wanted(table: Table) -> FoundTrigger:
-    """Return the trigger that a table is to have; without the column it can give no write ids."""
+    """Return the trigger that a table should have. Without `last_write_id`, it sets no write ids."""
     wanted = trigger_of(table)
     return "fence" if wanted is True and WRITE_COLUMN not in table.c else wanted
 
@@ -96,16 +96,16 @@ def _found(context: AutogenContext, table_name: str, schema: str | None) -> Foun
 
 
 def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]) -> object:
-    """Replace what was found by fencelock's operations, outside of batches (which copy tables on SQLite).
+    """Replace the found changes by fencelock's operations, outside of batches (which copy tables on SQLite).
 
-    An operation that drops something comes before the other changes of its table, and one that adds something
-    after them. So the downgrade has the right order, too.
+    Operations that drop something come before the other changes of their table, and operations that add
+    something come after these. So the reversed order of the downgrade is right, too.
     """
     upgrade.ops[:] = [said for op in upgrade.ops for said in _translated(context, op)]
     return _CONTINUE
 
 
-#: A trigger comes after its columns, and goes before them.
+#: A trigger is created after its columns, and dropped before them.
 _ORDER: Final[tuple[type[FenceOperation], ...]] = (
     DropFenceTriggerOp,
     DropWriteIdOp,
@@ -125,7 +125,7 @@ _OWN = {
 
 def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
     if isinstance(op, CreateTableOp | DropTableOp) and op.table_name in OWN_TABLES:
-        # No model may know of the table of leases: `fencelock init` has made it.
+        # The table of leases is never dropped. It may be in no model, because `fencelock init` has made it.
         if (own := _OWN.get((op.table_name, type(op)))) is not None:
             yield own(op.table_name, schema=op.schema)
             if own is CreateFenceTableOp:
@@ -152,9 +152,9 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
 
 
 def _restored(context: AutogenContext, op: ModifyTableOps) -> Iterator[FenceOperation]:
-    """Yield the operations that make a trigger again after a batch has copied its table, as on SQLite.
+    """Yield the operations that create a trigger again after a batch has copied its table, as on SQLite.
 
-    They also come before the batch. So the downgrade has them after its batch, which drops the column.
+    They are also put before the batch, because the downgrade reverses the order, and copies the table, too.
     """
     is_copied = any(not isinstance(each, CreateIndexOp | DropIndexOp) for each in op.ops)
     is_batch = context.opts.get("render_as_batch") and context.dialect is not None

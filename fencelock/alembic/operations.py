@@ -1,9 +1,9 @@
 """`op.add_fence` and the other operations of migrations.
 
-An operation does the same in every version of fencelock, because migrations are history. If a later version
-needs something else, that is a new operation, which autogenerate finds.
+An operation does the same in every version of fencelock, so that old migrations keep their effect. If a later
+version needs another effect, it gets a new operation, which autogenerate finds.
 
-Alembic loads plugins while it is half imported itself, so its innermost modules are imported here.
+Alembic loads plugins during its own import, so only Alembic's innermost modules are imported here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
 
 FoundTrigger: TypeAlias = FenceTrigger | Literal["fence"]
-"""A trigger of a database: "fence" is a plain one that gives no write ids, as `op.add_fence` makes it."""
+"""A trigger of a database: "fence" is a plain trigger that sets no write ids, as `op.add_fence` makes it."""
 
 _Operations: TypeAlias = Operations | BatchOperations
 
@@ -46,14 +46,14 @@ OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {
     LEASE_TABLE: lease_table,
     RECEIPT_TABLE: receipt_table,
 }
-"""How each of fencelock's own tables is defined."""
+"""The functions that define fencelock's own tables, by the names of the tables."""
 
 
 class FenceOperation(MigrateOperation):
     """One operation on a table.
 
-    A subclass gives its name, and that of the operation that reverses it. Without a method of that name, it
-    is `op.NAME(table_name, schema=None)`, or `op.NAME(schema=None)` for one of fencelock's tables.
+    A subclass has a name, and the name of the operation that reverses it. Unless it has a method of its name,
+    call it as `op.NAME(table_name, schema=None)`, or as `op.NAME(schema=None)` for one of fencelock's tables.
     """
 
     name: ClassVar[str]
@@ -70,8 +70,8 @@ class FenceOperation(MigrateOperation):
         table_name: str,
         *,
         schema: str | None = None,
-        trigger: FoundTrigger = False,  # that is made, or that is dropped
-        replaces: FoundTrigger = False,  # that the table had before
+        trigger: FoundTrigger = False,  # the trigger that is created or dropped
+        replaces: FoundTrigger = False,  # the trigger that the table had before
     ) -> None:
         self.table_name: str = table_name
         self.schema: str | None = schema
@@ -90,7 +90,7 @@ class FenceOperation(MigrateOperation):
         return kind(self.table_name, schema=self.schema, trigger=trigger)
 
     def to_diff_tuple(self) -> tuple[Any, ...]:
-        """Return how `alembic check` shows it."""
+        """Return the tuple that `alembic check` prints for this operation."""
         return (self.name, self.schema, self.table_name, self.trigger)
 
 
@@ -109,20 +109,20 @@ def _operation(name: str, doc: str | None, own: str) -> Callable[..., None]:
 
 
 class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
-    """The column `last_fencing_token`, and a plain trigger if one is wanted."""
+    """Add the column `last_fencing_token`, and a trigger if `trigger` is True."""
 
     @classmethod
     def add_fence(
         cls, operations: Operations, table_name: str, *, trigger: bool = False, schema: str | None = None
     ) -> None:
-        """Give a table the column `last_fencing_token`, 0 in every row. No database rewrites the table.
+        """Add the column `last_fencing_token`, with 0 in every row. No database rewrites the table.
 
         Args:
             operations: given by Alembic.
-            table_name: the table.
-            trigger: True to add a trigger that refuses whatever lowers a fence. Others need write ids:
-                call `op.add_write_id`, and then `op.create_fence_trigger`.
-            schema: where the table is.
+            table_name: the name of the table.
+            trigger: True to add a trigger that refuses to lower a fence. Other triggers need write ids: call
+                `op.add_write_id`, and then `op.create_fence_trigger`.
+            schema: the schema of the table.
 
         Raises:
             ValueError: `trigger` is neither True nor False.
@@ -144,7 +144,7 @@ class DropFenceOp(FenceOperation, name="drop_fence", opposite="add_fence"):
 
 
 class AddWriteIdOp(FenceOperation, name="add_write_id", opposite="drop_write_id"):
-    """Give a table the column `last_write_id`, which is 0 in every row; no database rewrites the table."""
+    """Add the column `last_write_id`, with 0 in every row. No database rewrites the table."""
 
 
 class DropWriteIdOp(FenceOperation, name="drop_write_id", opposite="add_write_id"):
@@ -168,10 +168,10 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite
 
         Args:
             operations: given by Alembic.
-            table_name: the table.
+            table_name: the name of the table.
             strict: refuse an UPDATE that changes neither fence nor write id (`__fence_trigger__ = "strict"`).
-            ids: give a new write id to each UPDATE that brings none (`__fence_trigger__ = True`).
-            schema: where the table is.
+            ids: set a new write id in each UPDATE that has none (`__fence_trigger__ = True`).
+            schema: the schema of the table.
         """
         trigger: FoundTrigger = "strict" if strict else True if ids else "fence"
         operations.invoke(cls(table_name, schema=schema, trigger=trigger))
@@ -182,7 +182,7 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite
 
 
 class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger", opposite="create_fence_trigger"):
-    """Drop the trigger, whichever it is. The columns stay, and so does the guard in Python."""
+    """Drop the table's trigger, of any form. The columns stay, and the guard in Python goes on working."""
 
     def reverse(self) -> MigrateOperation:
         return CreateFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.trigger or "fence")
@@ -191,7 +191,7 @@ class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger", opposite="cr
 class CreateFenceTableOp(
     FenceOperation, name="create_fence_table", opposite="drop_fence_table", own=FENCE_TABLE
 ):
-    """Make the table `fencelock_fences`; call `op.add_write_id("fencelock_fences")` next."""
+    """Create the table `fencelock_fences`; call `op.add_write_id("fencelock_fences")` next."""
 
 
 class DropFenceTableOp(
@@ -203,7 +203,7 @@ class DropFenceTableOp(
 class CreateLeaseTableOp(
     FenceOperation, name="create_lease_table", opposite="drop_lease_table", own=LEASE_TABLE
 ):
-    """Make the table `fencelock_leases`, as `fencelock.lease_table` describes it."""
+    """Create the table `fencelock_leases`, as `fencelock.lease_table` describes it."""
 
 
 class DropLeaseTableOp(
@@ -215,7 +215,7 @@ class DropLeaseTableOp(
 class CreateReceiptTableOp(
     FenceOperation, name="create_receipt_table", opposite="drop_receipt_table", own=RECEIPT_TABLE
 ):
-    """Make the table `fencelock_receipts`, as `fencelock.receipt_table` describes it."""
+    """Create the table `fencelock_receipts`, as `fencelock.receipt_table` describes it."""
 
 
 class DropReceiptTableOp(
@@ -295,7 +295,7 @@ def _drop_trigger(operations: _Operations, op: FenceOperation) -> None:
 
 
 def _drop_renamed(operations: _Operations, op: FenceOperation) -> None:
-    """Drop the triggers that a renamed table has kept; a script (--sql) cannot know of them."""
+    """Drop the triggers that a renamed table has kept; without a connection (--sql) they are unknown."""
     if not operations.migration_context.as_sql:
         connection = operations.get_bind()
         _execute(operations, triggers.drop_renamed(connection, op.table_name, schema=op.schema))
@@ -309,8 +309,8 @@ def _create_table(operations: Operations, op: FenceOperation) -> None:
     convention = target.naming_convention if isinstance(target, MetaData) else None
     define = OWN_TABLES[op.table_name]
     table = CreateTableOp.from_table(define(MetaData(naming_convention=convention), schema=op.schema))
-    table.if_not_exists = op.table_name == LEASE_TABLE  # `fencelock init` may have been first
-    if op.table_name == FENCE_TABLE:  # as it was at first
+    table.if_not_exists = op.table_name == LEASE_TABLE  # `fencelock init` may have created it before
+    if op.table_name == FENCE_TABLE:  # as in the first version, which had no write ids
         its = table.columns
         table.columns = [each for each in its if not isinstance(each, Column) or each.name != WRITE_COLUMN]
     operations.invoke(table)
@@ -324,7 +324,7 @@ def _drop_table(operations: Operations, op: FenceOperation) -> None:
 
 
 def _execute(operations: _Operations, statements: Iterable[triggers.FenceDDL]) -> None:
-    """Execute the statements, or print them as the database's own client reads them."""
+    """Execute the statements; with --sql, print them in the form that the database's own client reads."""
     context = operations.migration_context
     for statement in statements:
         if context.as_sql and context.dialect.name in MYSQL:
@@ -343,7 +343,7 @@ def _render(context: AutogenContext, op: FenceOperation) -> str:
 
 
 def _free_migrations() -> None:
-    """Let migrations write fenced tables without a lease, on any engine."""
+    """Let migrations write to fenced tables without a lease, on any engine."""
     within = Operations.context
 
     @contextmanager
@@ -351,7 +351,7 @@ def _free_migrations() -> None:
         with unguarded(), within(migration_context) as operations:
             yield operations
 
-    setattr(Operations, "context", classmethod(context))  # noqa: B010  mypy knows no other way
+    setattr(Operations, "context", classmethod(context))  # noqa: B010  mypy refuses an assignment
 
 
 _free_migrations()

@@ -9,7 +9,7 @@ from typing import Annotated
 try:
     import typer
     from rich.console import Console
-except ImportError:  # pragma: no cover - reached by a test in an environment of its own
+except ImportError:  # pragma: no cover - a test reaches it in a separate environment
     sys.exit("the command line needs two more packages: pip install 'fencelock[cli]'")
 
 from fencelock.cli import doctor, init, locks, nodes, run
@@ -45,5 +45,4 @@ def _fencelock(
 
 
 def main() -> None:
-    """Run the command line."""
     app()

@@ -1,6 +1,6 @@
-"""What `fencelock doctor` finds in the settings of a database, and in the servers behind it.
+"""Finds problems for `fencelock doctor` in the settings of a database, and in its servers.
 
-If the role may not see a setting, nothing is found there.
+A setting that the role may not see is not reported.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _HANGS: Final = "a transaction that hangs keeps its rows locked for ever, unless
 _FORGETS: Final = "a crash may lose what was committed, leases and their tokens too"
 _ON_GALERA: Final = "a crash of all nodes of the cluster may lose what was committed"
 _IDLE: Final = "idle_in_transaction_session_timeout"
-#: How many nodes survive the loss of one.
+#: The smallest number of nodes that survive the loss of one node.
 _CLUSTER: Final = 3
 _FLUSH: Final = "innodb_flush_log_at_trx_commit"
 _MIXES: Final = "what a transaction locks and reads is new, beside older rows that it has read"
 
 
 class _Setting(NamedTuple):
-    """A setting with its bad values, and what to do about them."""
+    """A setting with its bad values, what they cause, and what to do about them."""
 
     dialect: str
     name: str
@@ -56,7 +56,7 @@ SELECT count(*) FROM pg_stat_replication AS r WHERE state IS DISTINCT FROM 'back
 
 
 def of_settings(connection: Connection, where: str) -> Iterator[Finding]:
-    """Look at what a crash or a hanging transaction does to a database."""
+    """Yield findings about settings that matter after a crash, or while a transaction hangs."""
     dialect, values = _dialect(connection), _values(connection)
     for setting in _SETTINGS:
         if setting.dialect != dialect or values.get(setting.name) not in setting.bad:
@@ -68,19 +68,19 @@ def of_settings(connection: Connection, where: str) -> Iterator[Finding]:
         else:
             yield Finding(where, setting.what, setting.advice)
     has_log = values.get("log_bin") == "ON" and values.get("wsrep_on") != "ON"
-    if has_log and values.get("sync_binlog") != "1":  # a crash rolls back commits that the log lacks
+    if has_log and values.get("sync_binlog") != "1":  # after a crash, commits that the log lacks are lost
         yield Finding(where, _FORGETS, "sync_binlog = 1")
 
 
 def of_granting(connection: Connection, where: str, url: URL) -> Iterator[Finding]:
-    """Look at a database that grants the locks, whose URL the program has."""
+    """Yield findings about the database that grants the locks; the program uses this URL."""
     yield from of_settings(connection, where)
     if _dialect(connection) == "postgresql":
         yield from _of_postgresql(connection, where, url)
 
 
 def of_galera(url: URL) -> Iterator[Finding]:
-    """Look at the cluster behind a node of Galera; find nothing behind another database."""
+    """Yield findings about the cluster of a Galera node; nothing for another database."""
     status = _status_of_galera(url)
     if status.get("wsrep_on") != "ON":
         return
@@ -98,7 +98,7 @@ def of_galera(url: URL) -> Iterator[Finding]:
 
 
 def _status_of_galera(url: URL) -> dict[str, str]:
-    # Without a majority a node refuses all but SHOW, and SQLAlchemy sends other statements as it connects.
+    # Without a majority a node accepts only SHOW, but SQLAlchemy sends other statements when it connects.
     dialect = create_engine(url, poolclass=NullPool).dialect
     found: dict[str, str] = {}
     if dialect.name in MYSQL:
@@ -146,13 +146,13 @@ def _dialect(connection: Connection) -> str:
 
 
 def _values(connection: Connection) -> dict[str, str]:
-    """Return all settings of the server. MySQL lacks some of MariaDB's."""
+    """Return all settings of the server. MySQL has not all settings of MariaDB."""
     ask = _VALUES.get(_dialect(connection))
     return {} if ask is None else {str(name): str(value or "") for name, value in _ask(connection, ask)}
 
 
 def _ask(connection: Connection, statement: str) -> Iterable[Any]:
-    """Return the rows of an answer; none if the role may not see them."""
+    """Return the rows of a query; none if the query fails, mostly because the role may not see them."""
     try:
         return connection.execute(text(statement)).all()
     except DBAPIError:

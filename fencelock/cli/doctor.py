@@ -36,7 +36,7 @@ from fencelock.max_fence import fenced_tables, highest_fence
 from fencelock.tokens import split
 
 _OLDEST_SERVER: Final = (6, 2)
-#: Seconds in which clocks are compared, and by which part of that they may differ: see `lease.validity`.
+#: Seconds for which clocks are compared, and the part of them that clocks may drift: see `lease.validity`.
 _CLOCK_LOOK: Final = 1.0
 _MOST_DRIFT: Final = 0.01
 _PROBE: Final = "fencelock:doctor"
@@ -54,7 +54,7 @@ def doctor(
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
-    """Look for what goes wrong sooner or later. Status 3: there are problems."""
+    """Look for problems of the nodes, the databases and the models. Status 3: there are problems."""
     found: list[Finding] = []
     metadata = _metadata(models)
     given = split_urls(url or os.environ.get("FENCELOCK_URL", ""))
@@ -93,7 +93,7 @@ def _show(found: list[Finding]) -> None:
 
 
 def _new_token(authority: Shipped, where: str, found: list[Finding]) -> int | None:
-    """Return a token that is granted now; None if nothing is granted."""
+    """Return a new token; if none is granted, return None and add the reason to `found`."""
     try:
         with authority.lock(_PROBE, ttl=1, timeout=2, renew=False, if_lost="warn") as token:
             return token
@@ -152,7 +152,7 @@ def _of_node(node: Redis, name: str) -> Iterator[Finding]:
             "writes no append-only file: after a restart it is blank",
             "appendonly yes; a single node needs it, of three or five each is admitted again by the others",
         )
-    if info.get("connected_slaves") and "min_slaves_good_slaves" not in info:  # no min-replicas-to-write
+    if info.get("connected_slaves") and "min_slaves_good_slaves" not in info:  # min-replicas-to-write is 0
         what = "has replicas, and may be replaced by one that has not heard of the last grants"
         yield note(name, what, "fencelock notices that and waits; independent nodes have no such outage")
     yield from _of_clock(node, name)
@@ -163,7 +163,7 @@ def _of_clock(node: Redis, name: str) -> Iterator[Finding]:
     time.sleep(_CLOCK_LOOK)
     second, ended = _time_of(node), time.monotonic()
     off = (second - first) / (ended - began) - 1
-    if abs(off) > _MOST_DRIFT + 0.02 / _CLOCK_LOOK:  # the round trips are not alike
+    if abs(off) > _MOST_DRIFT + 0.02 / _CLOCK_LOOK:  # 0.02 s, because the round trips differ
         yield Finding(name, f"its clock is {100 * off:+.1f} % off ours", "mend the clocks: NTP that slews")
 
 
@@ -176,7 +176,7 @@ def _time_of(node: Redis) -> float:
 
 
 def _of_line(url: str) -> Iterator[Finding]:
-    """Ask each server by itself."""
+    """Yield findings about etcd or ZooKeeper. Each server is asked separately."""
     hosts = url.partition("://")[2].partition("/")[0].partition("?")[0].rpartition("@")[2].split(",")
     if len(hosts) % 2 == 0:
         survives = "no failure" if len(hosts) == 2 else f"no more failures than {len(hosts) - 1}"  # noqa: PLR2004
@@ -203,12 +203,12 @@ def _is_old(version: str) -> bool:
 
 
 def _look_into(url: str, look: Callable[[Connection, str], Iterable[Finding]]) -> list[Finding]:
-    """Return the findings in a database. If it cannot be read, that is a finding."""
+    """Return the findings in a database. A database that cannot be read is a finding, too."""
     shown = shared.without_password(url)
     try:
         with shared.database_at(url) as engine, engine.connect() as connection:
             return list(look(connection, shown))
-    except typer.Exit:  # the sentence has been printed
+    except typer.Exit:  # the reason was printed
         return [Finding(shown, "cannot be read", "see that it runs, and that the URL is right")]
 
 
@@ -218,7 +218,7 @@ def _is_above_nodes(seen: int, token: int) -> bool:
 
 
 def _is_above_times(seen: int, token: int) -> bool:
-    """Compare the times in a database's tokens. Other programs go on meanwhile."""
+    """Compare the times in a database's tokens; a minute is allowed, because other programs go on locking."""
     return (seen >> SERVER_BITS) > (token >> SERVER_BITS) + 60_000
 
 
@@ -285,7 +285,7 @@ def _metadata(name: str) -> MetaData | None:
     """Return the metadata that `shop.models:Base` names."""
     if not name:
         return None
-    sys.path.insert(0, "")  # the program's own folder, mostly
+    sys.path.insert(0, "")  # the current folder is mostly the program's
     try:
         found = resolve_name(name)
     except (ImportError, AttributeError, ValueError) as error:

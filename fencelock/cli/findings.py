@@ -1,4 +1,4 @@
-"""What `fencelock doctor` finds."""
+"""The findings of `fencelock doctor`."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A fact, its place, and what to do. It is a note, unless locks or data are in danger."""
+    """A place, a fact, and what to do. It is a problem if locks or data are in danger, else a note."""
 
     where: str
     what: str

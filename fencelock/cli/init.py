@@ -60,11 +60,9 @@ def init(
     ] = False,
     namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = DEFAULT_NAMESPACE,
 ) -> None:
-    """Make a database's table of leases, or initialise N blank nodes; once in their life.
+    """Create a database's table of leases, or initialise N blank nodes; once in their life.
 
-    etcd and ZooKeeper need this only for --after-loss.
-
-    All nodes must be reachable.
+    All nodes must be reachable. etcd and ZooKeeper need this only for --after-loss.
     """
     urls = urls or split_urls(os.environ.get("FENCELOCK_URL", ""))
     if not urls:
@@ -105,7 +103,7 @@ def init(
 def _warn_of_restarts(url: str) -> None:
     """Say that a single node is blank after a restart, if it writes no append-only file."""
     if "+" in url.partition("://")[0]:
-        return  # Sentinel or a cluster
+        return  # the URL names Sentinel or a cluster, and not the node itself
     patience = {"socket_timeout": 2, "socket_connect_timeout": 2}
     with suppress(RedisError), Redis.from_url(as_redis(url), **patience) as node:
         if node.info("persistence").get("aof_enabled") == 0:
@@ -124,7 +122,7 @@ def _init_database(url: str, above: int | None) -> None:
 
 
 def _clear(quorum: Redlock, *, yes: bool) -> None:
-    """Delete the keys of nodes, too few of which vote, if the operator agrees."""
+    """Delete the remaining keys on the nodes, if the operator agrees."""
     left = quorum.remains()
     if not left:
         return

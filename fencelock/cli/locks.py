@@ -1,4 +1,4 @@
-"""Locks, as an operator sees them: `inspect`, `leaks`, `top`, `history`; and `release --force`."""
+"""The commands for locks: `inspect`, `leaks`, `top`, `history`, `release --force` and `prune`."""
 
 from __future__ import annotations
 
@@ -43,9 +43,9 @@ from fencelock.observe.history import EVENT_TABLE, note, read
 
 logger: logging.Logger = logging.getLogger("fencelock.command")
 
-#: Rows that a person reads; `--json` has them all.
+#: The most rows of a printed table; `--json` prints all rows.
 _MOST_ROWS: Final = 100
-#: Slots of a name that are looked at.
+#: The number of slots of a name that `inspect` asks for.
 _SLOTS: Final = 100
 _FENCES: Final = table(FENCE_TABLE, column("resource"), column(FENCE_COLUMN))
 
@@ -60,9 +60,9 @@ def inspect(
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
-    """Show which locks are held: by whom, since when, for how long still. Status 3: that one is free.
+    """Show which locks are held: by whom, since when, for how long still. Status 3: the named lock is free.
 
-    With a name it shows the slots of a semaphore, and the readers of a lock, too.
+    With a name, show also the slots of a semaphore and the readers of a lock.
     """
     with shared.authority_of(url, namespace) as authority:
         names = () if resource is None else (check_resource(resource), *slot_names(resource, 0, _SLOTS))
@@ -82,7 +82,7 @@ def inspect(
 
 
 def _fences_of(url: str, resources: Sequence[str]) -> dict[str, int]:
-    """Return the fences that a database's fence table has; resources without one are missing."""
+    """Return the fences in a database's fence table, by resource; resources without a row are left out."""
     found: dict[str, int] = {}
     with shared.database_at(url) as engine, engine.connect() as connection:
         for start in range(0, len(resources), 500):
@@ -134,7 +134,7 @@ def _span(seconds: float) -> str:
     for unit, name in ((86400, "d"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:.0f} {name}"
-    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004 - as people say it
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"  # noqa: PLR2004 - tenths of short times
 
 
 def leaks(
@@ -149,7 +149,7 @@ def leaks(
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
-    """Find locks that nothing ends. Status 3: there are some."""
+    """Find locks that end late or never. Status 3: there are some."""
     with shared.authority_of(url, namespace) as authority:
         if pattern and not isinstance(authority, Redlock):
             shared.fail("--pattern looks for keys on nodes, and a database has none")
@@ -181,7 +181,7 @@ def history(
 ) -> None:
     """Show the history of a lock: granted, lost, refused, released by force. Status 3: nothing is known.
 
-    The program has to write it: fencelock.observe.history.record(engine).
+    The program must write the history: fencelock.observe.history.record(engine).
     """
     with shared.database_at(database) as engine:
         if not sqlalchemy.inspect(engine).has_table(EVENT_TABLE):
@@ -212,7 +212,7 @@ def top(
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
     times: Annotated[int, typer.Option(min=0, help="Looks; 0 for as many as until Ctrl-C.")] = 0,
 ) -> None:
-    """Watch the locks that are waited for most, and held longest. Ctrl-C ends it."""
+    """Watch the locks with the most waiters, and those that are held longest. Ctrl-C ends the command."""
     with (
         shared.authority_of(url, namespace) as authority,
         Live(console=shared.console(), screen=times == 0, auto_refresh=False) as live,
@@ -222,7 +222,7 @@ def top(
             live.update(_screen(authority, live.console.height), refresh=True)
             if look == times:
                 if not live.console.is_terminal:
-                    live.console.print()  # which leaves out the end of the last line
+                    live.console.print()  # Live does not end its last line
                 break
             time.sleep(every)
 
@@ -256,10 +256,10 @@ def release(
         typer.Option(help="Let a row in it refuse the holder, orders:id=1; once for each row."),
     ] = None,
 ) -> None:
-    """Take a lock from its holder. Status 3: it was free, or not held by that --token or --holder.
+    """Take a lock from its holder. Status 3: the lock was free, or not held by that --token or --holder.
 
-    The holder is not stopped, and its lock is lost. With --database the gate refuses it from now on, and with
-    --claim that row does, too. Any other row refuses it once the next holder has written or claimed it.
+    The holder loses its lock, but is not stopped. With --database, the gate refuses the holder from now on;
+    with --claim, that row does, too. Other rows refuse it after the next holder has written or claimed them.
     """
     if not force or not reason.strip():
         shared.fail("this takes the lock from whoever works under it: add --force, and --reason 'why'")
@@ -293,7 +293,7 @@ def release(
 
 
 def _token_of(process: str, info: LockInfo | None, token: int | None) -> int:
-    """Return the token by which a process holds a lock, because a later grant has another one."""
+    """Return the token with which a process holds a lock. A later grant to any process has another token."""
     if info is None or info.holder is None:
         shared.say("no process holds that lock")
         raise typer.Exit(shared.FOUND_NOTHING)
@@ -315,7 +315,7 @@ def _row_of(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> None:
-    """Refuse rows without a fence before the lock is taken."""
+    """Fail if the fence table or a table of these rows is missing, before the lock is taken."""
     tables = sqlalchemy.inspect(engine)
     for name in (FENCE_TABLE, *(name for name, _ in rows)):
         schema, _, table = name.rpartition(".")
@@ -330,9 +330,9 @@ def _raise_fences(
     rows: list[tuple[str, dict[str, str]]],
     old: int | None,
 ) -> None:
-    """Pass the gate and claim the rows with the old token plus one, which no successor's token is below.
+    """Pass the gate and claim the rows with the old token plus one: no successor's token is smaller.
 
-    If no old token is known, a new one is acquired.
+    If the old token is unknown, a new token is acquired.
     """
     dialect = engine.dialect
     try:
@@ -342,7 +342,7 @@ def _raise_fences(
             else:
                 token = old + 1
                 bind(session.connection(), Lease(resource, token))
-            if dialect.name != "sqlite":  # which waits for 5 seconds itself
+            if dialect.name != "sqlite":  # by default, SQLite's driver waits for 5 seconds, too
                 is_postgresql = dialect.name == "postgresql"
                 wait = "LOCAL lock_timeout = '5s'" if is_postgresql else "innodb_lock_wait_timeout = 5"
                 session.connection().exec_driver_sql(f"SET {wait}")
@@ -373,7 +373,7 @@ def prune(
         str, typer.Option(help="The database of the receipts, if it is not the one that grants the locks.")
     ] = "",
 ) -> None:
-    """Delete what was not used for long: receipts, and what the authority remembers of free resources.
+    """Delete old receipts, and the authority's entries of resources that were free for long.
 
     A key whose receipt is gone can be used again. The fences stay, because they refuse late writers.
     """
@@ -393,7 +393,7 @@ def prune(
     if not database:
         return
     if (file := shared.file_of_sqlite(database)) and not Path(file).exists():
-        return  # the locks have a file of their own
+        return  # there is only the separate file of the locks
     with shared.database_at(database) as engine, engine.begin() as connection:
         if sqlalchemy.inspect(connection).has_table(RECEIPT_TABLE):
             shared.say(f"{prune_receipts(connection, seconds)} receipts deleted")

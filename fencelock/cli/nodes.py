@@ -33,7 +33,7 @@ def nodes(
         bool, typer.Option("--wait", help="First admit again what can be, which takes the longest lease.")
     ] = False,
 ) -> None:
-    """Show the state of the nodes. Status 0 if a majority votes, and the members agree with the list."""
+    """Show the state of the nodes. Status 0 if a majority votes, and the nodes know the same list."""
     if context.invoked_subcommand is not None:
         context.obj = (current, namespace)
         return
@@ -91,7 +91,7 @@ def replace_node(
     current: Current = "",
     namespace: shared.Namespace = "",
 ) -> None:
-    """Let one node take the place of another, which may be gone. Safe to run again."""
+    """Replace a node, which may be gone, by another. Safe to run again."""
     present = _present(current or context.obj[0])
     with shared.errors_as_sentences():
         names = [_name_of(url) for url in present]
@@ -111,7 +111,7 @@ def set_nodes(
         float | None, typer.Option(help="The longest lease in seconds, from now on; as it is by default.")
     ] = None,
 ) -> None:
-    """Let other nodes take the place of the present ones, or change --max-ttl. Safe to run again."""
+    """Replace the present nodes by others, or change --max-ttl. Safe to run again."""
     present = _present(current or context.obj[0])
     with shared.errors_as_sentences():
         _change(present, urls, namespace or context.obj[1], max_ttl)

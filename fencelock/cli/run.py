@@ -1,4 +1,4 @@
-"""`fencelock run`: a command under a lock."""
+"""`fencelock run`: runs a command under a lock."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ def run(
     """Run a command under a lock: fencelock run RESOURCE -- COMMAND. Its token is in FENCELOCK_TOKEN.
 
     The status is the command's. It is 75 if another holder kept the lock (0 with --if-held skip), 74 if the
-    nodes or the database failed, and 76 if the lock was lost. Then the command is terminated with all that it
-    has started (at a terminal, only the command). On Linux the command is killed if this process is killed.
+    nodes or the database failed, and 76 if the lock was lost. If it is lost, the command and all processes
+    that it has started are terminated (at a terminal, only the command). On Linux the command is killed if
+    this process is killed.
     """
     if not context.args:
         shared.say("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", "red")
@@ -69,7 +70,7 @@ def run(
         if isinstance(error, ValueError):
             shared.say(str(error), "red")
         raise typer.Exit(2) from None
-    sys.argv[0] = context.args[0]  # as which the holder is shown
+    sys.argv[0] = context.args[0]  # the name of the holder for other processes
     command = _Command(context.args, keep_url=keep_url)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, command.on_signal)
@@ -92,21 +93,21 @@ def _run(command: _Command, lock: FencedLock[int], *, skips: bool) -> int:
         by = error.holder or "another"
         shared.say(f"skipped: held by {by}, or kept for it by --at-least" if skips else str(error))
         return 0 if skips else NOT_ACQUIRED
-    except LockLostError as error:  # maybe found only now
+    except LockLostError as error:  # the loss may be noticed only at the release
         shared.say(str(error))
         command.end_what_is_left()
         return LOST
 
 
 class _Command:
-    """The command to run. It gets signals from its start on; before that, this process gets them."""
+    """The command to run. It gets signals from its start on; before that, they end this process."""
 
     def __init__(self, arguments: list[str], *, keep_url: bool) -> None:
         self._arguments = arguments
         self._environment = dict(os.environ)
         if not keep_url:
             self._environment.pop("FENCELOCK_URL", None)
-        # A process group gets signals, too. With a terminal there is none, because it could not read from it.
+        # 0: a process group of its own, which gets signals. At a terminal such a group could not read input.
         self._group = None if sys.stdin.isatty() else 0
         self._program: subprocess.Popen[bytes] | None = None
         self._starting = False
@@ -118,7 +119,7 @@ class _Command:
             sys.exit(128 + number)
         if self._program is None:
             self._early.append(number)
-        elif number != signal.SIGINT or self._group is not None:  # a terminal tells the command itself
+        elif number != signal.SIGINT or self._group is not None:  # a terminal itself sends SIGINT to both
             self._tell(number)
 
     def _tell(self, number: int) -> None:
@@ -130,7 +131,7 @@ class _Command:
                     os.killpg(self._program.pid, number)
 
     def end_what_is_left(self) -> None:
-        """Kill, after a while, the processes that the command has left: another may hold the lock."""
+        """Kill, after some seconds, the remaining processes of the command: another may hold the lock."""
         until = time.monotonic() + _GRACE
         with suppress(ProcessLookupError, PermissionError):
             while self._program is not None and self._group is not None:
@@ -138,7 +139,7 @@ class _Command:
                 time.sleep(0.1)
 
     def run(self, lock: FencedLock[int]) -> int:
-        """Run the command until it ends or the lease is lost; return its status, as a shell does."""
+        """Run the command, and terminate it if the lease is lost; return its status, as a shell does."""
         lease = lock.lease
         its = {"FENCELOCK_TOKEN": str(lease.fencing_token), "FENCELOCK_RESOURCE": lease.resource}
         self._starting = True
@@ -151,7 +152,7 @@ class _Command:
             )
         except OSError as error:
             shared.say(f"{self._arguments[0]}: {error.strerror}")
-            return 127  # as a shell says it
+            return 127  # the status of a shell for a command that cannot be started
         self._program = program
         for number in self._early:
             self._tell(number)
@@ -167,7 +168,7 @@ class _Command:
 
 
 def _dying_with_this_process() -> Callable[[], None]:
-    """Return a function for a new process, which makes Linux kill it when this process is killed."""
+    """Return a function for a new process. It makes Linux kill the new process when this one is killed."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:

@@ -1,4 +1,4 @@
-"""What all commands share: printing errors, and opening authorities and databases."""
+"""Functions that all commands share: printing errors, and opening authorities and databases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.errors import FencelockError
 from fencelock.holder import printable
 
-#: The exit status of a question whose answer is no: the lock is free, nothing was found.
+#: The exit status of a bad answer, which is no error: the lock is free, or there are leaks or problems.
 FOUND_NOTHING = 3
 
 Url = Annotated[
@@ -52,7 +52,7 @@ def fail(sentence: str) -> NoReturn:
 
 
 def seconds_of(text: str) -> float:
-    """Return the seconds in a text such as 90, 90s, 15m, 1h or 2d; print an error for another text."""
+    """Return the seconds in a text such as 90, 90s, 15m, 1h or 2d; for another text, fail."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip())
     if found is None:
         fail(f"{text!r} is no time such as 30d, 12h, 15m or 90s")
@@ -61,7 +61,7 @@ def seconds_of(text: str) -> float:
 
 @contextmanager
 def refusing_databases(shown: str, done: str) -> Iterator[None]:
-    """Print in a sentence why a database cannot be used, and exit."""
+    """Print in one sentence why a database cannot be used, and exit with status 1."""
     try:
         yield
     except (SQLAlchemyError, ImportError) as error:
@@ -78,14 +78,14 @@ def without_password(urls: str) -> str:
 
 
 def check_file(url: str) -> None:
-    """Refuse a missing file of SQLite, because SQLite would make an empty one."""
+    """Refuse a missing file of SQLite, because SQLite would create an empty file."""
     file = file_of_sqlite(url)
     if file and not any(map(os.path.exists, (file, str(file_of(make_url(url), None).database)))):
         fail(f"there is no file {file}; for a new one: fencelock init {url}")
 
 
 def file_of_sqlite(url: str) -> str:
-    """Return the file of a database of SQLite; empty for one in memory and for other databases."""
+    """Return the file of an SQLite database; an empty text for a database in memory, and for others."""
     file = make_url(url).database if url.startswith("sqlite") else ""
     return "" if file in {None, ":memory:"} else str(file)
 
@@ -95,18 +95,18 @@ def say(sentence: str, style: str = "none") -> None:
 
 
 def console(**options: Any) -> Console:
-    """Return a console that shows names as they are: `user:key:5` has no emoji."""
+    """Return a console that prints names unchanged: `user:key:5` must not become an emoji."""
     return Console(highlight=False, emoji=False, **options)
 
 
 def shown(text: str) -> str:
-    """Return text that others may have written as the console is to show it."""
+    """Return text from other programs so that the console shows it without markup and control characters."""
     return escape(printable(text))
 
 
 @contextmanager
 def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Shipped]:
-    """Return the authority; its errors are printed as sentences."""
+    """Open the authority of a URL, or of FENCELOCK_URL; print an error as a sentence, and exit."""
     url = url or os.environ.get("FENCELOCK_URL", "")
     if not url.strip():
         fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
@@ -129,7 +129,7 @@ def new_authority(url: str, namespace: str = DEFAULT_NAMESPACE) -> Shipped:
 
 @contextmanager
 def database_at(url: str) -> Iterator[Engine]:
-    """Return an engine on a database; its errors are printed as sentences."""
+    """Open an engine on a database; print an error as a sentence, and exit."""
     with errors_as_sentences(), refusing_databases(without_password(url), "read"):
         check_file(url)
         engine = blocking_engine(url)
@@ -144,7 +144,7 @@ def print_json(found: Any) -> None:
 
 
 def tell_programs(urls: list[str], namespace: str) -> None:
-    """Print how programs are told where locks are granted; the operator types the password."""
+    """Print how to configure programs for these nodes; the operator must insert the password."""
     shown = ",".join(map(without_password, urls))
     if namespace == DEFAULT_NAMESPACE:
         say(f"Tell your programs: export FENCELOCK_URL={shown}")

@@ -1,8 +1,8 @@
 """The storage guard: makes the database refuse every write whose token is below the row's fence.
 
 `UPDATE … SET …, last_fencing_token = :token, last_write_id = :new WHERE … AND last_fencing_token <= :token`,
-and for objects `AND last_write_id = :loaded`: check and write are one statement. The package sees to it that
-no write goes without it. Nothing here knows what grants the leases.
+and for objects `AND last_write_id = :loaded`: check and write are one statement. The guard adds this
+condition to an UPDATE or DELETE, or refuses it. No module here depends on what grants the leases.
 """
 
 from fencelock.guard._claim import claim, claim_all, claim_all_async, claim_async

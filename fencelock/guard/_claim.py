@@ -1,8 +1,8 @@
-"""Claim before reading: raise the fence, take the lock, then read.
+"""`claim` raises the fence of a row, locks the row, and reads it only then.
 
-The guard compares only rows that are written. A row that a decision was read from may be old, and an act
-outside of the database cannot be undone. After a claim older holders are refused, and reads stay true until
-the transaction ends. No claim is remembered, because a rollback to a savepoint gives the row lock back.
+The guard compares only rows that are written. A row that was only read may be out of date, and an act outside
+of the database cannot be undone. After a claim, older holders are refused, and the row cannot change until
+the transaction ends. A second claim locks the row again, because a rollback to a savepoint may release it.
 """
 
 from __future__ import annotations
@@ -74,23 +74,23 @@ def claim(
     ```
 
     From then on older holders are refused, and no other transaction changes the row until this one ends. The
-    row gets a new write id, so what others have loaded of it is stale.
-    Make the claim the first act of the transaction: under REPEATABLE READ (MariaDB's default) *other* rows
-    are read as they were when the transaction first read anything, and on SQLite a transaction that has read
-    before cannot wait for its turn to write (see `fencelock.guard.begin_immediate`). A claim that has
-    returned None, with `skip_locked`, has read: begin another transaction before the next.
+    row gets a new write id, so objects that others have loaded from it are stale.
+    Claim before the transaction reads anything. Under REPEATABLE READ (MariaDB's default), *other* rows are
+    read as they were at its first read. On SQLite, a transaction that has read before cannot wait until it
+    may write (see `fencelock.guard.begin_immediate`). A claim that returns None (`skip_locked`) has read, so
+    begin another transaction before the next claim.
 
-    The session is flushed first. Columns with `onupdate` keep their values.
+    The session is flushed first, unless autoflush is off. Columns with `onupdate` keep their values.
 
     Args:
-        session: where the object is to live.
+        session: the session that gets the object.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
         nowait: raise the database's error at once if the row is locked (not on SQLite, which locks no rows).
         skip_locked: return None at once if the row is locked (not on SQLite).
-        bind_arguments: which database, where the model and the key do not tell: what `Session.connection`
-            takes, such as `{"shard_id": "asia"}`. A session that sends reads to another database
-            than writes is refused where a claim takes a SELECT.
+        bind_arguments: chooses the database if the model and the key do not, as in `Session.connection`, such
+            as `{"shard_id": "asia"}`. If the claim needs a SELECT, a session that reads from another database
+            than it writes to is refused.
 
     Returns:
         The object; None if `skip_locked` is set and the row is locked.
@@ -120,19 +120,19 @@ def claim(
             template, loaded = fenced.template, mapper.primary_key_from_instance(found)
             asked = template.render(values)
             if template.in_key and (actual := template.render(_resource_values_in(fenced, loaded))) != asked:
-                raise UnfencedWriteError(  # its type changes what it is given, to lower case for instance
+                raise UnfencedWriteError(  # the column's type changes values, for instance to lower case
                     f"{asked!r} was asked for and led to the row of {fenced.name!r} that {actual!r} guards; "
                     f"lock it by the name that the row itself has"
                 )
             note_claimed(session, [found])
             report_claim(fenced.name, key, asked, token)
-            return found  # else it was inserted after the UPDATE
+            return found  # else the row was inserted after the UPDATE
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
 @refusing
 def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:
-    """Claim every row that a query finds, and return those that still match it once they are locked.
+    """Claim every row that a query finds, and return those that still match after they are locked.
 
     ```python
     with fenced_lock("order:1", "order:2"), Session(engine) as session:
@@ -142,18 +142,18 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     ```
 
     The rows are claimed in the order of their primary keys, so that two holders of overlapping sets wait for
-    each other instead of deadlocking. The result has the query's order. Rows that come to match only while it
-    works are not claimed and not returned.
+    each other instead of deadlocking. The result has the query's order. Rows that begin to match during the
+    call are neither claimed nor returned.
 
-    As with `claim`, make it the first act of the transaction. On MariaDB and MySQL the query locks what it
-    looks at, so that all reads afterwards are as new as the claim: give it an index to find its rows by, or
-    it locks the whole table, and expect a deadlock error where two such queries go through the rows in
-    different orders. A subquery in it reads without a lock; ask for its result in a transaction before.
+    As with `claim`, call it before the transaction reads anything. On MariaDB and MySQL the query locks each
+    row that it scans, so that later reads are as new as the claim. Without an index for its rows, it locks
+    the whole table. If two such queries scan rows in different orders, expect a deadlock error. A subquery
+    reads without a lock, so run it in an earlier transaction.
 
     Args:
-        session: where the objects are to live.
+        session: the session that gets the objects.
         statement: a SELECT of one fenced model, such as `select(Item).where(Item.order_id == 1)`.
-        bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
+        bind_arguments: chooses the database, as for `claim`; in a `ShardedSession`, one shard for each call.
 
     Returns:
         The objects that still match, in the order of the query.
@@ -184,7 +184,7 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     token_of = {row[:width]: token for token, row in rows}
     loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
     note_claimed(session, loaded)
-    # Not one that was deleted meanwhile, and inserted again.
+    # Leave out rows that were deleted meanwhile and inserted again, because these were not claimed.
     return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
 
 
@@ -206,8 +206,8 @@ async def claim_async(session: _Async, model: type[T], identity: object, **optio
         await session.commit()
     ```
 
-    It takes the same arguments and raises the same errors. Relationships that are not loaded cannot be looked
-    at afterwards without `await`.
+    The arguments and errors are those of `claim`. Relationships that are not loaded cannot be read without
+    `await`.
     """
     return await of_task(session).run_sync(lambda blocking: claim(blocking, model, identity, **options))
 
@@ -261,7 +261,7 @@ def key_of(mapper: Mapper[Any], identity: object) -> _Key:
 
 
 def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
-    """Return the values that name a row's resource; None if they stand in the row, and it is gone."""
+    """Return the values that name a row's resource; None if they must be read from a row that is gone."""
     if fenced.template.in_key:
         return _resource_values_in(fenced, key)
     query = select(*fenced.template.columns.values()).where(*_criteria(fenced))
@@ -270,11 +270,11 @@ def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> 
 
 
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Have the query before a claim lock its rows, where it would begin a snapshot (MariaDB, MySQL).
+    """Return the query that precedes a claim; on MariaDB and MySQL it locks its rows.
 
-    The snapshot would be older than the lock that the claim waits for. It is the lock of a writer, because
-    two transactions that share a lock and want to write deadlock. A query with its own FOR UPDATE stays as it
-    is.
+    Otherwise it would begin a snapshot that is older than the lock for which the claim waits. The lock is
+    exclusive, because two transactions that share a lock and then write deadlock. A query with its own FOR
+    UPDATE is not changed.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
     return query if is_as_wanted else query.with_for_update()
@@ -286,9 +286,9 @@ def _resource_values_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
 
 
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
-    """Claim and load a row by one statement; return None if that is not possible, or finds no row.
+    """Claim and load a row in one statement; return None if that is impossible, or if there is no such row.
 
-    `do_orm_execute` may add criteria to a SELECT.
+    A listener for `do_orm_execute` makes it impossible, because the listener may add criteria to a SELECT.
     """
     dialect: Any = target.connection.dialect
     if not dialect.update_returning or target.session.dispatch.do_orm_execute:
@@ -303,7 +303,7 @@ def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row
 
 
 def _claiming(mapper: Mapper[Any], fenced: FencedTable) -> Update | None:
-    """Return the statement that claims and returns a row; None if loading the object takes more."""
+    """Return the statement that claims and returns a row; None if one statement cannot load the object."""
     is_plain = (
         mapper.local_table is fenced.table
         and mapper.inherits is None
@@ -336,7 +336,7 @@ def _parameters(row: _Key) -> dict[str, Any]:
 
 
 def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_Key], token: int) -> None:
-    """Raise fences in this order, one at a time, so that a refusal names its row."""
+    """Raise the fences of these rows in the given order, so that two claims do not deadlock."""
     if "raising" not in fenced.statements:
         raising = update(fenced.table).where(*_criteria(fenced, named=True))
         fenced.statements["raising"] = raising.values(unchanged_by_raising(fenced.table))
@@ -348,7 +348,7 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
 
 
 def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:
-    """Lock the row without waiting; return whether it is ours, or gone."""
+    """Lock the row without waiting; return True if the row is locked by this transaction, or gone."""
     row = select(*fenced.table.primary_key).where(*_criteria(fenced))
     locking = row.with_for_update(nowait=not skip_locked, skip_locked=skip_locked, key_share=True)
     is_ours = connection.execute(locking, _parameters(key)).first() is not None

@@ -1,7 +1,7 @@
 """`fenced_text`: textual SQL whose author has written the condition into it.
 
 The text is not parsed. The guard fills in its parameters: the token and, unless it is a DELETE, a new write
-id. If no row was written, a query for the resource's rows tells whether a newer holder has fenced them.
+id. If a row was not written, a query of the resource's rows tells whether a newer holder has fenced one.
 """
 
 from __future__ import annotations
@@ -55,20 +55,20 @@ def fenced_text(
         connection.execute(paying, {"id": 1, "status": "paid"})
     ```
 
-    The guard fills in `:fencing_token` and `:fencing_write_id`, and does not read the rest. You see to it
-    that the condition guards each row that is written. Objects of the session are not refreshed.
+    The guard fills in `:fencing_token` and `:fencing_write_id`, and does not check the rest of the text. You
+    must make sure that the condition applies to each written row. Objects of the session are not refreshed.
 
     Args:
-        sql: one statement, with both parameters; a DELETE needs the token alone.
+        sql: one statement, with both parameters; a DELETE needs only the token.
         target: the fenced model, or the `Table`.
         resource: the resource that guards the rows. Its lease must be held. By default it is made of the
-            parameters that are named like the columns of `__fence_resource__`; without such parameters it is
-            that of the one lease held.
+            parameters that are named like the columns of `__fence_resource__`. Without such parameters, it is
+            the resource of the only lease held.
         token: the fencing token to write with, whatever leases are held.
 
     Raises:
-        ValueError: a parameter is missing; the target has no fence; the token is not 1 … 2**63 - 1. Executing
-            it raises `StaleTokenError`, `UnfencedWriteError` and `LockLostError` as for `execute_fenced`.
+        ValueError: a parameter is missing; the target has no fence; the token is not 1 … 2**63 - 1. An
+            execution raises `StaleTokenError`, `UnfencedWriteError` and `LockLostError`, as `execute_fenced`.
         TypeError: the token is no int.
     """
     statement = FencedText(sql)
@@ -120,7 +120,7 @@ def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[st
         note_token(connection, statement, check_token(token))
     else:
         tokens = TokenLookup(connection, statement.fenced)
-        tokens.is_optional = False  # the text has the condition for a token
+        tokens.is_optional = False  # the condition in the text always needs a token
         token = tokens.of_resource(_resource_of(statement, row) or tokens.only_resource())
     binds = private.parameters_of(statement)
     return {**row, TOKEN: token, **({WRITE_ID: new_write_id()} if WRITE_ID in binds else {})}
@@ -137,7 +137,7 @@ def _resource_of(statement: FencedText, row: Row) -> str | None:
 
 
 def _why_not(statement: FencedText, connection: Connection, rows: Rows) -> FenceError | None:
-    """Return the error for a holder whose resource guards a row that a newer holder has fenced."""
+    """Return the error if a newer holder has fenced a row of the resource; None if no such row is found."""
     fenced, template = statement.fenced, statement.fenced.template
     for row in rows:
         resource = _resource_of(statement, row)

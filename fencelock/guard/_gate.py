@@ -1,7 +1,6 @@
 """The fence table has one row for each resource, and `gate` claims it.
 
-A deleted row takes its fence along. The resource's row in this table stays, so its fence outlives what it
-guards.
+A deleted row loses its fence. The resource's row in the fence table stays, so its fence outlives the rows.
 """
 
 from __future__ import annotations
@@ -53,19 +52,19 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     Base.metadata.create_all(engine)
     ```
 
-    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two of a
-    fenced model. It is a fenced table itself: each row is guarded by its own resource.
+    Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two
+    columns of a fenced model. The table is itself fenced: each row is guarded by its own resource.
 
     If all calls of a program name one schema (or their `metadata` does), `gate` looks for the table there.
     Else it looks in the connection's default schema, as its `schema_translate_map` may translate it.
 
     Args:
-        metadata: of the models.
-        schema: where the table is.
-        trigger: whether a trigger of the database refuses to lower a resource's fence, as for models.
+        metadata: the metadata of the models.
+        schema: the schema of the table.
+        trigger: whether `create_all` makes a trigger that refuses to lower a resource's fence.
 
     Raises:
-        ValueError: if another trigger is asked for.
+        ValueError: `trigger` is neither True nor False.
     """
     if trigger not in (False, True):
         raise ValueError(f"the trigger of the fence table is False or True, not {trigger!r}")
@@ -96,7 +95,7 @@ FENCES: Final = _define(MetaData(), None)
 """The fence table in the connection's default schema."""
 
 _schemas: set[str | None] = set()
-"""Those that `fence_table` was asked for."""
+"""The schemas with which `fence_table` was called; None stands for the default schema."""
 
 
 @refusing
@@ -106,7 +105,7 @@ def gate(
     *,
     bind_arguments: Mapping[str, Any] | None = None,
 ) -> None:
-    """Claim the resource's own row in the fence table; make the row if there is none.
+    """Claim the resource's own row in the fence table; insert the row if there is none.
 
     ```python
     with fenced_lock("order:3"), Session(engine) as session:
@@ -115,24 +114,25 @@ def gate(
         session.commit()
     ```
 
-    It guards what rows cannot guard themselves: an INSERT, a DELETE followed by an INSERT, and a group of
+    It guards what the fences of rows cannot guard: an INSERT, a DELETE followed by an INSERT, and a group of
     rows that have no fences of their own. No other holder passes the gate of this resource until the
-    transaction ends, and no older holder ever passes it again. Pass it before you read, as with `claim`. The
-    fence table is part of your metadata once `fence_table(Base.metadata)` was called; migrate then.
+    transaction ends, and no older holder ever passes it again. Pass it before you read, as with `claim`.
+    `fence_table(Base.metadata)` adds the fence table to your metadata; then run a migration.
 
     Args:
-        session: whose transaction passes the gate.
-        resource: which gate; by default that of the one lease held.
-        bind_arguments: which database, for a session that has several: what `Session.connection` takes, such
+        session: the session whose transaction passes the gate.
+        resource: the resource whose gate to pass; by default, the resource of the only lease held.
+        bind_arguments: chooses the database of a session that has several, as in `Session.connection`, such
             as `{"mapper": Order}` or `{"shard_id": "asia"}`.
 
     Raises:
-        StaleTokenError: if a newer holder has passed.
-        FenceError: if another open transaction of this thread, task or greenlet has passed it. It would wait
-            for itself.
-        UnfencedWriteError: if the resource's lease is not held; or if several are, and none is named.
+        StaleTokenError: if a newer holder has passed the gate.
+        FenceError: if another open transaction of this thread, task or greenlet has passed the gate, because
+            this one would wait for it for ever.
+        UnfencedWriteError: if the resource's lease is not held, or if `resource` is None and several leases
+            are held.
         LockLostError: if the lease is known to be lost.
-        TypeError: if the session has several databases, and nothing tells which of them has the gate.
+        TypeError: if the session has several databases, and `bind_arguments` does not choose one.
     """
     install()
     connection = begin_claim(session_of(session, "gate"), FENCES, None, bind_arguments).connection
@@ -188,11 +188,11 @@ def _only_resource(connection: Connection) -> str:
 
 @cache
 def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
-    """Return the statement that makes a resource's fence, or raises it, and locks its row either way.
+    """Return the statement that inserts a resource's row, or raises its fence, and locks the row.
 
-    A higher fence stays, and shuts the gate. The write id is new each time, so that Galera replicates a
-    second passage under one token. Two statements would deadlock in InnoDB: the first leaves a lock that both
-    share.
+    A higher fence stays, and then `gate` raises an error. The write id is new each time, so that Galera
+    replicates a second passage with the same token. With two statements, callers would deadlock in InnoDB,
+    because the first statement would leave a shared lock.
     """
     fence, is_mysql = fences.c[FENCE_COLUMN], dialect in MYSQL
     made = insert_into(fences, dialect)
@@ -207,7 +207,7 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
 
 
 _at_gates: WeakKeyDictionary[TransactionLeases, None] = WeakKeyDictionary()
-"""Those that have passed a gate; in no `WeakSet`, where one thread cannot look while another adds to it."""
+"""The leases of transactions that have passed a gate. No `WeakSet`: while it is read, no thread may add."""
 
 
 def note_gate(connection: Connection, resource: str) -> None:
@@ -237,6 +237,6 @@ def refuse_to_wait_for_oneself(connection: Connection, resource: str) -> None:
 
 
 def _is_same_database(one: Engine, other: Engine) -> bool:
-    # Each pool on a database in memory has one of its own.
+    # Each pool with a database in memory has a database of its own.
     in_memory = one.url.database in {None, "", ":memory:"}
     return one.pool is other.pool or (one.url.set(query={}) == other.url.set(query={}) and not in_memory)

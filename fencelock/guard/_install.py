@@ -1,8 +1,8 @@
-"""Puts the guard in place, once. A process that has never defined a fenced table is left alone.
+"""Installs the guard, once. In a process without a fenced table, SQLAlchemy stays unchanged.
 
-UPDATE, DELETE and INSERT are taken where they execute themselves, by private names. A listener on `Engine`
-would make every statement of every engine 4 to 30 % slower. Listeners on the dialect cost next to nothing,
-and see what comes by another way.
+The guard replaces the private method by which UPDATE, DELETE and INSERT execute themselves, because a
+listener for executions would make every statement of every engine 4 to 30 % slower. The events of the dialect
+cost almost nothing, and see textual SQL.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Private names of SQLAlchemy that have no public twin, each behind a name that says what it is for.
+"""Private names of SQLAlchemy without a public equivalent, each under a name that tells its purpose.
 
-The version of SQLAlchemy is capped because of them. `tests/guard/test_private_names.py` shows that each does
-what is relied on.
+Because of them, the version of SQLAlchemy is capped. `tests/guard/test_private_names.py` tests that each
+behaves as the guard expects.
 """
 
 from __future__ import annotations
@@ -19,32 +19,32 @@ from sqlalchemy.orm import ColumnProperty, InstanceState, Mapper, loading
 # ruff: noqa: SLF001
 
 executes_flush = attrgetter("_warn_on_events")
-"""Whether a session executes the statements of a flush; a bulk operation is none."""
+"""Whether a session executes the statements of a flush. A bulk operation is no flush."""
 refuse_inactive: Callable[[Connection], Any] = methodcaller("_invalid_transaction")
-"""Raises what executing on a connection raises whose transaction is not active."""
+"""Raises the error that SQLAlchemy raises for a statement if the connection's transaction is not active."""
 options_to_execute = attrgetter("_execution_options")
 """The execution options of a statement or connection, without a copy."""
 prefixes_of = attrgetter("_prefixes")
-"""What prefix_with() has added to a statement."""
+"""The prefixes that prefix_with() has added to a statement."""
 options_of = attrgetter("_with_options")
-"""What options() has added to a statement."""
+"""The options that options() has added to a statement."""
 parameters_of = attrgetter("_bindparams")
 """The parameters of a text by name."""
 doubles_percents = attrgetter("_double_percents")
 """Whether an identifier preparer writes a percent sign twice for this driver."""
 isolation_on_connect = attrgetter("_on_connect_isolation_level")
-"""What `create_engine` was given as isolation_level, by its dialect; or None."""
+"""The isolation_level that `create_engine` was given, read from the engine's dialect; or None."""
 execute_unguarded: Callable[..., CursorResult[Any]] = Connection._execute_clauseelement
-"""Executes a statement as it would do itself, with these execution options."""
+"""Executes a statement without the guard, with these execution options."""
 cache_of = attrgetter("_compiled_cache")
-"""The cache of a mapper's own statements: none but the unit of work's are executed with it."""
+"""The cache of a mapper's compiled statements. Only the unit of work executes statements with this cache."""
 
 
 def hear_ends(heard: Callable[..., object]) -> None:
     """Call `heard(transaction, error, commits=…)` when any transaction or savepoint has ended.
 
     SQLAlchemy's engines have an event before a COMMIT, and none after it. A session's events do not see a
-    transaction that the session has joined. The three methods are public; replacing them is not.
+    transaction that the session has joined. The three methods are public, but not meant to be replaced.
     """
 
     def telling(end: Callable[[Transaction], None], *, commits: bool) -> Callable[[Transaction], None]:
@@ -64,7 +64,7 @@ def hear_ends(heard: Callable[..., object]) -> None:
 
 
 def execute_by(kind: Any, around: Callable[[Any], Any]) -> None:
-    """Replace the function by which statements of a kind execute themselves, by `around(function)`."""
+    """Replace the method by which statements of a class execute themselves with `around(method)`."""
     kind._execute_on_connection = around(kind._execute_on_connection)
 
 
@@ -87,13 +87,13 @@ def values_in(statement: Update | Delete | Insert) -> Iterator[tuple[Any, Any]]:
 
 
 def keeps_order(statement: Any) -> bool:
-    """Tell whether an UPDATE got its values by ordered_values(); then it takes no others."""
+    """Tell whether an UPDATE got its values by ordered_values(); if so, it accepts no other values."""
     old = getattr(statement, "_ordered_values", None)
     return bool(old or getattr(statement, "_maintain_values_ordering", None))
 
 
 def inserts_plainly(statement: Insert) -> bool:
-    """Tell whether an INSERT only adds rows, and these are parameters."""
+    """Tell whether an INSERT only adds rows, and the rows are parameters."""
     return not (statement._post_values_clause is not None or statement._prefixes or statement._multi_values)
 
 
@@ -108,14 +108,14 @@ def equal_to_parents(mapper: Mapper[Any]) -> Iterable[tuple[Any, Any]]:
 
 
 def always_load(mapper: Mapper[Any], column: Any) -> None:
-    """Have a column loaded in spite of `load_only()` and `defer("*")`, as the primary key is."""
+    """Make queries load a column in spite of `load_only()` and `defer("*")`, like the primary key."""
     name = "_should_undefer_in_wildcard"
     vars(mapper)[name] = {*getattr(mapper, name), column}
-    mapper._memoized_keys -= {name}  # else it is gone with the next class attribute, as pickle sets
+    mapper._memoized_keys -= {name}  # else SQLAlchemy resets it when a class attribute is set, as pickle does
 
 
 def load_with(name: str) -> None:
-    """Have a SELECT that loads a part of an object load an attribute as well.
+    """Make each SELECT that loads a part of an object load this attribute as well.
 
     Parts are loaded by a deferred column, by `Session.refresh(instance, names)`, and by
     `selectin_polymorphic()` for sub-tables.
@@ -153,7 +153,7 @@ def load_with(name: str) -> None:
         )
         return query, wanting, leaving_out
 
-    setattr(Mapper, "_subclass_load_via_in", with_sub_table)  # noqa: B010  mypy knows no other way
+    setattr(Mapper, "_subclass_load_via_in", with_sub_table)  # noqa: B010  mypy refuses an assignment
 
 
 def _populators(
@@ -184,7 +184,7 @@ def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], An
     @wraps(setup)
     def setting_up(prop: ColumnProperty[Any], *given: Any, **options: Any) -> None:
         setup(prop, *given, **options)
-        if prop.key == name:  # so that `create_row_processor` is asked
+        if prop.key == name:  # so that `create_row_processor` is called
             options["memoized_populators"].pop(prop, None)
 
     @wraps(create)
@@ -197,27 +197,27 @@ def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], An
         plain = prop._get_strategy((("deferred", False), ("instrument", True)))
         plain.create_row_processor(context, query_entity, path, None, *others, own)
         read = own.pop("quick")[0][1] if "quick" in own else None
-        if read is None:  # the query does not have it
+        if read is None:  # the query does not load the attribute
             own.clear()
             create(prop, *given[:-1], own)
         again = context.populate_existing or prop.parent.always_refresh or context.refresh_state is not None
         take, compare = _populators(name, read, partial(heard, context))
         if again:
             own["new"].append((name, take))
-        elif read is not None:  # of new objects alone
+        elif read is not None:  # only for new objects
             own["quick"].append((name, read))
         own["eager"].append((name, compare))
         for kind, each in own.items():
             populators[kind].extend(each)
 
-    setattr(ColumnProperty, "setup", setting_up)  # noqa: B010  mypy knows no other way
+    setattr(ColumnProperty, "setup", setting_up)  # noqa: B010  mypy refuses an assignment
     setattr(ColumnProperty, "create_row_processor", creating)  # noqa: B010
 
 
 def hear_merges(name: str, heard: Callable[..., None]) -> None:
-    """Call `heard(state, values, state, values)` when an attribute of this name was merged.
+    """Call `heard(given, given_values, into, into_values)` when an attribute of this name was merged.
 
-    SQLAlchemy has no event for `Session.merge()`. The method is public; replacing it is not.
+    SQLAlchemy has no event for `Session.merge()`. The method is public, but not meant to be replaced.
     """
     merge: Callable[..., None] = ColumnProperty.merge
 
@@ -227,16 +227,16 @@ def hear_merges(name: str, heard: Callable[..., None]) -> None:
         if prop.key == name:
             heard(*given[:4])
 
-    setattr(ColumnProperty, "merge", merging)  # noqa: B010  mypy knows no other way
+    setattr(ColumnProperty, "merge", merging)  # noqa: B010  mypy refuses an assignment
 
 
 def left_out_of(context: Any, mapper: Mapper[Any]) -> set[str]:
-    """Return the columns that a query does not refresh in an object that the session has."""
+    """Return the columns that a query does not refresh in an object that the session already has."""
     said: dict[bool, set[Any]] = {False: set(), True: set()}
     for path, each in getattr(getattr(context, "compile_state", None), "attributes", {}).items():
         strategy = getattr(each, "strategy", None) or ()
         if strategy and strategy[0][0] == "deferred":
-            said[strategy[0][1]].add(getattr(path[1][-1], "key", None))  # None stands for all
+            said[strategy[0][1]].add(getattr(path[1][-1], "key", None))  # None stands for all columns
     if not said[True]:
         return set()
     undeferred = mapper._should_undefer_in_wildcard

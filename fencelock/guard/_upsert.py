@@ -2,7 +2,7 @@
 
 PostgreSQL and SQLite have `INSERT … ON CONFLICT DO UPDATE … WHERE fence <= new fence`. MariaDB and MySQL have
 no WHERE there, so each column is assigned `IF(fence <= new fence, new value, old value)`. They assign from
-left to right, so the fence comes last. One query afterwards finds the rows that were turned away.
+left to right, so the fence comes last. A query afterwards finds the rows that were refused.
 """
 
 from __future__ import annotations
@@ -51,34 +51,35 @@ def upsert(
         session.commit()
     ```
 
-    All or nothing: if one row is turned away, nothing of the transaction (or of the innermost savepoint) can
-    be committed any more. The rows are written in the order of their keys, so that two callers with the same
+    All or nothing: if one row is refused, nothing of the transaction (or of the innermost savepoint) can be
+    committed any more. The rows are written in the order of their keys, so that two callers with the same
     rows wait for each other and do not deadlock. The session's objects of these rows are expired. Columns
     that a row does not name keep their values, or get their defaults in a new row. `onupdate` has no effect,
-    as in SQLAlchemy's ON CONFLICT. As with any INSERT, a stale holder may bring back a deleted row: pass the
-    `gate` first if that matters.
+    as in SQLAlchemy's ON CONFLICT. As with any INSERT, a stale holder may insert a deleted row again: pass
+    the `gate` first if that matters.
 
     Args:
-        session: whose transaction writes them. With an `AsyncSession`: `await session.run_sync(upsert, …)`.
-        model: a fenced model with a table of its own.
-        rows: for each row its values by the names of attributes. The key and the attributes that
+        session: the session whose transaction writes the rows. With an `AsyncSession`:
+            `await session.run_sync(upsert, …)`.
+        model: a fenced model whose rows are in one table.
+        rows: the values of each row, by the names of attributes. The key and the attributes that
             `__fence_resource__` names must be among them.
-        index_elements: the attributes of the key: those of a unique constraint or unique index; by default
+        index_elements: the attributes of the key, which have a unique constraint or unique index; by default
             the primary key.
         set_: new values for a row that exists, by the names of attributes, in place of those in `rows`. SQL
             is allowed: `{"hits": Page.hits + 1}`. MariaDB and MySQL assign in this order, and an expression
             sees the values that were assigned before it.
-        bind_arguments: which database, as for `claim`; of a `ShardedSession`, one shard at a time.
+        bind_arguments: chooses the database, as for `claim`; in a `ShardedSession`, one shard for each call.
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows.
         UnfencedWriteError: if the lease of one of the rows is not held, or an existing row is guarded by
             another resource.
         LockLostError: if a lease is known to be lost.
-        FenceError: (MariaDB, MySQL) if another row has the same value in another unique column. Elsewhere
-            that is the database's own IntegrityError.
-        ValueError: if a row lacks its key, names the fence or no column, has SQL as a value, or is given
-            twice; or if no constraint or index makes `index_elements` unique.
+        FenceError: (MariaDB, MySQL) if another row has the same value in another unique column. Other
+            databases raise their own IntegrityError.
+        ValueError: if a row lacks its key, names the fence or an unknown column, has SQL as a value, or is
+            given twice; or if no constraint or index makes `index_elements` unique.
         TypeError: if the model has no fence, or its rows are in several tables.
         NotImplementedError: on a database other than PostgreSQL, SQLite, MariaDB and MySQL.
     """
@@ -221,7 +222,7 @@ def _statement(
             index_elements=[*key], set_=written, where=may_pass
         )
     assigned = [(name, func.if_(may_pass, value, fenced.table.c[name])) for name, value in written.items()]
-    if fenced.is_strict:  # its trigger sees what is turned away, and then says that the fence is lower
+    if fenced.is_strict:  # the trigger then sees the lower fence of a refused row, and not an equal one
         assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
     return made.on_duplicate_key_update(assigned)  # type: ignore[no-any-return]
 
@@ -238,7 +239,7 @@ def _check(
     rows: Mapping[_Key, Mapping[str, Any]],
     token_of: Mapping[_Key, int],
 ) -> Iterator[_Key]:
-    """Yield the primary keys of the written rows, as the database has them; raise if one was turned away."""
+    """Yield the primary keys of the written rows, as the database has them; raise if a row was refused."""
     template, primary = fenced.template, tuple(fenced.table.primary_key)
     of_resource = tuple(template.columns.values())
     texts = [at for at, column in enumerate(key) if is_text(column)]
@@ -255,7 +256,7 @@ def _check(
             named, identity, current = tuple(row[: len(key)]), tuple(row[-1 - len(primary) : -1]), row[-1]
             actual = template.render(row[len(key) : len(key) + len(of_resource)])
             asked = {resources[named]} if named in resources else tokens
-            if actual not in asked:  # before the fence, which may be equal by chance
+            if actual not in asked:  # compared before the fence, which may be equal by chance
                 raise UnfencedWriteError(
                     f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "
                     f"upsert names; nothing was written"

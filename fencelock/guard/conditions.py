@@ -1,7 +1,7 @@
-"""Adds the condition to an UPDATE or DELETE of a fenced table, once for each statement.
+"""Adds the guard's condition to an UPDATE or DELETE of a fenced table, once for each statement.
 
-The token and the write ids travel as parameters, never inside the statement, so that SQLAlchemy's compiled
-cache, executemany and insertmanyvalues all keep working.
+The token and the write ids are parameters, never parts of the statement, so that SQLAlchemy's compiled cache,
+executemany and insertmanyvalues work.
 """
 
 from __future__ import annotations
@@ -32,18 +32,18 @@ Options: TypeAlias = Mapping[str, Any]
 SHIFT_BIND: Final = "fencelock_move"
 """The parameter with the number by which a statement shifts write ids."""
 _LOOKED_UP: Final = "fencelock_of_"
-"""The prefix of parameters with values that the session knows of a row."""
+"""The prefix of parameters whose values are taken from the session's object of the row."""
 LOADED_BIND: Final = "fencelock_loaded"
-"""The parameter with the write id that was loaded; NULL lets every id pass."""
+"""The parameter with the write id that was loaded. In a `blind` statement, NULL accepts every id."""
 
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
 
 TOKEN_OPTION: Final = "fencelock_given_token"  # noqa: S105  no password
-"""Execution option with which `execute_fenced` hands over an explicit token."""
+"""Execution option with which `execute_fenced` passes an explicit token."""
 
 _CUTS_OFF: Final = re.compile(r"(?i)--|/\*|;|#(?![>-])|\b(?:insert|update|delete|merge)\b")
-"""What begins a comment, ends the statement, or writes; `#>` and `#-` are operators of PostgreSQL."""
+"""Text that begins a comment, ends the statement, or writes. `#>` and `#-` are operators of PostgreSQL."""
 
 _QUOTED: Final = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`""")
 
@@ -54,7 +54,7 @@ def key_of(column: Any) -> str:
 
 
 def values_of(binds: Iterable[sa.BindParameter[Any]], row: Row) -> tuple[Any, ...]:
-    """Return the values of parameters in one execution: those of the row, else their own."""
+    """Return the values of parameters in one execution: from the row, else from the parameter itself."""
     return tuple([row[bind.key] if bind.key in row else bind.effective_value for bind in binds])  # noqa: SIM401
 
 
@@ -72,8 +72,8 @@ def criteria_of(clauses: Iterable[Any]) -> Iterator[Any]:
 def parenthesised(part: Any) -> Any:
     """Return a part of a WHERE clause in parentheses, unless it plainly compares columns and parameters.
 
-    Without them, an AND behind the text `a = 1 OR b = 2`, or behind an `op("OR", precedence=10)`, would bind
-    to `b = 2` alone.
+    Without parentheses, an AND after the text `a = 1 OR b = 2`, or after an `op("OR", precedence=10)`, would
+    apply to `b = 2` alone.
     """
     is_plain = (
         isinstance(part, sa.BinaryExpression)
@@ -96,7 +96,7 @@ def equality_binds(
         if isinstance(part, sa.BinaryExpression) and part.operator is operators.eq:
             for column, value in ((part.left, part.right), (part.right, part.left)):
                 if isinstance(value, sa.BindParameter) and column in keys:
-                    # A parameter with a type of the program's own may send another value.
+                    # If only the parameter has a custom type, it may send another value to the database.
                     kinds = [isinstance(each.type, sa.TypeDecorator) for each in (value, column)]
                     if kinds != [True, False]:
                         found[keys[column]] = value
@@ -117,7 +117,7 @@ def compared(part: Any, column: sa.ColumnElement[int], operator: object) -> sa.B
 def reads_more(parts: Iterable[Any], source: sa.FromClause) -> bool:
     """Tell whether a WHERE clause reads more than the row itself: other rows, other tables, or text.
 
-    Then the statement itself may change which rows match: a subquery may read the rows that it writes.
+    If it does, the statement itself may change which rows match, because a subquery may read its writes.
     """
     return any(
         isinstance(element, sa.TextClause | sa.SelectBase)
@@ -131,7 +131,7 @@ def reads_more(parts: Iterable[Any], source: sa.FromClause) -> bool:
 
 
 def unchanged_by_raising(table: sa.Table) -> dict[sa.Column[Any], sa.Column[Any]]:
-    """Return assignments by which an UPDATE that only raises a fence triggers no `onupdate`."""
+    """Return the assignments that keep an UPDATE that only raises a fence from triggering `onupdate`."""
     return {
         column: column
         for column in table.c
@@ -140,7 +140,7 @@ def unchanged_by_raising(table: sa.Table) -> dict[sa.Column[Any], sa.Column[Any]
 
 
 def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
-    """Tell whether a statement has the condition of the guard, but no token for it."""
+    """Tell whether a statement has the guard's condition, but some row has no token for it."""
     return any(
         getattr(element, "key", None) == TOKEN_BIND and not all(TOKEN_BIND in row for row in rows)
         for part in where_of(statement)
@@ -193,10 +193,10 @@ def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClaus
 
 
 def refuse_cutting_off(clauses: Iterable[Any]) -> None:
-    """Refuse text that could end a statement before its condition."""
+    """Refuse text that could end a statement before the guard's condition."""
     for clause in clauses:
         for text in _texts_in(clause):
-            # Backslashes end strings in some modes only.
+            # Backslashes escape quotes only in some modes, so the end of a string is unknown.
             bare = text if "\\" in text else _QUOTED.sub("", text)
             depths = [0, *accumulate((sign == "(") - (sign == ")") for sign in bare)]
             if _CUTS_OFF.search(bare) or min(depths) < 0 or depths[-1]:
@@ -208,7 +208,7 @@ def refuse_cutting_off(clauses: Iterable[Any]) -> None:
 
 
 def _texts_in(clause: Any) -> Iterator[str]:
-    """Yield the texts that stand in the statement as the program wrote them."""
+    """Yield the texts of a clause that enter the SQL exactly as the program wrote them."""
     for element in visitors.iterate(clause) if isinstance(clause, sa.ClauseElement) else ():
         if isinstance(element, sa.TextClause):
             yield element.text
@@ -222,37 +222,37 @@ def _texts_in(clause: Any) -> Iterator[str]:
 Origin: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
 """Where a statement comes from.
 
-`objects`: a flush. `blind`: a flush that does not know the loaded write id of each object. `core`: the
-program. `explicit`: the program, with a token. `claim`: a claim.
+`objects`: a flush. `blind`: a flush in which the loaded write id of an object is unknown. `core`: the
+program. `explicit`: the program, with an explicit token. `claim`: a claim.
 """
 
 _forms: WeakKeyDictionary[sa.ClauseElement, dict[Origin, GuardedStatement]] = WeakKeyDictionary()
-"""By statement. SQLAlchemy's own statements are the same objects at each flush."""
+"""The guarded forms of each statement. SQLAlchemy's own statements are the same objects at each flush."""
 
 
 @dataclass(eq=False, slots=True)
 class GuardedStatement:
-    """A statement with the condition, and what is known of the rows that it names."""
+    """A statement with the condition, and facts about the rows that it names."""
 
     statement: Any
     origin: Origin
     fenced: FencedTable
     source: sa.FromClause
-    where: tuple[sa.ColumnElement[bool], ...]  # without the condition
-    key: tuple[sa.BindParameter[Any], ...]  # compared with the primary key; empty if some of it is missing
+    where: tuple[sa.ColumnElement[bool], ...]  # the WHERE clause without the condition
+    key: tuple[sa.BindParameter[Any], ...]  # compared with the primary key; empty if a column is missing
     resource_binds: tuple[sa.BindParameter[Any], ...] | None  # None if they do not name the resource
-    looked_up: Mapping[str, str]  # attributes to take from the session's object, by parameter
-    loaded: sa.BindParameter[Any] | None  # the write id that a row must have; None if any will do
-    shifts_ids: bool  # an UPDATE that adds a number to the ids; another sets one
-    is_optional: bool  # may be executed under no lease, and then leaves the fence as it is
+    looked_up: Mapping[str, str]  # attributes to read from the session's object, by parameter
+    loaded: sa.BindParameter[Any] | None  # the write id that a row must have; None if each id is accepted
+    shifts_ids: bool  # True if an UPDATE adds a number to the write ids, and does not set them
+    is_optional: bool  # may be executed under no lease, and does not change the fence then
     reads_more: bool  # its own writes may change which rows match
-    assigns: bool  # an UPDATE; else a DELETE
+    assigns: bool  # True for an UPDATE, False for a DELETE
     listed: Mapping[str, int] = field(default_factory=dict)  # tokens by resource, if a list names the rows
-    own_token: sa.ColumnElement[int] | None = None  # of a row, as SQL
+    own_token: sa.ColumnElement[int] | None = None  # the token of each row, as an SQL expression
 
     @property
     def is_of_flush(self) -> bool:
-        """Whether a flush executes it. Then all of its rows should be there."""
+        """Whether a flush executes the statement. If so, all of its rows should exist."""
         return self.origin in {"objects", "blind"}
 
     @property
@@ -263,7 +263,7 @@ class GuardedStatement:
         return values_of(self.key, row)
 
     def accepts(self, row: Row) -> tuple[int, ...] | None:
-        """Return the write ids that the row may have after the statement; None if any will do."""
+        """Return the write ids that the row may have after the statement; None if each id is accepted."""
         loaded = row.get(LOADED_BIND) if self.loaded is None else values_of([self.loaded], row)[0]
         if loaded is None:
             return None
@@ -280,11 +280,10 @@ def form_of(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedState
 
 
 def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
-    """Add the condition to a statement: the fence is not above the token, the write id is the one loaded.
+    """Add the condition to a statement: the fence is not above the token, the write id is the loaded one.
 
-    The resource must be that of the token, too. Where the WHERE clause does not make sure of that, a
-    criterion is added: `SameText` for text, and a comparison with `looked_up` for rows named by their key
-    alone.
+    The row must also belong to the token's resource. If the WHERE clause does not ensure this, a criterion is
+    added: `SameText` for text, and a comparison with `looked_up` for rows named only by their key.
     """
     source = fenced.source_of(statement)
     assigned = [column for column, _ in values_in(statement)]
@@ -342,7 +341,7 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
                 if is_text(column) or bind.key.startswith(_LOOKED_UP)
             ]
         )
-    if assigns:  # an attribute may have the name of another column
+    if assigns:  # values() may name an attribute, which may be called like another column
         names = {name for name in assigned if isinstance(name, str)}
         refuse_moving(fenced, {key_of(column) for column in assigned}, names)
     return GuardedStatement(
@@ -366,7 +365,7 @@ _NONE: Final[sa.ColumnElement[int]] = sa.literal_column(str(NO_LEASE), sa.BigInt
 
 
 def passes(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[bool]:
-    """Return the criterion: the fence is not above the token, or the write is under no lease."""
+    """Return the criterion: the fence is not above the token, or (if optional) there is no lease."""
     return sa.or_(fence <= token, token == _NONE) if optional else fence <= token
 
 
@@ -376,6 +375,6 @@ def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
 
 
 def shift_ids(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
-    """Have a statement add a number to the write ids, so that loaded objects can follow (see `tables`)."""
+    """Return an UPDATE that adds a number to the write ids; loaded objects add it, too (see `tables`)."""
     write = fenced.source_of(statement).c[fenced.write.key]
     return statement.values({write.key: (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)})

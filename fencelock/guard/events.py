@@ -1,8 +1,8 @@
 """The guard's events: callbacks, and records in the log.
 
-A refusal is reported once, in its own thread and task, before the transaction is rolled back. The log records
-of `fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`, `.fence`). A refusal
-is a WARNING, a write under no lease is INFO, and a claim is DEBUG.
+A refusal is reported once, in the thread and task of the write, before the transaction is rolled back. The
+records of the logger `fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`,
+`.fence`). A refusal is a WARNING, a write under no lease is INFO, and a claim is DEBUG.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fencelock.errors import FencelockError, StaleTokenError, UnfencedWriteError
 __all__ = ["GuardEvent", "forget", "on_claim", "on_stale", "on_unfenced", "report", "report_claim"]
 
 logger: logging.Logger = logging.getLogger("fencelock.guard")
-logger.addHandler(logging.NullHandler())  # a refusal is an error as well, to be read once
+logger.addHandler(logging.NullHandler())  # else Python prints refusals, which are raised as errors anyway
 
 Callback = Callable[[GuardEvent], object]
 _C = TypeVar("_C", bound=Callback)
@@ -36,13 +36,13 @@ _BETWEEN: Final = frozenset({"fencelock", "sqlalchemy", "sqlmodel", "contextlib"
 """Packages whose frames are skipped in the search for the program's own line."""
 
 _places: Final[set[str]] = set()
-"""The lines that the log has named."""
+"""The lines of the program that the log has named."""
 
 _REPORTED: Final = "_fencelock_reported"
 
 
 class _Only:
-    """A listener that hands on the events of one kind. It equals the callback, so that `forget` finds it."""
+    """A listener for events of one class. It is equal to its callback, so that `forget` finds it."""
 
     def __init__(self, kind: type[GuardEvent], callback: Callback) -> None:
         self._kind = kind
@@ -60,7 +60,7 @@ class _Only:
 
 
 def on_stale(callback: _C) -> _C:
-    """Call a function whenever the database has turned a stale token away; may be used as a decorator.
+    """Call a function whenever a stale token, or a stale object, is refused; may be used as a decorator.
 
     ```python
     @on_stale
@@ -68,8 +68,8 @@ def on_stale(callback: _C) -> _C:
         print(f"{event.table} {event.identity}: {event.token} is older than {event.fence}")
     ```
 
-    A callback must be quick, and must not use the session or connection. If it fails, that is logged, and
-    changes nothing else.
+    A callback must be quick, and must not use the session or connection. If it raises, the error is logged,
+    and has no other effect.
 
     Returns:
         The function itself.
@@ -78,7 +78,7 @@ def on_stale(callback: _C) -> _C:
 
 
 def on_unfenced(callback: _C) -> _C:
-    """Call a function whenever a write without its lease was refused; may be used as a decorator.
+    """Call a function whenever a write is refused because it lacks its lease; may be used as a decorator.
 
     ```python
     @on_unfenced
@@ -136,7 +136,7 @@ def report_without_lease(table: str, resource: str | None) -> None:
 
 
 def _place() -> str:
-    """Return the line of the program that has led here."""
+    """Return the innermost line of the program that has led to this call."""
     frame = inspect.currentframe()
     worker: Any = sys.modules["greenlet"].getcurrent() if "greenlet" in sys.modules else None
     while frame is not None:
@@ -144,7 +144,7 @@ def _place() -> str:
         if package not in _BETWEEN:
             return f"{frame.f_code.co_filename}:{frame.f_lineno}"
         frame = frame.f_back
-        if frame is None and worker is not None and worker.parent is not None:  # it works for a coroutine
+        if frame is None and worker is not None and worker.parent is not None:  # the coroutine's greenlet
             worker = worker.parent
             frame = worker.gr_frame
     return "a line that is not known"

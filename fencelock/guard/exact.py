@@ -1,7 +1,7 @@
-"""Operations that differ by database: comparing text exactly, reading the newest row, beginning.
+"""Operations that differ by database: comparing text exactly, reading the newest row, `BEGIN`.
 
-"stock:abc" and "stock:ABC" are two leases, but a collation may treat them as equal. So the guard compares
-once more, exactly. The looser `=` stays, because it finds the row by its index.
+"stock:abc" and "stock:ABC" are two leases, but a collation may treat them as equal. So the guard adds an
+exact comparison. The plain `=` stays, because the database can use an index for it.
 """
 
 from __future__ import annotations
@@ -50,28 +50,28 @@ def is_text(column: ColumnElement[Any]) -> bool:
 
 
 def holds(column: ColumnElement[Any], value: ColumnElement[Any]) -> ColumnElement[bool]:
-    """Return the criterion that a column holds this value, to the character."""
+    """Return the criterion that a column has this value. Text must be equal in each character."""
     return SameText(column, value) if is_text(column) else column == value
 
 
 TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
-"""Carries the token into the condition."""
+"""The name of the parameter with the token in the guard's condition."""
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Have a query on MariaDB or MySQL read the rows as committed now, and not the transaction's snapshot."""
+    """Return the query; on MariaDB and MySQL it then reads the rows as committed now, not the snapshot."""
     return query.with_for_update(read=True) if connection.dialect.name in MYSQL else query
 
 
 def insert_into(table: Table, dialect: str) -> Any:
-    """Return an INSERT that takes a clause for rows that exist, as this database writes it."""
+    """Return this database's own INSERT, to which a clause for existing rows can be added (ON CONFLICT)."""
     if dialect in MYSQL:
         return mysql.insert(table)
     return postgresql.insert(table) if dialect == "postgresql" else sqlite.insert(table)
 
 
 def keeps_snapshot(connection: Connection) -> bool:
-    """Tell whether a transaction may read an old snapshot and write. On SQLite it cannot write then."""
+    """Tell whether a transaction may read an old snapshot and still write. On SQLite it cannot."""
     if connection.dialect.name == "sqlite":
         return False
     level = connection.get_isolation_level()
@@ -79,22 +79,22 @@ def keeps_snapshot(connection: Connection) -> bool:
 
 
 def begin_immediate(engine: Engine | AsyncEngine) -> None:
-    """Make every transaction of a SQLite engine begin with `BEGIN IMMEDIATE`, before its first connection.
+    """Make every transaction of an SQLite engine begin with `BEGIN IMMEDIATE`. Call it before you connect.
 
     ```python
     writing = create_engine("sqlite:///shop.db")
     begin_immediate(writing)
     ```
 
-    Transactions then take turns from their first statement, and none fails half way. They wait up to the
-    connection's `timeout`: 5 seconds, or `connect_args={"timeout": …}`. For work that only reads, use another
-    engine.
+    Transactions then wait for each other at their first statement, and do not fail at a later one. They wait
+    up to the connection's `timeout`: 5 seconds, or `connect_args={"timeout": …}`. For work that only reads,
+    use another engine.
 
     Args:
-        engine: an engine of SQLite, also one for coroutines.
+        engine: an engine of SQLite, or an `AsyncEngine`.
 
     Raises:
-        ValueError: if the engine is not one of SQLite.
+        ValueError: if the engine is for another database.
     """
     if is_async_engine(engine):
         engine = engine.sync_engine

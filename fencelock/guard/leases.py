@@ -1,8 +1,8 @@
-"""The leases that a transaction writes under: those of its first writes, noted on its connection.
+"""The leases under which a transaction writes: those of its first writes, noted on its connection.
 
-The context variable alone would not do: it does not reach other threads, leaks out of generators, and is
-empty once the block was left. The lease of the first write stays in use even if the context holds a newer
-one. Another holder may have written between the two, and only the older token lets the database see that.
+The context variable of held leases is not enough: it does not reach other threads, leaks out of generators,
+and is empty after the block. The lease of the first write stays in use even if a newer lease is held then.
+Another holder may have written between the two, and only the older token makes the database refuse.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ if TYPE_CHECKING:
     from fencelock.guard.sessions import AnySession
 
 _bound: WeakKeyDictionary[Session | Connection, tuple[Lease, ...]] = WeakKeyDictionary()
-"""The leases that sessions and connections were bound to."""
+"""The leases to which sessions and connections were bound."""
 
 _LEASES: Final = "_fencelock_leases"
 """The attribute of a connection with the `TransactionLeases` of its transaction, or of an earlier one."""
 
 
 def bind(target: AnySession, *leases: Lease) -> None:
-    """Hand leases to a session or connection: they guard its writes, whatever the context holds.
+    """Bind leases to a session or connection: they guard its writes, whatever leases are held.
 
     ```python
     def pay(lease: Lease) -> None:
@@ -52,14 +52,14 @@ def bind(target: AnySession, *leases: Lease) -> None:
         threads.submit(pay, assert_held("order:1")).result()
     ```
 
-    Use it where the held leases do not reach: in other threads, executors and generators. Use it also for
-    tokens of other sources (`Lease("order:1", token)`). It lasts as long as the session or connection, or
-    until the next `bind`; `bind(session)` without leases undoes it. An open transaction forgets the leases
-    that it was written under before. Sessions that share a connection need the same leases, because the last
-    one that began or flushed on it counts.
+    Use it in other threads, executors and generators, because held leases do not reach them. Use it also for
+    tokens of other sources (`Lease("order:1", token)`). The binding lasts as long as the session or
+    connection, or until the next `bind`; `bind(session)` without leases undoes it. An open transaction
+    forgets the leases that it used before. Sessions that share a connection need the same leases, because
+    those of the session that last began or flushed on it count.
 
-    It does not keep the lock: the holder releases the lease as before. The release waits for the transactions
-    that were written under the lease by then, and for no others.
+    `bind` does not keep the lock: the holder releases the lease as before. The release waits for transactions
+    that have written under the lease by then, and for no others.
 
     Raises:
         TypeError: an argument is no lease, or `target` is no session or connection.
@@ -75,23 +75,23 @@ def bind(target: AnySession, *leases: Lease) -> None:
 
 
 class TransactionLeases:
-    """The leases that one database transaction writes under. It may outlive SQLAlchemy's `Transaction`."""
+    """The leases under which one transaction writes. The object may outlive SQLAlchemy's `Transaction`."""
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction: ref[Transaction] = ref(transaction)
-        self.has_transaction = False  # whether the driver is known to have one open
-        self.shard: object = None  # of the objects that are written in it
+        self.has_transaction = False  # whether the driver is known to have a transaction open
+        self.shard: object = None  # the shard of the objects that are being written
         self.used: dict[str, Lease] = {}  # by resource
-        self.gates: set[tuple[str, object]] = set()  # that it has passed, by resource and owner
-        # Resources of rows that it has inserted before they could be locked.
+        self.gates: set[tuple[str, object]] = set()  # the passed gates: resource and owner
+        # Resources of rows that the transaction has inserted, and whose keys the database has made.
         self.unlockable: set[str] = set()
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
-        # Stands for this object in the leases. If they referred to the object, it would live for ever.
+        # The leases refer to this mark, because a reference to the object itself would keep it alive.
         self._mark = object()
 
     def __del__(self) -> None:
-        """Let go of the leases of a connection that is thrown away; in a thread, as this may run anywhere."""
+        """Let go of the leases of an abandoned connection; in a new thread, because this may run anywhere."""
         if calls := self._let_go(committed=False):
             with suppress(RuntimeError):  # the interpreter is exiting, and releases everything
                 _thread.start_new_thread(_call_each, (calls,))
@@ -122,10 +122,10 @@ class TransactionLeases:
             lease.need(self._mark)
 
     def remember(self, resource: str, lease: Lease) -> None:
-        """Note that the transaction is written under a lease; raise UnfencedWriteError if it was released."""
+        """Note a lease under which the transaction writes; UnfencedWriteError if the lease was released."""
         if self.used.get(resource) is not lease:
             self.need(lease)
-            if not lease.usable:  # it was when the flush began
+            if not lease.usable:  # the lease was usable when the flush began
                 raise UnfencedWriteError(
                     f"the lease of {resource!r} has been released meanwhile, before anything was written "
                     f"under it in this transaction; release it after the flush"
@@ -146,7 +146,7 @@ class TransactionLeases:
 
 
 def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
-    """Return the leases under which work may begin, by resource: the bound leases, else the held ones."""
+    """Return the usable leases by resource: of the bound leases, or of the held ones if `bound` is None."""
     found = held_leases() if bound is None else [lease for lease in bound if lease.usable]
     return {lease.resource: lease for lease in found}
 
@@ -163,10 +163,10 @@ def _call_each(calls: Iterable[Callable[[], object]]) -> None:
 
 
 def leases_on(connection: Connection) -> TransactionLeases:
-    """Return the `TransactionLeases` of a connection's transaction; begin it if there is none."""
+    """Return the `TransactionLeases` of a connection's transaction; begin a transaction if there is none."""
     transaction = connection.get_transaction() or connection.begin()
     if not transaction.is_active:
-        refuse_inactive(connection)  # what executing would do, before anything is noted
+        refuse_inactive(connection)  # as an execution would, but before anything is noted
     leases: TransactionLeases | None = getattr(connection, _LEASES, None)
     if leases is None or leases.transaction() is not transaction:
         leases = TransactionLeases(transaction)
@@ -187,8 +187,8 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
     connection = transaction.connection
     refused = error if commits else None
     if refused is not None and not (connection.invalidated or isinstance(transaction, TwoPhaseTransaction)):
-        # SQLite leaves the transaction open if a deferred foreign key is not met. The connection's next
-        # COMMIT would write it after all.
+        # If a COMMIT violates a deferred foreign key, SQLite leaves the transaction open. The connection's
+        # next COMMIT would write it after all.
         with suppress(Exception):
             connection.dialect.do_rollback(connection.connection)
     was_cancelled = connection.invalidated and not isinstance(refused, Exception)
@@ -197,7 +197,7 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
 
 
 def end_early(session: Session, *, committed: bool) -> None:
-    """Let go of the leases that a session has written under in the outer transaction of a test."""
+    """Let go of the leases under which a session has written in the outer transaction of a test."""
     for connection in tuple(session.info.get(CONNECTIONS, ())):
         if (leases := open_leases(connection)) is not None:
             delattr(connection, _LEASES)  # the next write uses the leases that are held then
@@ -205,7 +205,7 @@ def end_early(session: Session, *, committed: bool) -> None:
 
 
 def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
-    """Note that a transaction is written with this token, so it needs the leases that have it."""
+    """Note that a transaction writes with this token, and so needs the leases that have the token."""
     if isinstance(target, Session):
         connection = target.connection(bind_arguments={"clause": statement})
         join(connection, target)
@@ -230,12 +230,12 @@ def refuse_autocommit(
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
-    """Tell whether each statement commits by itself, because SQLAlchemy or the driver is set so."""
+    """Tell whether SQLAlchemy or the driver commits each statement at once."""
     if (options.get("isolation_level") or isolation_on_connect(connection.dialect)) == "AUTOCOMMIT":
         return True
     driver: Any = connection.connection.dbapi_connection
-    if connection.dialect.name == "sqlite":  # a listener for "begin" may have begun one all the same
-        driver = getattr(driver, "driver_connection", driver)  # that of aiosqlite
+    if connection.dialect.name == "sqlite":  # in autocommit, too, a listener may have sent BEGIN
+        driver = getattr(driver, "driver_connection", driver)  # the connection of aiosqlite
         by_itself = getattr(driver, "autocommit", None) is True or driver.isolation_level is None
         return by_itself and not driver.in_transaction
     if connection.dialect.name in MYSQL:
@@ -247,7 +247,7 @@ NOT_INHERITED: Final = (
     "Leases follow into tasks and asyncio.to_thread, but not into other threads or executors: there, hand "
     "one over with bind(session, lock.lease)"
 )
-"""The hint of errors if no lease is held."""
+"""The hint in errors if no lease is held."""
 
 
 _SEEDS: Final = (
@@ -264,7 +264,7 @@ _OLD_SNAPSHOT: Final = (
 class TokenLookup:
     """Finds the tokens for the rows of one statement, or of one flush.
 
-    With `claiming`, each row needs a held lease. `given` is a token of the program for all rows.
+    With `claiming`, each row needs a held lease. `given` is an explicit token, which counts for all rows.
     """
 
     __slots__ = (
@@ -277,7 +277,7 @@ class TokenLookup:
     ) -> None:
         self.fenced = fenced
         self.given = given
-        self.is_optional: bool = not claiming and fenced.is_optional  # a row may be written under none
+        self.is_optional: bool = not claiming and fenced.is_optional  # rows may be written under no lease
         self._connection = connection
         self.leases: TransactionLeases = leases_on(connection)
         self.write_id: int = new_write_id()
@@ -295,10 +295,10 @@ class TokenLookup:
         return any(map(self.fenced.template.match, self._candidates))
 
     def does_without(self, resource: str | None) -> bool:
-        """Tell whether a row is written without a lease, because its model allows that.
+        """Tell whether a row may be written without a lease, and report the write if so.
 
-        It is not if a lease of another row is held: most likely the name is wrong. Nor is it if the block of
-        its lease was left in this transaction.
+        It may not if a lease of another row of the table is held, because most likely the resource's name is
+        wrong. It also may not if the block of the row's lease was left during this transaction.
         """
         is_free = (
             self.is_optional
@@ -330,8 +330,8 @@ class TokenLookup:
     def of_new_row(self) -> int:
         """Return the fence 0 for a row whose resource has no name yet, because the database makes its key.
 
-        Until the transaction ends, the same holds for rows whose resource is named by that key. The
-        transaction needs all leases, because it is unknown which of them guards the row.
+        Later writes to the row in this transaction get the fence 0, too. The transaction needs all held
+        leases, because it is unknown which of them guards the row.
         """
         if self._candidates or not self.does_without(None):
             self.need_some(is_new=True)

@@ -14,11 +14,11 @@ from fencelock.guard.exact import holds
 from fencelock.guard.leases import TokenLookup
 
 _MOST: Final = 1000
-"""Rows that a list may name. A statement has a token for each."""
+"""The most rows that a list may name, because the statement has a token for each row."""
 
 
 def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> GuardedStatement:
-    """Give each row that the WHERE clause lists its own token; return the form as it is if none is listed."""
+    """Return the form with a token for each row that its WHERE clause lists; unchanged if it lists none."""
     if form.origin != "core" or form.resource_binds is not None or len(rows) != 1 or not tokens.hold_some:
         return form
     listed = _listed(form, rows[0])
@@ -65,7 +65,7 @@ def _together(parts: Iterable[Any], form: GuardedStatement, row: Row) -> list[di
 
 def _allowed(part: Any, form: GuardedStatement, row: Row) -> list[dict[str, Any]]:
     """Return the combinations of values that one part of a WHERE clause lists; none if it lists no values."""
-    if isinstance(part, sa.BooleanClauseList):  # an OR, because `criteria_of` takes an AND apart
+    if isinstance(part, sa.BooleanClauseList):  # an OR, because `criteria_of` has split each AND
         return [each for clause in part.clauses for each in _together([clause], form, row)]
     columns = form.fenced.template.columns.values()
     if pinned := equality_binds([part], form.source, columns):

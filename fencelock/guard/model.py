@@ -1,8 +1,8 @@
 """The mixins that make a model fenced.
 
-There are two mixins, because one cannot serve both kinds of models. On a `MappedAsDataclass` base SQLAlchemy
-wants the fields of mixins to be dataclass fields. A dataclass mixin would turn plain models into dataclasses,
-which are unhashable.
+There are two mixins, because one cannot serve both kinds of models. On a `MappedAsDataclass` base, SQLAlchemy
+requires that the fields of mixins are dataclass fields. A dataclass mixin would turn plain models into
+dataclasses, which are unhashable.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ def fence_column(
     )
     ```
 
-    It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`, and stands beside `write_id_column()`. Declarative
-    models get both from `FencedModel`.
+    It is `last_fencing_token BIGINT NOT NULL DEFAULT 0`. The table also needs `write_id_column()`.
+    Declarative models get both from `FencedModel`.
 
     Args:
-        resource: which lease guards a row, such as `"order:{id}"`: see `__fence_resource__`. It may stand in
-            a model of the table instead.
-        trigger: which trigger `create_all` gives the table: see `fencelock.guard.triggers`.
-        lease: `"optional"` lets rows be written under no lease: see `__fence_lease__`.
+        resource: the resource that guards a row, such as `"order:{id}"`: see `__fence_resource__`. A model of
+            the table may name it instead.
+        trigger: which trigger `create_all` makes for the table: see `fencelock.guard.triggers`.
+        lease: `"optional"` allows writes under no lease: see `__fence_lease__`.
 
     Raises:
-        ValueError: for another trigger or lease than these.
+        ValueError: `trigger` or `lease` has an unknown value.
     """
     install()
     marks = {**tables.FENCE_MARK, tables.TRIGGER_MARK: tables.check_trigger(trigger)}
@@ -67,8 +67,8 @@ def fence_column(
 def write_id_column() -> Column[int]:
     """Return the column of a fenced Core `Table` that identifies the last write of a row.
 
-    It is `last_write_id BIGINT NOT NULL DEFAULT 0`, and stands beside `fence_column()`. Each guarded write
-    gives the row a new random number.
+    It is `last_write_id BIGINT NOT NULL DEFAULT 0`. For the other column, see `fence_column()`. Each guarded
+    write sets a new random number.
     """
     return tables.new_column(tables.WRITE_COLUMN, tables.WRITE_MARK)
 
@@ -77,27 +77,28 @@ class FencedModel:
     """Mixin for a model whose rows refuse writers with a stale fencing token.
 
     It adds the columns `last_fencing_token` and `last_write_id`, each BIGINT NOT NULL DEFAULT 0. From then on
-    every UPDATE and DELETE that SQLAlchemy sends for the model's table carries
+    every UPDATE and DELETE that SQLAlchemy sends for the model's table has the condition
     `AND last_fencing_token <= :token`, with the token of the lease held (`fenced_lock`, `bind`). An UPDATE
-    raises the fence to it. Without a lease nothing is sent. Each write gives the row a new write id. The unit
-    of work writes an object only if no other write came since the object was loaded; else it raises
-    `StaleReadError`. Both columns belong to the guard: what a program assigns to them is replaced.
+    raises the fence to the token. Without a lease, the write is refused. Each write gives the row a new write
+    id. The unit of work writes an object only if the row was not written since the object was loaded; else it
+    raises `StaleReadError`. Both columns belong to the guard, which replaces or refuses assigned values.
 
     `__fence_resource__` says which lease guards a row. It is a format string over columns of the fenced
-    table. These must never change, and the database must return their values unchanged (no type that changes
-    case, say). A word without braces is one resource that guards the whole table.
+    table. The values of these columns must never change, and the database must return them exactly as they
+    were written (not in lower case, for instance). Text without braces is one resource for the whole table.
 
-    `__fence_trigger__ = True` makes a trigger by which the database refuses to lower a fence, whoever writes.
-    With `"strict"` it also refuses an UPDATE that changes neither column. `create_all` makes the trigger, and
-    Alembic's autogenerate finds it if it is missing (see `fencelock.guard.triggers`).
+    With `__fence_trigger__ = True`, a trigger refuses every write that lowers a fence, from any program. With
+    `"strict"` it also refuses an UPDATE that changes neither column. `create_all` makes the trigger, and
+    Alembic's autogenerate adds it if it is missing (see `fencelock.guard.triggers`).
 
-    `__fence_lease__ = "optional"` lets code that holds no lease write, too. Such a write moves the write id
-    and leaves the fence. It overwrites nothing that its object has not seen, and a holder that has read the
-    row before is refused. With `"required"`, the default, a holder has the row to itself.
+    With `__fence_lease__ = "optional"`, code that holds no lease can write, too. Such a write changes the
+    write id, but not the fence. It is refused if the row was written since its object was loaded. A holder
+    that has read the row before is refused after it. With `"required"`, the default, only a holder can write.
 
-    docs/correctness.md says what stays open: rows that you read and do not write (see `claim`), an INSERT by
-    a stale holder (see `gate`), what the database does by itself (ON DELETE CASCADE and SET NULL, triggers,
-    stored functions), and links and `ordering_list` places that only the other model's relationship writes.
+    docs/correctness.md lists what is not guarded: rows that you read and do not write (see `claim`), an
+    INSERT by a stale holder (see `gate`), changes that the database itself makes (ON DELETE CASCADE and SET
+    NULL, triggers, stored functions), and links and `ordering_list` positions that only the other model's
+    relationship writes.
 
     Example:
         ```python
@@ -112,10 +113,10 @@ class FencedModel:
         FenceError: when the class is mapped, if it has no `__fence_resource__`.
         ValueError: when the class is mapped, if `__fence_resource__` names no column of its table, or one
             whose equal values can be written in several ways; if the table has no `last_fencing_token`, or
-            the model gives it another name; if a setting has no such value; or if another model of the table
-            has another setting.
-        TypeError: beside `MappedAsDataclass`, where `FencedDataclassModel` belongs, or beside SQLModel, where
-            the two columns are class variables: see docs/sqlmodel.md.
+            the model gives it another name; if a setting has an unknown value; or if another model of the
+            table has another setting.
+        TypeError: if the class is a `MappedAsDataclass`, which needs `FencedDataclassModel`; or a SQLModel,
+            in which the two columns must be class variables: see docs/sqlmodel.md.
     """
 
     __fence_resource__: ClassVar[str]
@@ -155,7 +156,7 @@ class FencedDataclassModel(MappedAsDataclass):
         count: Mapped[int] = mapped_column(default=0)
     ```
 
-    The fence is no parameter of `__init__`, and takes no part in comparison and `repr`.
+    The two columns are no parameters of `__init__`, and are left out of comparisons and of `repr`.
     """
 
     __fence_resource__: ClassVar[str]
@@ -183,11 +184,10 @@ class FencedDataclassModel(MappedAsDataclass):
 
 
 def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
-    """Make the tables of a mapped model known to the guard, if one of them is fenced or should be.
+    """Register the tables of a mapped model with the guard, if one of them is fenced or should be.
 
-    A model without the mixin counts as well, if its `Table` has a `fence_column()`. A model that is mapped to
-    a query, such as an `AbstractConcreteBase`, has no rows of its own: its statements are guarded like
-    others.
+    A model without the mixin is registered, too, if its `Table` has a `fence_column()`. A model of a query,
+    such as an `AbstractConcreteBase`, is not registered, because it has no rows of its own.
     """
     said = getattr(model, "__fence_resource__", None)
     says_so = said is not None or issubclass(model, FencedModel | FencedDataclassModel)
@@ -204,7 +204,7 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     _mark_lease(model, base)
     tables.check_write_column(base, model.__name__)
     fenced = tables.registered(base)
-    if fenced is None or said is not None:  # else another model of the same table has said it
+    if fenced is None or said is not None:  # else another model of the same table has named the resource
         columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure mappers
         attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
         template = tables.template_of(base, model.__name__, attributes, said)
@@ -254,7 +254,7 @@ def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:
 
 
 def _refuse_another_name(mapper: Mapper[Any], base: Table) -> None:
-    """Refuse a model, or a parent in the same table, whose objects would be loaded without their fence."""
+    """Refuse a model if objects of it, or of a parent in the same table, would be loaded without a fence."""
     for each in mapper.iterate_to_root():
         if base not in each.tables or FENCE_COLUMN in each.columns:
             continue
@@ -274,7 +274,7 @@ def _refuse_another_name(mapper: Mapper[Any], base: Table) -> None:
 def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> None:
     """Refuse a model whose primary key is not that of its table."""
     of_table, of_model = list(base.primary_key), list(mapper.primary_key)
-    for each in reversed(list(mapper.iterate_to_root())):  # a joined one's are its parent's, equal to its own
+    for each in reversed(list(mapper.iterate_to_root())):  # a joined mapper has the key of its parent's table
         equal = dict(equal_to_parents(each))
         of_model = [column if column.table is base else equal.get(column, column) for column in of_model]
     if of_model != of_table:

@@ -2,7 +2,8 @@
 
 Before an object is written, its `last_write_id` becomes a `Stamp`, which `statements` finds among the
 parameters. If the parameters have only the key, `statements` finds the object in the session's identity map.
-A change in a collection, a link table or a joined sub-table writes the base row, too.
+A change in a joined sub-table writes the base row, too. So does a change in a collection or a link table if
+the row's lease is held.
 """
 
 from __future__ import annotations
@@ -38,10 +39,10 @@ if TYPE_CHECKING:
     _State: TypeAlias = InstanceState[Any]
 
 _CHANGES_ONLY: Final = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
-"""Asks an attribute for its changes, and loads nothing."""
+"""The flags with which an attribute returns its changes, and loads nothing."""
 
 _FLUSH: Final = "fencelock.flush"
-"""The key in `session.info`: lookups by table and connection; None for a connection that is bypassed."""
+"""The key in `session.info` of a flush's tokens by table and connection; None if the guard is bypassed."""
 
 
 class Stamp(int):
@@ -65,7 +66,7 @@ def on_flush(session: Session, *_: object) -> None:
 
 
 def on_undone(_session: Session, instance: object) -> None:
-    """Take the fence off an object whose row was not written."""
+    """Remove the fence and the write id from an object whose INSERT was undone."""
     state: _State = inspect(instance)
     if any(map(fenced_table, state.mapper.tables)):
         for name in (FENCE_COLUMN, WRITE_COLUMN):
@@ -73,7 +74,7 @@ def on_undone(_session: Session, instance: object) -> None:
 
 
 def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> TokenLookup | None:
-    """Return the tokens of the flush that executes this statement; None if none does, or it is bypassed.
+    """Return the tokens of the flush that executes this statement; None without a flush, or if bypassed.
 
     Bulk operations are no flush, nor is what the program's listeners execute during one.
     """
@@ -90,7 +91,7 @@ def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> To
     found: dict[Any, TokenLookup | None] = session.info.setdefault(_FLUSH, {})
     key = fenced, connection
     if key not in found:
-        join(connection, session)  # another one may have joined the transaction since
+        join(connection, session)  # another session may have used the connection since
         bypassed = is_bypassed(connection.get_execution_options(), connection)
         found[key] = None if bypassed else TokenLookup(connection, fenced)
     return found[key]
@@ -117,8 +118,8 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     """Listen to the unit of work of a fenced model, and to its loads.
 
-    The mapper's events come last, just before an object's columns are read, so they see what other listeners
-    and cascades have added. With `retval` SQLAlchemy calls our functions without a wrapper.
+    The mapper's listeners are called last, just before an object's columns are read, so they see the changes
+    of other listeners and of cascades. With `retval`, SQLAlchemy calls our functions without a wrapper.
     """
     watch = _Watch(mapper, fenced)
     for name in ("before_insert", "after_insert", "before_update", "before_delete"):
@@ -134,7 +135,7 @@ def _aging_of(mapper: Mapper[Any]) -> set[str]:
 
 
 class _Watch:
-    """Stamps the objects of one mapper."""
+    """Gives each object of one mapper its token and write id before it is written."""
 
     __slots__ = ("_aging", "_fenced", "_resource_names")
 
@@ -146,7 +147,7 @@ class _Watch:
         self._resource_names = tuple(own[column] for column in fenced.template.columns.values())
 
     def on_configured(self, mapper: Mapper[Any], model: Any) -> None:
-        """Move our listener for UPDATEs behind all others, because they may change more columns."""
+        """Move our listener for UPDATEs behind all others, because the others may change more columns."""
         event.remove(mapper, "before_update", self.before_update)
         event.listen(mapper, "before_update", self.before_update, raw=True, retval=True)
         always_load(mapper, mapper.columns[WRITE_COLUMN])
@@ -155,7 +156,7 @@ class _Watch:
     def before_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         tokens = self._tokens(connection, state)
         if tokens is None:
-            # A form may have assigned a fence. A program that means to set one uses a statement.
+            # Replace a fence that a form may have assigned. A program sets a fence with a statement instead.
             state.dict[FENCE_COLUMN], state.dict[WRITE_COLUMN] = 0, new_write_id()
             return
         token = self._token_for(tokens, state)
@@ -186,7 +187,7 @@ class _Watch:
             current[WRITE_COLUMN] = stamp = self._stamp(tokens, state, current)
             if stamp.token != NO_LEASE:
                 current[FENCE_COLUMN] = stamp.token
-        state.committed_state[WRITE_COLUMN] = NO_VALUE  # it looks changed, so the row is written
+        state.committed_state[WRITE_COLUMN] = NO_VALUE  # marks the id as changed, so that the row is written
 
     def before_delete(self, _mapper: object, connection: Connection, state: _State) -> None:
         tokens = self._tokens(connection, state)
@@ -195,7 +196,7 @@ class _Watch:
 
     def _tokens(self, connection: Connection, state: _State) -> TokenLookup | None:
         session = state.session
-        assert session is not None  # noqa: S101  an object that is being flushed has one
+        assert session is not None  # noqa: S101  an object that is being flushed has a session
         tokens = _tokens(session, connection, self._fenced)
         if tokens is not None:
             tokens.leases.shard = state.identity_token
@@ -204,10 +205,10 @@ class _Watch:
     def _stamp(self, tokens: TokenLookup, state: _State, current: Mapping[str, Any]) -> Stamp:
         """Return the stamp for an object that has a row.
 
-        An expired object that was only assigned to has no old values, so it needs no write id. An object that
-        was loaded without its write id has old values.
+        An expired object that was only assigned to has no old values, so it needs no write id. An object
+        that was loaded without its write id is refused.
         """
-        token = self._token_for(tokens, state)  # which may load an expired object
+        token = self._token_for(tokens, state)  # this may load an expired object
         loaded = current.get(WRITE_COLUMN)
         if loaded is None and any(_was_loaded(state, key) for key in self._aging):
             error = UnfencedWriteError(
@@ -245,14 +246,14 @@ class _Watch:
 
 
 def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | None:
-    """Return attributes as they were loaded; None if one of them is unknown."""
+    """Return the values of attributes as they were loaded; None if one of them is unknown."""
     assigned = state.committed_state if state.key is not None else {}
     current = state.dict
     values = []
     for name in names:
         value = assigned[name] if name in assigned else current.get(name)
         if value is None:
-            value = getattr(state.obj(), name)  # expired, deferred, or not there yet
+            value = getattr(state.obj(), name)  # loads an expired or deferred attribute
         if value is None or value is NO_VALUE:
             return None
         values.append(value)
@@ -260,7 +261,7 @@ def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | No
 
 
 def _drop_assigned_fence(state: _State, current: dict[str, Any]) -> None:
-    """Restore the fence of the row, because a form, a dump or a merge may have assigned another."""
+    """Restore the fence of the row, because a form, a dump or a merge may have assigned another fence."""
     loaded = state.committed_state.pop(FENCE_COLUMN)
     if loaded is NO_VALUE:
         del current[FENCE_COLUMN]
@@ -274,7 +275,7 @@ def _was_loaded(state: _State, key: str) -> bool:
 
 
 def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a collection"] | None:
-    """Return which part of an object has changed: its row, or only a collection."""
+    """Return which part of an object has changed: its row, or only a collection; None if neither."""
     manager, found = state.manager, False
     for key, loaded in tuple(state.committed_state.items()):
         impl: Any = manager[key].impl
@@ -290,14 +291,14 @@ def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a co
 
 
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
-    """Return `NO_VERSION` if another version's write id is assigned to an object, or merged into it."""
+    """Return the assigned or merged write id; `NO_VERSION` if it is not the id that the object has."""
     if not isinstance(value, int):
         return NO_VERSION
     return value if value == old or not isinstance(old, int) else NO_VERSION
 
 
 def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: dict[str, Any]) -> None:
-    """Mark an object as of no version if the object that was merged into it has no write id."""
+    """Give an object the id `NO_VERSION` if the object that was merged into it has no write id."""
     is_unknown = WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables))
     if is_unknown and any(_was_loaded(given, key) for key in _aging_of(into.mapper)):
         current[WRITE_COLUMN] = NO_VERSION
@@ -306,14 +307,14 @@ def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: d
 def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
     """Note the id of a loaded row, and whether it contradicts an assigned one; return the id to keep."""
     if type(before) is Stamp and found == before.loaded:
-        return before  # the object is being written, and the row is not yet
+        return before  # the object is being flushed, but its row was not written yet
     was_assigned = type(before) is int and state.committed_state.get(WRITE_COLUMN) is NO_VALUE
     context.attributes[WRITE_COLUMN, state] = found, was_assigned and before != found
     return found
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Mark an object as of no version if another version's part was loaded; shift its id after an UPDATE."""
+    """Give an object `NO_VERSION` if a part of another version was loaded; shift its id after an UPDATE."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
         by = None if state.session is None else state.session.info.get(SHIFTED)
@@ -322,7 +323,7 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
         return
     for made in state.mapper.composites:
         if names is None or not {column.key for column in made.props}.isdisjoint(names):
-            current.pop(made.key, None)  # made again, from the columns
+            current.pop(made.key, None)  # SQLAlchemy makes the composite again from its columns
     attributes: dict[Any, Any] = getattr(context, "attributes", {})
     if (WRITE_COLUMN, state) not in attributes:
         return  # the new part is of the same version
@@ -330,7 +331,7 @@ def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] 
     asked = {*aging, WRITE_COLUMN} if names is None else {*names}
     old = left_out_of(context, state.mapper) if names is None else aging - asked
     if not any(key in current for key in asked & {*aging, WRITE_COLUMN}):
-        return  # found, and not loaded
-    is_another = is_another and names is not None  # a form has assigned it, and the rest is loaded now
+        return  # the row was compared, but nothing was loaded
+    is_another = is_another and names is not None  # an id was assigned, and only a part is loaded now
     is_mixed = is_another or any(_was_loaded(state, key) for key in old & aging)
     current[WRITE_COLUMN] = NO_VERSION if is_mixed else found

@@ -53,13 +53,13 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
 
 MAX_RESULT: Final = 65_536
-"""Bytes of a result's JSON."""
+"""The most bytes of a result's JSON, which is ASCII."""
 
 _schemas: set[str | None] = set()
 """The schemas with which `receipt_table` was called; None stands for the default schema."""
 
 _RECEIPTS: Final = "fencelock.receipts"
-"""Where a session has the receipts that its transaction has made."""
+"""The key in `session.info` of the receipts that the session's transaction has made."""
 
 
 def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
@@ -74,8 +74,8 @@ def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     without a lease), its `result`, and in `at` the time when it was made (on MariaDB and SQLite in UTC).
 
     Args:
-        metadata: the metadata of the models. Where all calls of a program name one schema, `once` looks for
-            the table there, else in the default schema of the connection.
+        metadata: the metadata of the models. If all calls of a program name one schema, `once` looks for the
+            table there, else in the default schema of the connection.
         schema: the schema of the table.
     """
     table = _define(metadata, schema)
@@ -106,12 +106,11 @@ def _table_of(connection: Connection) -> Table:
 
 
 class Receipt:
-    """What `once` returns: whether the work was done before, and its result.
+    """The receipt that `once` returns, with the result of the work.
 
     Attributes:
-        key: as given to `once`.
-        done: whether the work was done before, or earlier in this transaction; then return `result`, and do
-            nothing.
+        key: the key, as given to `once`.
+        done: whether the work was done before, or earlier in this transaction. Then only return `result`.
     """
 
     __slots__ = ("_result", "done", "is_changed", "key")
@@ -191,29 +190,28 @@ def once(
     ```
 
     The receipt is written in the transaction of the session, so it is committed with the work, or not at all.
-    Another transaction with the same key waits for the end of this one, as long as the database lets it.
+    Another transaction with the same key waits for the end of this one, until the database's timeout.
     No lease is needed. If one is held, its token is kept in the receipt.
 
-    Call it before the work and before any read that decides on it. The table is part of your metadata once
-    `receipt_table(Base.metadata)` was called; migrate then.
+    Call it before the work, and before any read on which the work depends. `receipt_table(Base.metadata)`
+    adds the table to your metadata; then run a migration.
 
     Args:
-        session: in whose transaction the work is done.
+        session: the session whose transaction does the work.
         key: 1 to 255 characters, the same in each try: an idempotency key, the id of a task, a slot of a
             schedule.
-        fingerprint: what was asked for, as plain data (also dates, Decimal, UUID). A call with the same key
-            and another fingerprint is refused. None is not compared.
+        fingerprint: the request, as plain data (also dates, Decimal, UUID). A call with the same key and
+            another fingerprint is refused. None is not compared.
         bind_arguments: chooses the database of a session that has several, as in `Session.connection`.
 
     Raises:
-        ReceiptMismatchError: the key was used for something else. The transaction can only be rolled back.
-        LockTimeoutError: another transaction with the key is still open, and the database waits no longer.
+        ReceiptMismatchError: the key belongs to another request. The transaction can only be rolled back.
+        LockTimeoutError: another transaction with the key is still open, and the database's timeout is over.
         LockLostError: the lease is known to be lost.
         UnfencedWriteError: each statement of the connection commits by itself.
         sqlalchemy.exc.DBAPIError: another transaction with the key has committed, and this one cannot see it
             because of its isolation (a serialization failure): begin again.
-        TypeError, ValueError: for a key that is no text or has a wrong length, and for a fingerprint that is
-            no plain data.
+        TypeError, ValueError: the key is no text or has a wrong length, or the fingerprint is no plain data.
     """
     install()
     its = session_of(session, "once")
@@ -225,7 +223,7 @@ def once(
     while not _insert(connection, table, values):
         query = select(table.c.fingerprint, table.c.result).where(table.c.key == name)
         row = connection.execute(newest(query, connection)).one_or_none()
-        if row is not None:  # it may just have been pruned
+        if row is not None:  # else the row was pruned meanwhile
             if None not in {digest, row.fingerprint} and digest != row.fingerprint:
                 raise ReceiptMismatchError(name)
             ours = made.get(name)
@@ -233,7 +231,7 @@ def once(
     receipt = Receipt(name, done=False)
     made[name] = connection, receipt
     transaction = its.get_transaction()
-    assert transaction is not None  # noqa: S101  it has just executed something
+    assert transaction is not None  # noqa: S101  the session has just executed a statement
     its.info[_RECEIPTS] = ref(transaction), made
     if not event.contains(Session, "before_commit", _store_results):
         event.listen(Session, "before_commit", _store_results)
@@ -293,7 +291,7 @@ def _insertion(table: Table, dialect: str) -> Insert:
     key = table.c.key
     insert = insert_into(table, dialect)
     if dialect in MYSQL:
-        # It updates nothing. INSERT IGNORE would leave shared locks in InnoDB, and two callers deadlock.
+        # This UPDATE changes nothing. After INSERT IGNORE, callers would deadlock on InnoDB's shared locks.
         nothing = func.if_(func.last_insert_id(1), key, key)
         return insert.on_duplicate_key_update(key=nothing)  # type: ignore[no-any-return]
     return insert.on_conflict_do_nothing(index_elements=["key"]).returning(key)  # type: ignore[no-any-return]
@@ -313,7 +311,7 @@ def prune_receipts(session: Session | Connection, older_than: float) -> int:
         session.commit()
     ```
 
-    A key is free again then, so a retry that is older does its work once more.
+    The keys of these receipts can be used again, so a later retry does its work once more.
 
     Returns:
         The number of receipts that were deleted.

@@ -1,7 +1,7 @@
 """A refused transaction can only be rolled back.
 
-A program that caught a refusal and went on would commit half of its work. So the `Connection` gets listeners
-that raise until the transaction, or the savepoint, is rolled back. Other connections have none.
+A program that catches a refusal and goes on would commit half of its work. So the `Connection` gets listeners
+that raise until the transaction, or the savepoint, is rolled back. Other connections have no such listeners.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ _STOPPED: Final = (
 _FREED_BY: Final = ("rollback", "rollback_savepoint", "rollback_twophase")
 
 _refused: WeakKeyDictionary[Connection, tuple[Callable[[], Transaction | None], str]] = WeakKeyDictionary()
-"""By connection, a reference to the transaction or savepoint in which something was refused, and what to say.
+"""By connection: a weak reference to its refused transaction or savepoint, and the message of later errors.
 
-A transaction that was here itself would keep its connection, and that would never go back to its pool.
+A strong reference would keep the connection alive, so that it never returns to its pool.
 """
 
 
 def refuse(connection: Connection, refusal: FencelockError, table: str | None = None) -> None:
-    """Report a refusal, and leave nothing but a rollback to the innermost savepoint or to the transaction.
+    """Report a refusal. From now on, the innermost savepoint or the transaction can only be rolled back.
 
-    That holds for all databases of the session whose transaction it is.
+    If a session uses the connection, this applies to all connections of the session.
     """
     session = owner_of(connection)
     _refuse({connection, *(() if session is None else connections_of(session))}, refusal, table)
@@ -81,7 +81,7 @@ def _resource_of(connections: Collection[Connection], refusal: FencelockError) -
 
 
 def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Refuse the transaction of the first argument, a session, if the function raises a refusal."""
+    """Wrap a function of a session: if it raises a refusal, the transaction can only be rolled back."""
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -102,7 +102,7 @@ def is_refused(connection: Connection) -> bool:
 
 
 def _roll_back_driver(connection: Connection) -> None:
-    """End the driver's transaction, because a listener for "commit" that raises leaves it open."""
+    """Roll the driver's transaction back, because a listener for "commit" that raises leaves it open."""
     if not (connection.invalidated or isinstance(connection.get_transaction(), TwoPhaseTransaction)):
         with suppress(Exception):
             connection.dialect.do_rollback(connection.connection)
@@ -117,7 +117,7 @@ def _stop(connection: Connection, *_: Any) -> None:
 
 
 def _stop_release(connection: Connection, name: str, _context: Any) -> None:
-    """Roll back to a refused savepoint. SQLAlchemy takes it for released even if a listener raises."""
+    """Roll back to a refused savepoint: SQLAlchemy counts it as released even if a listener raises."""
     if is_refused(connection):
         _, message = _refused[connection]
         _free(connection)
@@ -130,4 +130,4 @@ def _free(connection: Connection, *_: Any) -> None:
 
 
 def _nothing() -> None:
-    """Stands for a reference to a transaction while nothing is refused."""
+    """Return None, like the reference to a dead transaction: nothing is refused."""

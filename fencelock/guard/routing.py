@@ -1,7 +1,7 @@
-"""Sends a claim, a gate or an upsert to the database of the session to which a write would go.
+"""Sends a claim, a gate or an upsert to the database in which the session would write the rows.
 
-The application's `get_bind` may send reads to a follower, or each row to its shard. A claim must read where
-it has claimed, so it refuses to read elsewhere.
+The application's `get_bind` may send reads to a follower, or each row to its shard. A claim must read from
+the database in which it has claimed. If the session reads from another one, the claim is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fencelock.guard.tables import FencedTable
 
 
 class Target(NamedTuple):
-    """Where a session writes. `bind_arguments` send its queries to the same place."""
+    """The connection on which a session writes; with `bind_arguments`, its queries use the same database."""
 
     session: Session
     connection: Connection
@@ -48,7 +48,7 @@ def target_of(
     bind_arguments: Mapping[str, Any] | None,
     identities: Iterable[tuple[Any, ...]],
 ) -> Target:
-    """Return where a session writes these rows; their keys tell a `ShardedSession` the shard."""
+    """Return the target of a write to these rows. A `ShardedSession` chooses the shard by their keys."""
     arguments: dict[str, Any] = {"mapper": mapper, "clause": update(table), **(bind_arguments or {})}
     if isinstance(session, ShardedSession) and "shard_id" not in arguments:
         arguments["shard_id"] = _shard_of(session, arguments["mapper"], identities)
@@ -86,9 +86,9 @@ def begin_claim(
     bind_arguments: Mapping[str, Any] | None,
     identities: Sequence[tuple[Any, ...]] = (),
 ) -> Target:
-    """Flush, and return where the session writes.
+    """Flush the session if it has autoflush, and return the target of its claim.
 
-    Changes that a claim would overwrite are refused, and a connection that bypasses the guard.
+    Changes that the claim could overwrite are refused, and so is a connection that bypasses the guard.
     """
     if session.autoflush:
         session.flush()
@@ -104,7 +104,7 @@ def begin_claim(
 
 
 def tokens_to_claim(connection: Connection, fenced: FencedTable) -> TokenLookup:
-    """Return the tokens to claim with; refuse a connection that commits each statement by itself."""
+    """Return the tokens to claim with; refuse a connection that commits after each statement."""
     tokens = TokenLookup(connection, fenced, claiming=True)
     refuse_autocommit(tokens.leases, connection, connection.get_execution_options(), fenced.name)
     return tokens

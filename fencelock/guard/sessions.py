@@ -1,4 +1,4 @@
-"""Which session uses a connection. A statement knows only its connection, so that is noted on it."""
+"""Notes on each connection which sessions use it, because a statement knows only its connection."""
 
 from __future__ import annotations
 
@@ -34,19 +34,19 @@ if TYPE_CHECKING:
     )
 
 _SESSIONS: Final = "_fencelock_sessions"
-"""Where a connection has the sessions that have begun, or flushed, on it, the last one last."""
+"""The attribute of a connection with the sessions that have begun, or flushed, on it; the latest is last."""
 
 _BEGAN: Final = "_fencelock_began"
-"""Where a connection has when a session has begun on it."""
+"""The attribute of a connection with the time when a session has begun on it."""
 
 CONNECTIONS: Final = "fencelock.connections"
-"""Where a session has the connections that it has begun on."""
+"""The key in `session.info` of the connections on which the session has begun."""
 
 _CLAIMED: Final = "fencelock.claimed"
-"""Where a session has what was claimed in a savepoint."""
+"""The key in `session.info` of the objects that were claimed in a savepoint."""
 
 SHIFTED: Final = "fencelock.moved"
-"""Where a session has by how much its last statement moves write ids."""
+"""The key in `session.info` of the number by which the session's last statement shifts write ids."""
 
 
 def blocking(target: object) -> Session | Connection:
@@ -95,7 +95,7 @@ def began(connection: Connection) -> float:
 
 
 def join(connection: Connection, session: Session) -> None:
-    """Note that the next statements on a connection are those of a session; it costs next to nothing."""
+    """Note that a session executes the next statements on a connection."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     if not known or known[-1]() is not session:
         others = (each for each in known if each() not in (None, session))
@@ -103,7 +103,7 @@ def join(connection: Connection, session: Session) -> None:
 
 
 def owner_of(connection: Connection) -> Session | None:
-    """Return the session that uses a connection: the one that flushes, else the last one to begin."""
+    """Return the session that uses a connection: the one that flushes, else the last that began on it."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     users = [
         each
@@ -123,7 +123,7 @@ def connections_of(session: Session) -> list[Connection]:
 
 
 def note_claimed(session: Session, claimed: Iterable[object]) -> None:
-    """Note what a savepoint has claimed. Its rollback undoes the new write ids, but not in the objects."""
+    """Note the objects that a savepoint has claimed, because its rollback does not reset their write ids."""
     if session.in_nested_transaction():
         session.info.setdefault(_CLAIMED, WeakSet()).update(map(inspect, claimed))
 
@@ -136,22 +136,22 @@ def on_soft_rollback(session: Session, transaction: SessionTransaction) -> None:
 
 
 def note_shift(connection: Connection, by: int) -> None:
-    """Note by how much a statement shifts write ids, for the objects that SQLAlchemy applies it to."""
+    """Note the number by which a statement shifts write ids; `objects` adds it to those of loaded objects."""
     session = owner_of(connection)
     if session is not None:
         session.info[SHIFTED] = by
 
 
 BYPASS: Final = "bypass"
-"""The value of the execution option `fencelock` that lets a statement pass unguarded."""
+"""The value of the execution option `fencelock` with which a statement bypasses the guard."""
 
 _blocks: Final[list[tuple[object, Session | Connection | None]]] = []
-"""The open blocks: the owner, and the session or connection; None for all of the owner's."""
+"""The open blocks: the owner, and the session or connection; None stands for all of the owner's."""
 
 
 @contextmanager
 def bypass(target: AnySession) -> Iterator[None]:
-    """Let a session or connection go around the guard in this block.
+    """Let a session or connection bypass the guard in this block.
 
     ```python
     with Session(engine) as session, bypass(session):
@@ -159,10 +159,10 @@ def bypass(target: AnySession) -> Iterator[None]:
         session.commit()
     ```
 
-    It is for seeds, repairs and tests, while no holder is at work: nothing is compared or refused. Rows get
-    new write ids all the same. Other threads and tasks stay guarded, even on the same connection. Blocks may
-    be nested; in asyncio it is a plain `with`, too. Flush in the block: changes that are flushed after it are
-    guarded.
+    It is for seeds, repairs and tests. Use it only while no holder works, because nothing is compared or
+    refused. Rows still get new write ids. Other threads and tasks stay guarded, even on the same connection.
+    Blocks may be nested. Coroutines use `with`, too, not `async with`. Flush in the block, because changes
+    that are flushed after it are guarded.
 
     Raises:
         TypeError: if `target` is no session or connection.
@@ -173,7 +173,7 @@ def bypass(target: AnySession) -> Iterator[None]:
 
 @contextmanager
 def unguarded(target: Session | Connection | None = None) -> Iterator[None]:
-    """Let this thread or task go around the guard in a block, on one session or connection or on all."""
+    """Let this thread or task bypass the guard in a block, on one session or connection or on all."""
     block = current_owner(), target
     _blocks.append(block)
     try:
@@ -183,7 +183,7 @@ def unguarded(target: Session | Connection | None = None) -> Iterator[None]:
 
 
 def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
-    """Tell whether a statement with these execution options goes around the guard on a connection."""
+    """Tell whether a statement with these execution options bypasses the guard on a connection."""
     choice = options.get("fencelock")
     if choice not in (None, BYPASS):
         raise ValueError(f"the execution option fencelock is {BYPASS!r} or left away, not {choice!r}")

@@ -1,7 +1,7 @@
 """Fenced writes in SQL: Core constructs, and bare DB-API cursors.
 
-The Core constructs show the condition, and go through the same guard as other statements. On a bare cursor
-there is no guard, so `conditional_update` writes the whole statement.
+The Core constructs show the condition, and are guarded like other statements. A bare cursor has no guard, so
+`conditional_update` returns a whole statement that contains the condition.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ def fenced_update(target: Any, *, loaded: int | BindParameter[int] | None = None
         session.commit()
     ```
 
-    Go on with `where()` and `values()`. When it is executed, by `execute_fenced` or by any session or
-    connection, the guard fills in the token and raises the fence. A session's objects of the rows are not
+    Add `where()` and `values()`. When the statement is executed, by `execute_fenced` or by any session or
+    connection, the guard fills in the token and raises the fence. The session's objects of the rows are not
     refreshed, as with `synchronize_session=False`.
 
     Args:
         target: a fenced model, a `Table` that has the column `last_fencing_token`, or an alias of either.
-        loaded: the `last_write_id` of the row that the new values were computed from. If the row has another
-            one by now, `StaleReadError` is raised. For many rows, give a `bindparam`.
+        loaded: the `last_write_id` of the row from which the new values were computed. If the row has another
+            id by now, `StaleReadError` is raised. For many rows, give a `bindparam`.
 
     Raises:
         ValueError: if the target has no fence, or `loaded` is no write id.
@@ -81,17 +81,18 @@ def execute_fenced(
         execute_fenced(connection, statement, token=token)
     ```
 
-    For a missing row the rowcount is 0, and there is no error. If a newer holder has fenced a row, that
-    raises, and nothing of the transaction (or of the innermost savepoint) can be committed any more.
+    If no row matches, the rowcount is 0, and no error is raised. If a newer holder has fenced a row,
+    `StaleTokenError` is raised, and nothing of the transaction (or of the innermost savepoint) can be
+    committed any more.
 
     Args:
         connection: a connection or session. In coroutines: `await session.run_sync(execute_fenced, …)`.
         statement: an UPDATE, DELETE or INSERT of a fenced table, by `fenced_update` or otherwise.
-        parameters: those of the statement; a list executes it once for each element.
+        parameters: the parameters of the statement. With a list, it is executed once for each element.
         token: the fencing token to write with, whatever leases are held.
 
     Returns:
-        The result of the statement, such as its `rowcount`.
+        The result of the statement, which has its `rowcount`.
 
     Raises:
         StaleTokenError: if a row matches the statement, and its fence is above the token.
@@ -188,26 +189,28 @@ def conditional_update(
         connection.commit()
     ```
 
-    It writes the row only if its fence is not above the token, raises the fence, and gives the row a new
-    write id. So use the parameters once. Without values it claims the row, which belongs before reading it. A
-    rowcount of 0 means that the row is gone, or that a newer holder has fenced it: roll back then.
+    The statement writes the row only if its fence is not above the token, raises the fence, and gives the row
+    a new write id. So use the parameters only once. With empty `values` it claims the row: do this before you
+    read it. A rowcount of 0 means that the row is gone, or that a newer holder has fenced it: roll back then.
 
     Args:
-        table: its name, with the schema before a dot where needed; or a `Table`, or a model.
-        values: the columns to set.
+        table: the table's name, with the schema before a dot if needed; or a `Table`, or a model.
+        values: the new values by the names of columns.
         key: the columns that identify the row, joined with AND.
         token: the fencing token to write with.
         paramstyle: the `paramstyle` of the driver's module (PEP 249): `"pyformat"` for psycopg and PyMySQL,
             `"qmark"` for sqlite3. For asyncpg it is `"numeric_dollar"`.
         dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`: quote the names for this database.
-            Without it they must need no quotes: letters, digits and underscores, and no reserved word.
+            Without it, only names that need no quotes are accepted: letters, digits and underscores, and no
+            reserved word.
 
     Returns:
         The SQL, and a dict of parameters for the styles `"named"` and `"pyformat"`, else a tuple.
 
     Raises:
         ValueError: if the token is not 1 … 2**63 - 1; the key is empty or has a None, which no row equals;
-            the values or the key name `last_fencing_token`; a name needs quotes; the style is unknown.
+            the values or the key name one of the guard's columns; a name needs quotes; the style or the
+            dialect is unknown.
         TypeError: if the token is no int.
     """
     write = _RawWrite(paramstyle, dialect)
@@ -231,8 +234,8 @@ def conditional_delete(
     sql, parameters = conditional_delete("orders", {"id": 1}, token=42, paramstyle="named")
     ```
 
-    The rest is as for `conditional_update`. The fence goes with the row, so a stale holder could insert it
-    again, which only a gate or a trigger prevents.
+    The rest is as for `conditional_update`. The row's fence is lost with the row, so a stale holder could
+    insert the row again. Only a `gate` prevents this.
     """
     write = _RawWrite(paramstyle, dialect)
     _check_raw({}, key, token)

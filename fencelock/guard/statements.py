@@ -1,8 +1,8 @@
-"""Executes UPDATE, DELETE and INSERT of a fenced table with the guard around them.
+"""Executes UPDATE, DELETE and INSERT of a fenced table under the guard.
 
-The rows that a statement may touch decide which lease it needs. The WHERE clause tells: if it compares every
-column of `__fence_resource__` with a value by `==`, the resource is known before anything is sent. Objects
-bring their tokens. A statement that leaves the resource open is refused.
+The rows that a statement may write decide which lease it needs. If its WHERE clause compares every column of
+`__fence_resource__` with a value, by `==` or in a list, the resource is known before anything is sent.
+Objects bring their tokens. A statement whose resource is unknown is refused.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from fencelock.guard.text import GUARDED
 from fencelock.guard.verdict import Verdict
 
 _Execute: TypeAlias = Callable[[Any, Connection, Rows, Options], CursorResult[Any]]
-"""How a statement executes itself on a connection, once for each of the parameters, with these options."""
+"""Executes a statement on a connection, once for each row of parameters, with these options."""
 
 
 def guarding(execute: _Execute) -> _Execute:
@@ -48,7 +48,7 @@ def guarding(execute: _Execute) -> _Execute:
         fenced = fenced_table(table)
         base = base_of(table) if fenced is None else None
         if fenced is None and base is None:
-            return execute(statement, connection, rows, options)  # most often, so do not dwell on it
+            return execute(statement, connection, rows, options)  # the most frequent case, so it comes first
         merged = private.options_to_execute(statement).merge_with(
             private.options_to_execute(connection), options
         )
@@ -77,7 +77,7 @@ def guarding(execute: _Execute) -> _Execute:
 
 
 def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
-    """Keep SQLAlchemy from expiring the shifted write ids of a statement's objects; `objects` shifts them."""
+    """Keep SQLAlchemy from expiring fences and write ids of loaded objects; `objects` shifts these ids."""
     compiled: Any = result.context.compiled
     computed: list[Any] = compiled.postfetch if isinstance(statement, Update) else []
     for column in () if fenced is None else (fenced.write, fenced.fence):
@@ -88,7 +88,7 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
 def _bypassing(
     connection: Connection, statement: Any, fenced: FencedTable | None, rows: Rows, options: Options
 ) -> Any:
-    """Return a statement that goes around the guard. An UPDATE gives its rows new write ids all the same."""
+    """Return a statement that bypasses the guard. An UPDATE still gives its rows new write ids."""
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
     by = 0
@@ -132,11 +132,11 @@ def _guarded(
 def _unpack_stamps(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: TokenLookup
 ) -> tuple[Sequence[dict[str, Any]], Origin]:
-    """Replace the stamps in a flush's rows by parameters. These rows are the flush's, so they may change."""
+    """Replace the stamps in a flush's rows by parameters, in place, because only the flush has the rows."""
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, origin = isinstance(statement, Update), "objects"
     if assigns and write not in rows[0] and fenced.is_strict:
-        # a `post_update` after an UPDATE of the same flush, which has set the flush's own id
+        # A `post_update` after an UPDATE of the same flush, which has given the row the flush's id.
         write_id = new_write_id()
     for row in rows:
         stamp = row.get(write)
@@ -147,7 +147,7 @@ def _unpack_stamps(
                 origin = "blind"
         row[TOKEN_BIND] = stamp.token
         row[LOADED_BIND] = stamp.loaded
-        stamp.loaded = write_id  # what a second statement of this flush finds
+        stamp.loaded = write_id  # a second statement of this flush finds this id in the row
         if assigns:
             row[write] = write_id
             row.pop(fence, None)
@@ -159,17 +159,17 @@ def _unpack_stamps(
 def _stamp_of(
     connection: Connection, form: GuardedStatement, row: dict[str, Any], tokens: TokenLookup, write_id: int
 ) -> Stamp:
-    """Return the stamp of a row that brings none, or whose stamp lacks the id that it replaces.
+    """Return the stamp of a row that has none, or whose stamp lacks the id that was loaded.
 
-    A DELETE, a `post_update` and an object that a listener has changed bring none. A new object in the place
-    of a deleted one lacks the id.
+    A DELETE, a `post_update` and an object that a listener has changed have no stamp. The stamp of a new
+    object that replaces a deleted one lacks the id.
     """
     state = object_of(connection, form.fenced, form.identity(row)) if form.key else None
     known = None if state is None else state.dict.get(WRITE_COLUMN)
     stamp = row.get(form.fenced.write.key)
     if type(stamp) is Stamp:
         stamp.loaded = None if known is stamp or known is None else int(known)
-        if type(known) is Stamp:  # that of the deleted object
+        if type(known) is Stamp:  # the stamp of the deleted object
             stamp.loaded = known.loaded
         return stamp
     if type(known) is Stamp and known == write_id:
@@ -188,13 +188,13 @@ def _stamp_rows(
     by = new_write_id()
     stamped = []
     if not form.is_optional:
-        lookup.is_optional = False  # `fenced_update` is written for a lease
+        lookup.is_optional = False  # the condition of `fenced_update`, for instance, always needs a token
     for given in rows:
         row = dict(given)
         state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None
         row[TOKEN_BIND] = _token_of(form, lookup, row, state)
         if form.assigns:
-            if not (form.is_optional or form.listed):  # else the statement has it
+            if not (form.is_optional or form.listed):  # else the statement itself sets the fence
                 row[fenced.fence.key] = row[TOKEN_BIND]
             row[conditions.SHIFT_BIND if form.shifts_ids else fenced.write.key] = by
         stamped.append(row)
@@ -226,9 +226,9 @@ def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], 
 def _check_sub_table(
     connection: Connection, statement: Any, base: FencedTable, rows: Rows, options: Options
 ) -> None:
-    """Refuse a write to a joined sub-table, unless it is of a flush that writes the fenced rows as well.
+    """Refuse a write to a joined sub-table, unless its flush writes the fenced rows as well.
 
-    A flush writes the sub-table alone if a relationship of the other side with `post_update` asks for it.
+    For a relationship of another model with `post_update`, a flush would write only the sub-table.
     """
     table = underlying(statement.table)
     flush = flush_of(connection, base, options)
@@ -278,7 +278,7 @@ def _stamp_insert(
         stamp = row.get(fenced.write.key)
         if type(stamp) is Stamp:
             made[fenced.fence.key] = stamp.token
-            stamp.loaded = write_id  # what a second statement of the flush finds
+            stamp.loaded = write_id  # a second statement of the flush finds this id in the row
         else:
             made[fenced.fence.key] = _new_row_token(lookup, {**own, **row})
         made[fenced.write.key] = write_id
@@ -287,17 +287,17 @@ def _stamp_insert(
 
 
 def _new_row_token(tokens: TokenLookup, row: Row) -> int:
-    """Return the token to stamp a new row with.
+    """Return the token for a new row.
 
-    If the resource is named by a key that the database makes, no one can have locked it yet. Then some lease
-    must be held, and the row begins with the fence 0, open to its first holder.
+    If the database makes the key that names the resource, no lease of it can exist yet. Then any lease must
+    be held, unless the model makes leases optional. The row gets the fence 0, which every token passes.
     """
     if tokens.given is not None:
         return tokens.given
     template = tokens.fenced.template
     values: list[Any] = []
     for name, column in template.columns.items():
-        value = row.get(column.key, row.get(name))  # an INSERT may know the column by either name
+        value = row.get(column.key, row.get(name))  # an INSERT may use the column's or the attribute's name
         if value is None and isinstance(column.default, ScalarElementColumnDefault):
             value = column.default.arg
         if isinstance(value, BindParameter):

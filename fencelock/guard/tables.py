@@ -1,8 +1,8 @@
-"""Which tables are fenced, and which resource guards each of their rows. Nothing here executes anything.
+"""Knows which tables are fenced, and which resource guards each of their rows; executes no SQL.
 
-The guard keeps its facts of a table in `Table.info`. They live as long as the table, and `to_metadata` copies
-them. "order:1" and "order:01" are two leases, so a value that names a resource is refused if the database
-would return it in another form.
+The guard keeps its facts about a table in `Table.info`. They live as long as the table, and `to_metadata`
+copies them. "order:1" and "order:01" are two leases, so a value that names a resource is refused if the
+database would return it in another form.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ WRITE_COLUMN: Final = "last_write_id"
 FENCE_TABLE: Final = "fencelock_fences"
 RECEIPT_TABLE: Final = "fencelock_receipts"
 TRANSLATED: Final = "schema_translate_map"
-"""The execution option that says which schema tables are in."""
+"""The execution option that replaces the schemas of tables."""
 LIMIT: Final = 2**53
-"""Write ids are below it, so that JSON and web forms bring them back as they were."""
+"""Write ids are below this number, so that JSON and web forms return them unchanged."""
 NO_VERSION: Final = -1
-"""The write id of an object that is of two versions: no row has it."""
+"""The write id of an object that mixes two versions of its row. No row has this id."""
 
 
 def schema_of(connection: Connection, named: set[str | None]) -> str | None:
-    """Return the schema of one of fencelock's tables: the only one that the program has named for it.
+    """Return the only schema that the program has named for one of fencelock's tables, else None.
 
     None stands for the connection's default schema, as its `schema_translate_map` may translate it.
     """
@@ -64,14 +64,14 @@ def schema_of(connection: Connection, named: set[str | None]) -> str | None:
 
 
 def new_write_id() -> int:
-    """Return an id that no write has had. `random` would not do: two processes may have the same seed."""
+    """Return a new write id. It does not come from `random`, because two processes may share a seed."""
     return 1 + randbelow(LIMIT - 1)  # never 0: that is the id of rows that were made without the guard
 
 
-# How a write id moves. A flush, an INSERT, an upsert, a claim and a gate set a new one. A statement without
+# How write ids change. A flush, an INSERT, an upsert, a claim and a gate set a new id. An UPDATE without
 # objects adds a random number to each id that it finds (`conditions.shift_ids`). `sessions.note_shift` keeps
-# the number, and `objects._on_refresh` adds it to the ids of the objects that SQLAlchemy applies it to.
-# So such an object is written later only if it was of the version that the statement has found.
+# the number. SQLAlchemy applies the UPDATE to loaded objects, and `objects._on_refresh` adds the number to
+# their ids. So such an object can be written later only if it had the version that the UPDATE has found.
 
 
 def shifted(write_id: int, by: int) -> int:
@@ -98,19 +98,19 @@ _MARKS: Final = frozenset({*FENCE_MARK, TRIGGER_MARK, RESOURCE_MARK, LEASE_MARK}
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
 _OF_TABLE: Final = "fencelock.of"
-"""In `Column.info`: the name of the table that the column was fenced in."""
+"""The key in `Column.info` of the name of the table that the fence column was added to first."""
 GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
-"""What the guard keeps in `Table.info`, where it is of no interest to anybody else."""
+"""The keys in `Table.info` that only the guard uses."""
 
 FenceTrigger: TypeAlias = bool | Literal["strict"]
-"""A table's trigger: none, one that keeps the fence from going down, or a strict one."""
+"""A table's trigger: False for none, True for one that refuses to lower a fence, or a strict one."""
 
 
 FenceLease: TypeAlias = Literal["required", "optional"]
-"""Whether a write without a lease is refused, or compared by the version of its row alone."""
+"""Whether a write without a lease is refused, or allowed if its row has the loaded version."""
 
 NO_LEASE: Final = 0
-"""The token of a write under no lease. It leaves the fence as it is."""
+"""The token of a write under no lease. Such a write does not change the fence."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,13 +131,13 @@ class ResourceTemplate:
             ) from error
 
     def match(self, resource: str) -> re.Match[str] | None:
-        """Return the parts of a resource's name that stand for columns; None if the name has another form."""
+        """Return the match of a resource's name, with a group for each column; None for another form."""
         parts = Formatter().parse(self.text)
         pattern = "".join(re.escape(text) + ("" if name is None else "(.+)") for text, name, _, _ in parts)
         return re.fullmatch(pattern, resource, re.DOTALL)
 
     def parse(self, resource: str) -> tuple[Any, ...] | None:
-        """Return the values that a resource's name was made of; None if the name does not tell them."""
+        """Return the column values in a resource's name; None if the name does not determine them."""
         names: list[str] = []
         for _, name, spec, conversion in Formatter().parse(self.text):
             if name is not None:
@@ -184,7 +184,7 @@ def spelling(column: Column[Any], value: Any) -> Any:
             return str.__str__(value).rstrip(" ") if isinstance(kind, CHAR) else str.__str__(value)
         if isinstance(kind, Uuid):
             return value if isinstance(value, UUID) else str(UUID(value))
-        if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, and MariaDB in any case
+        if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, MariaDB in upper or lower case
             is_as_loaded = isinstance(value, kind.enum_class) if kind.enum_class else value in kind.enums
         elif not isinstance(kind, TypeDecorator):
             is_as_loaded = type(value) is kind.python_type
@@ -202,7 +202,7 @@ def spelling(column: Column[Any], value: Any) -> Any:
 
 @dataclass(eq=False, slots=True)
 class FencedTable:
-    """The guard's facts of one fenced table. If it `is_optional`, it may be written under no lease."""
+    """The guard's facts about one fenced table. If `is_optional`, rows may be written under no lease."""
 
     table: Table
     template: ResourceTemplate
@@ -220,13 +220,13 @@ class FencedTable:
         self.is_optional = self.fence.info.get(LEASE_MARK) == "optional"
 
     def source_of(self, statement: Any) -> FromClause:
-        """Return what the statement calls the table: an alias, or the table itself."""
+        """Return the alias of the table that the statement uses, or the table itself."""
         target: FromClause = statement.table
         return target if isinstance(target, AliasedReturnsRows) else self.table
 
     @property
     def is_strict(self) -> bool:
-        """Whether its trigger refuses an UPDATE that changes neither fence nor write id."""
+        """Whether the table's trigger refuses an UPDATE that changes neither fence nor write id."""
         return trigger_of(self.table) == "strict"
 
     def mappers(self) -> list[Mapper[Any]]:
@@ -234,7 +234,7 @@ class FencedTable:
 
 
 _names: dict[str, WeakSet[Table]] = {}
-"""By name in lower case, the fenced tables and their sub-tables."""
+"""The fenced tables and their sub-tables, by name in lower case."""
 
 
 def register(fenced: FencedTable) -> FencedTable:
@@ -254,9 +254,9 @@ def _note_name(table: Table) -> None:
 
 
 def note_column(column: Column[Any], parent: object) -> None:
-    """Note the name of a table as soon as it has its fence, because its first write may be textual SQL.
+    """Note the name of a table as soon as it has a fence column: its first write may be textual SQL.
 
-    A copy under another name, such as a history of the rows, is a plain table.
+    A copy of the table under another name, such as a history of its rows, is not fenced.
     """
     if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
         if column.info.setdefault(_OF_TABLE, parent.name) == parent.name:
@@ -268,7 +268,7 @@ def note_column(column: Column[Any], parent: object) -> None:
 def fenced_names() -> list[str]:
     """Return the names, in lower case, of the fenced tables that are alive, and of their sub-tables.
 
-    A name that is not ASCII is also returned as it is, because lower case may not be undone ("İ").
+    A name that is not ASCII is also returned unchanged, because its lower case may not match it ("İ").
     """
     names = [name for name, tables in list(_names.items()) if len(tables)]
     return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
@@ -291,20 +291,20 @@ def check_trigger(wanted: object) -> FenceTrigger:
 
 
 def check_lease(wanted: object) -> FenceLease:
-    if wanted == "required" or wanted == "optional":  # noqa: PLR1714  mypy understands it so
+    if wanted == "required" or wanted == "optional":  # noqa: PLR1714  mypy understands only this form
         return wanted
     raise ValueError(f"whether a write needs a lease is 'required' or 'optional', not {wanted!r}")
 
 
 def registered(table: Table | None) -> FencedTable | None:
-    """Return the record of this very table; None for a copy, and for a table that was not looked at yet."""
+    """Return the record of exactly this table; None for a copy, and for a table that has no record yet."""
     found: FencedTable | None = getattr(table, "info", {}).get(_FENCED)
     # Annotated tables hash like the original.
     return found if found is not None and (found.table is table or hash(found.table) == hash(table)) else None
 
 
 def fenced_table(target: object) -> FencedTable | None:
-    """Return the record of a table (or an alias of one), or None if it is not fenced."""
+    """Return the record of a table or alias, and make it if necessary; None if the table is not fenced."""
     table = target if type(target) is Table else underlying(target)
     fenced = registered(table)
     if fenced is not None or not isinstance(table, Table):
@@ -346,7 +346,7 @@ def check_write_column(table: Table, owner: str) -> None:
 def template_of(
     table: Table, owner: str, attributes: Mapping[str, Column[Any]] | None = None, said: str | None = None
 ) -> ResourceTemplate:
-    """Return how the resources of a table's rows are named: by its model, else by its fence column."""
+    """Return the template of a table's resources: `said` (by a model), else that of the fence column."""
     attributes = dict(table.c.items()) if attributes is None else attributes
     template: Any = said if said is not None else table.c[FENCE_COLUMN].info.get(RESOURCE_MARK)
     if template is None:

@@ -1,7 +1,7 @@
 """Refuses textual SQL that may write to a fenced table, unless `fenced_text` has made it.
 
 `do_execute` sees every statement first. It looks for words, and parses nothing. If it cannot tell strings
-from code, their words count, too.
+from code, the words in strings count, too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FULL: Final = rf"{_NAME}(?: ?\. ?{_NAME})*"
 _QUOTED: Final = re.compile(
     r"""(?s)'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`|/\*(?!M?!).*?\*/|--(?=\s|\Z)[^\n]*"""
 )
-#: Signs that databases read differently: comments that some execute or nest, `#`, `$tag$`.
+#: Characters that databases read differently: comments that some execute or nest, `#`, `$tag$`.
 _DOUBTFUL: Final = re.compile(r"[#']|--|/\*|\*/|\$(?!\d)\w*\$")
-#: The beginning of a write to one table, up to the word behind the table's name.
+#: The beginning of a write to one table, up to the word after the table's name.
 _TARGET: Final = re.compile(
     rf"(?i)\b(?:(?:insert(?:\s+or\s+\w+|\s+ignore)?|replace)\s+into\s+{_FULL}"
     r"(?=\s*\(|\s+(?:as|select|values|default|set|with)\b)"
@@ -42,7 +42,7 @@ _WRITES: Final = re.compile(
     r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
     r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
 )
-#: Statements with more characters are looked at each time that they are executed.
+#: Statements with more characters are not cached, and are searched at each execution.
 _LONG: Final = 4096
 _ORDINARY: Final = re.compile(r"(?i)(?:select|with|values|insert|replace|update|delete)\b")
 _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|comment|grant|revoke)\b")
@@ -79,7 +79,7 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
 
 
 def written(statement: str, names: tuple[str, ...]) -> str | None:
-    """Return the name of the fenced table that a text may write to; None if it surely writes to none."""
+    """Return the name of a fenced table that the text may write to; None if it certainly writes to none."""
     return (_written if len(statement) > _LONG else _written_before)(statement, names)
 
 
@@ -93,13 +93,13 @@ def _written(statement: str, names: tuple[str, ...]) -> str | None:
     return found[0] if _WRITES.search(rest) else None
 
 
-#: Short statements come again; long ones mostly have values in them.
+#: Short statements are often repeated. Long ones mostly have values in them, so they are not cached.
 _written_before: Final = lru_cache(maxsize=1000)(_written)
 
 
 def _bare(text: str, kept: str = '"`') -> str | None:
-    """Return a text without comments and strings; None if databases read it differently."""
-    if len(text) > _LONG and text.rfind("/*") > text.rfind("*/"):  # each would be looked for to the end
+    """Return a text without comments and strings; None if databases read the text differently."""
+    if len(text) > _LONG and text.rfind("/*") > text.rfind("*/"):  # else each "/*" costs a search to the end
         return None
     bare = _QUOTED.sub(
         lambda part: part[0] if part[0][0] in kept else " _ " if part[0][0] == "'" else " ", text

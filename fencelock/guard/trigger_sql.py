@@ -19,7 +19,7 @@ ALL: Final = (*TRIGGERS, *FORMER)
 Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2
-"""Ids stay below 2**53."""
+"""The modulus or bit mask with which random write ids stay below 2**53."""
 
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
@@ -57,7 +57,7 @@ BEGIN
     RETURN NEW;
 END $fencelock$
 """,
-        # A row keeps its id if a trigger changes it after its transaction has written it.
+        # If this transaction has written a row, and another trigger changes the row now, it keeps its id.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (

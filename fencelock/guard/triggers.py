@@ -1,8 +1,9 @@
-"""Triggers, optional for each table: the database itself refuses, whoever writes and however.
+"""Triggers, optional for each table: the database itself refuses stale writes, from any program.
 
-- Plain: the fence of a row never goes down, and an UPDATE that brings no write id gives its row a new one.
-- Strict: the fence never goes down either, and an UPDATE that changes neither fence nor write id is refused.
-  docs/triggers.md says what triggers cannot see.
+- Plain: an UPDATE that lowers a fence is refused. An UPDATE without a write id gives its row a new write id.
+- Strict: an UPDATE that lowers a fence is refused, and also one that changes neither fence nor write id.
+
+docs/triggers.md says what triggers cannot see.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from fencelock.guard.trigger_sql import Form
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows"]
 
 _LONGEST_NAME: Final = 60
-"""PostgreSQL cuts longer names, MariaDB refuses them."""
+"""The most bytes of a trigger's name. PostgreSQL cuts names that are too long, MariaDB refuses them."""
 
 _REFUSED: Final = re.compile(
     r"fencelock: (?:token (?P<token>-?\d+) < (?P<current>\d+)|(?P<stale>a token below the fence)"
     r"|(?P<unfenced>UPDATE without a token)) in (?P<table>.+)"
 )
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
-#: SQLAlchemy learns from the error of a DESCRIBE that MariaDB lacks a table.
+#: Statements that use rows. A failed DESCRIBE is no error: it tells SQLAlchemy that a table is missing.
 _USES_ROWS: Final = re.compile(r"\s*(?:insert|update|delete|select)\b", re.IGNORECASE)
 _MISSING_COLUMN: Final = re.compile(
     r"no such column|no column named|unknown column|column .* does not exist|undefined column", re.IGNORECASE
@@ -51,9 +52,9 @@ _MISSING_COLUMN: Final = re.compile(
 
 
 class FenceDDL(ExecutableDDLElement):
-    """One statement that makes or drops a part of the trigger of `table`, of which it uses name and schema.
+    """One statement that makes or drops a part of a table's trigger; it uses the table's name and schema.
 
-    `connection.execute()` takes it, and the SQL is `str(ddl.compile(dialect=engine.dialect))`.
+    `connection.execute()` executes it, and its SQL is `str(ddl.compile(dialect=engine.dialect))`.
     """
 
     def __init__(self, template: str, table: Table) -> None:
@@ -116,18 +117,18 @@ def knows(dialect: str) -> bool:
 def create(
     table: Any, dialect: str, *, strict: bool = False, ids: bool = True, schema: str | None = None
 ) -> list[FenceDDL]:
-    """Return the statements that give a table its trigger, and replace the one that it has.
+    """Return the statements that create a table's trigger, and replace any other.
 
-    The table must have the columns `last_fencing_token` and `last_write_id`. For models, `create_all` does it
-    with `__fence_trigger__ = True` or `"strict"`. In migrations `op.create_fence_trigger("orders", ids=True)`
-    does.
+    The table must have the columns `last_fencing_token` and `last_write_id`. For models, `create_all` creates
+    the trigger if `__fence_trigger__` is True or `"strict"`. In migrations, call
+    `op.create_fence_trigger("orders", ids=True)`.
 
     Args:
-        table: its name, or a `Table` or a model.
+        table: the table's name, a `Table` or a model.
         dialect: the name of the engine's dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`.
-        strict: refuse an UPDATE that changes neither fence nor write id. The fence table has no strict one.
-        ids: where it is not strict: give a new write id to each UPDATE that brings none. SQLite finds the row
-            by its rowid.
+        strict: refuse an UPDATE that changes neither fence nor write id. Not for the fence table.
+        ids: if not strict, an UPDATE without a write id gives its row a new one. On SQLite, the table must
+            have rowids.
         schema: the schema of a table that is given by its name.
 
     Raises:
@@ -152,7 +153,7 @@ def create(
 
 
 def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDDL]:
-    """Return the statements that drop a table's trigger of either form; a table without one is no error.
+    """Return the statements that drop a table's trigger of any form. A table without a trigger is no error.
 
     ```python
     with engine.begin() as connection:
@@ -180,8 +181,8 @@ def installed(
         triggers.installed(connection, "orders")     # False
     ```
 
-    `"fence"` stands for a plain trigger that gives no write ids. A disabled trigger counts as none, and so
-    does a strict one that wants tokens.
+    `"fence"` stands for a plain trigger that sets no write ids. A disabled trigger counts as none, and so
+    does a strict trigger of an earlier version.
     """
     found = _found(connection, table, schema)
     forms = {form for form in sql.ALL if _name(table, form) in found}
@@ -199,7 +200,7 @@ def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
 
 
 def drop_renamed(connection: Connection, table: str, *, schema: str | None = None) -> list[FenceDDL]:
-    """Return the statements that drop the triggers which a table still has from an earlier name.
+    """Return the statements that drop the triggers which a table has kept from an earlier name.
 
     A database does not rename triggers with their table. PostgreSQL's function stays, because another table
     may have the old name by now.
@@ -236,11 +237,11 @@ def before_drop(table: Table, connection: Any, **options: Any) -> None:
 
 
 def explain(context: ExceptionContext) -> None:
-    """Translate the error of a trigger, or of a missing column or table of the guard."""
+    """Raise a `FenceError` for the error of a trigger, or of a missing column or table of the guard."""
     error = context.original_exception
     message = str(error.args[-1]).splitlines()[0] if error.args and str(error.args[-1]) else ""
     refusal = _refusal(message) if "fencelock" in message else None
-    # Only the first line: those that follow quote the statement, which names the column anyway.
+    # Only the first line, because the next lines quote the statement, which names the column anyway.
     refusal = refusal or _lack(str(error).partition("\n")[0], context.statement or "")
     if refusal is not None:
         if context.connection is not None:
@@ -249,7 +250,7 @@ def explain(context: ExceptionContext) -> None:
 
 
 def _lack(message: str, statement: str) -> FenceError | None:
-    """Return what to do if the database lacks a column or table of the guard; None for other errors."""
+    """Return an error that names the missing column or table of the guard; None for other errors."""
     if FENCE_TABLE in message and _MISSING_TABLE.search(message) and _USES_ROWS.match(statement):
         return FenceError(
             f"the database lacks the table {FENCE_TABLE!r}, where gates keep their fences "

@@ -1,7 +1,7 @@
 """Finds out why a guarded write has not written a row: the fence, another resource, another write, no row.
 
-It is asked only if the count is short, or if the driver does not count. Then one query fetches the keys,
-fences and write ids of the rows that the statement has named, and this module compares them.
+It fetches the keys, fences and write ids of the rows that the statement names, and compares them. If the
+statement names each row by its key, and the driver has counted all of them, no query is needed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ KEYS_PER_QUERY: Final = 500
 
 @dataclass(eq=False, slots=True)
 class Verdict:
-    """Asks the database why executions of a guarded write have written fewer rows than they named."""
+    """Asks the database whether the guard's condition has kept a statement from writing rows, and why."""
 
     form: GuardedStatement
     rows: Sequence[Row]
@@ -32,7 +32,7 @@ class Verdict:
     options: Mapping[str, Any]
 
     def of(self, result: CursorResult[Any]) -> FenceError | None:
-        """Return the error to raise for an executed statement; None if it has written all of its rows."""
+        """Return the error to raise for an executed statement; None if the guard has refused no row."""
         dialect: Any = self.connection.dialect
         is_counted = self._counts() and (dialect.supports_sane_rowcount_returning or not result.returns_rows)
         if not self.form.key:
@@ -42,7 +42,7 @@ class Verdict:
         present = self._rows_present()
         by_key = {self.form.identity(row): row for row in self.rows}
         for found in present:
-            row = by_key.get(found[: len(self.form.key)])  # None if the key has another spelling
+            row = by_key.get(found[: len(self.form.key)])  # None if the database spells the key differently
             for each in self.rows if row is None else [row]:
                 if (refusal := self._error(found, each)) is not None:
                     return refusal
@@ -53,7 +53,7 @@ class Verdict:
         return self._missing_rows(present) if is_missed else None
 
     def check_before(self) -> FenceError | None:
-        """Return the error to raise before a statement is executed, if its result would not tell enough.
+        """Return the error of a statement that cannot be judged by its result, before it is executed.
 
         One case is a statement whose writes may change which rows match. The other is a DELETE of objects if
         the driver does not count. The query locks the rows, so the verdict stays true. SQLite has no such
@@ -78,7 +78,7 @@ class Verdict:
         return bool(is_sane and (len(self.rows) == 1 or dialect.supports_sane_multi_rowcount))
 
     def _find_refused(self) -> FenceError | None:
-        """Return the error for a row that matches the program's WHERE clause, but not the condition."""
+        """Return the error for a row that matches the WHERE clause, but not the guard's condition."""
         fence, write = self.form.source.c[self.form.fenced.fence.key], self.form.write
         for row in self.rows:
             accepted, named = self.form.accepts(row), self._resource_columns()
@@ -110,7 +110,7 @@ class Verdict:
         return self.form.is_optional and row[TOKEN_BIND] == NO_LEASE
 
     def _resource_columns(self) -> list[ColumnElement[Any]]:
-        """Return the columns that name the resource, if the statement tells their values."""
+        """Return the columns that name the resource; none if the statement gives no values to compare."""
         if (self.form.resource_binds is None and not self.form.listed) or self.form.is_of_flush:
             return []
         return [self.form.source.c[column.key] for column in self.form.fenced.template.columns.values()]
@@ -155,7 +155,7 @@ class Verdict:
         return StaleReadError(fenced.name, known, token, current, accepted[0])
 
     def _missing_rows(self, present: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
-        """Return the error for an object whose row is gone, or was changed before the query."""
+        """Return the error for objects whose rows are gone or changed; None if a model lets DELETEs miss."""
         fenced = self.form.fenced
         if not self.form.assigns and not all(each.confirm_deleted_rows for each in fenced.mappers()):
             return None

@@ -1,4 +1,4 @@
-"""The answers of web frameworks to errors."""
+"""The HTTP answers to errors, for each web framework."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ ANSWERED: Final[tuple[type[Exception], ...]] = (
 
 
 def answer_to(error: Exception, path: str) -> tuple[str, int, dict[str, str]]:
-    """Return body, status and headers. The error's text is not in them, because it names hosts and processes.
+    """Return body, status and headers, without the error's text, because this names hosts and processes.
 
-    The log has them. An error with the status 500 is raised again.
+    The text is logged. An error with the status 500 is raised again.
     """
     status = http_status(error)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:
@@ -33,5 +33,4 @@ def answer_to(error: Exception, path: str) -> tuple[str, int, dict[str, str]]:
 
 
 def note(path: str, status: int, error: Exception) -> None:
-    """Log an error that is answered."""
     logger.warning("%s answered with %s: %s", path, status, error)

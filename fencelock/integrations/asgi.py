@@ -1,7 +1,7 @@
-"""Binds the fencing tokens of a caller for each HTTP request of an ASGI application.
+"""Binds the fencing tokens of the caller during each HTTP request of an ASGI application.
 
-A client that sets the header writes with any token. Accept the header only from services that you trust, and
-strip it at the edge.
+A client that sets the header can write with any token. Accept the header only from trusted services, and
+remove it from other requests.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FencingTokenMiddleware:
     app.add_middleware(FencingTokenMiddleware)
     ```
 
-    A header that cannot be read is answered with 400. Websockets pass as they are.
+    A header that cannot be read is answered with 400. Websockets are passed on without tokens.
     """
 
     def __init__(self, app: App) -> None:

@@ -25,7 +25,7 @@ else:
 
 
 class FencedTask(_Task):
-    """A task whose message carries the tokens that are held where it is called.
+    """A task whose message carries the tokens of the leases that its caller holds.
 
     ```python
     tasks = Celery("tasks", broker="redis://localhost:6379", task_cls=FencedTask)
@@ -37,8 +37,8 @@ class FencedTask(_Task):
         ship.apply_async([1])                    # or ship.delay(1)
     ```
 
-    It is no signal handler. Celery only logs an error of a handler, so the task would go on without its
-    token.
+    It is no signal handler, because Celery only logs the error of a handler, and would run the task without
+    its token.
     """
 
     abstract: bool = True
@@ -52,10 +52,10 @@ class FencedTask(_Task):
         return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task under what came with its message; `ValueError` if that cannot be read."""
+        """Run the task under the tokens of its message; `ValueError` if they cannot be read."""
         if self.request.called_directly:
             return super().__call__(*args, **kwargs)
-        if self.request.is_eager:  # the caller's context has the leases themselves
+        if self.request.is_eager:  # the task runs in the caller's context, which has the leases
             return self.run(*args, **kwargs)
         with bound((self.request.headers or {}).get(HEADER, "")):
             return self.run(*args, **kwargs)

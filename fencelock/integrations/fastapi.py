@@ -46,7 +46,7 @@ async def idempotency_key(
             ...
     ```
 
-    The IETF's draft "The Idempotency-Key HTTP Header Field" writes the key in quotes; these are taken off.
+    The IETF's draft "The Idempotency-Key HTTP Header Field" writes the key in quotes, which are removed.
     The logger `fencelock.integrations` has the errors that are answered with 409 and 422.
 
     Raises:

@@ -9,7 +9,7 @@ from typing import Final
 from fencelock.lease import Lease, held_leases, holding
 
 HEADER: Final = "Fencing-Token"
-#: Bytes that most servers and proxies take in one header; one lease takes up to 3,080 of them.
+#: The most bytes that most servers and proxies accept in one header. One lease takes up to 3,080 bytes.
 MAX_LENGTH: Final = 8000
 
 
@@ -21,7 +21,7 @@ def to_header(leases: Iterable[Lease]) -> str:
     ```
 
     Raises:
-        ValueError: it would be longer than `MAX_LENGTH`.
+        ValueError: the value would be longer than `MAX_LENGTH`.
     """
     text = ";".join(lease.to_header() for lease in leases)
     if len(text) > MAX_LENGTH:
@@ -33,14 +33,14 @@ def to_header(leases: Iterable[Lease]) -> str:
 
 
 def from_header(text: str) -> tuple[Lease, ...]:
-    """Return the leases that a header names; none for an empty one.
+    """Return the leases that a header names; none for an empty header.
 
     ```python
     order, stock = from_header("order:1=123;stock:7=45")
     ```
 
     Raises:
-        ValueError: the text is not that of a header, is too long, or names a resource twice.
+        ValueError: the text is no such header, is too long, or names a resource twice.
     """
     if len(text) > MAX_LENGTH:
         raise ValueError(f"{HEADER} has {len(text)} bytes, and at most {MAX_LENGTH} are read")
@@ -51,7 +51,7 @@ def from_header(text: str) -> tuple[Lease, ...]:
 
 
 def held() -> dict[str, str]:
-    """Return the header of what this context holds; an empty dict if it holds nothing.
+    """Return the header of the leases held; an empty dict if none is held.
 
     ```python
     with fenced_lock("order:1"):
@@ -60,7 +60,7 @@ def held() -> dict[str, str]:
 
     Raises:
         LockLostError: a lease has ended.
-        CommitInDoubtError: a transaction under it may still be committed.
+        CommitInDoubtError: a transaction under a lease may still be committed.
         ValueError: see `to_header`.
     """
     leases = held_leases()
@@ -70,14 +70,14 @@ def held() -> dict[str, str]:
 
 
 def bound(text: str) -> AbstractContextManager[None]:
-    """Write under the leases of a header in a `with` block, and in code that is started in it.
+    """Write under the leases of a header in a `with` block, and in tasks that the block starts.
 
     ```python
     with bound("order:1=123"), Session(engine) as session:
         ...                                      # written under the token 123
     ```
 
-    These leases do not end by this process' clock, and are neither renewed nor released here.
+    This process does not check when these leases end, and neither renews nor releases them.
 
     Returns:
         The context manager.

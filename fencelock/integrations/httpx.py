@@ -1,4 +1,4 @@
-"""Event hooks of httpx that send the fencing tokens that the caller's context holds.
+"""Event hooks of httpx that send the fencing tokens of the leases held.
 
 ```python
 httpx.Client(event_hooks={"request": [send_tokens]})
@@ -27,7 +27,7 @@ def send_tokens(request: Request) -> None:
 
 
 async def send_tokens_async(request: Request) -> None:
-    """Do the same for `httpx.AsyncClient`, which awaits its hooks: see `send_tokens`.
+    """Put the tokens into a request of `httpx.AsyncClient`, which awaits its hooks: see `send_tokens`.
 
     ```python
     client = httpx.AsyncClient(event_hooks={"request": [send_tokens_async]})

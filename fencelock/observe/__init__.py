@@ -1,7 +1,7 @@
-"""See what locks and fences do: events, metrics and spans.
+"""Events, metrics and spans of locks and fences.
 
-Call `on_event` for events; `fencelock.observe.prometheus` and `fencelock.observe.otel` listen
-for you. Nothing that locks or writes imports these modules, and they cost nothing while nothing listens.
+Call `on_event` to get events; `fencelock.observe.prometheus` and `fencelock.observe.otel` make metrics and
+spans of them. Locks and the guard import none of these modules. Without a listener, events cost very little.
 """
 
 from fencelock._events import (

@@ -1,4 +1,4 @@
-"""A history of locks in a table: grants, losses, refusals, releases by force, and when.
+"""A history of locks in a table: grants, losses, refusals and releases by force, with their times.
 
 ```python
 from fencelock.observe import history
@@ -6,8 +6,8 @@ from fencelock.observe import history
 history.record(engine)
 ```
 
-A thread writes it, with connections of the engine and in its own transactions. No lock waits for it: an entry
-that cannot be written is logged and left out.
+A background thread writes the history, with connections of the engine, in its own transactions. No lock waits
+for it. If entries cannot be written, they are dropped, and their number is logged.
 """
 
 from __future__ import annotations
@@ -50,9 +50,9 @@ logger: logging.Logger = logging.getLogger("fencelock.observe")
 EVENT_TABLE: Final = "fencelock_events"
 _TIME: Final = DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb")
 _DAY: Final = 86_400.0
-#: Seconds between two writes, and between two looks for old entries.
+#: Seconds between two writes, and between two deletions of old entries.
 _PAUSE, _PRUNING_PAUSE = 0.5, 3600.0
-#: Entries that wait to be written, when the database does not answer.
+#: The most entries that wait for a database that does not answer; the oldest are dropped.
 _MOST_WAITING: Final = 10_000
 
 
@@ -65,7 +65,7 @@ def history_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     ```
 
     A row has its time in UTC (`at`), `what` happened (granted, lost, refused, forced), the `resource`, the
-    `token`, which process (`holder`: host, process id, program), and a `detail` for people.
+    `token`, the process (`holder`: host, process id, program), and a `detail` in words.
     """
     return Table(
         EVENT_TABLE,
@@ -96,7 +96,7 @@ class Entry:
 
 
 class Recorder:
-    """What `record` returns: listens until it is closed."""
+    """The listener that `record` returns: it writes the history until it is closed."""
 
     def __init__(self, engine: Engine, keep: float, schema: str | None) -> None:
         if not isinstance(engine, Engine):
@@ -111,7 +111,7 @@ class Recorder:
         atexit.register(self.close)
 
     def _start_over(self) -> None:
-        """Begin without a thread: at first, and in a forked child."""
+        """Begin without entries and without a thread: in a new recorder, and in a forked child."""
         self._pid = os.getpid()
         self._waiting: deque[Entry] = deque(maxlen=_MOST_WAITING)
         self._over = threading.Event()
@@ -121,21 +121,21 @@ class Recorder:
         if entries := list(_entries_of(event)):
             if self._pid != os.getpid():
                 self._start_over()
-                self._engine.dispose(close=False)  # its connections are the parent's
+                self._engine.dispose(close=False)  # its connections belong to the parent process
             self._waiting.extend(entries)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="fencelock-history", daemon=True)
                 _threads.start(self._thread)
 
     def close(self) -> None:
-        """Listen no more, and write the rest."""
+        """Stop listening, and write the remaining entries."""
         _events.forget(self)
         atexit.unregister(self.close)
         if self._pid == os.getpid():
             self._over.set()
             if self._thread is not None:
                 self._thread.join(5)
-            if self._thread is None or not self._thread.is_alive():  # else the database hangs
+            if self._thread is None or not self._thread.is_alive():  # else it waits for the database
                 self._write()
 
     def _work(self) -> None:
@@ -156,7 +156,7 @@ class Recorder:
                 with self._engine.begin() as connection:
                     oldest = datetime.fromtimestamp(time.time() - self._keep, UTC).replace(tzinfo=None)
                     connection.execute(delete(self._table).where(self._table.c.at < oldest))
-        except Exception as error:  # noqa: BLE001 - a function of the user's may make the connections
+        except Exception as error:  # noqa: BLE001 - the user's own function may open the connections
             logger.warning("%d entries of the history could not be written: %s", len(entries), error)
 
 
@@ -171,15 +171,15 @@ def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None)
     ```
 
     Args:
-        engine: an engine on the database of the table, which is made if it is missing.
+        engine: an engine of the database; the table is created there if it is missing.
         keep: seconds after which an entry is deleted.
-        schema: where the table is, if not in the connection's default schema.
+        schema: the schema of the table, if it is not the connection's default schema.
 
     Returns:
-        The recorder; its `close()` ends it.
+        The recorder; its `close()` ends the recording.
 
     Raises:
-        sqlalchemy.exc.SQLAlchemyError: the table is missing and cannot be made.
+        sqlalchemy.exc.SQLAlchemyError: the table is missing and cannot be created.
     """
     return Recorder(engine, keep, schema)
 
@@ -197,14 +197,14 @@ def read(engine: Engine, resource: str, last: int = 50, *, schema: str | None = 
     """
     table = history_table(MetaData(), schema=schema)
     columns = [table.c[name] for name in Entry.__slots__]
-    by_age = table.c.at.desc(), table.c.id.desc()  # each process writes for itself, and a little later
+    by_age = table.c.at.desc(), table.c.id.desc()  # processes write later, so the ids are not in this order
     newest = select(*columns).where(table.c.resource == resource).order_by(*by_age).limit(last)
     with engine.connect() as connection:
         return [Entry(*row) for row in reversed(connection.execute(newest).all())]
 
 
 def note(engine: Engine, what: str, resource: str, token: int | None, detail: str) -> None:
-    """Write one entry now; the table has to be there."""
+    """Write one entry now; the table must exist."""
     entry = asdict(_entry(what, resource, token, detail))
     with engine.begin() as connection:
         connection.execute(insert(history_table(MetaData())), [entry])
@@ -216,7 +216,7 @@ def _entry(what: str, resource: str, token: int | None, detail: str = "") -> Ent
 
 
 def _entries_of(event: Event) -> Iterator[Entry]:
-    """Return the entry of an event."""
+    """Yield an entry for each resource of an event; none if the history does not record such events."""
     if isinstance(event, (LockAcquired, LeaseLost)):
         what, detail = ("lost", event.detail) if isinstance(event, LeaseLost) else ("granted", "")
         for resource, token in zip(event.resources, event.tokens, strict=True):

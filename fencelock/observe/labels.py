@@ -1,4 +1,4 @@
-"""Names of locks in metrics and spans: never the resource, because there are too many."""
+"""Names of locks in metrics and spans: never the resource, because there are too many resources."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Final
 
 from fencelock._events import LockEvent
 
-#: Names that are told apart; a program that locks random names would make a time series of each.
+#: The most different names. A program that locks random names would make a time series for each name.
 _MOST_NAMES: Final = 200
 OTHER: Final = "other"
 
@@ -18,8 +18,8 @@ LabelFunction = Callable[[LockEvent], str]
 def kind_of_lock(event: LockEvent) -> str:
     """Return the template that `@fenced` was given, or else the part of the name before the first `:`.
 
-    A name without `:` is "other", because it may be a person's. A slot counts as
-    its semaphore.
+    A lock whose name has no `:` is "other", because this name may be a person's. A slot counts as its
+    semaphore.
     """
     name, slot, _ = event.resources[0].rpartition("#")
     constant, colon, _ = (name or event.resources[0]).partition(":")

@@ -1,6 +1,6 @@
 """Metrics and spans for OpenTelemetry (the extra `fencelock[otel]`).
 
-`opentelemetry-instrument python …` finds this by itself. By hand:
+`opentelemetry-instrument python …` finds the instrumentor itself. Without this command, call:
 
 ```python
 from fencelock.observe.otel import FencelockInstrumentor
@@ -83,7 +83,7 @@ class FencelockInstrumentor(BaseInstrumentor):  # type: ignore[misc]
 
 
 class _Listener:
-    """Makes metrics and spans of events."""
+    """A listener that makes metrics and spans of events."""
 
     def __init__(self, meter: metrics.Meter, tracer: trace.Tracer, label: LabelFunction) -> None:
         self._tracer = tracer
@@ -145,7 +145,7 @@ class _Listener:
     def _end_span(
         self, event: LockEvent, seconds: float, its: dict[str, Any], error: BaseException | None
     ) -> None:
-        """Make the span of an acquisition that has ended, as a child of the current one."""
+        """Make the span of an acquisition that has ended, as a child of the current span."""
         now = time.time_ns()
         span = self._tracer.start_span(
             f"fencelock acquire {self._label(event)}",
@@ -191,10 +191,9 @@ class _Listener:
 
 
 def _facts(event: LockEvent) -> dict[str, Any]:
-    """Return the attributes for spans; a metric must not have them, because they take too many values."""
+    """Return attributes for spans; a metric must not have them, because they have too many values."""
     return {"fencelock.resource": event.resources, "fencelock.token": getattr(event, "tokens", ())}
 
 
 def _add_to_span(name: str, event: LockEvent, facts: dict[str, Any]) -> None:
-    """Add an event about a lock to the current span."""
     trace.get_current_span().add_event(name, {**_facts(event), **facts})

@@ -6,7 +6,7 @@ from fencelock.observe import prometheus
 prometheus.instrument()
 ```
 
-It also works in the multiprocess mode of `prometheus_client` (gunicorn, Celery's prefork pool). Set
+This also works in the multiprocess mode of `prometheus_client` (gunicorn, Celery's prefork pool). Set
 PROMETHEUS_MULTIPROC_DIR before anything imports `prometheus_client`, as its documentation says.
 """
 
@@ -51,9 +51,9 @@ if TYPE_CHECKING:
 logger: logging.Logger = logging.getLogger("fencelock.observe")
 
 _M = TypeVar("_M", Counter, Gauge, Histogram)
-#: Then another process reads the numbers, whenever it likes.
+#: In this mode another process reads the numbers, at any time.
 _IS_MULTIPROCESS: Final = "PROMETHEUS_MULTIPROC_DIR" in os.environ
-#: Events that are counted in one go, which takes half the time.
+#: The number of events that are counted together, which takes half the time.
 _BATCH: Final = 1 if _IS_MULTIPROCESS else 500
 
 #: Seconds: a lock on nodes nearby takes one or two milliseconds, and a timeout is mostly 10 s.
@@ -63,7 +63,7 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 class _OfLock:
     """The series of one authority and one kind of lock.
 
-    Finding a series by its labels costs as much as counting, so it is done once.
+    To find a series by its labels costs as much as to count, so each series is found only once.
     """
 
     def __init__(self, metrics: Metrics, labels: tuple[str, str]) -> None:
@@ -79,8 +79,8 @@ class _OfLock:
             self._gauges[1].set_function(lambda: self.held)
 
     def count(self, waiting: int, held: int) -> None:
-        """Note that so many more wait, and so many more are held."""
-        if self.waiting + waiting < 0 or self.held + held < 0:  # it began before anything was counted
+        """Add to the number of waiting acquisitions, and to the number of held locks."""
+        if self.waiting + waiting < 0 or self.held + held < 0:  # the lock is older than the metrics
             return
         self.waiting += waiting
         self.held += held
@@ -89,7 +89,7 @@ class _OfLock:
                 gauge.inc(number)
 
     def waited(self, outcome: str) -> Callable[[float], None]:
-        """Return the function that counts the seconds of an acquisition with this end."""
+        """Return the function that counts the seconds of an acquisition with this outcome."""
         return self._wait.labels(*self._labels, outcome).observe
 
     def held_until(self, end: str) -> Callable[[float], None]:
@@ -98,7 +98,7 @@ class _OfLock:
 
 
 class Metrics:
-    """What `instrument` returns: listens until it is closed."""
+    """The listener that `instrument` returns: it counts events until it is closed."""
 
     def __init__(
         self, registry: CollectorRegistry, label: LabelFunction, *, textbook_names: bool = False
@@ -161,15 +161,15 @@ class Metrics:
             _events.on_event(self._count_by_textbook)
 
     def _start_over(self) -> None:
-        """Let one thread count at a moment: at first, and in a forked child."""
+        """Make the mutex with which one thread counts; in a forked child again, where it may be locked."""
         self._mutex = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Note an event, to be counted later; keep no error, because its traceback keeps objects alive."""
+        """Note an event to be counted later; with an error, at once: a traceback keeps objects alive."""
         self._later.append(event)
         if len(self._later) < _BATCH and getattr(event, "error", None) is None:
             return
-        # If another thread counts now, or this one was interrupted in it, that counts the new ones, too.
+        # If the mutex is locked, its owner counts the new events, too. A signal handler may run in the owner.
         while self._later and self._mutex.acquire(blocking=False):
             try:
                 self._count_all()
@@ -177,7 +177,7 @@ class Metrics:
                 self._mutex.release()
 
     def collect(self) -> Iterable[Metric]:
-        """Count the rest. The registry calls this before it asks the metrics."""
+        """Count the remaining events; the registry calls this before it reads the metrics."""
         with self._mutex:
             self._count_all()
         return ()
@@ -188,11 +188,11 @@ class Metrics:
             try:
                 if (note := self._notes.get(type(event))) is not None:
                     note(event)
-            except Exception:  # of the user's `label`
+            except Exception:  # the user's `label` may raise any error
                 logger.exception("an event could not be counted")
 
     def close(self) -> None:
-        """Listen no more, and take the metrics out of the registry."""
+        """Stop listening, and remove the metrics from the registry."""
         _events.forget(self)
         _events.forget(self._count_by_textbook)
         while self._made:
@@ -246,7 +246,7 @@ def instrument(
     label: LabelFunction = kind_of_lock,
     textbook_names: bool = False,
 ) -> Metrics:
-    """Count from now on what locks and fences do; call it once in a process, and before it forks.
+    """Count from now on what locks and fences do; call it once in a process, before the process forks.
 
     ```python
     metrics = instrument()                       # in the registry that prometheus_client serves
@@ -254,14 +254,14 @@ def instrument(
     ```
 
     Args:
-        registry: where the metrics are; the default one of `prometheus_client` by default.
-        label: returns what the label `lock` says of an event. By default that is the template that `@fenced`
-            was given, or else what stands before the first `:` of the resource. There are at most 200
-            values; the others are called `other`.
+        registry: the registry of the metrics; by default, the default registry of `prometheus_client`.
+        label: returns the value of the label `lock` for an event. By default this is the template that
+            `@fenced` was given, or else the part of the resource before the first `:`. After 200 values, each
+            further one is `other`.
         textbook_names: count also as `distributed_lock_wait_seconds` and `distributed_lock_failures_total`.
 
     Returns:
-        The metrics.
+        The metrics; their `close()` ends the counting.
 
     Raises:
         ValueError: the registry has these metrics already.
@@ -272,15 +272,15 @@ def instrument(
 def watch_nodes(
     authority: Redlock, every: float = 15.0, *, registry: CollectorRegistry = REGISTRY
 ) -> Callable[[], None]:
-    """Let a thread ask the nodes for their state, now and every so many seconds; return a function to end it.
+    """Ask the nodes for their state in a thread, each `every` seconds; return a function to end the thread.
 
     ```python
     end = watch_nodes(Redlock("redis://r1:6379"), every=15)
     end()
     ```
 
-    `fencelock_node_state` is 1 for the state that a node is in, and 0 for all others. One process of a
-    program is enough.
+    `fencelock_node_state` is 1 for the state that a node is in, and 0 for all others. One watching process
+    of a program is enough.
 
     Raises:
         ValueError: the registry has these metrics already.

@@ -1,6 +1,6 @@
 """A file that refuses stale writers, for processes of one POSIX machine.
 
-Each version is a file of its own in a folder, named by its token. A crash leaves the old version or the new.
+Each version is a separate file in a folder, named by its token. A crash leaves the old or the new version.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _VERSION: Final = re.compile(rf"[0-9]{{{_DIGITS}}}")
 
 
 class FencedFile:
-    """A file that refuses tokens below that of its last version; reading it compares nothing.
+    """A file that refuses a write if its last version has a larger token; a read compares nothing.
 
     ```python
     report = FencedFile("report")
@@ -32,8 +32,8 @@ class FencedFile:
     ```
 
     Args:
-        folder: a folder for the versions alone; the first `write` makes it.
-        resource: the lock that guards it; by default the name of the folder.
+        folder: a folder that has only the versions; the first `write` creates it.
+        resource: the resource whose lock guards the file; by default the name of the folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], *, resource: str | None = None) -> None:
@@ -43,19 +43,19 @@ class FencedFile:
     def read(self) -> bytes | None:
         """Return the newest version; None if nothing was written yet."""
         while (newest := self._newest()) is not None:
-            with suppress(FileNotFoundError):  # a writer has removed it since, so there is a newer one
+            with suppress(FileNotFoundError):  # a writer has removed this version after writing a newer one
                 content = (self._folder / newest).read_bytes()
                 if newest == self._newest():
                     return content
         return None
 
     def write(self, content: bytes, *, token: int | None = None) -> None:
-        """Replace the content on the disk, by default under the token that this context holds.
+        """Replace the content on the disk; by default with the token of the lease held.
 
         Raises:
             StaleTokenError: a version has a larger token.
             NotHeldError: the lock is not held here.
-            LockLostError: its lease has ended.
+            LockLostError: the lease has ended.
         """
         if not isinstance(content, bytes):
             raise TypeError(f"a fenced file has bytes, not {type(content).__name__}: encode it")
@@ -65,7 +65,7 @@ class FencedFile:
             newest = self._newest()
             if newest is not None and newest > version:
                 raise StaleTokenError(str(self._folder), None, chosen, int(newest), detail=_REFUSED)
-            new = self._folder / "new"  # one that a crash has left is overwritten
+            new = self._folder / "new"  # a file "new" that a crash has left is overwritten
             with new.open("wb") as file:
                 file.write(content)
                 file.flush()
@@ -84,8 +84,8 @@ class FencedFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other writers out, by a lock on the folder itself."""
-        import fcntl  # noqa: PLC0415 - Windows has none, and reads all the same
+        """Lock the folder against other writers."""
+        import fcntl  # noqa: PLC0415 - Windows has no fcntl, but can read
 
         with suppress(FileExistsError):
             self._folder.mkdir()

@@ -1,7 +1,7 @@
 """A value in one Redis or Valkey that refuses stale writers.
 
-It is no quorum. A server that forgets (a failover to a replica that lacks the last write, eviction, a restart
-without `appendfsync always`) forgets the fence, too.
+A server that loses data (in a failover to a replica that lacks the last write, by eviction, or by a restart
+without `appendfsync always`) loses the fence, too.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from fencelock.errors import StaleTokenError
 from fencelock.lease import assert_held, check_resource
 from fencelock.tokens import check as check_token
 
-#: Compares tokens as texts of one length, because Lua's numbers are exact only below 2**53.
+#: Compares tokens as texts of equal length, because Lua's numbers are exact only below 2**53.
 SCRIPT: Final = """
 local fence = redis.call('HGET', KEYS[1], 'token')
 if fence and fence > ARGV[1] then return fence end
@@ -43,7 +43,7 @@ class _Value:
 
 
 class FencedValue(_Value):
-    """A value that refuses tokens below that of its last `set`; reading it compares nothing.
+    """A value that refuses a write if the last one had a larger token; a read compares nothing.
 
     ```python
     rate = FencedValue(redis.Redis.from_url("redis://localhost:6379"), "rate")
@@ -55,7 +55,7 @@ class FencedValue(_Value):
     Args:
         client: a client of redis-py.
         key: the key of the value; no other code may write it.
-        resource: the lock that guards it; by default the key.
+        resource: the resource whose lock guards the value; by default the key.
     """
 
     def __init__(self, client: redis.Redis, key: str, *, resource: str | None = None) -> None:
@@ -66,12 +66,12 @@ class FencedValue(_Value):
         return self._client.hget(self._key, "value")
 
     def set(self, value: bytes | str, *, token: int | None = None) -> None:
-        """Replace the value, under the token that this context holds by default.
+        """Replace the value; by default with the token of the lease held.
 
         Raises:
-            StaleTokenError: it was written under a larger token.
+            StaleTokenError: the value was written with a larger token.
             NotHeldError: the lock is not held here.
-            LockLostError: its lease has ended.
+            LockLostError: the lease has ended.
         """
         call = self._call(value, token)
         self._check(self._script(**call), call)

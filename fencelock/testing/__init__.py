@@ -1,6 +1,6 @@
-"""For the tests of a program: an authority without a server, and situations that are rare.
+"""Helpers for the tests of a program: an authority without a server, and situations that are rare.
 
-The pytest plugin, `fencelock.testing.plugin`, has each of these functions as a fixture.
+The pytest plugin, `fencelock.testing.plugin`, has a fixture for each of these functions.
 """
 
 from __future__ import annotations
@@ -39,20 +39,20 @@ if TYPE_CHECKING:
 
 __all__ = ["held_elsewhere", "lost_lease", "stale_writer", "temporary_authority", "unfenced"]
 
-#: How far the token of a newer holder is above those that are granted now: hours for a clock.
+#: The distance of a newer holder's token from tokens that are granted now: hours, if tokens are times.
 _AHEAD: Final = 1 << 36
-#: Seconds for which another holder waits for the lock; a lock that is free is granted before.
+#: Seconds for which the other holder waits for the lock. A free lock is granted at once.
 _PATIENCE: Final = 5.0
 
 
 @contextlib.contextmanager
 def temporary_authority(folder: str | os.PathLike[str]) -> Iterator[Database]:
-    """Let a SQLite file in a folder grant the locks of this process, and of processes that it starts.
+    """Let an SQLite file in a folder grant the locks of this process, and of processes that it starts.
 
-    In the block, the default authority and FENCELOCK_URL are that file; afterwards, they are as before.
+    In the block, this file is the default authority, and FENCELOCK_URL names it. Afterwards, both are reset.
 
     A test may run in an outer transaction that it rolls back, so that its sessions commit only savepoints. In
-    the block such a session lets go of its leases at its own commit or rollback.
+    the block, such a session needs its leases only until its own commit or rollback.
 
     ```python
     with temporary_authority(tmp_path), fenced_lock("order:1") as token:
@@ -77,7 +77,7 @@ def temporary_authority(folder: str | os.PathLike[str]) -> Iterator[Database]:
 
 @contextlib.contextmanager
 def _ending_early() -> Iterator[None]:
-    """Have sessions let go of their leases at their own end, even inside an outer transaction."""
+    """Make sessions let go of their leases at their own end, even inside an outer transaction."""
 
     def after_commit(session: Session) -> None:
         if session.get_nested_transaction() is None:
@@ -101,7 +101,7 @@ def _ending_early() -> Iterator[None]:
 
 
 def unfenced() -> AbstractContextManager[None]:
-    """Let this thread or task write without a lock in a block: for factories and seeds.
+    """Let this thread or task write without a lock in a block, for factories and seeds.
 
     Flush or commit inside the block. `fencelock.bypass` does the same for one session.
 
@@ -127,7 +127,7 @@ def held_elsewhere(resource: str) -> Iterator[Lease]:
         The other holder's lease.
 
     Raises:
-        LockTimeoutError: the lock is held already, after 5 s.
+        LockTimeoutError: another holder has kept the lock for 5 s.
     """
     lock = fenced_lock(resource, timeout=_PATIENCE)
     with ThreadPoolExecutor(1, thread_name_prefix="held-elsewhere") as elsewhere:
@@ -140,11 +140,11 @@ def held_elsewhere(resource: str) -> Iterator[Lease]:
 
 @contextlib.contextmanager
 def lost_lease(resource: str) -> Iterator[Lease]:
-    """Let each lease of a resource be lost in a block, as if the process had been paused for too long.
+    """Make each lease of a resource end in a block, as if the process had been paused for too long.
 
-    These are the leases that this process holds when the block begins, and those that it acquires inside.
-    The first write under such a lease raises `LockLostError`, also without a lock inside. A statement that is
-    given its token, as by `execute_fenced`, looks at no lease: only the database compares it.
+    These are the leases that this process holds when the block begins, and those that it acquires in it. The
+    first write under such a lease raises `LockLostError`, even if the block acquires no lock. A statement
+    with an explicit token, as in `execute_fenced`, uses no lease: only the database compares the token.
 
     ```python
     with lost_lease("order:1"), pytest.raises(LockLostError):
@@ -152,7 +152,7 @@ def lost_lease(resource: str) -> Iterator[Lease]:
     ```
 
     Returns:
-        A lease of the resource that has ended.
+        A lease of the resource; the lease has ended.
     """
     resource = check_resource(resource)
 
@@ -178,8 +178,9 @@ def lost_lease(resource: str) -> Iterator[Lease]:
 def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWriter:
     """Make every writer of a row stale in a block, as if a newer holder had fenced the row.
 
-    The row's fence is above each token that is granted now. So the database refuses what any thread or
-    process writes there under a lock. Afterwards the fence has its old value, unless a trigger forbids that.
+    The row's fence is above each token that is granted now. So the database refuses every write of the row
+    under a lock, in any thread or process. After the block the fence has its old value, unless a trigger
+    refuses this.
 
     ```python
     with stale_writer(engine, Order, 1), pytest.raises(StaleTokenError):
@@ -187,24 +188,24 @@ def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWri
     ```
 
     Args:
-        target: an engine; or the session or connection of an outer transaction. If that is an asyncio one,
-            write `async with`.
+        target: an engine; or the session or connection of an outer transaction. With an asyncio engine,
+            session or connection, write `async with`.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
 
     Returns:
-        What to enter with `with` or `async with`.
+        A context manager for `with` or `async with`.
 
     Raises:
         TypeError: the model is not fenced.
         ValueError: `identity` is no primary key of the model.
-        sqlalchemy.exc.NoResultFound: when the block is entered, and there is no such row.
+        sqlalchemy.exc.NoResultFound: at the beginning of the block, if there is no such row.
     """
     return StaleWriter(target, model, identity)
 
 
 class StaleWriter:
-    """What `stale_writer` returns: for `with` or `async with`."""
+    """The context manager that `stale_writer` returns, for `with` or `async with`."""
 
     def __init__(self, target: Target, model: type[Any], identity: object) -> None:
         self._mapper, fenced = fenced_model(model)
@@ -221,7 +222,7 @@ class StaleWriter:
         self._on_connection(self._target, self._raise)
 
     def __exit__(self, *_error: object) -> None:
-        with contextlib.suppress(FenceError):  # of a trigger
+        with contextlib.suppress(FenceError):  # a trigger refuses to lower the fence
             self._on_connection(self._target, self._lower)
 
     async def __aenter__(self) -> None:

@@ -25,7 +25,7 @@ def _scope(fixture_name: str, config: pytest.Config) -> Any:  # noqa: ARG001 - p
 
 @pytest.fixture(scope=_scope)
 def fencelock_authority(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Database]:
-    """Let a temporary SQLite file grant the locks; for one test, or as long as `fencelock_scope` says."""
+    """Let a temporary SQLite file grant the locks, for one test, or for the scope in `fencelock_scope`."""
     with testing.temporary_authority(tmp_path_factory.mktemp("fencelock")) as authority:
         yield authority
 
@@ -38,7 +38,7 @@ def unfenced() -> Callable[..., Any]:
 
 @pytest.fixture
 def stale_writer(fencelock_authority: Database) -> Callable[..., Any]:  # noqa: ARG001
-    """Return `fencelock.testing.stale_writer`: in its block, each write of a row is a stale one."""
+    """Return `fencelock.testing.stale_writer`: in its block, each write of a row is stale."""
     return testing.stale_writer
 
 
