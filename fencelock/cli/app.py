@@ -15,7 +15,7 @@ except ImportError:  # pragma: no cover - a test reaches it in a separate enviro
 from fencelock.cli import doctor, init, locks, nodes, run
 
 app: typer.Typer = typer.Typer(
-    help="Locks that mint fencing tokens, and a database that refuses stale writers.",
+    help="Locks that mint fencing tokens, and a guard that makes the database refuse stale writers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     add_completion=False,
@@ -41,7 +41,7 @@ def _fencelock(
         typer.Option("--version", help="Show the version, and exit.", callback=_show_version, is_eager=True),
     ] = False,
 ) -> None:
-    """Locks that mint fencing tokens, and a database that refuses stale writers."""
+    """Locks that mint fencing tokens, and a guard that makes the database refuse stale writers."""
 
 
 def main() -> None:

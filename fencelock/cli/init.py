@@ -24,39 +24,41 @@ def init(
     urls: Annotated[
         list[str] | None,
         typer.Argument(
-            help="A database (postgresql+psycopg://…), or every node, each once: redis://host:6379 … "
+            help="The URL of a database (postgresql+psycopg://…), or of each node: redis://host:6379 … "
             "FENCELOCK_URL by default, which shows no password to other users of this machine."
         ),
     ] = None,
     *,
     base: Annotated[
         int | None,
-        typer.Option(help="Where counters start: Unix milliseconds by default; 0 makes tokens 1, 2, 3 …"),
+        typer.Option(help="First value of the counters: Unix ms by default; 0 makes tokens 1, 2, 3 …"),
     ] = None,
     max_ttl: Annotated[
         float | None,
         typer.Option(
-            help="Longest lease in seconds, 60 by default; a node that restarted stays out for that time."
+            help="Longest lease in seconds, 60 by default; a restarted node does not vote for that time."
         ),
     ] = None,
     after_loss: Annotated[
         bool,
         typer.Option(
             "--after-loss",
-            help="What granted so far has lost its data, or something else is to grant: start above what the "
-            "database has seen.",
+            help="Start above all tokens that the database has seen: after the loss of all data, or before "
+            "something else grants the locks.",
         ),
     ] = False,
     database: Annotated[
         list[str] | None,
-        typer.Option(help="SQLAlchemy URL of a database with fenced tables, for --after-loss; each once."),
+        typer.Option(
+            help="For --after-loss: URL of a database with fenced tables; repeat for each database."
+        ),
     ] = None,
     yes: Annotated[
         bool, typer.Option("--yes", help="Do not ask before --after-loss deletes old keys on the nodes.")
     ] = False,
     allow_eviction: Annotated[
         bool,
-        typer.Option("--allow-eviction", help="Also nodes that drop keys when their memory is full."),
+        typer.Option("--allow-eviction", help="Accept nodes that drop keys when their memory is full."),
     ] = False,
     namespace: Annotated[str, typer.Option(help="Prefix of every key on the nodes.")] = DEFAULT_NAMESPACE,
 ) -> None:

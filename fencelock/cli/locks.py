@@ -51,7 +51,7 @@ _FENCES: Final = table(FENCE_TABLE, column("resource"), column(FENCE_COLUMN))
 
 
 def inspect(
-    resource: Annotated[str | None, typer.Argument(help="Which lock; all that are held by default.")] = None,
+    resource: Annotated[str | None, typer.Argument(help="Name of the lock; all by default.")] = None,
     *,
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
@@ -142,10 +142,10 @@ def leaks(
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     longest: Annotated[
-        float, typer.Option(help="Seconds: a lease that has longer to live than this is reported, too.")
+        float, typer.Option(help="Report leases, too, that last longer than so many seconds.")
     ] = 3600.0,
     pattern: Annotated[
-        str, typer.Option(help="Also keys of other programs that have no end, such as 'lock:*'.")
+        str, typer.Option(help="Report keys of other programs without a ttl, too: such as 'lock:*'.")
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
@@ -173,7 +173,7 @@ def leaks(
 
 
 def history(
-    resource: Annotated[str, typer.Argument(help="Which lock.")],
+    resource: Annotated[str, typer.Argument(help="Name of the lock.")],
     *,
     database: Annotated[str, typer.Option(help="SQLAlchemy URL of the database that has the history.")],
     last: Annotated[int, typer.Option(min=1, help="How many entries.")] = 50,
@@ -210,7 +210,7 @@ def top(
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     every: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks.")] = 1.0,
-    times: Annotated[int, typer.Option(min=0, help="Looks; 0 for as many as until Ctrl-C.")] = 0,
+    times: Annotated[int, typer.Option(min=0, help="How often to look; 0 until Ctrl-C.")] = 0,
 ) -> None:
     """Watch the locks with the most waiters, and those that are held longest. Ctrl-C ends the command."""
     with (
@@ -238,22 +238,23 @@ def _screen(authority: Shipped, height: int) -> Group:
 
 
 def release(
-    resource: Annotated[str, typer.Argument(help="Which lock.")],
+    resource: Annotated[str, typer.Argument(help="Name of the lock.")],
     *,
-    force: Annotated[bool, typer.Option("--force", help="Yes, take it from its holder.")] = False,
-    reason: Annotated[str, typer.Option(help="Why; it is required, and logged.")] = "",
-    token: Annotated[int | None, typer.Option(help="Only from the holder that has this token.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Required: the holder loses the lock.")] = False,
+    reason: Annotated[str, typer.Option(help="Required: the reason, for the log.")] = "",
+    token: Annotated[int | None, typer.Option(help="Only if the holder has this token.")] = None,
     process: Annotated[
-        str, typer.Option("--holder", help="Only from this process, as inspect shows it: '4711 on web-3'.")
+        str,
+        typer.Option("--holder", help="Only if this process holds it, as inspect shows it: '4711 on web-3'."),
     ] = "",
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
-        str, typer.Option(help="SQLAlchemy URL of the database that the holder writes to: close its gate.")
+        str, typer.Option(help="SQLAlchemy URL of the database to which the holder writes: close its gate.")
     ] = "",
     claim: Annotated[
         list[str] | None,
-        typer.Option(help="Let a row in it refuse the holder, orders:id=1; once for each row."),
+        typer.Option(help="A row of it that refuses the holder, too: orders:id=1; repeat for each row."),
     ] = None,
 ) -> None:
     """Take a lock from its holder. Status 3: the lock was free, or not held by that --token or --holder.
@@ -367,7 +368,7 @@ def _raise_fences(
 
 def prune(
     *,
-    older_than: Annotated[str, typer.Option(help="Days or hours since the last lock, such as 30d or 12h.")],
+    older_than: Annotated[str, typer.Option(help="Time since the last lock, such as 30d or 12h.")],
     url: shared.Url = "",
     database: Annotated[
         str, typer.Option(help="The database of the receipts, if it is not the one that grants the locks.")

@@ -15,11 +15,11 @@ from fencelock.authority.redlock.transport.endpoints import split_urls
 from fencelock.cli import shared
 
 app: typer.Typer = typer.Typer(
-    help="Show how the nodes stand, or change which they are.", invoke_without_command=True
+    help="Show the state of the nodes, or change the list of nodes.", invoke_without_command=True
 )
 
 Current = Annotated[
-    str, typer.Option(help="The nodes in use at present, with commas between: FENCELOCK_URL by default.")
+    str, typer.Option(help="The present nodes, separated by commas; FENCELOCK_URL by default.")
 ]
 
 
@@ -30,7 +30,8 @@ def nodes(
     current: Current = "",
     namespace: shared.Namespace = "",
     wait: Annotated[
-        bool, typer.Option("--wait", help="First admit again what can be, which takes the longest lease.")
+        bool,
+        typer.Option("--wait", help="First admit restarted nodes again; takes as long as the longest lease."),
     ] = False,
 ) -> None:
     """Show the state of the nodes. Status 0 if a majority votes, and the nodes know the same list."""
@@ -86,8 +87,8 @@ def _table(found: tuple[NodeStatus, ...]) -> Table:
 @app.command("replace")
 def replace_node(
     context: typer.Context,
-    old: Annotated[str, typer.Argument(help="The node that goes, as in the present list.")],
-    new: Annotated[str, typer.Argument(help="The blank node that takes its place.")],
+    old: Annotated[str, typer.Argument(help="The node to remove, as in the present list.")],
+    new: Annotated[str, typer.Argument(help="The blank node to put in its place.")],
     current: Current = "",
     namespace: shared.Namespace = "",
 ) -> None:
@@ -104,11 +105,11 @@ def replace_node(
 @app.command("set")
 def set_nodes(
     context: typer.Context,
-    urls: Annotated[list[str], typer.Argument(help="Every node that is to be in use, each once.")],
+    urls: Annotated[list[str], typer.Argument(help="All nodes of the new list.")],
     current: Current = "",
     namespace: shared.Namespace = "",
     max_ttl: Annotated[
-        float | None, typer.Option(help="The longest lease in seconds, from now on; as it is by default.")
+        float | None, typer.Option(help="The longest lease in seconds, from now on; unchanged by default.")
     ] = None,
 ) -> None:
     """Replace the present nodes by others, or change --max-ttl. Safe to run again."""

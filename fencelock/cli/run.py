@@ -32,7 +32,7 @@ _PR_SET_PDEATHSIG: Final = 1
 
 def run(
     context: typer.Context,
-    resource: Annotated[str, typer.Argument(help="What to lock.")],
+    resource: Annotated[str, typer.Argument(help="Name of the lock.")],
     *,
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
@@ -40,14 +40,14 @@ def run(
     timeout: Annotated[float, typer.Option(help="Seconds to wait for another holder; 0 for one try.")] = 10.0,
     at_least: Annotated[
         str,
-        typer.Option(help="Keep the lock for that long, such as 90s, 15m or 1h, if the command ends before."),
+        typer.Option(help="Keep the lock for at least this time, such as 90s, 15m or 1h."),
     ] = "",
     if_held: Annotated[
-        IfHeld, typer.Option(help="Where another holds it: wait, or skip the command.")
+        IfHeld, typer.Option(help="If another holder has the lock: wait, or skip the command.")
     ] = "wait",
     keep_url: Annotated[
         bool,
-        typer.Option("--keep-url", help="Give FENCELOCK_URL to the command; it may have a password."),
+        typer.Option("--keep-url", help="Pass FENCELOCK_URL on to the command; it may contain a password."),
     ] = False,
 ) -> None:
     """Run a command under a lock: fencelock run RESOURCE -- COMMAND. Its token is in FENCELOCK_TOKEN.
