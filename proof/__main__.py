@@ -42,7 +42,7 @@ from proof.torture.trials import (
 ROOT = Path(__file__).parents[1]
 #: Configurations of the model that are explored within seconds; those with an M leave a rule out.
 MODEL = (
-    *("lock core", "REMINT, 1 loss", "guard with claim, 2", "guard without claims"),
+    *("lock core", "lock core, N=5", "REMINT", "guard with claim, 2", "guard without claims"),
     *("COMMIT in doubt", "COMMIT in doubt, REMINT", "recovery, 1 acquisition", "epochs, N=5, 3 losses"),
     *("init, 2 losses", "finish a change", "change and back", "rise, N=5", "a double, N=5"),
     *(
@@ -135,6 +135,11 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
         yield _torture(fault, folder, *edge, "--duration", "8", says=[f" {fault}"])
         control = (*edge, "--duration", "20", "--without-mends")
         yield _torture(f"{fault} without mends", folder, *control, breaks=_BREAKS[fault])
+    yield Proof("leaders, and a control", _python("proof.leaders", "--rounds", "1"))
+    yield Proof("slots, readers and writers, and controls", _python("proof.slots", "--seconds", "5"))
+    yield Proof("receipts, and a control", _python("proof.receipts", "--runs", "40"))
+    yield Proof("retries, and a control", _python("proof.retries", "--seconds", "30"))
+    # After those, because they drop the same database of MariaDB when they end.
     for name, where in databases(stack).items():
         faults = _faults(DATABASE, where[3])
         yield _torture(f"{name} grants leases", folder, *where, *DENSE, "--duration", "12", says=faults)
@@ -142,15 +147,11 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
         yield _torture(f"a naive table in {name}", folder, *naive, breaks="P1")
     for store in stores():
         faults = _faults(store, "postgresql")
-        run = ("--authority", store, *STORE, "--every", "1", "--duration", "40")
+        run = ("--authority", store, *STORE, "--every", "1", "--duration", "30")
         yield _torture(f"{store} grants leases", folder, *run, says=faults)
         yield _torture(
             f"naive tokens of {store}", folder, *naive_store(store), "--duration", "15", breaks="P2"
         )
-    yield Proof("leaders, and a control", _python("proof.leaders", "--rounds", "1"))
-    yield Proof("slots, readers and writers, and controls", _python("proof.slots", "--seconds", "8"))
-    yield Proof("receipts, and a control", _python("proof.receipts", "--runs", "40"))
-    yield Proof("retries, and a control", _python("proof.retries", "--seconds", "30"))
 
 
 LONG = (
@@ -180,15 +181,17 @@ def main() -> int:
     began = time.monotonic()
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        proofs = [
-            proof
-            for proof in (LONG if options.long else short(folder, stack))
-            if not options.words or any(word in proof.name for word in options.words)
-        ]
-        failed = sum(not succeeds(proof, patience) for proof in proofs if not proof.is_control)
+        controls, results = [], []
+        for proof in LONG if options.long else short(folder, stack):
+            if options.words and not any(word in proof.name for word in options.words):
+                continue
+            if proof.is_control:
+                controls.append(proof)
+            else:
+                results.append(succeeds(proof, patience))
         with ThreadPoolExecutor(2) as pool:
-            controls = [proof for proof in proofs if proof.is_control]
-            failed += list(pool.map(lambda proof: succeeds(proof, patience), controls)).count(False)
+            results += pool.map(lambda control: succeeds(control, patience), controls)
+    failed = results.count(False)
     minutes = (time.monotonic() - began) / 60
     print(f"{failed or 'none'} of them failed, in {minutes:.1f} minutes")
     return 1 if failed else 0
