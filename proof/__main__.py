@@ -124,7 +124,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
     yield Proof("the line of etcd and ZooKeeper, and controls", _python("proof.line", "--seeds", "1000"))
     yield Proof("bytes and texts at random", _python("proof.fuzz", "--seconds", "20"))
     faults = _faults(NODES, "postgresql")
-    yield _torture("all faults", folder, *DENSE, "--duration", "40", says=faults)
+    yield _torture("all faults", folder, *DENSE, "--duration", "30", says=faults)
     yield _torture("paused workers", folder, *PAUSED, "--duration", "12", says=[" worker-pause"])
     no_guard = ("--without-guard", *PAUSED, "--duration", "12")
     yield _torture("no guard", folder, *no_guard, breaks="lost update")
@@ -133,7 +133,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
     for fault, options in EDGES.items():
         edge = ("--fault", fault, *EDGE, *options)
         yield _torture(fault, folder, *edge, "--duration", "8", says=[f" {fault}"])
-        control = (*edge, "--duration", "20", "--without-mends")
+        control = (*edge, "--duration", "15", "--without-mends")
         yield _torture(f"{fault} without mends", folder, *control, breaks=_BREAKS[fault])
     yield Proof("leaders, and a control", _python("proof.leaders", "--rounds", "1"))
     yield Proof("slots, readers and writers, and controls", _python("proof.slots", "--seconds", "5"))
