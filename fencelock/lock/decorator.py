@@ -99,7 +99,7 @@ def fill(templates: Sequence[str | Callable[..., str]], call: inspect.BoundArgum
 
 
 class _Skipping:
-    """Suppresses LockTimeoutError if `skips`; not after `is_held`, because the function may raise one, too."""
+    """Suppresses LockTimeoutError if `skips`, but not after `is_held`: then the function has raised it."""
 
     def __init__(self, *, skips: bool) -> None:
         self._skips = skips

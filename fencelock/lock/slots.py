@@ -230,7 +230,7 @@ class WriterLock(FencedLock[int]):
         return (yield from super()._enter_again_gen(block, held, names))
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
-        """Try to acquire all at once; else acquire the resource, to keep out other writers, then each slot."""
+        """Try to acquire all at once; else acquire the resource, to keep other writers out, and each slot."""
         yield from _wait_for_higher_gen(block, self._names[0], len(self._resources) - 1)
         timeout, block.timeout = block.timeout, 0
         end = math.inf if timeout is None else time.monotonic() + timeout
