@@ -93,7 +93,7 @@ def leaves_doubt(error: BaseException) -> bool:
     if not (isinstance(error, DBAPIError | OSError) or is_driver_error(error)):
         return False
     number = error_number(error)
-    if isinstance(number, int):  # before the SQLSTATE, which some drivers of MariaDB tell: HY000 for most
+    if isinstance(number, int):  # first, because some drivers of MariaDB give the SQLSTATE HY000 for most
         return number not in _ROLLED_BACK_NUMBERS
     if (state := sqlstate(error)) is not None:
         return state == "40003" or _ROLLED_BACK_CLASSES.isdisjoint({state, state[:2]})
@@ -121,7 +121,7 @@ def is_unavailable(error: BaseException) -> bool:
     if is_lost(error) or is_busy(error) or is_away(error) or isinstance(error, OSError | PoolTimeoutError):
         return True
     number = error_number(error)
-    if isinstance(number, int):  # before the SQLSTATE, which some drivers of MariaDB tell: HY000 for most
+    if isinstance(number, int):  # first, because some drivers of MariaDB give the SQLSTATE HY000 for most
         return number in _CLIENT_NUMBERS
     if (state := sqlstate(error)) is not None:
         return state.startswith("08")

@@ -100,7 +100,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
 
 def _place(authority: Any) -> object:
-    """Return a value that is equal for authorities on the same servers, whatever driver, user and settings."""
+    """Return a value that is equal for authorities on the same servers, with any driver, user, settings."""
     if isinstance(authority, str):
         try:
             authority = _make(authority, {})

@@ -65,7 +65,7 @@ def check_resource(resource: object) -> str:
 def validity(began: float, ttl: float) -> float:
     """Return when a lease of `ttl` seconds ends for its holder, if it was asked for at `began`.
 
-    Times are of `time.monotonic`. The end is 1 % of the ttl and 2 ms early, because clocks may differ so much.
+    Times are of `time.monotonic`. The end is 1 % of the ttl and 2 ms early, because clocks may disagree.
     """
     return began + ttl - (ttl * 0.01 + 0.002)
 
