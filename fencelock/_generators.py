@@ -49,8 +49,8 @@ async def run_async(
 ) -> _T:
     """Run a generator in a task; `do` executes all steps except a `Call`.
 
-    If the coroutine is closed before its end and `tell` is given, the generator gets a CancelledError. `tell`
-    executes the steps that the generator yields after that, and must not wait.
+    If the coroutine is closed and `tell` is given, the generator gets a CancelledError. `tell` executes its
+    further steps, and must not wait.
     """
     error: BaseException | None = None
     answer: Any = None

@@ -37,7 +37,7 @@ _LONGEST_PAUSE: Final = 5.0
 
 @final
 class Term:
-    """The time for which a leader is elected; a term that has ended is never current again.
+    """The time for which a leader is elected; it ends only once.
 
     ```python
     with leader("jobs") as term:
@@ -46,7 +46,7 @@ class Term:
             jobs.pop()
     ```
 
-    Threads may share it. In a forked child, the terms of the parent are not current.
+    Threads may share it. A forked child's copy is not current.
 
     Attributes:
         lease: guards the writes of this term: `bind(session, term.lease)` in other threads and executors.

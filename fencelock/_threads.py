@@ -33,7 +33,7 @@ def start(thread: threading.Thread) -> None:
 
 
 class Sleepers:
-    """The threads that sleep until a change; callers of its methods must hold one common lock.
+    """The threads that sleep until a change; all callers must hold one common lock.
 
     It replaces `threading.Condition`: if a signal handler raises while a Condition takes its lock again,
     leaving `with condition:` releases the lock that another thread holds.

@@ -329,8 +329,7 @@ class Block:
 def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
     """Return the block that this thread, task or greenlet entered last; if it entered none, the last of all.
 
-    A thread of a pool may leave a block that another thread entered. With `to_leave` it leaves a lost block
-    first, because the others may belong to later callers.
+    With `to_leave`, it returns another thread's lost block first, because others may belong to later callers.
     """
     snapshot = tuple(blocks)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose

@@ -147,8 +147,8 @@ class Connecting(WithLoops):
     ) -> Steps[Any]:
         """Do work, and try again if its connection was lost or another transaction has a lock.
 
-        The work may be done several times; `again` collects the error of each failed try. If `patient` is
-        False, a lock of another transaction raises RefusedError.
+        The work may be done several times; `again` collects the errors of failed tries. Unless `patient`, a
+        lock of another transaction raises RefusedError.
         """
         most, least = ANSWER
         began = time.monotonic()

@@ -1,7 +1,7 @@
 """The connections of a database that grants leases: a bounded pool, and a time limit for each statement.
 
-No connection is pinged before use. If one is lost, the pool drops this and all older connections, and the
-statement is sent again.
+No connection is pinged before use. If one is lost, the pool drops all older ones, and the statement is sent
+again.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Hears PostgreSQL's calls for a world whose callers wait, on a connection that executes LISTEN.
+"""Hears PostgreSQL's calls for a waiting world (see `queues`), on a connection that executes LISTEN.
 
-A call is a NOTIFY on the channel of a world (see `queues`). PgBouncer in transaction mode passes no calls on.
-So a world calls itself from time to time, and checks that this call arrives.
+PgBouncer in transaction mode passes no calls on. So a world calls itself from time to time, and checks that
+this call arrives.
 """
 
 from __future__ import annotations

@@ -70,9 +70,9 @@ class Place:
     """An acquisition, and what the store has granted to it.
 
     Attributes:
-        began: when its lease was asked for or extended, on the clock of `time.monotonic`.
-        granted: seconds that the lease lasts from `began` on.
-        revision: the revision of etcd that created its entries; 0 if it is unknown.
+        began: when its lease was asked for or extended (`time.monotonic`).
+        granted: seconds that the lease lasts from then on.
+        revision: etcd's revision of its entries; 0 if unknown.
     """
 
     resources: tuple[str, ...]

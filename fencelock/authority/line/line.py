@@ -195,7 +195,7 @@ class LineAuthority(WithLoops):
         self.run(self.initialising(above))
 
     def prune(self, older_than: float) -> int:
-        """Delete the marks of resources that nothing holds, and that were last locked long ago.
+        """Delete the old marks of free resources.
 
         Args:
             older_than: seconds since the last lock; an hour at least.

@@ -68,8 +68,7 @@ def _look_again(
 ) -> Steps[Reports]:
     """Return the reports of the nodes, after a check that they held all tickets of the list at one time.
 
-    If the lists of two clients differ, the nodes in which they differ have lost their memory together. The
-    protocol assumes that such nodes are a minority.
+    If two lists differ, the differing nodes have lost their memory together, which only a minority may do.
     """
     reports = yield from _read(group)
     for node, report in reports.items():

@@ -14,7 +14,7 @@ these, each with the schedule in `proof/spec` that it prevents:
    so that late messages of the old epoch, which no READ can see, do not matter ("no epoch").
 3. ADMIT needs a ticket as old as the longest lease, by the node's own clock. So a program that runs for only
    a second can admit a node with an old ticket. The wait serves mutual exclusion only, because the locks that
-   the node has forgotten end meanwhile. EXTEND makes locks again if their leases go on, even on waiting nodes.
+   the node has forgotten end meanwhile. EXTEND makes locks again if their leases go on, also on such nodes.
 
 Closed nodes take no part in this, because a second list could vote otherwise ("recovery reads closed nodes").
 

@@ -179,10 +179,10 @@ class Attempt:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Proof:
-    """The facts by which the nodes recognise a `Grant`. A proof is never changed.
+    """The facts by which nodes recognise a `Grant`; never changed.
 
     Attributes:
-        attempt: the attempt that was granted.
+        attempt: the granted attempt.
         epoch: the epoch of the decision.
         counters: the decided counter of each resource of the attempt; with the epoch it makes the token.
     """

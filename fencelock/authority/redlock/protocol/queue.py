@@ -34,7 +34,7 @@ class WaitQueue:
     """The places of one client in the nodes' queues.
 
     Args:
-        client: the name of the client, part of the channel and of every place; without dots.
+        client: its name, a part of the channel and of every place; without dots.
         nodes: how many nodes there are.
         jitter: returns a random number between 0 and 1.
     """

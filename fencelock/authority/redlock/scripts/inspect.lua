@@ -1,7 +1,7 @@
 -- include marker
 -- INSPECT: show which locks are held, and their holders. KEYS[2..] are the locks; without them, a page of all locks:
--- ARGV[3] the cursor, 0 at first, ARGV[4] how many keys to scan. ARGV[5] a pattern of other keys instead, or '': it shows
--- those that have no expiry.
+-- ARGV[3] the cursor, 0 at first, ARGV[4] how many keys to scan. ARGV[5] a pattern of other keys instead, or '': it
+-- shows those that have no expiry.
 -- Returns SHOWN, cursor (0 at the end), then for each lock its resource, value, remaining ms (-1: no expiry), number of
 -- waiters, and the introduction of its client; for other keys only their names | a refusal.
 local refused = refusal(unpack(redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')))

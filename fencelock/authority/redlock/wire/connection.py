@@ -283,8 +283,8 @@ class Connection:
     def _put_again(self, now: float, packed: bytes | None = None) -> None:
         """Put the oldest command again, alone, on this connection: another may lead to another process.
 
-        A RELEASE is always put again. Other commands are put again only if a caller still wants them, because
-        an ACQUIRE or EXTEND after its RELEASE would leave a lock.
+        Other commands than RELEASE are put again only if a caller wants them: an ACQUIRE or EXTEND after its
+        RELEASE would leave a lock.
         """
         broadcast, command, _ = self.unanswered[0]
         if command.script == "acquire":
