@@ -185,7 +185,7 @@ class WithLoops(GeneratorAuthority):
         loop = asyncio.get_running_loop()
         if (end := self._loop_ends.get(loop)) is None or end.over:
             for each in list(self._loop_ends):
-                if each.is_closed():  # before its end was over
+                if each.is_closed():  # it was closed before its `LoopEnd` was over
                     self._loop_ends.pop(each, None)  # another loop may remove it, too
             end = self._loop_ends[loop] = self.open_in_loop()
         return end

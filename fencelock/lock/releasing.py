@@ -39,7 +39,7 @@ class LostLease(NamedTuple):
 
 
 def defer_release(hold: Hold) -> bool:
-    """Put off a release until the open transactions that wrote under the hold end; return whether it was.
+    """Put off a release until the open transactions under the hold end; return False if it is due now.
 
     The lock must outlive the COMMIT, because the next holder would otherwise read rows that are about to
     change. Until then the hold is renewed, and its owner may enter it again. New transactions do not begin

@@ -159,7 +159,7 @@ class Acquiring(Releasing):
         return map(tokens.__getitem__, resources)
 
     def _standing(self, waiting: _Waiting) -> Steps[bool]:
-        """Wait until this caller is the first of its world; return whether it was not at the beginning."""
+        """Wait until this caller is the first of its world's queue; return whether it had to wait."""
         place, was_first = waiting.place, waiting.place.is_first
         while not place.is_first and place.error is None:
             if time.monotonic() >= waiting.end:

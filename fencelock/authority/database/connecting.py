@@ -267,7 +267,7 @@ class Connecting(WithLoops):
                 with contextlib.suppress(SQLAlchemyError):
                     connection.execute("ROLLBACK")
             raise
-        except BaseException as error:  # of a signal handler, in the middle of an exchange
+        except BaseException as error:  # raised by a signal handler, in the middle of an exchange
             traceback.clear_frames(error.__traceback__)  # frees cursors
             with contextlib.suppress(Exception):
                 connection.invalidate()

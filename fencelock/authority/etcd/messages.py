@@ -190,7 +190,7 @@ def watch(key: bytes, revision: int) -> Call:
 
 
 def has_ended(message: bytes) -> bool:
-    """Return whether a watch reports that its key was deleted, or that it was cancelled, by a compaction."""
+    """Return whether a watch reports that its key was deleted, or that it was cancelled, as by compaction."""
     its = fields_of(message)
     return 11 in its or 4 in its
 

@@ -1,6 +1,6 @@
 """How nodes come to vote in a new epoch: the steps that init, recovery, rise and change of nodes share.
 
-    an epoch above all that is known → PROMISE on a majority, on their disks → a second look
+    an epoch above all that is known → PROMISE on a majority, on their disks → a second READ
     → RAISE those that vote → OPEN or ADMIT the others, on their disks
 
 `proof/spec/` has a model of this, with the schedules that each step prevents:

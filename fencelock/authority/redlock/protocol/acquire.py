@@ -137,10 +137,10 @@ class Acquisition:
         Args:
             current: returns the nodes as they are known at the moment.
             began: when the caller began, on the driver's clock.
-            since: the same moment in Unix time, whose clocks are about equal on all clients.
+            since: the same moment in Unix time, which is about the same for all clients.
             timeout: seconds to wait for another holder; None for ever, 0 one try.
             grace: seconds to keep trying without a quorum, so that a short outage is survived.
-            outage: seconds without a quorum in which it waits for connections.
+            outage: seconds without a quorum for which it waits for connections.
             jitter: returns a random number between 0 and 1.
             go_on: called after each wait; may raise.
 

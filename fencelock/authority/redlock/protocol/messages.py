@@ -52,7 +52,7 @@ class ReplyKind(enum.Enum):
         __hash__ = object.__hash__
 
 
-#: Failures that end by themselves or with a new connection; the others need an operator.
+#: Failures that pass with time or with a new connection; the others need an operator.
 PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 
 

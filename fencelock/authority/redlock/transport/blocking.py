@@ -267,7 +267,7 @@ class SharedConnections(Connections):
                 return
 
     def _clean_up(self, waiting: Wait) -> None:
-        """Restore order after an exception from outside has interrupted a wait."""
+        """End a wait that an exception has interrupted, and drop dirty connections."""
         self._nodes.drop_dirty()
         self._end(waiting)
 

@@ -32,7 +32,7 @@ _NOT_OURS: Final = re.compile(
 
 #: Values of `ssl_cert_reqs` with which no certificate is checked, so that no name can be checked.
 _UNCHECKED: Final = (None, "none", ssl.CERT_NONE)
-#: Plain classes of connections, because a connection to a primary must not ask the sentinels by itself.
+#: Plain classes of connections, because a connection to a primary must not ask the sentinels.
 _PLAIN: Final[dict[Any, Any]] = {
     redis.sentinel.SentinelManagedConnection: redis.Connection,
     redis.sentinel.SentinelManagedSSLConnection: redis.SSLConnection,

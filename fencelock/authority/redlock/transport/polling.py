@@ -57,7 +57,7 @@ def new_poll() -> select.poll | Selected:
     """Return a new poll object without sockets.
 
     Raises:
-        RuntimeError: eventlet has taken `select.poll` away.
+        RuntimeError: eventlet has removed `select.poll`.
     """
     if not hasattr(select, "poll"):
         if "eventlet" in sys.modules:

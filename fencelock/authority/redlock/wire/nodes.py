@@ -74,7 +74,7 @@ class _Node:
         self.pending_releases: dict[str, Command] = {}
 
     def remember_release(self, release: Command) -> None:
-        """Keep a RELEASE until the node answers, without its place, which its contender may use again."""
+        """Keep a RELEASE until the node answers, without its place: its contender may be gone by then."""
         self.pending_releases[release.nonce] = without_place(release)
         if len(self.pending_releases) > MOST_PENDING:
             del self.pending_releases[next(iter(self.pending_releases))]
@@ -280,7 +280,7 @@ class NodeConnections:
         if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, "another server has taken over")
         elif data and node.pending_releases and not unusual:
-            # The node answers again. (If it had refused a RELEASE, it would get the RELEASE for ever.)
+            # Not after an unusual answer, because a node that refuses a RELEASE would get it for ever.
             self._send_pending(node, connection, now)
         if not connection.published:
             return ()
@@ -373,5 +373,5 @@ class NodeConnections:
 
 
 def is_lost(connection: Connection, now: float) -> bool:
-    """Return whether a connection has owed an answer for so long that another should be tried."""
+    """Return whether a connection has owed an answer for too long, and another one should be tried."""
     return bool(connection.unanswered) and now - connection.unanswered[0].sent_at > _LOST_AFTER
