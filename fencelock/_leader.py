@@ -73,8 +73,7 @@ class Term:
     def is_current(self) -> bool:
         """Whether the term goes on, by this process' clock; no server is asked.
 
-        It becomes False a tenth of the ttl before the lease ends, after a known loss, or when the block is
-        left.
+        It becomes False a tenth of the ttl before the lease ends, after a known loss, and after the block.
         """
         lease = self.lease
         if not self._over.is_set() and (self._seconds_left() <= 0 or lease.lost or not lease.usable):

@@ -222,8 +222,7 @@ def fenced_lock(
         max_hold: seconds after which a lease is lost instead of renewed, because a worker that hangs must
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
-        reentrant: let a thread, task or greenlet enter a lock again that it holds. If False, that raises
-            LockTimeoutError at once.
+        reentrant: let a thread, task or greenlet enter again what it holds; if not, LockTimeoutError at once.
         if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
             used if work was committed under the lease, or if the body raised an error.
         if_held: "wait" for another holder, or "skip". Then `timeout` is not used. As soon as a holder is

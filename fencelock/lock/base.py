@@ -325,8 +325,7 @@ class BaseLock(Generic[Token]):
                 return None
             return (yield from leave_gen(block))
         except (Exception, KeyboardInterrupt, SystemExit):
-            # A signal handler may raise at any line; leaving twice does no harm. A cancelled task has sent
-            # its release.
+            # A signal handler may raise at any line; leaving twice does no harm. A cancelled release is sent.
             yield from leave_gen(block)
             raise
 
@@ -370,7 +369,6 @@ def _outcome_of(error: BaseException) -> Outcome:
 
 
 def _check_still_held(hold: Hold) -> None:
-    """Raise LockLostError if a hold has ended."""
     for lease in hold.leases:
         lease.check()
         if lease.lost or lease.released:

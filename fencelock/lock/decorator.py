@@ -38,8 +38,7 @@ def fenced(
             {name.attribute}, {name[key]} and {name:format} work as in str.format, {self.id} in methods. A
             function is called with all arguments, also defaults, and must return the name.
         **settings: as for `fenced_lock`; the default authority is the one at the time of the call. With
-            `if_held="skip"`, a call returns None if another holder has the lock, and the function does not
-            run.
+            `if_held="skip"`, a call returns None if another holder has the lock; the function does not run.
 
     Returns:
         The decorator.

@@ -219,8 +219,7 @@ _holds: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDict
 def find(authority: Authority, owner: object, resource: str) -> Hold | None:
     """Return the owner's hold of a resource if it can be entered again, else None.
 
-    A lost hold cannot be entered, because a larger token may exist. A hold of another context belongs to
-    another caller.
+    A lost hold cannot be entered: a larger token may exist. A hold of another context is another caller's.
     """
     hold = _holds.get((authority, owner, resource))
     if hold is None or hold.inherited or hold.lost or not stands_here(hold.leases[0]):
@@ -267,8 +266,7 @@ class Block:
         is_try: whether the error need not name the holder, as for `try_acquire`.
         names: the resources whose leases and tokens the user gets.
         in_loop: whether a task of an event loop enters it.
-        whole: the writer's block for which this one acquires a part; None for other blocks. Listeners hear
-            only of the whole.
+        whole: the writer's block for which this one acquires a part, and of which listeners hear; else None.
         owner: the thread, task or greenlet that enters it.
         mark: represents the block in `Hold.blocks`. A hold must not refer to a block, because this cycle
             would keep an abandoned lock alive, and renewed, until the next garbage collection.

@@ -65,8 +65,7 @@ class FencedLock(BaseLock[Token]):
         """Wait for the lock and return its lease; with several resources, the lease of the first one.
 
         Args:
-            timeout: seconds to wait for another holder: None waits for ever, 0 tries once. By default, the
-                timeout of the lock.
+            timeout: seconds to wait for another holder; None for ever, 0 one try. By default, the lock's.
 
         Raises:
             LockTimeoutError: another holder kept the lock until the timeout, or `cancel` was called.
@@ -92,8 +91,7 @@ class FencedLock(BaseLock[Token]):
     def extend(self, ttl: float | None = None) -> None:
         """Extend the lease to `ttl` seconds from now; by default, to the ttl of the lock.
 
-        The token does not change. A lease is never shortened. A lock with `renew=True` is extended without
-        this call.
+        The token does not change. A lease is never shortened. With `renew=True`, no call is needed.
 
         Raises:
             NotHeldError: the lock is not held.
@@ -121,9 +119,7 @@ class FencedLock(BaseLock[Token]):
         return block.authority.run(self._remint_gen(block))  # type: ignore[no-any-return]
 
     def locked(self) -> bool:
-        """Return whether one of the resources is held now, by any process, this one included.
-
-        A semaphore and a shared lock return whether all of their slots are held.
+        """Return whether a process holds one of the resources; of a semaphore, whether all slots are held.
 
         Raises:
             AuthorityError: the authority did not answer.
@@ -147,8 +143,7 @@ class FencedLock(BaseLock[Token]):
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended.
-            LockError: the lock was entered more than once, or a transaction under it is open or in doubt. The
-                lock stays held.
+            LockError: the lock was entered more than once, or a transaction needs it. The lock stays held.
         """
         block = self._innermost()
         return block.authority.run(self._hand_over_gen(block))

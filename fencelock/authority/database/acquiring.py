@@ -201,8 +201,7 @@ class Acquiring(Releasing):
     def _pause(self, waiting: _Waiting) -> float:
         """Return how many seconds to wait before the next check.
 
-        The first world in the queue checks often: it waits half of the time since it became the first. Others
-        check seldom.
+        The first world checks often: it waits half of the time since it became first. Others check seldom.
         """
         if waiting.is_called:
             return _HEARING

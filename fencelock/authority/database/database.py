@@ -101,8 +101,7 @@ class Database(Acquiring):
     def prune(self, older_than: float) -> int:
         """Delete the rows of resources that nothing holds, and that were last locked long ago.
 
-        Each resource that was ever locked has a row. After its deletion, the next token of the resource is
-        larger all the same, because tokens begin with the time.
+        The next token of such a resource is larger all the same, because tokens begin with the time.
 
         Args:
             older_than: seconds since the last lock; an hour at least.

@@ -1,7 +1,6 @@
 """Hears PostgreSQL's calls for a waiting world (see `queues`), on a connection that executes LISTEN.
 
-PgBouncer in transaction mode passes no calls on. So a world calls itself from time to time, and checks that
-this call arrives.
+PgBouncer in transaction mode passes no calls on, so a world calls itself at times to know that it hears.
 """
 
 from __future__ import annotations

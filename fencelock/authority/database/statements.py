@@ -255,8 +255,7 @@ class Statements:
         )
         #: The stored base, the largest token, and the time of a token that is minted now.
         self.floor: Statement = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
-        #: Deletes rows of free resources with old tokens. `age` must exceed the difference of clocks, so that
-        #: the first token of a new row is larger.
+        #: Deletes rows with old tokens. New rows get larger tokens if clocks differ by less than `age`.
         self.prune: Statement = said(
             "DELETE FROM {table} WHERE resource <> '' AND (nonce IS NULL OR expires_at <= {now}) "
             "AND (token >> {bits}) < {time} - :age"

@@ -122,7 +122,6 @@ class LoopLink(asyncio.Protocol):
         return answers
 
     def cancel(self, answer: Answer) -> None:
-        """Cancel a call, if it is not over."""
         if not self.lost and not answer.is_over:
             self._channel.cancel(answer)
             with contextlib.suppress(RuntimeError):  # the loop has ended

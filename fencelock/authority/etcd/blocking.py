@@ -122,8 +122,6 @@ class Link:
                 self._reader = wakeup
 
     def cancel(self, answers: Sequence[Answer]) -> None:
-        """Cancel calls that are not over."""
-
         def forget() -> None:
             for answer in answers:
                 self._channel.cancel(answer)

@@ -347,7 +347,6 @@ class Etcd(Asking):
         return tuple(names)
 
     def _everything(self, prefix: bytes) -> Steps[list[KeyValue]]:
-        """Return all keys with a prefix."""
         everything: list[KeyValue] = []
         start, end, count = prefix, messages.after(prefix), 1
         while count:

@@ -213,7 +213,6 @@ def auth_token(message: bytes) -> bytes:
 
 
 def get(key: bytes) -> bytes:
-    """Return the request for a key."""
     return _bytes(1, key)
 
 

@@ -398,7 +398,6 @@ class LineAuthority(WithLoops):
         return longer
 
     def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
-        """Release a lease that has ended."""
         return self._giving_back(resources, nonce)
 
     def _leave(self, nonce: str) -> None:

@@ -147,7 +147,6 @@ class MembershipView:
         return True
 
     def note(self, node: int, node_id: str, membership: Membership | None) -> None:
-        """Note which list a node names, if it names one."""
         if membership is not None:
             self._said[node] = node_id, membership
 

@@ -18,8 +18,7 @@ maximum again. Therefore a value is decided only when a majority *stands at* it,
 
 The majorities of two decided values of one resource share a node. That node granted the second value after it
 had reached the first, so the second is larger. An acquisition that began after another had completed finds a
-majority of counters at or above that token. No clock takes part in this. Clocks bound only the *validity* of
-the lease.
+majority of counters at or above that token. Clocks take no part in this: they only bound the *validity*.
 """
 
 from __future__ import annotations

@@ -72,7 +72,6 @@ class WaitQueue:
         return place
 
     def leave(self, place: str) -> None:
-        """Forget a place whose acquisition is over."""
         self._places.pop(place, None)
 
     def on_call(self, node: int, message: bytes, now: float) -> str:
