@@ -1,4 +1,4 @@
-"""What both halves know of databases: which there are, how names are compared, which errors mean "busy"."""
+"""Facts about databases, for locks and guard: types of columns, and the meaning of errors."""
 
 from __future__ import annotations
 
@@ -18,34 +18,34 @@ SUPPORTED: Final = frozenset({"postgresql", "sqlite", *MYSQL})
 RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
     mysql.VARCHAR(MAX_RESOURCE_LENGTH, charset="utf8mb4", collation="utf8mb4_bin"), "mysql", "mariadb"
 )
-"""Resources differ where their characters differ: MariaDB's default collations would merge "A" and "a"."""
+"""The type of resource names, compared exactly: MariaDB's default collations would merge "A" and "a"."""
 
 TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 """A time to the microsecond; on MariaDB and SQLite it is in UTC."""
 
-#: What databases say of a lock that was waited for too long; of a deadlock, of a snapshot that is too old; of
-#: a statement that took too long.
+#: Codes of errors: a row lock was not free in time; a conflict, which is a deadlock or a snapshot that is too
+#: old; a slow statement, which was stopped.
 _LOCK_TIMEOUT: Final = "55P03"
 _LOCK_TIMEOUT_NUMBER: Final = 1205
 _CONFLICT_STATES: Final = frozenset({"40001", "40P01"})
 _CONFLICT_NUMBERS: Final = frozenset({1020, 1213})
 _SLOW: Final = frozenset({"57014", 1969})
 _SQLITE_BUSY: Final = frozenset({5, 6})
-#: What a standby says, a server that was the primary, and a node of Galera that has left its group.
+#: Codes of servers that refuse writes: a standby, a former primary, a node of Galera outside its group.
 _ELSEWHERE_STATES: Final = frozenset({"25006"})
 _ELSEWHERE_NUMBERS: Final = frozenset({1047, 1180, 1290, 1792, 1836})
-#: What servers say that start, stop, or have too many connections; class 08 is of connections.
+#: Codes of servers that start, stop, have too many connections, or refuse writes.
 _AWAY_STATES: Final = frozenset({"57P01", "57P02", "57P03", "57P05", "53300", *_ELSEWHERE_STATES})
 _AWAY_NUMBERS: Final = frozenset({1040, 1053, 1158, 1159, 1160, 1161, 1203, *_ELSEWHERE_NUMBERS})
-#: Of these, what only a new connection is told: the server starts, or has too many connections.
+#: Codes of these that only a new connection gets: the server starts, or has too many connections.
 _TURNED_AWAY: Final = frozenset({"57P03", "53300", 1040, 1203})
-#: Classes of SQLSTATE, and numbers, with which a database refuses a COMMIT and has rolled back. Of class 40,
-#: 40003 says that it does not know; of class 57, 57014 says that a statement was cancelled.
+#: SQLSTATEs, their classes, and numbers with which a database says that it has rolled back at a COMMIT. In
+#: class 40, 40003 says that the outcome is unknown; 57014 says that a statement was cancelled.
 _ROLLED_BACK_CLASSES: Final = frozenset({"22", "23", "25", "40", "42", "44", "53", "54", "55", "57014", "P0"})
 _ROLLED_BACK_NUMBERS: Final = frozenset({1020, 1205, 1213, 1290, 1402, 1613, 1614, 1792, 1836, 3101})
 _SQLITE_IO_ERROR: Final = 10
 _CLIENT_NUMBERS: Final = range(2000, 2100)
-#: What a server says to a client whose account or database is wrong, where the driver tells no SQLSTATE.
+#: Matches errors of a wrong account or database, from drivers that give no SQLSTATE.
 _REFUSED: Final = re.compile(
     r"FATAL: .*(does not exist|authentication failed|no pg_hba.conf|permission denied)"
 )
@@ -56,7 +56,7 @@ _DRIVERS: Final = frozenset({"psycopg", "psycopg2", "asyncpg", "pymysql", "aiomy
 
 
 def is_busy(error: BaseException) -> bool:
-    """Tell whether another transaction was in the way, and may be out of it next time."""
+    """Return whether a lock, a conflict or a time limit stopped a statement: another try may succeed."""
     if not isinstance(error, DBAPIError):
         return False
     if is_conflict(error) or waited_in_vain(error):
@@ -65,12 +65,12 @@ def is_busy(error: BaseException) -> bool:
 
 
 def is_conflict(error: BaseException) -> bool:
-    """Tell whether another transaction has won: a deadlock, or rows that have changed."""
+    """Return whether another transaction has won: a deadlock, or rows that have changed."""
     return _says(error, _CONFLICT_STATES, _CONFLICT_NUMBERS)
 
 
 def waited_in_vain(error: DBAPIError) -> bool:
-    """Tell whether the database waits no longer for the end of another transaction."""
+    """Return whether the database has stopped waiting for the lock of another transaction."""
     original: Any = error.orig
     if getattr(original, "sqlite_errorcode", 0) & 0xFF in _SQLITE_BUSY:
         return True
@@ -80,20 +80,20 @@ def waited_in_vain(error: DBAPIError) -> bool:
 
 
 def is_lost(error: BaseException | None) -> bool:
-    """Tell whether the connection was lost: what was sent may have been done all the same."""
+    """Return whether the connection was lost; the server may have executed the statement all the same."""
     return isinstance(error, DBAPIError) and error.connection_invalidated
 
 
 def leaves_doubt(error: BaseException) -> bool:
-    """Tell whether an error of a COMMIT leaves open what became of it.
+    """Return whether the outcome of a COMMIT is unknown after this error.
 
-    That is any error of a driver or of the network, but for one with which the database says that the
-    transaction is rolled back.
+    It is, after any error of a driver or of the network, unless the database says that the transaction is
+    rolled back.
     """
     if not (isinstance(error, DBAPIError | OSError) or is_driver_error(error)):
         return False
     number = error_number(error)
-    if isinstance(number, int):  # before the SQLSTATE, which some drivers of MariaDB tell: HY000 for most
+    if isinstance(number, int):  # first, because some drivers of MariaDB give the SQLSTATE HY000 for most
         return number not in _ROLLED_BACK_NUMBERS
     if (state := sqlstate(error)) is not None:
         return state == "40003" or _ROLLED_BACK_CLASSES.isdisjoint({state, state[:2]})
@@ -102,36 +102,35 @@ def leaves_doubt(error: BaseException) -> bool:
 
 
 def is_elsewhere(error: BaseException) -> bool:
-    """Tell whether this server takes no writes now; a new connection may lead to another that does."""
+    """Return whether this server refuses writes now; a new connection may reach one that accepts them."""
     return _says(error, _ELSEWHERE_STATES, _ELSEWHERE_NUMBERS)
 
 
 def is_away(error: BaseException) -> bool:
-    """Tell whether this server says that it starts, stops, is full, or takes no writes now."""
+    """Return whether this server says that it starts, stops, is full, or refuses writes now."""
     return _says(error, _AWAY_STATES, _AWAY_NUMBERS)
 
 
 def is_turned_away(error: BaseException) -> bool:
-    """Tell whether a server has refused a new connection, so that it has seen no statement."""
+    """Return whether a server has refused a new connection, so that it has got no statement."""
     return not _TURNED_AWAY.isdisjoint({sqlstate(error), error_number(error)})
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Tell whether no server answered that could do what was asked. A refusal of one that can is none."""
+    """Return whether no server that can do the work answered; a refusal by such a server does not count."""
     if is_lost(error) or is_busy(error) or is_away(error) or isinstance(error, OSError | PoolTimeoutError):
         return True
     number = error_number(error)
-    if isinstance(number, int):  # before the SQLSTATE, which some drivers of MariaDB tell: HY000 for most
+    if isinstance(number, int):  # first, because some drivers of MariaDB give the SQLSTATE HY000 for most
         return number in _CLIENT_NUMBERS
     if (state := sqlstate(error)) is not None:
         return state.startswith("08")
     if isinstance(error, OperationalError):
         return _REFUSED.search(str(error.orig)) is None
-    return "None of the hosts match" in str(error)  # asyncpg, of target_session_attrs
+    return "None of the hosts match" in str(error)  # asyncpg says this about target_session_attrs
 
 
 def is_driver_error(error: BaseException) -> bool:
-    """Tell whether a driver has raised this."""
     return type(error).__module__.partition(".")[0] in _DRIVERS
 
 
@@ -142,7 +141,7 @@ def lacks_table(error: BaseException, name: str) -> bool:
 
 
 def lacks_column(error: BaseException) -> bool:
-    """Tell whether a table of PostgreSQL has no such column."""
+    """Return whether PostgreSQL has found no such column in a table."""
     return sqlstate(error) == _NO_COLUMN
 
 
@@ -157,7 +156,7 @@ def sqlstate(error: BaseException) -> str | None:
 
 
 def error_number(error: BaseException) -> object:
-    """Return the number that MariaDB's drivers give to an error; something else for others."""
+    """Return the error number, if a driver of MariaDB raised the error; another value for other drivers."""
     original = error.orig if isinstance(error, DBAPIError) else error
     arguments = getattr(original, "args", ())
     return arguments[0] if arguments else None

@@ -43,7 +43,7 @@ def is_async_session(thing: object) -> TypeGuard[AsyncSession]:
 
 
 def blocking_engine(url: str) -> Engine:
-    """Return an engine for one short look into a database, which keeps no connection.
+    """Return an engine for short work on a database; it keeps no connection open.
 
     Raises:
         SQLAlchemyError: the URL cannot be understood.
@@ -53,10 +53,10 @@ def blocking_engine(url: str) -> Engine:
 
 
 def url_of(source: object) -> URL:
-    """Return the URL of an engine, or of a text.
+    """Return the URL of an engine, or the URL that a text is.
 
     Raises:
-        TypeError: it is neither.
+        TypeError: `source` is neither an engine nor a URL.
         ValueError: the text is no URL.
     """
     if isinstance(source, Engine) or is_async_engine(source):

@@ -1,11 +1,11 @@
 """The events of fencelock, and the list of the functions that listen to them.
 
-Users find them in `fencelock.observe`. Without a listener they cost nothing, because callers look at
+Users import them from `fencelock.observe`. Without a listener they cost nothing, because callers check
 `listeners` before they make an event. A listener is called in the thread, task or greenlet of the event, for
-one event at a time: events that it causes itself, or that a signal handler causes, come afterwards. The error
-of a listener is logged, and changes nothing.
+one event at a time: events that it causes itself, or that a signal handler causes, are told afterwards. The
+error of a listener is logged, and changes nothing.
 
-The events are not frozen, because each field of a frozen dataclass takes as long as the rest of the object.
+The events are not frozen, because a frozen dataclass takes several times as long to make.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LockEvent(Event):
 
 @dataclass(slots=True)
 class LockWaiting(LockEvent):
-    """The first attempt did not get the lock, so the caller waits: for the holder, or for nodes.
+    """The first attempt did not get the lock, so the caller waits: for the holder, or for nodes to answer.
 
     `LockAcquired` or `LockNotAcquired` follows.
     """
@@ -75,8 +75,8 @@ class LockNotAcquired(LockEvent):
     Attributes:
         waited: seconds that the attempt took.
         had_to_wait: whether a `LockWaiting` came before.
-        outcome: "timeout": another holder kept the lock. "error": it could not be decided. "cancelled": the
-            task was cancelled, the thread interrupted, or the acquisition given up.
+        outcome: "timeout": another holder kept the lock. "cancelled": the task was cancelled, the thread
+            interrupted, or `FencedLock.cancel` called. "error": all other errors.
         error: the error that the caller gets.
     """
 
@@ -111,9 +111,9 @@ class LeaseExtended(LockEvent):
     Attributes:
         outcome: "extended": the lease goes on. "lost": it has ended, perhaps before the attempt. "error":
             nothing was decided, and renewal tries again until the lease ends.
-        lateness: seconds from the planned beginning to the real one. It rises first if a process is too busy
-            to renew its leases.
-        ttl: seconds that the lease lasts.
+        lateness: seconds between the planned and the real beginning. It rises before leases are lost, if a
+            process is too busy to renew them.
+        ttl: seconds that a lease lasts after an extension.
         error: why the lease was not extended; None if it was.
     """
 
@@ -130,7 +130,7 @@ class LeaseLost(LockEvent):
     Attributes:
         tokens: one for each resource.
         reason: "max_hold": `max_hold` was over. "expired": its time ran out before an extension. "gone": the
-            authority no longer knows the lease.
+            authority no longer knows the lease, or `remint` got no new token.
         detail: the reason as a sentence.
     """
 
@@ -185,7 +185,7 @@ class GuardEvent(Event):
         resource: the resource of the lease; None if it is unknown, or without a lease.
         token: the fencing token that was written or refused; None if there is none.
         fence: the row's fence, if it was higher than the token.
-        error: the error that the caller gets; None for a claim.
+        error: the error that the caller gets; None if nothing was refused.
     """
 
     table: str | None

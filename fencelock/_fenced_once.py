@@ -1,4 +1,4 @@
-"""`fenced_once`: a function that is one transaction under a lock, and is done once for each key."""
+"""`fenced_once` makes a function one transaction under a lock, whose work is done once for each key."""
 
 from __future__ import annotations
 
@@ -69,17 +69,17 @@ def fenced_once(
     deposit(engine, "r-17", 1, 500)              # the same, and nothing was added
     ```
 
-    The first parameter of the function is a session. A call gives an engine, a sessionmaker or a session in
-    its place. The call locks the resources, begins a transaction, and asks for the receipt of the key. If the
-    work was done before, the stored result is returned, and the function is not called. Else the receipt is
-    committed with what the function has written, and so is its result, which must be plain data of JSON. If
-    the outcome of the COMMIT is unknown, all of this is done again, up to `retries` times.
+    The first parameter of the function is a session. A call passes an engine, a sessionmaker or a session in
+    its place. The call locks the resources, begins a transaction, and looks for the receipt of the key. If
+    the work was done before, the stored result is returned, and the function is not called. Otherwise the
+    receipt is committed together with the writes of the function and its result, which must be plain data of
+    JSON. If the outcome of the COMMIT is unknown, all of this is done again, up to `retries` times.
 
     Args:
         key: names the receipt: a template of the arguments, as for `fenced`, or a function of them.
-        *resources: what to lock: likewise.
-        fingerprint: returns what a repeated call must have in common with the first, from the same arguments.
-            By default it is all arguments but the session, so these must be plain data.
+        *resources: name the resources to lock: templates or functions, too.
+        fingerprint: a function of all arguments; a repeated call must have the same result of it as the
+            first. By default it returns all arguments but the session, so these must be plain data.
         retries: how often to try again after a COMMIT in doubt.
         gate: as for `fenced_transaction`.
         **settings: as for `fenced_lock`.

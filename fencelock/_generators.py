@@ -1,7 +1,7 @@
-"""Runs generators: takes each step that a generator yields, and sends back the answer.
+"""Runs generators: executes each step that a generator yields, and sends its result back.
 
-Every operation that takes time is written once, as such a generator. `run` takes its steps in blocking code,
-and `run_async` in a task. The error of a step, or of a signal handler, is thrown into the generator.
+Every operation that takes time is written once, as such a generator. `run` executes its steps in blocking
+code, and `run_async` in a task. The error of a step, or of a signal handler, is thrown into the generator.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Call(NamedTuple):
 
 
 def run(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
-    """Run a generator in blocking code; `do` takes all steps except a `Call`."""
+    """Run a generator in blocking code; `do` executes all steps except a `Call`."""
     # Python runs signal handlers after calls into C and at each turn of a loop. The inner loop is inside the
     # `try`, so that the generator gets the error of a handler that raises there.
     error: BaseException | None = None
@@ -47,10 +47,10 @@ def run(steps: Steps[_T], do: Callable[[Any], Any]) -> _T:
 async def run_async(
     steps: Steps[_T], do: Callable[[Any], Awaitable[Any]], tell: Callable[[Any], Any] | None = None
 ) -> _T:
-    """Run a generator in a task; `do` takes all steps except a `Call`.
+    """Run a generator in a task; `do` executes all steps except a `Call`.
 
-    If the coroutine is thrown away and `tell` is given, the generator is cancelled. `tell` takes the steps
-    that it yields then, and must not wait.
+    If the coroutine is closed and `tell` is given, the generator gets a CancelledError. `tell` executes its
+    further steps, and must not wait.
     """
     error: BaseException | None = None
     answer: Any = None

@@ -1,7 +1,7 @@
-"""One leader among several processes: the one that holds a lock.
+"""One leader among several processes: the process that holds a lock.
 
 A *term* is one lease of `fenced_lock`, which is renewed. The next leader has a larger token, so the database
-refuses late writes of the one before.
+refuses late writes of the previous leader.
 """
 
 # ruff: noqa: SLF001 - a leader ends its terms
@@ -27,9 +27,9 @@ _R = TypeVar("_R")
 
 logger = logging.getLogger("fencelock.leader")
 
-#: The part of its ttl by which a term ends before its lease, so that the work under it can stop.
+#: A term ends earlier than its lease, by this part of the ttl, so that its work can stop in time.
 _MARGIN: Final = 0.1
-#: Seconds between two looks of a task that sleeps until a term ends.
+#: Seconds between two checks by a task that sleeps until a term ends.
 _LOOK: Final = 0.05
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 5.0
@@ -37,7 +37,7 @@ _LONGEST_PAUSE: Final = 5.0
 
 @final
 class Term:
-    """The time for which a leader is elected; it ends once.
+    """The time for which a leader is elected; it ends only once.
 
     ```python
     with leader("jobs") as term:
@@ -46,7 +46,7 @@ class Term:
             jobs.pop()
     ```
 
-    Threads may share it. A term of a forked child is not current.
+    Threads may share it. A forked child's copy is not current.
 
     Attributes:
         lease: guards the writes of this term: `bind(session, term.lease)` in other threads and executors.
@@ -56,7 +56,7 @@ class Term:
         self.lease = lease
         self._margin = ttl * _MARGIN
         self._over = threading.Event()
-        #: Whether it was when its block was left.
+        #: Whether the term was current when its block was left.
         self._was_current = False
         self._callbacks: list[Callable[[Term], object]] = []
 
@@ -66,15 +66,14 @@ class Term:
 
     @property
     def token(self) -> int:
-        """The fencing token: the terms after this one have larger ones."""
+        """The fencing token; later terms have larger tokens."""
         return self.lease.fencing_token
 
     @property
     def is_current(self) -> bool:
         """Whether the term goes on, by this process' clock; no server is asked.
 
-        False a tenth of the ttl before the lease ends, and from then on; also after a known loss, and after
-        the block.
+        It becomes False a tenth of the ttl before the lease ends, after a known loss, and after the block.
         """
         lease = self.lease
         if not self._over.is_set() and (self._seconds_left() <= 0 or lease.lost or not lease.usable):
@@ -96,9 +95,10 @@ class Term:
         return self.is_current
 
     def on_end(self, callback: Callable[[Term], object]) -> None:
-        """Call a plain function with the term once it is found to have ended; at once if it has.
+        """Call a plain function with the term when its end is found; now if the term has ended already.
 
-        The renewal finds that at the end of the lease. It calls from a new thread, or from the event loop.
+        `is_current` and `wait` find the end. Without them, renewal finds it at the end of the lease, and the
+        function is called in a new thread, or by the event loop.
 
         Raises:
             TypeError: `callback` is not a plain function.
@@ -135,7 +135,7 @@ class Leader:
         ...
     ```
 
-    `run` goes on while the authority does not answer, and logs that; entering a block raises.
+    If the authority does not answer, `run` logs the error and tries again; `with` raises it.
     """
 
     def __init__(self, name: str, ttl: float, authority: Authority | None) -> None:
@@ -186,16 +186,16 @@ class Leader:
     @overload
     def run(self, work: Callable[[Term], _R]) -> _R: ...
     def run(self, work: Callable[[Term], Any]) -> Any:
-        """Call `work(term)` in each term, until it returns in one that is current; return its result.
+        """Call `work(term)` in each term, until it returns while its term is current; return its result.
 
-        It is called again after LockLostError, and if its term was over when it returned or raised a
-        FenceError. A `QuorumError` is logged, and another try follows.
+        `work` is called again if it raised LockLostError, or if its term was over when it returned or raised
+        a FenceError. A QuorumError of the election is logged, and another election follows.
 
         Returns:
             What `work` returned in a current term.
 
         Raises:
-            AuthorityError: the authority cannot be used.
+            AuthorityError: the authority refuses, or `work` raised the error.
         """
         if inspect.iscoroutinefunction(work):
             return self._run_async(work)
@@ -227,7 +227,7 @@ class Leader:
             await asyncio.sleep(pause)
 
     def _check_passing(self, error: Exception, term: Term | None) -> None:
-        """Raise an error again, unless the next term or the next try can end it."""
+        """Raise an error again, unless another election or another term may succeed."""
         if term is None:
             if not isinstance(error, QuorumError):
                 raise error
@@ -238,7 +238,7 @@ class Leader:
             raise error
 
     def _next_pause(self, term: Term | None, last: float) -> float:
-        """Return the seconds until the next campaign: longer than the last ones, unless a term has lasted."""
+        """Return the seconds until the next election: longer each time, unless a term lasted over a ttl."""
         has_lasted = term is not None and time.monotonic() - term.lease.granted_at > self._ttl
         longest = _FIRST_PAUSE if has_lasted else min(_LONGEST_PAUSE, _FIRST_PAUSE + 2 * last)
         return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
@@ -257,8 +257,8 @@ def leader(name: str, *, ttl: float = 15.0, authority: Authority | None = None) 
     ```
 
     Args:
-        name: of the lock; its lease guards rows of this name.
-        ttl: seconds until another follows a dead leader.
+        name: the name of the lock; its lease guards rows of this resource.
+        ttl: seconds until another candidate replaces a dead leader.
         authority: as for `fenced_lock`.
 
     Raises:

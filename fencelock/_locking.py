@@ -39,7 +39,7 @@ logger = logging.getLogger("fencelock.authority")
 #: The authorities of this library.
 Shipped = Redlock | Database | LineAuthority
 
-#: The class of an authority, or its name, by the scheme of its URL before any `+`.
+#: The class of an authority, or the name of a class that needs an extra, by URL scheme without `+driver`.
 _FACTORIES: dict[str, Callable[..., Shipped] | str] = {
     **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), Redlock),
     **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), Database),
@@ -100,7 +100,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
 
 def _place(authority: Any) -> object:
-    """Return a value that is equal for authorities at the same place, whatever driver, user and settings."""
+    """Return a value that is equal for authorities on the same servers, with any driver, user, settings."""
     if isinstance(authority, str):
         try:
             authority = _make(authority, {})
@@ -147,7 +147,7 @@ def _make(source: Any, options: dict[str, Any]) -> Shipped:
 
 @contextlib.contextmanager
 def as_default(authority: Authority) -> Iterator[None]:
-    """Make an authority the default in a block; afterwards, the one of before."""
+    """Make an authority the default in a block; restore the previous default afterwards."""
     global _default  # noqa: PLW0603 - the process default is what this module is about
     with _lock:
         before, _default = _default, authority
@@ -217,22 +217,22 @@ def fenced_lock(
             acquired together or not at all, and yield a tuple of tokens in their order. A name that occurs
             twice is one lock.
         ttl: seconds that the lease lasts after its acquisition, and after each extension.
-        timeout: seconds to wait for another holder; None for ever, 0 one try.
+        timeout: seconds to wait for another holder: None waits for ever, 0 tries once.
         renew: extend the lease in the background, after each third of its ttl, until it is released.
         max_hold: seconds after which a lease is lost instead of renewed, because a worker that hangs must
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
-        reentrant: let a thread, task or greenlet enter again what it holds. False: LockTimeoutError at once.
+        reentrant: let a thread, task or greenlet enter again what it holds; if not, LockTimeoutError at once.
         if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
             used if work was committed under the lease, or if the body raised an error.
-        if_held: "wait" for another holder, or "skip": `timeout` is not used, and as soon as a holder is known
-            a function below `@fenced` returns None, and `with` raises LockTimeoutError.
+        if_held: "wait" for another holder, or "skip". Then `timeout` is not used. As soon as a holder is
+            known, a function below `@fenced` returns None, and `with` raises LockTimeoutError.
         at_least: seconds since its grant for which the lease is kept, also if the block is left earlier. This
-            process cannot enter again meanwhile, either. If it dies, the lease ends with its ttl. None to
-            release when the block is left.
+            process cannot enter again meanwhile, either. If the process dies, the lease ends with its ttl.
+            None to release when the block is left.
         shared: read beside other readers, while no writer holds the lock. The guard accepts no writes then.
-        readers: how many may read at once, the same number in all programs. Without it, a lock that is not
-            shared does not know of readers.
+        readers: how many may read at once, the same number in all programs. Without this number, a lock that
+            is not shared ignores readers.
         authority: grants the lease; by default the one of `configure()` or FENCELOCK_URL.
 
     Raises:
@@ -283,8 +283,8 @@ def fenced_semaphore(
         name: as for `fenced_lock`, without `#` and a number at its end.
         slots: from 1 to 1000, the same number in all programs.
         authority: grants the leases; by default the one of `configure()` or FENCELOCK_URL.
-        **settings: as for `fenced_lock`, except `shared` and `readers`. Slots are tried by chance, so `fair`
-            is only among those that wait for one slot.
+        **settings: as for `fenced_lock`, except `shared` and `readers`. Slots are tried in random order, so
+            `fair` orders only the callers that wait for the same slot.
 
     Raises:
         TypeError, ValueError: as `fenced_lock` does.
@@ -307,12 +307,12 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
         ...
     ```
 
-    The tokens stay. Use each text in one process. Entering raises LockLostError if the lease has ended, or if
-    the text has other tokens than were granted.
+    The tokens do not change. Use each text in one process only. Entering raises LockLostError if the lease
+    has ended, or if the text has other tokens than were granted.
 
     Args:
         text: the result of `FencedLock.hand_over`.
-        **settings: as for `fenced_lock`. The ttl is that of the text by default, and max_hold begins again.
+        **settings: as for `fenced_lock`. The default ttl is that of the text, and max_hold begins again.
 
     Raises:
         ValueError: for any other text, also of another kind of authority or another namespace.
@@ -335,5 +335,5 @@ def _read(text: str, authority: Any) -> tuple[Grant, object, object, float]:
     names, tokens, proof, by, ttl = (its[word] for word in ("resources", "tokens", "proof", "by", "ttl"))
     if not isinstance(names, list) or len({*names}) < len(names) or len(names) != len(tokens):
         raise ValueError("its resources are no list of different names, each with a token")
-    fenced_lock(*names, ttl=ttl, authority=authority)  # raises if one of them is wrong
+    fenced_lock(*names, ttl=ttl, authority=authority)  # raises if a name or the ttl is invalid
     return authority.load(tuple(names), tuple(map(check_token, tokens)), proof), proof, by, ttl

@@ -1,6 +1,6 @@
-"""What a program does about an error of fencelock or of the database: try again, or tell its client.
+"""How a program reacts to an error of fencelock or of the database: try again, or answer its client.
 
-docs/errors.md has the tables. Tests hold them to what databases really raise.
+docs/errors.md has the tables. Tests compare them with the errors that databases raise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from fencelock.errors import (
     StaleTokenError,
 )
 
-#: The cause ends by itself.
+#: Errors whose cause passes with time.
 _TRANSIENT: Final = (LockTimeoutError, QuorumError, StaleTokenError, LockLostError)
 #: Errors of asyncpg if no server listens or answers, and of SQLAlchemy if its pool has no connection left.
 _UNREACHABLE: Final = (ConnectionError, TimeoutError, socket.gaierror, PoolTimeoutError)

@@ -1,8 +1,8 @@
 """The owner of locks and transactions: a thread, task or greenlet.
 
-It is the first of these that exists: the current task of an event loop; the call that an executor's thread
-works at; the greenlet, where gevent switches between several; the thread. A greenlet of SQLAlchemy's asyncio
-extension does the work of a task, so the task is the owner.
+The owner is the first of these that exists: the current task of the event loop; the call that an executor's
+thread executes; the greenlet, unless it is the main greenlet of its thread; the thread. A greenlet of
+SQLAlchemy's asyncio extension does the work of a task, so the task is the owner.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from fencelock.holder import printable
 
 
 class _Thread(threading.local):
-    """Identifies a thread; its ident cannot, because a later thread may get the same one.
+    """Identifies a thread; its ident cannot, because a later thread may get the same ident.
 
     Attributes:
-        itself: equal to nothing else.
+        itself: an object that only this thread has.
         serves: whether the thread is an executor's, which serves one caller after the other.
     """
 
@@ -35,11 +35,11 @@ class _Thread(threading.local):
 
 
 def running_loop() -> asyncio.AbstractEventLoop | None:
-    return asyncio._get_running_loop()  # noqa: SLF001 - documented, and an error for each thread is slow
+    return asyncio._get_running_loop()  # noqa: SLF001 - documented; the public one raises, which is slow
 
 
 def current_owner() -> object:
-    """Return the owner of the running code; the value equals only itself, and keeps nothing alive."""
+    """Return the owner of the running code: equal for the same owner only; it keeps nothing alive."""
     loop = running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     current = _current_greenlet()
@@ -51,7 +51,7 @@ def current_owner() -> object:
 
 
 def _executors_call() -> object | None:
-    """Return the call that this thread of `concurrent.futures` works at; it has no public name."""
+    """Return the call that this thread of an executor executes; None in other threads."""
     library: Any = sys.modules.get("concurrent.futures.thread")
     frame: FrameType | None = None if library is None else sys._getframe()  # noqa: SLF001
     while frame is not None and frame.f_code is not library._WorkItem.run.__code__:  # noqa: SLF001
@@ -63,7 +63,7 @@ _thread = _Thread()
 
 
 def current_stack() -> int:
-    """Return a number for the stack of frames that runs: that of a greenlet, or of a thread."""
+    """Return a number that identifies the running stack of frames, of a greenlet or of a thread."""
     current = _current_greenlet()
     return threading.get_ident() if current is None else id(current)
 
@@ -75,13 +75,13 @@ def _current_greenlet() -> Any:
 
 
 def _is_run_in(greenlet: Any, task: asyncio.Task[Any]) -> bool:
-    """Whether the current greenlet does the work of the loop's current task.
+    """Return whether the current greenlet does the work of the loop's current task.
 
-    The loop does not know that a task has switched to another greenlet, as gevent does to wait.
+    The loop does not notice if a task switches to another greenlet, as gevent does for each wait.
     """
     frame_of_task = getattr(task.get_coro(), "cr_frame", None)
     frame: FrameType | None = sys._getframe()  # noqa: SLF001 - as `inspect.currentframe` does
-    while frame_of_task is not None:  # a compiled coroutine has none, and is taken to run here
+    while frame_of_task is not None:  # a compiled coroutine has no frame, and is assumed to run here
         while frame is not None:
             if frame is frame_of_task:
                 return True
@@ -104,5 +104,5 @@ def name_of_process(pid: int) -> str:
 
 
 def blocks_greenlets(function: Callable[..., object]) -> bool:
-    """Whether no other greenlet runs while a function waits, because it is not patched."""
+    """Return whether a waiting function blocks all greenlets, because gevent has not patched it."""
     return isinstance(function, BuiltinFunctionType)

@@ -9,12 +9,12 @@ from typing import Final
 
 from fencelock._owners import blocks_greenlets
 
-#: Seconds between two looks at a lock, where a wait for it would block all greenlets.
+#: Seconds between two tries to acquire a lock, if a wait for it would block all greenlets.
 _GLANCE: Final = 0.01
 
 
 def start(thread: threading.Thread) -> None:
-    """Start a thread; raise RuntimeError if there are too many, or if the program ends.
+    """Start a thread; raise RuntimeError if there are too many threads, or if the program ends.
 
     If a signal handler raises meanwhile, its error is raised here. `Thread.start` may hide it.
     """
@@ -33,7 +33,7 @@ def start(thread: threading.Thread) -> None:
 
 
 class Sleepers:
-    """The threads that sleep until a change; callers must hold a lock that they share.
+    """The threads that sleep until a change; all callers must hold one common lock.
 
     It replaces `threading.Condition`: if a signal handler raises while a Condition takes its lock again,
     leaving `with condition:` releases the lock that another thread holds.
@@ -63,7 +63,7 @@ class Sleepers:
 def sleep_until_woken(wakeup: threading.Lock, seconds: float) -> None:
     """Sleep until the wakeup is released, for at most `seconds`."""
     if blocks_greenlets(wakeup.acquire) and not blocks_greenlets(time.sleep):
-        # gevent has patched `time`, but not `threading`: a wait would block the greenlet that releases it.
+        # gevent has patched `time`, but not `threading`: a wait would block the greenlet that wakes it.
         deadline = time.monotonic() + seconds
         while not wakeup.acquire(blocking=False) and (left := deadline - time.monotonic()) > 0:
             time.sleep(min(_GLANCE, left))

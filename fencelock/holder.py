@@ -47,10 +47,10 @@ class LockInfo:
 
     Attributes:
         resource: name of the resource.
-        token: the holder's fencing token; None if nodes have restored the lock, and do not know it.
+        token: the holder's fencing token; None if nodes have restored the lock without its token.
         holder: the holding process; None if another program than fencelock wrote the lock.
         remaining: seconds until the lock ends unless it is extended; infinite without an end.
-        waiters: how many wait in line, as far as the authority can tell; None if it cannot.
+        waiters: how many callers wait in line; None if the authority cannot tell.
     """
 
     resource: str

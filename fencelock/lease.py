@@ -1,12 +1,11 @@
-"""The lease, which the authority and the guard share, and the leases that the current context holds.
+"""The lease, which locks and the guard share, and the leases that the current context holds.
 
-The authority's side makes leases and moves their end; the guard's side reads resource and token. This
-module knows neither Redis nor SQLAlchemy. Besides errors and tokens, the two sides share nothing else.
+Locks make leases and move their end; the guard reads resource and token. This module has no code for Redis or
+SQLAlchemy.
 
-A context variable has the held leases. It follows the code into coroutines, into greenlets of SQLAlchemy's
-asyncio extension and into `asyncio.to_thread`. It does not reach new threads, executors, or the greenlets
-that gevent spawns. No copy of the context shows a released lease, or a lease whose block was left and which
-waits only for open transactions.
+A context variable stores the held leases. Tasks, greenlets of SQLAlchemy's asyncio extension and
+`asyncio.to_thread` copy it. New threads, executors, and the greenlets that gevent spawns do not get it.
+`held_leases` leaves out a released lease in every copy, and a lease whose last block was left.
 """
 
 from __future__ import annotations
@@ -29,10 +28,10 @@ from fencelock.tokens import check as check_token
 MAX_RESOURCE_LENGTH = 255
 #: Matches a name into which an f-string has put an object instead of a value.
 OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
-#: Characters of a name that stand in a header as they are, beside letters, digits and `_.-~`.
+#: Characters of a name that a header has unquoted, besides letters, digits and `_.-~`.
 _SAFE: Final = ":/@"
 _ENTRY: Final = re.compile(rf"((?:[A-Za-z0-9_.~{_SAFE}-]|%[0-9A-Fa-f]{{2}})+)=([1-9][0-9]{{0,18}})")
-#: No name is longer in a header: each character may be four bytes, and each byte `%F0`.
+#: The longest entry of a header: each character of a name may be four bytes, each written like `%F0`.
 _LONGEST_ENTRY: Final = MAX_RESOURCE_LENGTH * 12 + len("=") + 19
 
 
@@ -59,14 +58,14 @@ def check_resource(resource: object) -> str:
         raise ValueError(f"a resource's name neither begins nor ends with white space: {resource!r}")
     if not resource.isprintable() and {"Cc", "Cs"} & set(map(unicodedata.category, resource)):
         raise ValueError(f"a resource's name has no control characters or surrogates: {resource!r}")
-    # A subclass may print another text: a member of an enumeration prints its name.
+    # A subclass of str may print another text: a member of an enumeration prints its name.
     return str.__str__(resource)
 
 
 def validity(began: float, ttl: float) -> float:
     """Return when a lease of `ttl` seconds ends for its holder, if it was asked for at `began`.
 
-    Times are of `time.monotonic`. Clocks may disagree by 1 % and 2 ms over a lease, so the end is that early.
+    Times are of `time.monotonic`. The end is 1 % of the ttl and 2 ms early, because clocks may disagree.
     """
     return began + ttl - (ttl * 0.01 + 0.002)
 
@@ -81,7 +80,7 @@ in_forked_child(lambda: _process.__setitem__(0, object()))
 
 @final
 class Lease:
-    """A time-bounded hold on a resource, and the fencing token that came with it.
+    """A time-bounded hold on a resource, with its fencing token.
 
     ```python
     with fenced_lock("order:3"):
@@ -90,15 +89,15 @@ class Lease:
     older = Lease("order:3", lease.token - 1)
     ```
 
-    A lease promises that its token is larger than the token of every lease of the resource that was acquired
-    before this acquisition began. It does *not* promise that no other holder works on the resource now. Only
-    the storage, which compares tokens, can tell.
+    Its token is larger than the token of every lease of the resource that was acquired before this
+    acquisition began. A lease does *not* promise that no other holder works on the resource now. Only the
+    storage, which compares tokens, can tell.
 
     Args:
         resource: name of the resource.
         fencing_token: 1 … 2**63 - 1.
-        expires_at: when the lease ends, on the clock of `time.monotonic`; never by default, which serves
-            tokens of other sources that `bind` takes.
+        expires_at: when the lease ends, on the clock of `time.monotonic`. By default it never ends: give
+            `bind` such a lease if the token is of another source.
 
     Attributes:
         released: whether the holder has released the lease.
@@ -160,7 +159,7 @@ class Lease:
         """Return the lease that a text of `to_header` names; by this process' clock it never ends.
 
         Raises:
-            ValueError: for any other text, also one of several leases.
+            ValueError: for any other text, also for one that names several leases.
         """
         entry = _ENTRY.fullmatch(text) if len(text) <= _LONGEST_ENTRY else None
         if entry is None:
@@ -218,13 +217,12 @@ class Lease:
     def token_to_write(self) -> int:
         """Return the token for a write under the lease.
 
-        It raises after the end of the lease, although only the storage knows whether another holder has taken
-        over. The storage accepts an older holder's write even after a newer holder has read the row, unless
-        the newer one has claimed it.
+        It raises after the end of the lease, because the storage accepts an older token until a newer holder
+        has claimed or written the row.
 
         Raises:
             LockLostError: a loss was noted, or the time of the lease has run out by this process' clock.
-            CommitInDoubtError: a transaction that was written with this token may still be committed.
+            CommitInDoubtError: an earlier transaction that wrote with this token may still be committed.
         """
         self.check()
         if self._expires_at <= time.monotonic():
@@ -241,7 +239,7 @@ class Lease:
             )
         return self._fencing_token
 
-    # The lock, which holds the lease, calls the following.
+    # Methods that the lock calls.
 
     def extend_to(self, expires_at: float) -> None:
         """Note that the authority has extended the lease."""
@@ -256,11 +254,11 @@ class Lease:
         """Note that the lease has ended before the work did; the first reason stays."""
         self.why_lost = self.why_lost or reason
 
-    # The guard, which writes under the lease, and the lock call the following, in any threads.
+    # Methods that the guard and the lock call, in any thread.
 
     @property
     def in_doubt(self) -> bool:
-        """Whether a transaction that was written with the present token may still be committed."""
+        """Whether an earlier transaction that wrote with the present token may still be committed."""
         return self._doubted == self._fencing_token
 
     def doubt(self) -> None:
@@ -273,7 +271,7 @@ class Lease:
         return bool(self._needed_by)
 
     def need(self, user: object) -> None:
-        """Note that `user` has begun to write under the lease."""
+        """Note that `user`, which stands for a transaction, has begun to write under the lease."""
         self.guarded = True
         self._needed_by.add(user)
 
@@ -288,11 +286,11 @@ class Lease:
         return calls
 
     def when_let_go(self, call: Callable[[], object]) -> bool:
-        """Keep `call` until nothing needs the lease any more; return False if nothing needs it now."""
+        """Keep `call` until no transaction needs the lease; return False if none needs it now."""
         self._waiting.append(call)
         if self._needed_by:
             return True
-        try:  # a user that lets go at this very moment either has taken the call, and makes it, or has not
+        try:  # in another thread, `let_go` may have taken the call already, and then makes it
             self._waiting.remove(call)
         except ValueError:
             return True
@@ -304,15 +302,15 @@ _left: ContextVar[tuple[float, tuple[Lease, ...]]] = ContextVar("fencelock_left"
 
 
 def held_leases() -> tuple[Lease, ...]:
-    """Return the leases that the current context holds, in the order in which it took them."""
+    """Return the leases that the current context holds, in the order in which it acquired them."""
     leases = [entry if isinstance(entry, Lease) else entry() for entry in _held.get()]
     return tuple([lease for lease in leases if lease is not None and lease.usable])
 
 
 def stands_here(lease: Lease) -> bool:
-    """Return whether the current context took a lease, or is a copy of the context that did.
+    """Return whether the current context acquired a lease, or is a copy of the context that did.
 
-    True also after its block was left, as long as open transactions need it.
+    It returns True also after the last block was left, while open transactions need the lease.
     """
     return lease in _held.get()
 
@@ -328,8 +326,8 @@ def note_held(*leases: Lease) -> None:
         _held.set(leases)
         return
     held = _standing()
-    # Leases that are never released must not pile up, so expired ones become weak. Code that still works
-    # under one keeps it alive, and the storage tells that code that it is stale.
+    # Expired leases become weak references, because leases that are never released must not pile up. Code
+    # that still uses one keeps it alive, and the storage refuses its token.
     earlier = (lease if lease.remaining else ref(lease) for lease in held)
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
 
@@ -338,7 +336,7 @@ def note_held(*leases: Lease) -> None:
 def holding(leases: Sequence[Lease]) -> Iterator[None]:
     """Let the current context hold these leases in a block, in place of others of the same resources.
 
-    Code that is started in the block keeps them. The block releases none.
+    Tasks that are started in the block keep them. The end of the block releases none.
     """
     names = {lease.resource for lease in leases}
     before = _held.set((*(lease for lease in _standing() if lease.resource not in names), *leases))
@@ -357,7 +355,7 @@ def note_left(*leases: Lease) -> None:
 def note_ended(*leases: Lease) -> None:
     """Remove leases from the current context; leases that it does not hold are ignored."""
     _left.set((time.monotonic(), leases))
-    # The quick way: mostly the context holds nothing else.
+    # The comparison is quick, and mostly true: the context holds nothing else.
     _held.set(() if _held.get() == leases else tuple([each for each in _standing() if each not in leases]))
 
 
@@ -383,7 +381,8 @@ def assert_held(resource: str) -> Lease:
     holder has taken over.
 
     Raises:
-        NotHeldError: this context holds no lock on it. Threads and executors do not see the locks of others.
+        NotHeldError: this context holds no lock on the resource. New threads and executors do not see the
+            locks of their starter.
         LockLostError: the lease has ended.
     """
     for lease in held_leases():

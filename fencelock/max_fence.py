@@ -16,8 +16,8 @@ _SYSTEM_SCHEMAS = ("information_schema", "pg_")
 def highest_fence(connection: Connection) -> tuple[int, int]:
     """Return the largest `last_fencing_token` of all tables, and how many tables have that column.
 
-    Looks into every schema of the database, by reflection: the models need not be known. Tables whose column
-    has another name (a model may call it something else) are not found.
+    It reads every schema of the database by reflection, without the models. A table whose column has another
+    name, because its model has renamed the column, is not found.
 
     Raises:
         sqlalchemy.exc.SQLAlchemyError: a table cannot be read.
@@ -30,9 +30,9 @@ def highest_fence(connection: Connection) -> tuple[int, int]:
 
 
 def fenced_tables(connection: Connection) -> Iterator[Table]:
-    """Return the tables that have the column, in every schema, with no other column."""
+    """Yield the tables of all schemas that have `last_fencing_token`; each `Table` has only this column."""
     inspector = inspect(connection)
-    # The schemas of MariaDB and MySQL are databases of their own; only the one that was named is asked.
+    # On MariaDB and MySQL a schema is a database, so only the database of the connection is read.
     several = connection.dialect.name not in {"mysql", "mariadb"}
     schemas = inspector.get_schema_names() if several else [inspector.default_schema_name]
     for schema in schemas:

@@ -1,1 +1,1 @@
-"""Grants leases and mints tokens. It knows nothing of the guard."""
+"""Grants leases and mints tokens. This package imports nothing of the guard."""

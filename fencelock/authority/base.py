@@ -1,4 +1,4 @@
-"""The protocol that a lock uses: of a quorum of nodes, a database, or a consensus store."""
+"""The protocol between a lock and its authority: a quorum of nodes, a database, or a consensus store."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 @dataclass(slots=True, unsafe_hash=True)
 class Grant:
-    """Leases of one or several resources that were granted together. Never changed.
+    """Leases of one or several resources that were granted together. A grant is never changed.
 
     Attributes:
         resources: in the order in which they were asked for.
         tokens: the fencing token of each.
         expires_at: when all of them end, on the clock of `time.monotonic`.
-        proof: data by which only the authority recognises the grant.
+        proof: data by which the authority recognises the grant.
     """
 
     resources: tuple[str, ...]
@@ -47,7 +47,7 @@ def named(resources: Iterable[str]) -> str:
 
 
 _LEAST_SHOWN: Final = 0.001
-"""Seconds."""
+"""Seconds; if a holder has less left, the error does not mention a holder."""
 
 
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
@@ -77,10 +77,10 @@ def too_slow(
 
 
 class GivenUp(BaseException):
-    """Ends an acquisition that `FencedLock.cancel` has given up; a BaseException, as for an interruption."""
+    """Raised to end an acquisition after `FencedLock.cancel`; a BaseException, as for an interruption."""
 
 
-#: Event loops in which a blocking lock had to wait, as the log has told.
+#: Event loops for which the log has warned of a waiting blocking lock.
 _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
@@ -102,7 +102,7 @@ class Terms(TypedDict):
     Attributes:
         ttl: seconds that the leases last.
         timeout: seconds to wait for other holders; None for ever, 0 one try.
-        fair: the client that has waited longest comes first, as far as the authority can tell.
+        fair: the client that has waited longest acquires first, as far as the authority can tell.
         go_on: called after each wait; may raise `GivenUp`.
         at_least: for how many seconds from its grant `keep_gen` may keep the lease.
     """
@@ -117,8 +117,8 @@ class Terms(TypedDict):
 class AsyncRunner(Protocol):
     """Runs the generators of an `Authority` for coroutines.
 
-    A cancelled generator leaves no lease behind. An acquisition releases the leases that it may have got,
-    without waiting. A release takes place all the same.
+    A cancelled acquisition leaves no lease behind: it releases what it may have acquired, without waiting. A
+    cancelled release takes place all the same.
     """
 
     def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:
@@ -128,8 +128,8 @@ class AsyncRunner(Protocol):
 class Authority(abc.ABC):
     """Grants leases and mints their tokens, by generators that `run` or `aio.run` runs.
 
-    For each resource, no two grants have the same token, and a token exceeds every token whose acquisition
-    had completed before its own began.
+    For each resource, no two grants have the same token. A token exceeds every token whose acquisition had
+    completed before its own acquisition began.
 
     Any thread and any greenlet may call it. A signal handler that has interrupted a call may get a
     RuntimeError. A forked child uses its own connections, and leaves those of its parent alone. An
@@ -139,14 +139,14 @@ class Authority(abc.ABC):
 
     - `close()` closes its connections; the next use opens them again. The authorities in `in_use` are closed
       when the interpreter exits, after leases were released.
-    - `settle()` sends the releases that are owed; it is called before that.
+    - `settle()` sends the releases that are owed; it is called before `close()` when the interpreter exits.
     - `keep_gen(grant, until)` moves the end of the leases to `until`, on the clock of `time.monotonic`,
-      earlier or later, and returns as `release_gen` does. This process may end then. `at_least=` needs it.
-    - `is_held_gen(resources)` returns whether one of the resources is known to have a holder: not while
+      earlier or later, even if this process ends. It returns as `release_gen` does. `at_least=` needs it.
+    - `is_held_gen(resources)` returns whether one of the resources is known to have a holder; False while
       contenders have divided the votes. `if_held="skip"` needs it.
-    - `dump(grant)` makes plain data of a grant, and `load(resources, tokens, data)` makes the grant again,
-      whose end is unknown until it is extended. `vouch_gen(grant)` returns whether its tokens are those that
-      were granted.
+    - `dump(grant)` returns plain data for a grant. `load(resources, tokens, data)` returns the grant of such
+      data, whose end is unknown until it is extended. `vouch_gen(grant)` returns whether its tokens are those
+      that were granted.
     """
 
     #: The same authority for coroutines.
@@ -158,11 +158,11 @@ class Authority(abc.ABC):
 
     @abc.abstractmethod
     def acquire_gen(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Steps[Grant]:
-        """Return leases of all the resources, or of none.
+        """Acquire all resources, or none, and return the grant.
 
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.
-            AuthorityError: it could not be decided.
+            AuthorityError: the authority did not answer, or must not grant now.
             ValueError: the authority cannot be `fair`.
         """
 
@@ -170,14 +170,14 @@ class Authority(abc.ABC):
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         """Extend any number of grants, in as few round trips as possible; return the outcome of each.
 
-        It is the grant with its new end, a LockLostError if the lease has ended, or an AuthorityError if this
-        could not be decided, and the grant ends as before. The new end is never earlier than the old one. The
-        authority may have a limit of its own.
+        An outcome is the grant with its new end, or a LockLostError if the lease has ended. It is an
+        AuthorityError if there was no answer; the grant then ends as before. The new end is never earlier
+        than the old one. The authority may extend a lease by less than was asked for.
         """
 
     @abc.abstractmethod
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
-        """Exchange a grant for one of the same resources with larger tokens, without another in between.
+        """Exchange a grant for one of the same resources with larger tokens; no other holder comes between.
 
         Raises:
             LockLostError: there is no new grant, and the old one has ended, too.
@@ -187,7 +187,7 @@ class Authority(abc.ABC):
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         """Release the leases.
 
-        Returns True if they were still ours, False if they no longer were, None if this is unknown.
+        Returns True if they were still ours, False if they had ended before, None if this is unknown.
         """
 
     @abc.abstractmethod

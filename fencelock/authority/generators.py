@@ -20,7 +20,7 @@ _OF_READERS: Final = frozenset({"shared", "readers"})
 
 
 class GeneratorAuthority(Authority):
-    """An `Authority`, and its methods for blocking code. May be used in a `with`, which closes it."""
+    """An `Authority` with methods for blocking code. It works as a context manager, which closes it."""
 
     aio: AsyncView
 
@@ -78,19 +78,19 @@ class GeneratorAuthority(Authority):
         return self.run(self.release_gen(grant))
 
     def force_release(self, resource: str, *, token: int | None = None) -> LockInfo | None:
-        """Release a lock that another holds, and return its facts; None if there was no such lock.
+        """Release a lock of another holder, and return its `LockInfo`; None if there was no such lock.
 
         With a token, only the holder of this token loses the lock, so a successor keeps it.
 
-        The holder is not stopped. It hears of the release when it extends its lease. Let a new holder claim
-        the rows that the old one may write, so that the database refuses the old one: `fencelock release
+        The holder is not stopped. It learns of the release when it extends its lease. Let a new holder claim
+        the rows that the old holder may write, so that the database refuses the old token: `fencelock release
         --force` does so.
 
         Returns:
-            The facts of the lock as they were; None if there was no such lock.
+            The state of the lock before its release; None if there was no such lock.
 
         Raises:
-            AuthorityError: it failed, or its outcome is unknown.
+            AuthorityError: the release failed, or its outcome is unknown.
         """
         return self.run(self.force_gen(check_resource(resource), token))
 
@@ -102,14 +102,14 @@ class GeneratorAuthority(Authority):
         """Return the lock of a resource, or None if it is free; without a resource, return all held locks.
 
         Raises:
-            AuthorityError: the authority could not tell.
+            AuthorityError: the authority did not answer.
         """
         found = self.run(self.inspect_gen(() if resource is None else (check_resource(resource),)))
         return found if resource is None else next(iter(found), None)
 
 
 class AsyncView(abc.ABC):
-    """A `GeneratorAuthority` for coroutines. May be used in an `async with`, which closes it."""
+    """A `GeneratorAuthority` for coroutines. It works in `async with`, which closes it."""
 
     def __init__(self, authority: GeneratorAuthority) -> None:
         self._authority = authority
@@ -132,9 +132,9 @@ class AsyncView(abc.ABC):
         """Run a generator; other tasks run meanwhile."""
 
     async def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
-        """Return leases of all the resources, or of none: see `Authority.acquire_gen`.
+        """Acquire all resources, or none: see `Authority.acquire_gen`.
 
-        If it is cancelled, it releases what it may have acquired, without waiting.
+        If this call is cancelled, it releases what it may have acquired, without waiting.
         """
         return await self.run(self._authority.acquire_gen(resources, **terms))
 

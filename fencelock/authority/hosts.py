@@ -17,10 +17,10 @@ _MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """What a URL names.
+    """The parts of a URL.
 
     Attributes:
-        scheme: of the URL.
+        scheme: the part before `://`.
         addresses: host and port of each server.
         root: the folder below which all keys are, without a slash at either end.
         options: the query of the URL.
@@ -44,11 +44,11 @@ def shown(address: tuple[str, int]) -> str:
 
 
 def parse(url: object, schemes: Collection[str], port: int, options: Collection[str]) -> Hosts:
-    """Return what a URL names; `port` is for hosts without one, `options` may be in its query.
+    """Return the parts of a URL; `port` is the default, and `options` are the names that its query may have.
 
     Raises:
         ValueError: the URL cannot be understood. The message does not show a password.
-        TypeError: it is no text.
+        TypeError: `url` is no text.
     """
     form = f"{next(iter(schemes))}://host1:{port},host2:{port}"
     if not isinstance(url, str):

@@ -27,10 +27,10 @@ logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 
 class ThreadWakeup:
-    """Wakes a thread that sleeps; a call before it sleeps counts, too. Any thread may call `wake`."""
+    """Wakes a thread that sleeps; a `wake` before the sleep counts, too. Any thread may call `wake`."""
 
     def __init__(self) -> None:
-        # Not an Event, because a signal handler may call `wake` while it is set.
+        # Not an Event, because a signal handler that interrupts its `set` would wait for itself.
         self._asleep = threading.Lock()
         self._asleep.acquire()
 
@@ -62,14 +62,14 @@ class LoopWakeup:
 
 Wakeup = ThreadWakeup | LoopWakeup
 
-#: A step: return what the authority keeps for the caller's world: blocking code, or an event loop.
+#: A step; its result is the state of the authority for the caller's world: blocking code, or an event loop.
 HERE: Final = object()
 
 
 class Wait(NamedTuple):
-    """A step: wait for another holder of `key` until that time, on the clock of `time.monotonic`.
+    """A step: wait until the time `until` on the clock of `time.monotonic`; a warning may name `key`.
 
-    `wakeup` ends it. It may also end early without that.
+    `wakeup` ends the wait. The wait may also end earlier without a reason.
     """
 
     until: float
@@ -78,7 +78,7 @@ class Wait(NamedTuple):
 
 
 class Abandon(NamedTuple):
-    """A step: release what an interrupted operation may have left, by the steps that `giving_back` makes.
+    """A step: release what an interrupted operation may have left, by the generator of `giving_back`.
 
     Blocking code does it at once. Coroutines do it in another task, after the interrupted step, because a
     cancelled task must not wait.
@@ -88,13 +88,13 @@ class Abandon(NamedTuple):
 
 
 class Later(NamedTuple):
-    """A step: take the steps that `steps` makes, while the caller goes on. Nothing waits for their end."""
+    """A step: run the generator of `steps` in the background. The caller does not wait for its end."""
 
     steps: Callable[[], Steps[None]]
 
 
 def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
-    """Yield the seconds to wait before each look; random, so that others look at other moments."""
+    """Yield the seconds to wait before each try; random, so that clients try at different moments."""
     pause = shortest
     while True:
         yield pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
@@ -106,9 +106,9 @@ _SLEEP: Final = 1.0
 
 
 class LoopEnd:
-    """The end of an event loop: it waits until these tasks have ended, and calls `close`.
+    """Waits at the end of an event loop until `tasks` have ended, and then calls `close`.
 
-    It is an asynchronous generator, because `asyncio.run` ends those of its loop.
+    It has an asynchronous generator, because `asyncio.run` closes those of its loop.
     """
 
     def __init__(
@@ -156,25 +156,25 @@ class LoopEnd:
     def _end_task(self, task: asyncio.Task[Any]) -> None:
         self.tasks.discard(task)
         if not task.cancelled():
-            task.exception()  # asked for here, because a cancelled caller does not
+            task.exception()  # retrieved here, because a cancelled caller does not retrieve it
 
 
 class WithLoops(GeneratorAuthority):
-    """An authority whose steps are `Wait`, `Abandon`, and those that `work` and `work_soon` take."""
+    """An authority whose steps are those of this module, and those that `work` and `work_soon` execute."""
 
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
-        #: What it keeps for blocking code.
+        #: The state of the authority for blocking code.
         self.here: Any = None
 
     @abc.abstractmethod
     def work(self, step: Any) -> Any:
-        """Take a step of the subclass, blocking."""
+        """Execute a step of the subclass, blocking."""
 
     @abc.abstractmethod
     async def work_soon(self, step: Any) -> Any:
-        """Take a step of the subclass; other tasks run meanwhile."""
+        """Execute a step of the subclass; other tasks run meanwhile."""
 
     def open_in_loop(self) -> LoopEnd:
         """Return a `LoopEnd` for the running event loop, with the authority's state for this loop."""
@@ -185,7 +185,7 @@ class WithLoops(GeneratorAuthority):
         loop = asyncio.get_running_loop()
         if (end := self._loop_ends.get(loop)) is None or end.over:
             for each in list(self._loop_ends):
-                if each.is_closed():  # before its end was over
+                if each.is_closed():  # it was closed before its `LoopEnd` was over
                     self._loop_ends.pop(each, None)  # another loop may remove it, too
             end = self._loop_ends[loop] = self.open_in_loop()
         return end
@@ -206,7 +206,7 @@ class WithLoops(GeneratorAuthority):
         if step is HERE:
             return self.here
         if isinstance(step, Later):
-            # An empty context: the thread must not keep the leases that its starter happens to hold.
+            # An empty context, because the thread must not keep the leases of its starter alive.
             run = contextvars.Context().run
             return _threads.start(threading.Thread(target=run, args=(self.run, step.steps()), daemon=True))
         if not isinstance(step, Abandon):
@@ -220,7 +220,7 @@ class WithLoops(GeneratorAuthority):
 class AsyncWithLoops(AsyncView):
     """A `WithLoops` for coroutines.
 
-    A step that has begun is taken to its end, also if its caller is cancelled meanwhile.
+    A step that has begun is executed to its end, even if its caller is cancelled meanwhile.
     """
 
     _authority: WithLoops
@@ -241,7 +241,7 @@ class AsyncWithLoops(AsyncView):
             if isinstance(step, Abandon):
                 return end.begin(self._abandon(step, latest))
             if isinstance(step, Later):
-                present = self._authority.loop_end()  # the other may be over
+                present = self._authority.loop_end()  # because `end` may be over
                 return present.later.add(present.begin(self.run(step.steps())))
             latest = end.begin(self._authority.work_soon(step))
             return await asyncio.shield(latest)
@@ -253,7 +253,7 @@ class AsyncWithLoops(AsyncView):
             if latest is not None:
                 await asyncio.wait([latest])
             await self.run(step.giving_back())
-        except asyncio.CancelledError:  # with all tasks, by a loop that ends: it waits for this new one
+        except asyncio.CancelledError:  # a loop that ends cancels all tasks, and waits for a new one
             self._authority.loop_end().begin(self._abandon(step, latest))
             raise
         except FencelockError as error:

@@ -1,1 +1,1 @@
-"""Locks: their settings, what they do step by step, and how they end."""
+"""Locks: their settings, their operations as generators, their renewal and their release."""

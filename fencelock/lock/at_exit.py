@@ -22,9 +22,9 @@ from fencelock.lock.releasing import release_hold_gen
 
 #: Seconds that the releases may take at the end of the process; leases that remain end with their ttl.
 _PATIENCE = 2.0
-#: Packages whose workers leave their blocks when a signal ends them.
+#: Servers whose own signal handlers end a worker so that it leaves its blocks.
 _SERVERS = frozenset({"uvicorn", "gunicorn", "hypercorn"})
-#: Seconds between two looks for locks that threads have got meanwhile.
+#: Seconds between two checks for locks that other threads have acquired meanwhile.
 _LOOK = 0.005
 
 logger: logging.Logger = logging.getLogger(__name__)

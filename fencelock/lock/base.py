@@ -56,16 +56,16 @@ _NOT_SKIPPED: Final = (
     "`if lock.try_acquire():`, or give the work to a function below @fenced(…, if_held='skip')"
 )
 
-#: Braces that an f-string would have filled.
+#: Matches braces that were meant for an f-string.
 _UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
 
-#: Nodes accept this many names, of any length, in one command.
+#: The most names of one lock: nodes accept this many, of any length, in one command.
 _MOST_NAMES: Final = 5000
 
 #: The key of the text that `hand_over` returns; it includes the version of the format.
 HANDED: Final = "fencelock lease 1"
 
-#: The acquisitions that are under way, each with its lock.
+#: The acquisitions that are under way, each with its lock object.
 under_way: dict[Block, object] = {}
 
 _ends: list[bool] = []
@@ -79,7 +79,7 @@ def end_acquisitions() -> None:
 
 
 class BaseLock(Generic[Token]):
-    """The state and the operations of a lock; the classes in `lock` block or await."""
+    """The state and the operations of a lock; `FencedLock` and `AsyncLock` run the generators."""
 
     def __init__(
         self,
@@ -111,13 +111,13 @@ class BaseLock(Generic[Token]):
         self._max_hold = math.inf if most is None else most
         self._fair = bool(fair)
         self._reentrant = bool(reentrant)
-        #: A grant that the next entering takes over.
+        #: A grant of another process, from `take_over`; the next acquisition extends it.
         self._handed: Grant | None = None
         if if_lost not in {"raise", "warn"}:
             raise ValueError(f"if_lost is 'raise' or 'warn', not {if_lost!r}")
         self._if_lost = if_lost
         self._entered: list[Block] = []
-        #: Blocks that `with` has entered and not left. A body may have released one: it is not in `_entered`.
+        #: Blocks that `with` has entered and not left. If the body released one, `_entered` lacks it.
         self._with_blocks: list[Block] = []
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
         #: The template of `@fenced`, for listeners.
@@ -145,7 +145,7 @@ class BaseLock(Generic[Token]):
                 under_way[block] = self
                 block.grant = yield from self._grant_gen(block, missing)
                 for hold in block.holds:
-                    _check_still_held(hold)  # it may have ended during the wait for the others
+                    _check_still_held(hold)  # it may have ended during the wait for the other resources
                 new = self._new_hold(block, block.grant)
                 block.enter([*block.holds, new])
             except BaseException as caught:
@@ -162,7 +162,7 @@ class BaseLock(Generic[Token]):
             if _events.listeners and block.whole is None:
                 new.note_acquired(time.monotonic() - began, has_waited=block.had_to_wait)
             if new.renewer is not None:
-                # Not earlier: if an interruption comes before, the traceback must not keep a renewed hold.
+                # Last, because the traceback of an earlier interruption would keep a renewed hold alive.
                 new.renewer.add(new)
         if self._at_least or self._listeners:
             self._note_wishes(block)
@@ -174,7 +174,7 @@ class BaseLock(Generic[Token]):
             hold.tell_when_lost(self._listeners)
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
-        """Return the generator that acquires the lease, or takes over one that was handed over."""
+        """Return the generator that acquires the lease, or that takes over the lease of another process."""
         if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
             raise LockError(f"{named(missing)} is not acquired any more: the process ends")
         handed, self._handed = self._handed, None
@@ -223,7 +223,7 @@ class BaseLock(Generic[Token]):
     def _explain_gen(
         self, caught: BaseException, block: Block, missing: tuple[str, ...], began: float
     ) -> Steps[None]:
-        """Tell listeners; add the holder to the error, or raise a better one, where the reason is known."""
+        """Tell listeners of a failed acquisition; name the holder in its error, or raise a clearer error."""
         if block.whole is not None:
             return
         error = caught
@@ -243,7 +243,7 @@ class BaseLock(Generic[Token]):
             raise error from None
 
     def _take_back_gen(self, block: Block) -> Steps[LostLease | None]:
-        """Leave a block after its entering or leaving was interrupted; return a lost lease or None."""
+        """Leave a block whose acquisition or release was interrupted; return a lost lease or None."""
         under_way.pop(block, None)
         for blocks in (self._with_blocks, self._entered):
             if block in blocks:
@@ -284,7 +284,7 @@ class BaseLock(Generic[Token]):
                 _note_remint(hold, grant)
             except BaseException:
                 if began:
-                    _note_remint(hold, grant)  # once more, because a signal handler may have interrupted it
+                    _note_remint(hold, grant)  # again, because a signal handler may have interrupted it
                 raise
             finally:
                 yield from resume_renewal_gen(hold)
@@ -325,18 +325,18 @@ class BaseLock(Generic[Token]):
                 return None
             return (yield from leave_gen(block))
         except (Exception, KeyboardInterrupt, SystemExit):
-            # A signal handler may raise at any line. Once more does no harm. (A cancelled release was sent.)
+            # A signal handler may raise at any line; leaving twice does no harm. A cancelled release is sent.
             yield from leave_gen(block)
             raise
 
     def _innermost(self, *, to_leave: bool = False) -> Block:
-        """Return the block that this thread, task or greenlet entered last; else the last of all."""
+        """Return the block that this thread, task or greenlet entered last; if it entered none, the last."""
         if (block := last_of_ours(self._entered, to_leave=to_leave)) is None:
             raise NotHeldError(f"{self!r}: acquire it first")
         return block
 
     def _block_to_leave(self) -> Block | None:
-        # The second is for a lock that was acquired, and then given to an ExitStack.
+        # `_entered` is for a lock that was acquired first, and then pushed to an ExitStack.
         return last_of_ours(self._with_blocks, to_leave=True) or last_of_ours(self._entered, to_leave=True)
 
     def _complain(self, lost: LostLease, exc_value: BaseException | None) -> None:
@@ -356,7 +356,7 @@ def _take_over_gen(authority: Any, grant: Grant, ttl: float) -> Steps[Grant]:
         )
     (outcome,) = yield from authority.extend_gen([(grant, ttl)])
     if isinstance(outcome, LockLostError):
-        yield from authority.release_gen(grant)  # nodes may have made the locks again
+        yield from authority.release_gen(grant)  # the extension may have made locks again on some nodes
     if not isinstance(outcome, Grant):
         raise outcome
     return outcome
@@ -369,7 +369,6 @@ def _outcome_of(error: BaseException) -> Outcome:
 
 
 def _check_still_held(hold: Hold) -> None:
-    """Raise LockLostError if a hold has ended."""
     for lease in hold.leases:
         lease.check()
         if lease.lost or lease.released:
@@ -377,12 +376,12 @@ def _check_still_held(hold: Hold) -> None:
 
 
 def _note_remint(hold: Hold, grant: Grant | None) -> None:
-    """Note the new grant, or the loss if there is none. A second call has no effect."""
+    """Note the new grant, or the loss if there is none. A second call does no harm."""
     if grant is not None and not hold.released:
         hold.remint(grant)
     else:
         hold.grant = grant or hold.grant
-        # The old token may belong to no lease any more.
+        # The lease of the old token may have ended.
         tell(hold.mark_lost("a new token was asked for, and none came"))
 
 

@@ -1,4 +1,4 @@
-"""`fenced`: a function that holds a lock while it runs, on a resource that its arguments name."""
+"""`fenced` decorates a function, so that each call holds a lock that its arguments name."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ def fenced(
     Args:
         *templates: names of resources. {name} is replaced by an argument of the call, or its default;
             {name.attribute}, {name[key]} and {name:format} work as in str.format, {self.id} in methods. A
-            function is called with all arguments, defaults too, and returns the name.
+            function is called with all arguments, also defaults, and must return the name.
         **settings: as for `fenced_lock`; the default authority is the one at the time of the call. With
-            `if_held="skip"` a call returns None if another holds the lock, and the function is not called.
+            `if_held="skip"`, a call returns None if another holder has the lock; the function does not run.
 
     Returns:
         The decorator.
 
     Raises:
         TypeError: for a field that is no parameter of the function, for a setting that `fenced_lock` does not
-            have, and for a generator function, whose body would run after the release. Calling raises the
-            errors of `FencedLock.acquire`, and a ValueError where a field is None.
-        ValueError: for a template that cannot be formatted, or settings out of range.
+            have, and for a generator function, whose body would run after the release. A call of the function
+            raises the errors of `FencedLock.acquire`, and a ValueError if a field is None.
+        ValueError: for a malformed template, or for settings out of range.
     """
     if not templates or not all(isinstance(template, str) or callable(template) for template in templates):
         raise TypeError('fenced needs the name of what to lock: write @fenced("order:{order_id}")')
@@ -88,7 +88,7 @@ def fenced(
 
 
 def fill(templates: Sequence[str | Callable[..., str]], call: inspect.BoundArguments) -> list[str]:
-    """Return the names that templates make of the arguments of a call."""
+    """Return the names of the resources: each template, filled in with the arguments of a call."""
     return [
         _Filling().vformat(template, (), call.arguments)
         if isinstance(template, str)
@@ -98,7 +98,7 @@ def fill(templates: Sequence[str | Callable[..., str]], call: inspect.BoundArgum
 
 
 class _Skipping:
-    """Swallows the error of a lock that another holds; the block sets `is_held` once it has begun."""
+    """Suppresses LockTimeoutError if `skips`, but not after `is_held`: then the function has raised it."""
 
     def __init__(self, *, skips: bool) -> None:
         self._skips = skips
@@ -122,7 +122,7 @@ class _Filling(string.Formatter):
 
 
 def check_function(function: Any, templates: tuple[str | Callable[..., str], ...]) -> inspect.Signature:
-    """Return a function's signature; raise TypeError if a field of the templates is no parameter of it."""
+    """Return a function's signature; TypeError if it is unsuitable, or a field is no parameter of it."""
     if isinstance(function, (staticmethod, classmethod)):
         raise TypeError(f"write @{type(function).__name__} above @fenced, not below it")
     if not callable(function) or isinstance(function, type):
@@ -167,7 +167,7 @@ def _name(function: object) -> str:
 
 
 def _fields(template: str) -> list[str]:
-    """Return the arguments that a template names; raise ValueError if it cannot be formatted."""
+    """Return the arguments that a template names; raise ValueError if the template is malformed."""
     names: list[str] = []
     try:
         for _, field, inner, conversion in string.Formatter().parse(template):

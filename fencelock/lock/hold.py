@@ -1,7 +1,7 @@
 """The grants that this process holds, their owners, and the blocks that have entered them.
 
-An owner is a thread, task or greenlet (see `_owners`). It can enter again, with the same token, if its
-context has the lease. All others wait, also other callers that the same thread serves.
+An owner is a thread, task or greenlet (see `_owners`). It can enter its hold again, with the same token, if
+its context has the lease. All other callers wait, even if the same thread serves them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fencelock.lease import Lease, note_ended, note_held, stands_here
 
 
 class Renewer(abc.ABC):
-    """Extends holds until they are released; `renewal` has it for threads and for event loops."""
+    """Extends holds until they are released; `renewal` implements it for threads and for event loops."""
 
     @abc.abstractmethod
     def add(self, hold: Hold) -> None:
@@ -53,27 +53,27 @@ class Hold:
     Attributes:
         grant: the grant with its latest end and tokens.
         ttl: seconds that an extension asks for.
-        deadline: when it must end at the latest, on the clock of `time.monotonic`.
-        renewer: extends it; None without renewal.
-        loop: returns the event loop whose task acquired it; None for blocking code.
+        deadline: when `max_hold` is over, on the clock of `time.monotonic`.
+        renewer: extends the hold; None without renewal.
+        loop: returns the event loop whose task acquired the hold; returns None for blocking code.
         leases: one for each resource. All of them end together.
-        itself: a weak reference, so that a lock is no longer extended if it is thrown away while it is held.
-        blocks: marks of the blocks that have entered it; it is released when the last one is left.
+        itself: a weak reference to the hold, because a lock object that is freed must not be extended.
+        blocks: marks of the blocks that have entered the hold; it is released when the last one is left.
         last_error: why the last extension failed; empty if it did not.
-        renew_at: when the renewer looks at it next.
+        renew_at: when the renewer looks at the hold next.
         extended_after_release: whether an extension ended after the release was sent, and so may have made
             locks again.
-        release_finished: whether the release was answered, or given up. Only then an extension may release
-            once more, because the release would otherwise report a loss.
-        given_back: whether the release has succeeded, so that none is sent again.
-        keep_until: until when its lease is kept although the last block was left, on the clock of
+        release_finished: whether the release was answered, or given up. Before that, a late extension must
+            not release once more, because the first release would then report a loss.
+        given_back: whether a release has ended, even if it failed with an AuthorityError: no other is sent.
+        keep_until: until when the lease is kept, even after the last block was left, on the clock of
             `time.monotonic`.
-        give_back: releases its grant, or keeps it until then.
+        give_back: releases the grant, or moves its end to `keep_until`.
         template: the template of `@fenced`; empty for other locks.
-        since: when listeners heard that it is held; None before that, and after its end.
-        place: the line of the program that acquired it: code and line number.
-        thread: the thread that acquired it.
-        loss: why it was lost, as in `LeaseLost.reason`; empty if it was not.
+        since: when listeners were told of the acquisition; None before that, and after the release.
+        place: the line of the program that acquired the hold: code and line number.
+        thread: the thread that acquired the hold.
+        loss: why the hold was lost, as in `LeaseLost.reason`; empty if it was not.
     """
 
     authority: Authority
@@ -110,16 +110,16 @@ class Hold:
         self.itself = ref(self)
 
     def keep_at_least(self, seconds: float) -> None:
-        """Keep the lease for these seconds since its grant; the longest time of all its blocks counts."""
+        """Keep the lease for `seconds` after its grant; the longest time of all its blocks counts."""
         self.keep_until = max(self.keep_until, self.leases[0].granted_at + seconds)
 
     def wait_for_transactions(self) -> None:
-        """Note that the last block was left, and that the end of open transactions releases the hold."""
+        """Note that the last block was left, so that the end of the open transactions releases the hold."""
         self._waiting[:] = [True]
 
     def stop_waiting(self) -> bool:
-        """Return True to one caller only: it goes on with the hold that waits for transactions."""
-        # The owner may enter the hold again while another thread ends the transaction. The pop is atomic.
+        """Return True to the first caller after `wait_for_transactions`; only it may enter or release."""
+        # The owner may enter the hold again while another thread ends the transaction. `pop` is atomic.
         try:
             return self._waiting.pop()
         except IndexError:
@@ -140,7 +140,7 @@ class Hold:
 
     @property
     def over(self) -> bool:
-        """Whether it was released, or its loss was noted, so that there is nothing to extend."""
+        """Whether nothing is left to extend: it was released or inherited, or its loss was noted."""
         return self.leases[0].over
 
     @property
@@ -148,7 +148,7 @@ class Hold:
         return self.leases[0].released
 
     def ttl_left(self, now: float) -> float:
-        """Return for how many seconds it may be extended: for its ttl, but not beyond its deadline."""
+        """Return for how many seconds to extend the hold: for its ttl, but not beyond its deadline."""
         return min(self.ttl, self.deadline - now)
 
     def tell_when_lost(self, listeners: Iterable[Callable[[Lease], object]]) -> None:
@@ -187,19 +187,19 @@ class Hold:
         return self.authority, self.grant.resources, self.template
 
     def note_acquired(self, seconds: float, *, has_waited: bool) -> None:
-        """Tell listeners that it is held, after an acquisition of so many seconds."""
+        """Tell listeners that the lock is held; its acquisition took `seconds`."""
         self.since = time.monotonic()
         _events.tell(LockAcquired(*self.names, self.grant.tokens, seconds, has_waited))
 
     def note_loss(self, detail: str, reason: LossReason) -> None:
-        """Tell listeners once that it was lost."""
+        """Tell listeners that the hold was lost; a second call has no effect."""
         if not self.loss:
             self.loss = reason
             if _events.listeners:
                 _events.tell(LeaseLost(*self.names, self.grant.tokens, reason, detail))
 
     def note_released(self, error: BaseException | None = None) -> None:
-        """Tell listeners that it is not held any more, if they heard that it was."""
+        """Tell listeners of the release if they were told of the acquisition."""
         since, self.since = self.since, None
         if since is not None:
             held = time.monotonic() - since
@@ -212,14 +212,14 @@ class Hold:
         return tuple(functools.partial(listener, lease) for listener in listeners for lease in self.leases)
 
 
-#: Weak: a lock object that was thrown away while it was held cannot be entered again.
+#: Holds by authority, owner and resource. Weak, because an abandoned lock object must be freed.
 _holds: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDictionary()
 
 
 def find(authority: Authority, owner: object, resource: str) -> Hold | None:
     """Return the owner's hold of a resource if it can be entered again, else None.
 
-    A lost hold cannot, because a larger token may exist. A hold of another context belongs to another caller.
+    A lost hold cannot be entered: a larger token may exist. A hold of another context is another caller's.
     """
     hold = _holds.get((authority, owner, resource))
     if hold is None or hold.inherited or hold.lost or not stands_here(hold.leases[0]):
@@ -264,12 +264,12 @@ class Block:
         timeout: seconds to wait for another holder; None for ever.
         is_with: whether `with` or `async with` enters it.
         is_try: whether the error need not name the holder, as for `try_acquire`.
-        names: the resources whose leases and tokens it shows.
+        names: the resources whose leases and tokens the user gets.
         in_loop: whether a task of an event loop enters it.
-        whole: the block that it acquires a part for, and that listeners hear of; None if it is one itself.
+        whole: the writer's block for which this one acquires a part, and of which listeners hear; else None.
         owner: the thread, task or greenlet that enters it.
-        mark: represents it in `Hold.blocks`. A hold must not refer to a block, because the cycle would keep a
-            lock that was thrown away alive, and renewed, until the garbage collector runs.
+        mark: represents the block in `Hold.blocks`. A hold must not refer to a block, because this cycle
+            would keep an abandoned lock alive, and renewed, until the next garbage collection.
         thread: the thread that enters it.
         given_up: whether its acquisition must stop waiting.
         had_to_wait: whether its acquisition has waited.
@@ -297,7 +297,7 @@ class Block:
     def enter_again(self, hold: Hold) -> bool:
         """Enter a hold that the owner has already; return False if the hold is being released."""
         if hold not in self.holds:
-            self.holds = (*self.holds, hold)  # first, so that an interruption leaves it again
+            self.holds = (*self.holds, hold)  # first, so that the hold is left after an interruption
             if not (hold.blocks or hold.stop_waiting()):
                 self.holds = self.holds[:-1]
                 return False
@@ -307,7 +307,7 @@ class Block:
         return True
 
     def enter(self, holds: Sequence[Hold]) -> None:
-        """Enter holds that together have all of the names, and note the leases in this context."""
+        """Enter holds that together have all `names`, and add their leases to this context."""
         self.holds = tuple(dict.fromkeys(holds))
         self.grant = None
         by_name: dict[str, Lease] = {}
@@ -325,9 +325,9 @@ class Block:
 
 
 def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
-    """Return the block that this thread, task or greenlet entered last; else the last of all.
+    """Return the block that this thread, task or greenlet entered last; if it entered none, the last of all.
 
-    A thread of a pool may leave another thread's block: a lost one comes before those of later callers.
+    With `to_leave`, it returns another thread's lost block first, because others may belong to later callers.
     """
     snapshot = tuple(blocks)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose

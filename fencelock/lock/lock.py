@@ -1,4 +1,4 @@
-"""The classes that users call: `FencedLock` blocks, `AsyncLock` awaits; `base` has the steps of both."""
+"""The lock classes of users: `FencedLock` blocks, `AsyncLock` awaits; both run the generators of `base`."""
 
 # ruff: noqa: SLF001 - the modules of a lock share private names
 
@@ -32,10 +32,10 @@ class FencedLock(BaseLock[Token]):
     text = lock.hand_over()                      # for `take_over` in another process
     ```
 
-    `fenced_lock` and `Redlock.lock` make it, for `with` and for `async with`; `aio` has its methods for
-    coroutines. The thread (task, greenlet) that holds a resource enters it again at no cost, with this object
-    or another, and gets the same token. The lease is released when the last block is left. If a transaction
-    that wrote under it is still open then, it is released when that ends. The lock can be used again.
+    `fenced_lock` and the method `lock` of an authority return it, for `with` and for `async with`; `aio` has
+    its methods for coroutines. A thread (task, greenlet) that holds a resource can lock it again, with this
+    object or another, and gets the same token. The lease is released when the last block is left and the
+    transactions that wrote under it have ended. The object can be used again after that.
     """
 
     def __repr__(self) -> str:
@@ -54,7 +54,7 @@ class FencedLock(BaseLock[Token]):
 
     @property
     def lease(self) -> Lease:
-        """The lease; with several resources, that of the first.
+        """The lease; with several resources, the lease of the first one.
 
         Raises:
             NotHeldError: the lock is not held.
@@ -62,20 +62,20 @@ class FencedLock(BaseLock[Token]):
         return self._innermost().leases[0]
 
     def acquire(self, timeout: float | EllipsisType | None = ...) -> Lease:
-        """Wait for the lock and return its lease; with several resources, that of the first.
+        """Wait for the lock and return its lease; with several resources, the lease of the first one.
 
         Args:
-            timeout: seconds to wait for another holder; None for ever, 0 one try. By default the lock's.
+            timeout: seconds to wait for another holder; None for ever, 0 one try. By default, the lock's.
 
         Raises:
-            LockTimeoutError: another holder kept it until the timeout.
-            LockLostError: the lease of a resource that was held already ended meanwhile.
-            AuthorityError: the authority could not decide.
+            LockTimeoutError: another holder kept the lock until the timeout, or `cancel` was called.
+            LockLostError: the caller held one of the resources before, and that lease ended during the wait.
+            AuthorityError: the authority did not answer, or must not grant a lease now.
         """
         return self._enter(self._new_block(timeout))  # type: ignore[no-any-return]
 
     def try_acquire(self) -> Lease | None:
-        """Try once: return the lease, or None if another holder has the lock; errors as for `acquire`."""
+        """Try once; return the lease, or None if another holder has the lock. Raises as `acquire` does."""
         try:
             return self._enter(self._new_block(0, is_try=True))  # type: ignore[no-any-return]
         except LockTimeoutError:
@@ -91,12 +91,12 @@ class FencedLock(BaseLock[Token]):
     def extend(self, ttl: float | None = None) -> None:
         """Extend the lease to `ttl` seconds from now; by default, to the ttl of the lock.
 
-        The token stays. A lease is never shortened. A lock with `renew` does this itself.
+        The token does not change. A lease is never shortened. With `renew=True`, no call is needed.
 
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended; it stays lost.
-            AuthorityError: this could not be decided; the lease ends as if this was not called.
+            AuthorityError: the outcome is unknown; the lease ends at the same time as before this call.
         """
         block = self._innermost()
         block.authority.run(self._extend_gen(block, ttl))
@@ -104,9 +104,9 @@ class FencedLock(BaseLock[Token]):
     def remint(self) -> Token:
         """Exchange the token for a new, larger one, and return it; the lock stays held.
 
-        Use it when the outcome of a COMMIT is unknown, because the guard refuses the old token then. Once the
-        rows are claimed with the new token (or their gate is passed), the old one can write nothing more. In
-        this order: roll back, remint, load again. A statement without objects also needs a claim before it.
+        Call it when the outcome of a COMMIT is unknown, because the guard then refuses the old token. First
+        roll back, then remint, then load the objects again. Before a statement that writes without objects,
+        claim its rows (or pass their gate): after that, the old token can write nothing to them.
 
         Returns:
             The new token; with several resources, a tuple of tokens.
@@ -119,18 +119,18 @@ class FencedLock(BaseLock[Token]):
         return block.authority.run(self._remint_gen(block))  # type: ignore[no-any-return]
 
     def locked(self) -> bool:
-        """Return whether one of the resources is held at this moment, in any process, this one included.
+        """Return whether a process holds one of the resources; of a semaphore, whether all slots are held.
 
         Raises:
-            AuthorityError: the authority could not tell.
+            AuthorityError: the authority did not answer.
         """
         authority = self._find_authority()
         return authority.run(self._locked_gen(authority))
 
     def cancel(self) -> None:
-        """Cancel the acquisitions of this lock that wait for another holder, in all threads and tasks.
+        """Cancel the acquisitions of this lock object that wait, in all threads and tasks of this process.
 
-        Within about a second each raises a LockTimeoutError, and leaves no lock behind.
+        Each of them raises a LockTimeoutError within about a second, and leaves no lease behind.
         """
         for block, lock in list(under_way.items()):
             block.given_up = block.given_up or lock is self
@@ -138,12 +138,12 @@ class FencedLock(BaseLock[Token]):
     def hand_over(self) -> str:
         """Stop holding the lock without a release; return a text for `take_over` in another process.
 
-        Nothing renews the lease until then.
+        Nothing renews the lease until `take_over` is called and the lock it returns is entered.
 
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended.
-            LockError: the lock was entered more than once, or a transaction needs it. It stays held.
+            LockError: the lock was entered more than once, or a transaction needs it. The lock stays held.
         """
         block = self._innermost()
         return block.authority.run(self._hand_over_gen(block))
@@ -151,23 +151,24 @@ class FencedLock(BaseLock[Token]):
     def release(self) -> None:
         """Release the lock; if it was entered several times, leave one block.
 
-        If too few nodes answer, the lease ends with its ttl, and a warning is logged.
+        If the authority does not answer, the lease ends with its ttl, and a warning is logged.
 
         Raises:
             NotHeldError: the lock is not held.
-            LockLostError: the lease had ended before, and nothing was committed under it.
+            LockLostError: the lease had ended before. With `if_lost="warn"`, or if work was committed under
+                it and no transaction is open, a warning is logged instead.
         """
         block = self._innermost(to_leave=True)
         if (lost := block.authority.run(self._leave_gen(block))) is not None:
             self._complain(lost, None)
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
-        """Call a function with the lease when the lease is found to be lost, once for each lease.
+        """Call a function with the lease when its loss is found, once for each lease.
 
-        If renewal finds the loss, blocking code gets the call in a new thread; coroutines get it from the
-        event loop, so it can call `task.cancel`. The work under the lease is not interrupted, but the guard
-        refuses its writes. Without `renew`, or after a pause, the loss may be found only when the block is
-        left. If the lease is lost already, the call comes at once.
+        If renewal finds the loss, the function is called in a new thread for blocking code. For coroutines,
+        the event loop calls it, so that it can call `task.cancel`. The work under the lease is not
+        interrupted, but the guard refuses its writes. Without `renew`, or if the process was paused, the loss
+        may be found only when the block is left. If the lease is lost already, the function is called now.
 
         Raises:
             TypeError: `callback` is not a plain function.
@@ -188,7 +189,7 @@ class FencedLock(BaseLock[Token]):
             if (block := self._block_to_leave()) is not None:
                 lost = block.authority.run(self._leave_gen(block, is_exit=True))
         except BaseException:
-            # A signal handler may raise at any line. While `block` is unknown, none was left: look again.
+            # A signal handler may raise at any line. If `block` is still None, no block was left: find it.
             if (block := block or self._block_to_leave()) is not None:
                 block.authority.run(self._take_back_gen(block))
             raise
@@ -200,7 +201,7 @@ class FencedLock(BaseLock[Token]):
         try:
             return await block.authority.aio.run(self._acquire_gen(block))
         except BaseException:
-            if block.grant is not None or block.holds:  # or else no loop may be there any more
+            if block.grant is not None or block.holds:  # otherwise the loop may be closed already
                 await block.authority.aio.run(self._take_back_gen(block))
             raise
 
@@ -215,7 +216,7 @@ class FencedLock(BaseLock[Token]):
 
 
 class AsyncLock(Generic[Token]):
-    """The methods of a `FencedLock` for coroutines: the same names, the same promises.
+    """The methods of a `FencedLock` for coroutines, with the same names and the same guarantees.
 
     ```python
     lock = fenced_lock("order:2").aio

@@ -30,8 +30,8 @@ class LostLease(NamedTuple):
 
     Attributes:
         error: the error to raise.
-        is_committed: whether work was committed under it, and nothing is open. Then the loss is only logged,
-            because an error invites a retry, and a COMMIT must not be made twice.
+        is_committed: whether work was committed under it, and no transaction is open. Then the loss is only
+            logged, because an error invites a retry, which would do the work twice.
     """
 
     error: LockLostError
@@ -39,7 +39,7 @@ class LostLease(NamedTuple):
 
 
 def defer_release(hold: Hold) -> bool:
-    """Put off a release until the open transactions that wrote under the hold end; return whether it was.
+    """Put off a release until the open transactions under the hold end; return False if it is due now.
 
     The lock must outlive the COMMIT, because the next holder would otherwise read rows that are about to
     change. Until then the hold is renewed, and its owner may enter it again. New transactions do not begin
@@ -60,7 +60,7 @@ def defer_release(hold: Hold) -> bool:
 
 
 def _call_when_idle(hold: Hold) -> Lease | None:
-    """Call `_release_if_idle` when an open transaction lets a lease go; return that lease, or None."""
+    """Plan a call of `_release_if_idle` for the end of a lease's transactions; return that lease, or None."""
     call = functools.partial(_release_if_idle, hold)
     return next((lease for lease in hold.leases if lease.needed and lease.when_let_go(call)), None)
 
@@ -132,14 +132,14 @@ def wait_for_releases(owner: object) -> Call:
 
 
 def stop_renewal_gen(hold: Hold) -> Steps[None]:
-    """Stop extending a hold; mostly no step is needed."""
+    """Stop extending a hold; a step is needed only if an extension is under way."""
     renewer = hold.renewer
     if renewer is not None and not renewer.cancel(hold):
         yield Call(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
 
 
 def resume_renewal_gen(hold: Hold) -> Steps[None]:
-    """Extend a hold again after a stop; release it if another thread has released it meanwhile."""
+    """Resume the renewal of a hold; if another thread has released it meanwhile, release it once more."""
     if hold.released:
         for steps in release_again(hold):
             yield from steps
@@ -166,7 +166,7 @@ def leave_gen(block: Block) -> Steps[LostLease | None]:
 
 
 def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
-    """Release a hold; return how to report a loss that came before, else None.
+    """Release a hold; if its lease was lost before, return the loss, else None.
 
     The authority keeps the lease until `at_least` has passed. This process takes it for released at once.
     """
@@ -208,7 +208,7 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
 
 
 def _lost_lease(hold: Hold) -> LostLease:
-    """Return how to report a lease that ended before its release, and tell listeners."""
+    """Tell listeners that a lease ended before its release, and return the error for the caller."""
     tell(hold.calls_when_lost())
     leases = hold.leases
     is_over = hold.grant.expires_at <= time.monotonic()

@@ -1,17 +1,17 @@
 """Extends held leases in the background: in batches, in time, and not for ever.
 
-A lease is looked at after a third of its ttl. If the authority cannot be reached, the renewer tries again and
-again until the validity of the lease is over. Then the lease is *lost*. It is also lost at the end of
-`max_hold`, because a worker that hangs beside a healthy renewer must not hold for ever. Work under a lost
-lease is not interrupted. It hears of the loss from its next use of the lease, from `on_lost`, and on leaving
-the block; the storage has the last word.
+A lease is extended after about a third of its ttl. If the authority does not answer, the renewer tries again
+until the lease has ended: then the lease is *lost*. A lease is also lost at the end of `max_hold`, because a
+worker that hangs must not hold its lock for ever. Work under a lost lease is not interrupted. It learns of
+the loss from `on_lost`, from its next write, or on leaving the block. The storage refuses its token as soon
+as a newer holder has claimed the row.
 
-A release first cancels the renewal, and waits for an extension that is under way: nothing is extended after
-its release. In another thread than the loop's, a release cannot wait. Then an extension may make locks again
-after the release, so the one of the two that ends last releases once more.
+A release first stops the renewal, and waits for an extension that is under way, so that nothing is extended
+after its release. Only the loop's own thread can wait for an extension of the loop. For other threads, the
+extension may make locks again after the release, so the later one of the two releases once more.
 
-`BatchRenewer` plans the looks, and handles their outcomes. `ThreadRenewer` takes them in a thread for each
-authority, which ends when nothing is held; `LoopRenewer` by timers and short tasks of the event loop itself.
+`BatchRenewer` plans when holds are due, and handles the outcomes. `ThreadRenewer` extends them in one thread
+for each authority, which ends after a while without holds. `LoopRenewer` uses timers and tasks of the loop.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ Calls = list[Callable[[], object]]
 
 
 class BatchRenewer(Renewer):
-    """Extends holds, many together, because the times of looks are rounded up to common moments.
+    """Extends many holds together, because the times when they are due are rounded up to common moments.
 
-    Two threads at once may call only `cancel` and `reschedule`. A signal handler may interrupt any method.
+    Only `cancel` and `reschedule` may run in two threads at once. A signal handler may interrupt any method.
     """
 
     def __init__(self) -> None:
@@ -76,13 +76,13 @@ class BatchRenewer(Renewer):
         return min(self._due, default=math.inf)
 
     def reschedule(self, hold: Hold, now: float) -> None:
-        """Plan the next look at a hold: at its next extension or its end, or up to a sixteenth later."""
+        """Plan when a hold is due: at its next extension or its end, or up to 1/16 of the interval later."""
         left = hold.grant.expires_at - now
         interval = max(hold.ttl / 20, _SHORTEST_PAUSE) if hold.last_error else hold.ttl / 3
-        if not _is_final(hold):  # a final hold can gain nothing before its end
-            # A slow acquisition has left less than its ttl.
+        if not _is_final(hold):  # a final hold cannot be extended any further
+            # At half of the time left, because a slow acquisition may have left less than the ttl.
             left = min(interval, left if hold.last_error else left / 2)
-        # A power of two, so that leases of different ttls are looked at together.
+        # A power of two, so that leases of different ttls are extended together.
         width = 2.0 ** math.floor(math.log2(interval / _PARTS))
         with self._mutex:
             self._unplan(hold)
@@ -92,7 +92,7 @@ class BatchRenewer(Renewer):
     def pop_due(self, now: float) -> list[Hold]:
         due: list[Hold] = []
         while (look := self.next_at) <= now:
-            # Copied in one step of Python, because another thread may strike a hold off.
+            # `tuple` copies the set in one step of Python, because another thread may discard a hold.
             references = tuple(self._due.pop(look, ()))
             due += [hold for reference in references if (hold := reference()) is not None]
         self._in_flight = frozenset(due)
@@ -101,7 +101,7 @@ class BatchRenewer(Renewer):
     def renew_due(
         self, due: Sequence[Hold], now: Callable[[], float], tell: Callable[[Calls], None]
     ) -> Steps[None]:
-        """Extend the holds that are due, give up those that have ended, and plan the rest."""
+        """Extend the holds that are due, mark those that have ended as lost, and plan the next extensions."""
         authority = due[0].authority
         calls: Calls = []
         ended: list[Steps[Any]] = []
@@ -109,10 +109,10 @@ class BatchRenewer(Renewer):
         wishes = [wish for _, wish, _ in wanted]
         outcomes = (yield from _tried(authority.extend_gen(wishes), len(wanted))) if wanted else ()
         for (hold, (grant, _), late), outcome in zip(wanted, outcomes, strict=True):
-            # A holder in another thread or loop, or one that was interrupted, did not wait for this.
+            # Another thread or loop, or an interrupted holder, releases without waiting for this extension.
             if hold.released:
                 ended += release_again(hold)
-            elif hold.grant is grant:  # else its holder has extended or reminted it, and plans it again
+            elif hold.grant is grant:  # otherwise its holder has extended or reminted it, and plans it
                 calls += self._note(hold, outcome, late, now())
                 if hold.over:
                     ended.append(authority.release_gen(hold.grant))
@@ -124,7 +124,7 @@ class BatchRenewer(Renewer):
     def _look(
         self, due: Iterable[Hold], now: Callable[[], float], calls: Calls, ended: list[Steps[Any]]
     ) -> Iterator[tuple[Hold, Wish, float]]:
-        """Yield each hold to extend, its wish, and the seconds that it is late; give up ended holds."""
+        """Yield each hold to extend, its `Wish`, and by how many seconds it is late; give up ended holds."""
         for hold in due:
             moment = now()
             if hold.over:
@@ -154,7 +154,7 @@ class BatchRenewer(Renewer):
 
 
 def _tried(steps: Steps[Any], outcomes: int = 0) -> Steps[Any]:
-    """Return the result of a generator, or its error as each outcome, because renewal must go on."""
+    """Return the result of a generator, or its error `outcomes` times, because renewal must go on."""
     try:
         return (yield from steps)
     except AuthorityError as error:
@@ -169,7 +169,7 @@ def _is_final(hold: Hold) -> bool:
 
 
 def _give_up(hold: Hold, now: float) -> tuple[Callable[[], object], ...]:
-    """Note that a hold's time has run out; return the callbacks to call."""
+    """Mark a hold as lost because its time has run out; return the callbacks to call."""
     if _is_final(hold):
         return hold.mark_lost("it was held for as long as max_hold allows", "max_hold")
     detail = f"it could not be extended in time: {hold.last_error or 'this process was held up'}"
@@ -188,7 +188,7 @@ def _tell(hold: Hold, outcome: Grant | FencelockError, late: float) -> None:
 
 
 def release_again(hold: Hold) -> Iterator[Steps[Any]]:
-    """Yield the steps that give a hold back once more, because an extension may have made its locks again."""
+    """Yield the steps that release a hold once more, because an extension may have made its locks again."""
     hold.extended_after_release = True  # if the release is still under way, it releases once more itself
     if hold.release_finished:
         yield hold.give_back(hold.grant)
@@ -205,17 +205,17 @@ def tell(calls: Iterable[Callable[[], object]]) -> None:
 
 #: Seconds after which a thread ends if it has nothing to extend.
 _IDLE = 30.0
-#: Seconds between two looks of a task that waits for the end of an extension.
+#: Seconds between two checks by a task that waits until an extension has ended.
 _LOOK = 0.005
 
 
 def _tell_apart(calls: Calls) -> None:
-    """Call `tell` in a new thread, because leases must not be lost while a callback takes its time."""
+    """Call `tell` in a new thread, because a slow callback must not delay the next extensions."""
     target = contextvars.Context().run
     thread = threading.Thread(target=target, args=(tell, calls), name="fencelock-lost", daemon=True)
     try:
         _threads.start(thread)
-    except RuntimeError:  # too many threads, or the interpreter is on its way out
+    except RuntimeError:  # too many threads, or the interpreter ends
         tell(calls)
 
 
@@ -246,19 +246,19 @@ class ThreadRenewer(BatchRenewer):
             sleep_until_woken(wakeup, threading.TIMEOUT_MAX)
 
     async def stop_soon(self, hold: Hold) -> None:
-        """Stop extending a hold of blocking code, for a task that ends it; other tasks run meanwhile."""
+        """Stop extending a hold of blocking code that a task releases; other tasks run meanwhile."""
         while not self.cancel(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
             await asyncio.sleep(_LOOK)
 
     def _start(self) -> None:
-        # An empty context: the thread must not keep the leases that its starter happens to hold.
+        # An empty context, because the thread must not keep the leases of its starter alive.
         target = contextvars.Context().run
         thread = threading.Thread(target=target, args=(self._work,), name="fencelock-renewal", daemon=True)
         self._thread = thread
         self._changed.wake_all()  # if an older thread still runs, it ends
         try:
             _threads.start(thread)
-        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
+        except RuntimeError as error:  # too many threads, or the interpreter ends
             self._thread = None
             logger.warning("leases are not extended, for no thread can be started: %s", error)
 
@@ -274,9 +274,9 @@ class ThreadRenewer(BatchRenewer):
             self._changed.wake_all()
 
     def _await_due(self) -> list[Hold]:
-        """Return the holds to look at; none if this thread is to end, because it was idle or is replaced.
+        """Wait for holds that are due, and return them; an empty list if this thread is idle or replaced.
 
-        It is replaced if a signal handler raised inside `Thread.start`, because it seems dead then.
+        A thread is replaced if a signal handler raised inside `Thread.start`, because it seems dead then.
         """
         idle_since = time.monotonic()
         while True:
@@ -284,7 +284,7 @@ class ThreadRenewer(BatchRenewer):
                 if self._thread is not threading.current_thread():
                     return []
                 left = threading.TIMEOUT_MAX
-                if not self._in_flight:  # else a replaced thread extends them, and ends after that
+                if not self._in_flight:  # otherwise a replaced thread still extends holds, and then ends
                     now = time.monotonic()
                     if due := self.pop_due(now):
                         self._wakes_at = -math.inf
@@ -322,7 +322,7 @@ class LoopRenewer(BatchRenewer):
         self._round: asyncio.Task[None] | None = None
 
     def add(self, hold: Hold) -> None:
-        """Begin to extend a hold: at once in its loop, soon if another thread calls this."""
+        """Begin to extend a hold; a call from another thread is passed on to the loop."""
         loop = self._loop()
         if running_loop() is loop:
             self.reschedule(hold, time.monotonic())
@@ -342,7 +342,7 @@ class LoopRenewer(BatchRenewer):
         self._unplan(hold)
 
     def _wind_up(self) -> None:
-        """Set the timer to the next look, unless it comes early enough."""
+        """Set the timer to the time when the next hold is due, unless it fires early enough."""
         at = self.next_at
         if self._round is not None or at >= self._wakes_at:
             return
@@ -363,7 +363,7 @@ class LoopRenewer(BatchRenewer):
 
     def _end_round(self, done: asyncio.Task[None]) -> None:
         in_flight, self._round, self._in_flight = self._in_flight, None, frozenset()
-        if done.cancelled():  # with all tasks of the loop; the leases are still held
+        if done.cancelled():  # as all tasks of the loop; the leases are still held
             for hold in in_flight:
                 if not hold.over:
                     hold.last_error = "the task that extends it was cancelled"

@@ -1,7 +1,7 @@
-"""Locks of several holders: a semaphore; and readers beside each other, with writers alone.
+"""Locks that several holders can have at once: a semaphore, and a lock for many readers or one writer.
 
-They have no protocol of their own. A slot is a resource, such as `gpu#2`. A holder of a semaphore, or a
-reader, has one of the slots. A writer has the resource itself and all slots.
+They need no protocol of their own, because each slot is an ordinary resource, such as `gpu#2`. A holder of a
+semaphore, or a reader, holds one of the slots. A writer holds the resource itself and all slots.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from fencelock.lock.lock import FencedLock
 
 MAX_SLOTS: Final = 1000
 _PATIENCE: Final = 0.1
-"""Seconds to wait for one slot before the others are looked at."""
+"""Seconds to wait for one slot before all slots are checked again."""
 _MOMENT: Final = 1.0
-"""Seconds for which slots that were all held are waited for before they are looked at."""
+"""Seconds after a wait for a slot in which all slots are still taken to be held."""
 _MOST_NAMES: Final = 10_000
-"""Names that a process keeps in mind."""
+"""The most entries of `_checked`, and of `_full_at`, for each authority."""
 _LOOKED_AT: Final = 64
-"""How many slots above the last one are looked at, for programs that have more."""
+"""How many slots above this program's last one are checked, because other programs may have more slots."""
 
 _full_at: WeakKeyDictionary[Authority, dict[str, float]] = WeakKeyDictionary()
-"""When a holder of this process had last to wait for a slot, by name, on the clock of `time.monotonic`."""
+"""By authority and name: when an acquisition of this process last ended a wait (`time.monotonic`)."""
 
 _checked: WeakKeyDictionary[Authority, set[tuple[str, int]]] = WeakKeyDictionary()
-"""The names and numbers of slots whose higher slots were found free, once in a process."""
+"""By authority: each name and number of slots for which the higher slots were once found free."""
 
 
 def make_lock(
@@ -49,7 +49,7 @@ def make_lock(
     readers: int | None = None,
     **settings: Any,
 ) -> FencedLock[Any]:
-    """Return a lock on resources; on one with readers if their number is given."""
+    """Return a `FencedLock`; with `readers`, a `WriterLock`, or a `ReaderLock` if `shared`."""
     if not shared and readers is None:
         return FencedLock(resources, find_authority, **settings)
     if len(resources) != 1:
@@ -80,7 +80,7 @@ def slot_names(name: str, first: int, end: int) -> tuple[str, ...]:
 
 
 def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
-    """Wait until the slots of programs with a larger number are free."""
+    """Wait until the slots above `count` are free, because programs with a larger number may hold them."""
     checked = _checked.setdefault(block.authority, set())
     end = math.inf if block.timeout is None else time.monotonic() + block.timeout
     while (name, count) not in checked:
@@ -99,7 +99,7 @@ def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
 
 
 def _make_room(names: Any) -> None:
-    """Forget all names if they are too many: each is then looked at again."""
+    """Forget all names if there are too many; this only costs requests later."""
     if len(names) >= _MOST_NAMES:
         names.clear()
 
@@ -116,7 +116,7 @@ class OneOf(FencedLock[Token]):
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
     ) -> Steps[tuple[str, ...]]:
-        """Enter the slot that the owner has already; a writer has all of them."""
+        """Enter one hold of the owner: that of a slot, or a writer's, which has all slots."""
         if not self._reentrant:
             return names
         yield from super()._enter_again_gen(block, held[:1], names)
@@ -130,14 +130,14 @@ class OneOf(FencedLock[Token]):
         yield from _wait_for_higher_gen(block, self._name, len(missing))
         full = _full_at.setdefault(block.authority, {})
         timeout, end = block.timeout, math.inf if block.timeout is None else time.monotonic() + block.timeout
-        # Where all were held a moment ago, each waits at once, and always for the same slot.
+        # The hash gives each owner its first slot. If all slots were held a moment ago, it waits at once.
         name = missing[hash((os.getpid(), block.owner)) % len(missing)]
         is_full = time.monotonic() < full.get(self._name, -math.inf) + _MOMENT
         block.timeout = min(_PATIENCE, end - time.monotonic()) if is_full and timeout != 0 else 0
         try:
             while True:
                 try:
-                    # Noted at once, because a signal handler may raise before this returns.
+                    # Assigned here, because a signal handler may raise before the caller assigns it.
                     block.grant = grant = yield from super()._grant_gen(block, (name,))
                 except LockTimeoutError:
                     held = yield from block.authority.inspect_gen(missing)
@@ -168,7 +168,7 @@ class OneOf(FencedLock[Token]):
 
 
 class ReaderLock(OneOf[int]):
-    """A shared lock: one of the slots that a writer takes all of."""
+    """A shared lock: a reader holds one of the slots, and a writer needs all of them."""
 
     @property
     def _said_of_full(self) -> str:
@@ -179,7 +179,7 @@ class ReaderLock(OneOf[int]):
 
 
 class FencedSemaphore(OneOf[tuple[int, int]]):
-    """A lock that a number of holders have at once; `fenced_semaphore` makes it. It yields slot and token."""
+    """A lock that several holders can have at once, from `fenced_semaphore`; it yields slot and token."""
 
     def __repr__(self) -> str:
         state = "held" if self._entered else "not held"
@@ -190,7 +190,7 @@ class FencedSemaphore(OneOf[tuple[int, int]]):
         """The number of the slot that is held.
 
         Raises:
-            NotHeldError: none is held.
+            NotHeldError: no slot is held.
         """
         return _slot_of(self._innermost())
 
@@ -230,7 +230,7 @@ class WriterLock(FencedLock[int]):
         return (yield from super()._enter_again_gen(block, held, names))
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
-        """Acquire all at once; else the resource, so that no other writer begins, and slot after slot."""
+        """Try to acquire all at once; else acquire the resource, to keep other writers out, and each slot."""
         yield from _wait_for_higher_gen(block, self._names[0], len(self._resources) - 1)
         timeout, block.timeout = block.timeout, 0
         end = math.inf if timeout is None else time.monotonic() + timeout
@@ -255,9 +255,9 @@ class WriterLock(FencedLock[int]):
         return super()._explain_gen(caught, block, waited_for, began)
 
     def _collect_gen(self, block: Block, name: str, end: float) -> Steps[None]:
-        """Acquire one resource, which is renewed from now on, and enter it with the block.
+        """Acquire one resource for the block, and renew it while the others are acquired.
 
-        `at_least` counts only once all are there: what a writer gives up is not kept.
+        `at_least` is not passed on, because a writer that gives up must release its parts at once.
         """
         part = FencedLock[int](
             (name,),
@@ -276,7 +276,7 @@ class WriterLock(FencedLock[int]):
         finally:
             try:
                 yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
-            except (Exception, KeyboardInterrupt, SystemExit):  # of a signal handler: once more does no harm
+            except (Exception, KeyboardInterrupt, SystemExit):  # of a signal handler; twice does no harm
                 yield from part._take_back_gen(own)  # noqa: SLF001 - the same
                 raise
 

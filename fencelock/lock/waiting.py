@@ -1,4 +1,4 @@
-"""Acquisitions that wait for other holders: tells listeners of them, and explains why some wait in vain."""
+"""Waiting acquisitions: tells listeners of them, and explains why some wait in vain."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from fencelock.lock.hold import Block, holds_of
 
 logger: logging.Logger = logging.getLogger("fencelock.lock")
 
-#: The resources whose acquisition kept a connection while it waited, as the log told once.
+#: The resources in the warning about a connection that is kept during a wait; empty before the warning.
 _warned: list[tuple[str, ...]] = []
 
-#: Seconds after which an acquisition gives up that does not wait for holders, if it cannot learn of one.
+#: Seconds after which an acquisition with `if_held="skip"` gives up, even if no holder is known.
 _UNDECIDED: Final = 10.0
-#: Seconds for which it contends before it looks again for a holder.
+#: Seconds for which such an acquisition contends before it checks for a holder again.
 _CONTEST: Final = 0.1
 
 _OTHER_CALLER: Final = (
@@ -112,7 +112,7 @@ def _shown(place: tuple[CodeType, int] | None) -> str:
 
 
 def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: LockTimeoutError) -> Steps[None]:
-    """Add the process that holds the lock to an error, if the authority can tell."""
+    """Name the process that holds the lock in an error, if the authority knows it."""
     for name in resources:
         try:
             found = yield from authority.inspect_gen((name,))

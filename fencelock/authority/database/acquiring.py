@@ -1,4 +1,4 @@
-"""Acquires leases: by an attempt, or after a wait in the queues."""
+"""Acquires leases: at once, or after a wait in the queues. `queues` says what worlds and calls are."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ from fencelock.lease import validity
 
 #: The most queues that a caller joins if it waits for many resources at once.
 _FEW: Final = 10
-#: Seconds between two looks at a held resource, if the database calls.
+#: Seconds between two checks of a held resource, if the database calls this world.
 _HEARING: Final = 0.25
-#: Such seconds without calls, for each world that is ahead.
+#: Seconds between two checks without calls, for each world that is ahead in the queue.
 _BEHIND: Final = 0.01
-#: The most such seconds, if several resources are wanted at once.
+#: The most seconds between two checks, if several resources are wanted at once.
 _SEVERAL: Final = 0.03
-#: The least and the most such seconds without calls.
+#: The least and the most seconds between two checks without calls.
 _PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.002, 0.05), "sqlite": (0.001, 0.05)}
 
 
@@ -41,14 +41,14 @@ class _Waiting(NamedTuple):
     end: float
     queues: Queues
     place: Place
-    #: The name in the queue of worlds.
+    #: The name that the acquisition has in the queue of worlds.
     world: str
     #: Called after each wait; may raise.
     go_on: Callable[[], None]
 
     @property
     def is_called(self) -> bool:
-        """Whether the database calls when it is the turn of this world."""
+        """Whether the database calls this world when its turn begins."""
         return self.queues.hears and len(self.resources) == 1
 
 
@@ -63,7 +63,7 @@ class Acquiring(Releasing):
         timeout: float | None,
         fair: bool = False,
         go_on: Callable[[], None] = lambda: None,
-        at_least: float = 0.0,  # noqa: ARG002 - a database keeps every lease
+        at_least: float = 0.0,  # noqa: ARG002 - `keep_gen` needs nothing in advance
     ) -> Steps[Grant]:
         if fair:
             raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")
@@ -78,7 +78,7 @@ class Acquiring(Releasing):
         except GeneratorExit:
             raise
         except BaseException as error:
-            queues.leave(resources[0], waiting.place)  # again: a signal handler may have interrupted it
+            queues.leave(resources[0], waiting.place)  # again, because the first call may be interrupted
             until = time.monotonic() + ttl
             nonces = [] if isinstance(error, FencelockError) else [nonce]
             if not nonces and (waiting.place.is_late or is_in_doubt(error.__cause__)):
@@ -90,7 +90,7 @@ class Acquiring(Releasing):
             raise
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
-        """Take these steps with a place in the queue of this world's callers for the same resource."""
+        """Run `steps` with a place in the queue of this world's callers for the same resource."""
         resources, end, queues, place, *_ = waiting
         try:
             if len(resources) == 1 and end > time.monotonic():
@@ -114,9 +114,9 @@ class Acquiring(Releasing):
         looked_free = False
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         if len(resources) > 1:
-            place.queue.put_off()  # because others would wait for a caller that only looks now and then
+            place.queue.put_off()  # because other worlds would wait for a caller that checks seldom
         waited = yield from self._standing(waiting)
-        # If one of several resources is held, an attempt would lock the rows of the others meanwhile.
+        # If one of several resources is held, an attempt would lock the rows of the others in vain.
         if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
             waited = (yield from self._waiting(waiting)) or waited
         while True:
@@ -134,7 +134,7 @@ class Acquiring(Releasing):
                 if time.monotonic() >= end:
                     yield from self._refusing(waiting)
                 looks_free = not (yield from self._waiting(waiting))
-                if looks_free and looked_free:  # it looks free, but attempts are refused
+                if looks_free and looked_free:  # the attempt between these two checks was refused
                     yield from self._pausing(waiting, self._pause(waiting))
                 looked_free = looks_free
                 continue
@@ -159,7 +159,7 @@ class Acquiring(Releasing):
         return map(tokens.__getitem__, resources)
 
     def _standing(self, waiting: _Waiting) -> Steps[bool]:
-        """Wait until no caller of this world is before this one; return whether there were any."""
+        """Wait until this caller is the first of its world's queue; return whether it had to wait."""
         place, was_first = waiting.place, waiting.place.is_first
         while not place.is_first and place.error is None:
             if time.monotonic() >= waiting.end:
@@ -179,7 +179,7 @@ class Acquiring(Releasing):
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
                 yield Later(functools.partial(self._listening, waiting.queues))
-        if waiting.place.is_late:  # this very acquisition may hold it in the database
+        if waiting.place.is_late:  # a late statement of this acquisition may hold the resource
             yield from self._pausing(waiting, self._pause(waiting))
             return True
         while not waiting.place.is_due and (held := (yield from self._held(waiting))):
@@ -191,7 +191,7 @@ class Acquiring(Releasing):
         return waited
 
     def _pausing(self, waiting: _Waiting, seconds: float) -> Steps[None]:
-        """Wait for these seconds, or until this place is called."""
+        """Wait for `seconds`, or until this place is woken."""
         place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
         while time.monotonic() < until and not place.is_due and not place.looks:
             yield Wait(until, named(waiting.resources), place.wakeup)
@@ -199,18 +199,18 @@ class Acquiring(Releasing):
         place.looks = False
 
     def _pause(self, waiting: _Waiting) -> float:
-        """Return how many seconds to wait before the next look.
+        """Return how many seconds to wait before the next check.
 
-        The next world looks often: it waits half of the time since it became the next. Others look seldom.
+        The first world checks often: it waits half of the time since it became first. Others check seldom.
         """
         if waiting.is_called:
             return _HEARING
         shortest, longest = _PAUSES[self._dialect]
-        if len(waiting.resources) > 1:  # all have to be found in the moment for which they are kept
+        if len(waiting.resources) > 1:  # all must be found free while the first ones are still kept
             longest = min(longest, _SEVERAL)
         place = waiting.place
         pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2
-        # Random, so that others look at other moments.
+        # Random, so that callers check at different moments.
         return min(longest, max(shortest, pause)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
 
     def _refusing(self, waiting: _Waiting) -> Steps[None]:
@@ -218,7 +218,7 @@ class Acquiring(Releasing):
         raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
     def _listening(self, queues: Queues) -> Steps[None]:
-        """Return the steps that hear the calls for a world, until no caller has waited for a while."""
+        """Return the steps that listen to the calls for a world, until no caller has waited for a while."""
 
         def calling(channel: str) -> Steps[Any]:
             return self.asking(
@@ -235,13 +235,13 @@ class Acquiring(Releasing):
             finally:
                 ear.close()
 
-        queues.ear = Ear(queues, calling, passing_on)  # now, so that closing the client finds it
+        queues.ear = Ear(queues, calling, passing_on)  # assigned now, so that `close` finds it
         return listen(queues.ear)
 
     def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
         """Return the resources that are held, each with the remaining seconds.
 
-        The caller joins their queues, unless it gives up.
+        The caller joins their queues in the database, unless `gives_up`.
         """
         resources, queue, world = waiting.resources, waiting.place.queue, waiting.world
         queues_up = not gives_up and queue.has_to_queue

@@ -1,4 +1,4 @@
-"""Does work on the connections of a database: in threads or loops, and again after a lost connection."""
+"""Runs work on the connections of a database, in threads or event loops; repeats it if one is lost."""
 
 from __future__ import annotations
 
@@ -48,23 +48,23 @@ from fencelock.errors import AuthorityError, FencelockError, LeaseTableMissingEr
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-#: What to do about a standby.
+#: Advice for the errors of a standby.
 STANDBY: Final = "; this server is a standby: name all hosts in the URL, and target_session_attrs=read-write"
-#: How often work is tried whose connection was lost.
+#: The most tries for work whose connection is lost, or that meets a lock.
 _TRIES: Final = 3
 #: The most and the least seconds that a statement may take.
 ANSWER: Final = (2.0, 1.0)
-#: Connections of a parent process. A child keeps them, because they would be closed when it frees them.
+#: Connections of a parent process. A child keeps a reference, because freeing them would close them.
 _of_parents: list[object] = []
 
 
 class Work(NamedTuple):
-    """A step: work on a connection."""
+    """A step: call `body` with a connection."""
 
     body: Callable[[Lent], Any]
-    #: In one transaction; else each statement commits.
+    #: Whether the work is one transaction; otherwise each statement commits.
     atomic: bool = False
-    #: The changes must outlive a crash of the machine.
+    #: Whether the changes must outlive a crash of the machine.
     durable: bool = True
     #: How many statements the work takes.
     statements: int = 1
@@ -75,7 +75,7 @@ class Work(NamedTuple):
 
 
 class RefusedError(Exception):
-    """Another holder has one of the resources."""
+    """Another holder has one of the resources, or another transaction has a lock on its row."""
 
 
 _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
@@ -93,7 +93,7 @@ class Connecting(WithLoops):
         pool_size: int,
         max_overflow: int,
     ) -> None:
-        #: The database that was named; its text hides the password.
+        #: The URL of the program's database; as text, it hides the password.
         self.url: URL = url_of(source)
         name = self.url.get_backend_name()
         if name not in SUPPORTED:
@@ -129,7 +129,7 @@ class Connecting(WithLoops):
         self._check_process()
         super().close()
         if (ear := self._queues.ear) is not None:
-            ear.close()  # first: it would connect again
+            ear.close()  # first, because it would connect again
         connections, self._connections = self._connections, None
         threads, self._threads = self._threads, None
         if connections is not None:
@@ -147,8 +147,8 @@ class Connecting(WithLoops):
     ) -> Steps[Any]:
         """Do work, and try again if its connection was lost or another transaction has a lock.
 
-        The work may be done several times; `again` gets the error of each lost try. Unless `patient`, such
-        a lock raises `RefusedError`.
+        The work may be done several times; `again` collects the errors of failed tries. Unless `patient`, a
+        lock of another transaction raises RefusedError.
         """
         most, least = ANSWER
         began = time.monotonic()
@@ -173,19 +173,19 @@ class Connecting(WithLoops):
                 if again is not None:
                     again.append(error)
             except Exception as error:
-                if not is_driver_error(error):  # SQLAlchemy 2.0 wraps none of those while it connects
+                if not is_driver_error(error):  # SQLAlchemy 2.0 wraps no driver's error while it connects
                     raise
                 raise self._explained(error) from error
         raise AssertionError  # the last try raises
 
     def _losing(self) -> Steps[None]:
-        """Take the steps that are due when a server did not answer; none here."""
+        """Return the steps to take after a server did not answer; a subclass may have some."""
         yield from ()
 
     def _explained(self, error: Exception) -> AuthorityError:
         original = error.orig if isinstance(error, DBAPIError) else error
         if lacks_table(error, LEASE_TABLE):
-            # PostgreSQL passes over a schema that the role may not use.
+            # PostgreSQL ignores a schema that the role may not use.
             unseen = " (or the role has no USAGE on its schema)" if self._dialect == "postgresql" else ""
             return LeaseTableMissingError(
                 f"{self._shown} has no table {self._table}{unseen}: call lease_table(metadata) before "
@@ -225,7 +225,7 @@ class Connecting(WithLoops):
             work = functools.partial(self._work, step=step)
             return await connections.run_in_loop(work, step.seconds, step.until)
         if isinstance(step, Ear):
-            return None  # a blocking driver would occupy a thread
+            return None  # not heard, because a blocking driver would occupy a thread
         if (threads := self._threads) is None:
             threads = self._threads = ThreadPoolExecutor(8, "fencelock-database")
         return await asyncio.get_running_loop().run_in_executor(threads, self.work, step)
@@ -267,7 +267,7 @@ class Connecting(WithLoops):
                 with contextlib.suppress(SQLAlchemyError):
                     connection.execute("ROLLBACK")
             raise
-        except BaseException as error:  # a signal handler's, in the middle of an exchange
+        except BaseException as error:  # raised by a signal handler, in the middle of an exchange
             traceback.clear_frames(error.__traceback__)  # frees cursors
             with contextlib.suppress(Exception):
                 connection.invalidate()

@@ -1,6 +1,6 @@
 """The connections of a database that grants leases: a bounded pool, and a time limit for each statement.
 
-No connection is pinged before use. After a lost one, older ones are thrown away, and the statement is sent
+No connection is pinged before use. If one is lost, the pool drops all older ones, and the statement is sent
 again.
 """
 
@@ -35,13 +35,13 @@ from fencelock.authority.database.statements import Statement
 
 _T = TypeVar("_T")
 
-#: Seconds between two looks of the watch at the statements that are under way.
+#: Seconds between two checks by `Watch` of the statements that are under way.
 _LOOK: Final = 0.05
 #: Seconds in which a connection has to be open, however long an acquisition may wait.
 _LONGEST: Final = 5.0
-#: Seconds in which a driver for coroutines has to end a statement that was hung up.
+#: Seconds in which a driver for coroutines has to end a statement after its connection was shut down.
 _GRACE: Final = 0.2
-#: Seconds for which the watch stays when nothing is under way.
+#: Seconds for which the thread of `Watch` stays when no statement is under way.
 _IDLE: Final = 60.0
 #: The connect arguments of each driver, unless the URL has them.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -55,7 +55,7 @@ _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "pysqlite": {},
     "aiosqlite": {},
 }
-#: What to install for a driver, where it is not what the driver is called.
+#: The package to install for a driver, if its name is not that of the driver.
 _PACKAGES: Final = {
     **dict.fromkeys(("psycopg", "psycopg_async"), "'fencelock[postgres]'"),
     "pymysql": "'fencelock[mysql]'",
@@ -65,7 +65,7 @@ _until: ContextVar[float] = ContextVar("fencelock_connect_until")
 
 
 def engine_of(source: URL | Engine) -> Engine:
-    """Return the engine of the program, or one of a URL.
+    """Return `source` itself if it is an engine, else a new engine for the URL.
 
     Raises:
         ValueError: the driver is not supported, or the pool of the engine shares one connection.
@@ -113,16 +113,16 @@ def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
     return engine
 
 
-#: Pools of programs that begin in turn with one of ours. With a driver for coroutines, a second one of ours
-#: does not, because the lock for it belongs to one loop.
+#: Pools of programs that `_begin_in_turn` has joined with a pool of ours. With a driver for coroutines, it
+#: joins only one pool of ours, because the mutex belongs to one loop.
 _in_turn: Final[WeakSet[Pool]] = WeakSet()
 
 
 def _begin_in_turn(theirs: Pool, own: Pool) -> None:
-    """Let the first connections of two pools wait for each other.
+    """Make the first connections of two pools use one mutex.
 
-    The very first one asks for the server's version, and sets up the dialect of both pools. Otherwise the
-    other pool would use one that is not set up.
+    The first connection reads the server's version, and initialises the dialect of both pools. Without the
+    mutex, the other pool would use the dialect before it is initialised.
     """
     is_async = isinstance(own, AsyncAdaptedQueuePool)
     if is_async and theirs in _in_turn:
@@ -130,14 +130,14 @@ def _begin_in_turn(theirs: Pool, own: Pool) -> None:
     _in_turn.add(theirs)
     its: Any = theirs.dispatch.connect.for_modify(theirs.dispatch)
     ours: Any = own.dispatch.connect.for_modify(own.dispatch)
-    make = getattr(its, "_get_exec_once_mutex", None)  # older versions make it when it is read
+    make = getattr(its, "_get_exec_once_mutex", None)  # older SQLAlchemy makes it when it is read
     ours._exec_once_mutex = its._exec_once_mutex if make is None else make()  # noqa: SLF001
 
 
 def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function that opens a connection in a new thread, and waits for it a limited time."""
-    # A server may take a connection and say nothing. No driver has a limit for all of its waits then, and an
-    # engine of the program may have no limit at all.
+    # A server may accept a connection and never answer. No driver limits all of its waits in this case, and
+    # an engine of the program may have no limit at all.
 
     def connect(*record: Any) -> Any:
         opened: Future[Any] = Future()
@@ -155,7 +155,7 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
 
         try:
             _threads.start(threading.Thread(target=work, name="fencelock-connect", daemon=True))
-        except RuntimeError:  # too many threads, or the interpreter is on its way out
+        except RuntimeError:  # too many threads, or the interpreter ends
             return opens(*record)
         try:
             return opened.result(min(_LONGEST, max(0.0, _until.get() - time.monotonic())))
@@ -168,7 +168,7 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Answer(NamedTuple):
-    """The result of a statement."""
+    """The result of a statement; `changed` is the number of rows."""
 
     rows: Sequence[Any]
     changed: int
@@ -211,7 +211,7 @@ class Lent:
         self.lent.invalidate()
 
     def _wrapped(self, error: Exception, cursor: Any) -> Exception:
-        """Return SQLAlchemy's error for a driver's; the pool forgets a lost connection, and older ones."""
+        """Return a driver's error as SQLAlchemy's; the pool drops a lost connection, and all older ones."""
         dialect: Any = self._dialect
         is_lost = dialect.is_disconnect(error, self.lent.dbapi_connection if cursor else None, cursor)
         if is_lost and cursor is not None:
@@ -225,7 +225,7 @@ class Lent:
 class Connections:
     """A pool that lends a connection for one piece of work, which has to end in time.
 
-    The work may raise the errors of `expected`; any other error has interrupted it.
+    The work may raise the errors of `expected`. After any other error, a blocking pool is disposed of.
     """
 
     def __init__(self, engine: Engine, expected: tuple[type[Exception], ...]) -> None:
@@ -235,7 +235,7 @@ class Connections:
         self._watch = _watch_in_loop if engine.dialect.is_async else Watch().begin
 
     def run(self, work: Callable[[Lent], _T], seconds: float, until: float) -> _T:
-        """Return the result of work of `seconds` at most, on a connection that is open by `until`."""
+        """Return the result of work that may take `seconds`; its connection has to be open by `until`."""
         _until.set(until)
         pool = self._engine.pool
         try:
@@ -250,12 +250,12 @@ class Connections:
                 connection.lent.close()
                 if (
                     pool is not self._engine.pool
-                ):  # it was disposed of meanwhile, and would keep this connection
+                ):  # the old pool was disposed of meanwhile, and would keep this connection
                     pool.dispose()
         except self._expected:
             raise
         except BaseException:
-            # A signal handler may have interrupted the pool, which then counts a connection too many.
+            # A signal handler may have interrupted the pool, which then counts one connection too many.
             if not self._engine.dialect.is_async:
                 self._engine.dispose()
             raise
@@ -267,7 +267,7 @@ class Connections:
             return await sa_util.greenlet_spawn(self.run, work, seconds, until)
 
     def detached(self, prepare: Callable[[Any], object]) -> tuple[PoolProxiedConnection, Any]:
-        """Return a prepared connection that the pool forgets, and the driver's connection."""
+        """Detach a connection from the pool, and prepare it; return it and the driver's connection."""
         until = time.monotonic() + _LONGEST
         _until.set(until)
         lent = self._engine.raw_connection()
@@ -287,7 +287,7 @@ class Connections:
         return lent, driver
 
     def hang_up(self, driver: Any) -> None:
-        """End a connection of the driver without waiting."""
+        """Shut down a connection of the driver without waiting."""
         if self._hang_up is not None:
             self._hang_up(driver)
 
@@ -295,24 +295,24 @@ class Connections:
         self._engine.dispose()
 
     async def close_in_loop(self) -> None:
-        """Close the connections of a loop; drop those whose server does not answer."""
+        """Close the connections of a loop; stop waiting after a second if a server does not answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
                 await sa_util.greenlet_spawn(self._engine.dispose)
 
 
-# No setting of psycopg or PyMySQL ends the wait for a silent server, network or proxy in time. If its socket
-# is shut down, the driver reports that the connection was lost.
+# No setting of psycopg or PyMySQL ends the wait for a silent server, network or proxy in time. But if its
+# socket is shut down, the driver reports that the connection was lost.
 
 
 class Watch:
-    """A thread that hangs up statements of blocking code when their time is over.
+    """A thread that shuts down the connections of blocking code whose statements take too long.
 
     It starts when it is needed, and ends when nothing has been under way for a while.
     """
 
     def __init__(self) -> None:
-        self._mutex = threading.RLock()  # for signal handlers that strike in the midst of it
+        self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._under_way: dict[object, tuple[float, Callable[[], None]]] = {}
         self._thread: threading.Thread | None = None
 
@@ -323,11 +323,11 @@ class Watch:
             self._under_way[key] = until, hang_up
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._look, name="fencelock-watch", daemon=True)
-                with suppress(RuntimeError):  # too many threads, or the interpreter is on its way out
+                with suppress(RuntimeError):  # too many threads, or the interpreter ends
                     _threads.start(self._thread)
 
         def end() -> None:
-            with self._mutex:  # no other socket may get the number of one that is being shut down
+            with self._mutex:  # until a shutdown is done, no new socket may get the same descriptor
                 self._under_way.pop(key, None)
 
         return end
@@ -393,7 +393,7 @@ def _terminate(connection: Any) -> None:
         connection.terminate()
 
 
-#: How the connection of a driver is shut down without waiting; SQLite has no server that could be silent.
+#: By driver: how to shut down a connection without waiting. SQLite needs none, because it has no server.
 _HANG_UP: Final[dict[str, Callable[[Any], None]]] = {
     "psycopg": _shut_down_descriptor,
     "psycopg_async": _shut_down_descriptor,

@@ -1,4 +1,4 @@
-"""The class `Database`: its public operations, the questions to the database, and their answers."""
+"""The class `Database`: its public methods, and the generators for leases that are already granted."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Milliseconds. New tokens are a day above those of another authority; own ones may be an hour ahead.
+#: Milliseconds. `init` raises the base a day above foreign tokens; own tokens may be an hour ahead.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3_600_000
 
@@ -53,7 +53,7 @@ class Database(Acquiring):
     authority.close()
     ```
 
-    It connects at the first use, with its own connections, as does each forked child. Threads may share it.
+    It opens its own connections at the first use; each forked child opens new ones. Threads may share it.
 
     Args:
         source: a SQLAlchemy URL, an `Engine` or an `AsyncEngine`. PostgreSQL, MariaDB and MySQL need the
@@ -94,20 +94,20 @@ class Database(Acquiring):
 
         Raises:
             AuthorityError: the database cannot be used.
-            ValueError: no token is above that one.
+            ValueError: `above` is outside the range of tokens.
         """
         return self.run(self.initialising(above))
 
     def prune(self, older_than: float) -> int:
         """Delete the rows of resources that nothing holds, and that were last locked long ago.
 
-        There is a row for each resource that was ever locked. Its next token exceeds all tokens of that age.
+        The next token of such a resource is larger all the same, because tokens begin with the time.
 
         Args:
             older_than: seconds since the last lock; an hour at least.
 
         Returns:
-            how many rows were deleted.
+            The number of deleted rows.
 
         Raises:
             AuthorityError: the database cannot be used.
@@ -177,7 +177,7 @@ class Database(Acquiring):
 
         began = time.monotonic()
         try:
-            ends = min(grant.expires_at for grant in grants)  # 0 for what was handed over
+            ends = min(grant.expires_at for grant in grants)  # 0 for a lease that was handed over
             until = ends if ends > began else began + ANSWER[0]
             ours = yield from self.asking(Work(extend), until=until)
         except AuthorityError as error:
@@ -212,7 +212,7 @@ class Database(Acquiring):
 
         def raise_base(connection: Lent) -> None:
             noted, own, now = map(int, connection.execute(self._says.floor).rows[0])
-            if (own >> SERVER_BITS) < now + _HOUR:  # else another authority has minted it
+            if (own >> SERVER_BITS) < now + _HOUR:  # otherwise another authority has minted it
                 own = 0
             if (ahead := max(highest, own >> SERVER_BITS) - now) >= 0:
                 base = (noted >> SERVER_BITS) + ahead + _DAY
@@ -265,7 +265,7 @@ def _lost(grant: Grant) -> LockLostError:
 
 
 def _batches(grants: Iterable[Grant]) -> Iterator[list[Grant]]:
-    """Yield grants in parts with the resources of one statement, because drivers limit parameters."""
+    """Yield the grants in parts, one for each statement, because drivers limit the parameters."""
     part: list[Grant] = []
     for grant in grants:
         if part and sum(len(each.resources) for each in [*part, grant]) > BATCH:

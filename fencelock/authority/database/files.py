@@ -1,4 +1,4 @@
-"""The file of leases of an SQLite database."""
+"""The file that stores the leases of an SQLite database."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from sqlalchemy.exc import DisconnectionError
 from fencelock.authority.database.table import LEASE_TABLE
 from fencelock.errors import AuthorityError
 
-#: The folder of the files for databases in memory, and the process that has made it.
+#: By the id of the process that made it: the folder of the lease files for databases in memory.
 _folder: dict[int, Path] = {}
 _of_engines: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
 _NUMBER: Final = "fencelock.file"
@@ -63,13 +63,13 @@ def add_queue(cursor: Any) -> None:
 
 
 def make_before_connecting(engine: Engine) -> None:
-    """Make the file of an engine whenever it connects; once, because all of its pools share the listener."""
+    """Make the file before each connection; call this once for an engine: its pools share the listener."""
     path = engine.url.database or ""
     event.listen(engine, "do_connect", lambda *_: _make_file(path))
 
 
 def watch_file(engine: Engine) -> None:
-    """Make a pool open its file again after it was deleted or replaced, because others use the new one."""
+    """Make a pool reconnect after its file was deleted or replaced: other processes use the new file."""
     path = engine.url.database or ""
 
     def note(_connection: object, record: Any) -> None:

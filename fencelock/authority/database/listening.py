@@ -1,6 +1,6 @@
-"""Hears PostgreSQL's calls for a world whose callers wait, by a connection that listens.
+"""Hears PostgreSQL's calls for a waiting world (see `queues`), on a connection that executes LISTEN.
 
-PgBouncer in transaction mode passes no calls on. So a world calls itself now and then, to know that it hears.
+PgBouncer in transaction mode passes no calls on, so a world calls itself at times to know that it hears.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Seconds without a waiting caller, after which the connection is closed.
 _IDLE: Final = 60.0
-#: Seconds in which a world has to hear itself.
+#: Seconds in which a world's own call has to arrive.
 _PROOF: Final = 2.0
-#: Seconds until it has to hear itself again.
+#: Seconds until a world calls itself again.
 _AGAIN: Final = 20.0
-#: Seconds between two looks whether listening is over.
+#: Seconds between two checks whether listening is over.
 _LOOK: Final = 1.0
 
 
@@ -64,7 +64,7 @@ class Ear:
             self._thread.join(_LOOK)
 
     def hear(self, connections: Connections, run: Callable[[Steps[Any]], object]) -> None:
-        """Hear in this thread, by a driver of libpq."""
+        """Hear calls in this thread, with a driver that uses libpq."""
         self._thread = threading.current_thread()
         lent: PoolProxiedConnection | None = None
         try:
@@ -140,7 +140,7 @@ class Ear:
         return True
 
     def _take(self, driver: Any, run: Callable[[Steps[Any]], object]) -> None:
-        """Take the calls that have arrived from a driver of libpq."""
+        """Handle the calls that a driver of libpq has received."""
         if hasattr(driver, "pgconn"):
             driver.pgconn.consume_input()
             letters = "utf-8" if driver.info.encoding == "ascii" else driver.info.encoding
@@ -159,4 +159,4 @@ class Ear:
 
 
 def _nothing() -> None:
-    """Do nothing, as long as there is no connection to hang up."""
+    """Do nothing, while there is no connection to shut down."""

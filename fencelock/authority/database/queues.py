@@ -19,18 +19,18 @@ from fencelock.authority.loops import Wakeup
 from fencelock.errors import QuorumError
 
 # A world is the blocking code of a process, or an event loop. Only the first caller of its queue asks the
-# database, so a thousand callers cost as little as one. A holder transfers its lease to the next caller of
-# its world, for a short turn.
+# database, so a thousand callers cost as little as one. During a short turn, a holder transfers its lease to
+# the next caller of its own world.
 #
 # The column `queue` has the names of the worlds that wait. After a turn, the resource is kept for the first
-# of them for a moment, and PostgreSQL calls that world by NOTIFY. All of this is hints: a hint that is lost,
-# late or made up costs time, never a token.
+# of them for a moment, and PostgreSQL calls that world by NOTIFY. All of this is hints: a lost, late or false
+# hint costs time, but cannot make two holders.
 
 #: Seconds for which the callers of a world transfer a lock to each other while other worlds wait.
 _TURN: Final = 0.01
-#: The same if a waiting world is not called, but looks.
+#: The same if waiting worlds are not called, and have to check.
 _LONG_TURN: Final = 0.05
-#: Seconds after which a world takes its place in the queue of worlds again.
+#: Seconds after which a world joins the queue of worlds again.
 _KEPT: Final = 0.25
 #: Seconds until a world that could not be called tries to listen again.
 _DEAF: Final = 30.0
@@ -52,17 +52,17 @@ class Place:
         self.ttl = ttl
         #: The grant that the previous holder has transferred to the caller.
         self.grant: Grant | None = None
-        #: A statement that was hung up may still grant the resource to this caller.
+        #: Whether a statement, whose connection was lost, may still grant the resource to this caller.
         self.is_late = False
         #: Worlds that are known to come before this one.
         self.worlds_ahead = 0
         #: Since when no world comes before, on the clock of `time.monotonic`.
         self.next_since: float = time.monotonic()
-        #: The resource has been released, or the database keeps it for this world.
+        #: Whether the resource has been released, or the database keeps it for this world.
         self.is_due = False
-        #: The database keeps it for another world.
+        #: Whether the caller has to check now, because the database keeps the resource for another world.
         self.looks = False
-        #: Why the first of the queue could not ask.
+        #: The error of the first caller, which could not ask the database.
         self.error: QuorumError | None = None
         self.stack: int = current_stack()
         self.queue: Queue = Queue(deque([ref(self)]))
@@ -80,7 +80,7 @@ class Queue:
         held_until: the end of the other holder's lease, as far as it is known.
     """
 
-    #: Weak, because a signal handler may keep a caller from leaving.
+    #: Weak references, because a caller that a signal handler interrupts may not remove its place.
     places: deque[ref[Place]]
     held_until: float | None = None
     turn_began: float | None = None
@@ -88,16 +88,16 @@ class Queue:
 
     @property
     def first(self) -> Place | None:
-        # Dead places are not removed: if another thread removed one meanwhile, the next would be lost.
+        # Do not remove dead places: if another thread removed one meanwhile, a living one would be lost.
         return next((place for each in list(self.places) if (place := each()) is not None), None)
 
     def alive(self) -> Iterator[Place]:
-        # The garbage collector may make a caller leave meanwhile, but not within `list`.
+        # A copy, because the garbage collector may make a caller leave meanwhile, but not within `list`.
         return (place for each in list(self.places) if (place := each()) is not None)
 
     @property
     def held_for(self) -> float | None:
-        """For how many seconds the other holder's lease lasts, as far as it is known."""
+        """For how many seconds the other holder's lease lasts; None if it is unknown."""
         return None if self.held_until is None else max(0.0, self.held_until - time.monotonic())
 
     def note_grant(self) -> None:
@@ -135,9 +135,9 @@ class Queues:
 
     def __init__(self, wakeup: Callable[[], Wakeup], *, in_threads: bool) -> None:
         self.name: str = new_name()
-        #: PostgreSQL's calls arrive.
+        #: Whether PostgreSQL's calls arrive.
         self.hears: bool = False
-        #: The last acquisition had to wait, so the next one will, mostly.
+        #: Whether the last acquisition had to wait; then the next one mostly has to wait, too.
         self.waited = False
         #: The `Ear` that hears the calls.
         self.ear: Any = None
@@ -152,7 +152,7 @@ class Queues:
         return Place(self.new_wakeup(), ttl)
 
     def join(self, resource: str, place: Place) -> None:
-        """Append a place to the queue, unless it is of a signal handler that interrupted a waiting caller."""
+        """Append a place to the queue, unless a signal handler asks, which interrupted a waiting caller."""
         with self._mutex:
             queue = self._queues.setdefault(resource, place.queue)
             if queue is place.queue:
@@ -200,7 +200,7 @@ class Queues:
             return True
 
     def released(self, resource: str, kept_for: str | None) -> None:
-        """Wake the first caller after a release that keeps the resource for a world, or for none."""
+        """Wake the first caller after a release; `kept_for` is the next world in the queue, or None."""
         with self._mutex:
             if (queue := self._queues.get(resource)) is None:
                 return

@@ -1,4 +1,4 @@
-"""Releases leases, or transfers them to the next caller; repeats releases that a silent server missed."""
+"""Releases leases, or transfers them to the next caller; repeats releases that a server did not answer."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from fencelock.lease import validity
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Stands for all worlds but this one, for which a resource may be kept.
+#: Stands for any other world for which a resource may be kept.
 _ANOTHER: Final = "another"
 #: Seconds after the confirmation of a release in which a failover may undo it.
 _MAY_BE_LOST: Final = 5.0
@@ -38,7 +38,7 @@ class Owed(NamedTuple):
     """A release that is still to be sent."""
 
     resources: tuple[str, ...]
-    #: When the lease ends by itself, on the clock of `time.monotonic`.
+    #: When the lease ends without a release, on the clock of `time.monotonic`.
     until: float
     #: The acquisition may still be on its way to the server, so a release that finds nothing came too early.
     in_doubt: bool
@@ -51,7 +51,7 @@ class Releasing(Connecting):
         super()._start_over()
         self._owed: dict[str, Owed] = {}
         self._settles = False
-        #: The last releases that a server has confirmed, and when. A failover may lose them.
+        #: The last releases that a server has confirmed, each with its time. A failover may undo them.
         self._confirmed: deque[tuple[float, str, Owed]] = deque(maxlen=256)
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
@@ -74,7 +74,7 @@ class Releasing(Connecting):
             raise
         except BaseException:
             if place is not None and (given := place.grant) is not None and given.proof in ends:
-                del ends[given.proof]  # the next caller has it, and may not have been woken
+                del ends[given.proof]  # the next caller has this grant, and may not have been woken
                 queues.deliver(place, given)
             yield Abandon(
                 functools.partial(self._abandoning, grant.resources, list(ends), max(ends.values()))
@@ -97,7 +97,7 @@ class Releasing(Connecting):
             count = yield from self.asking(Work(keep), until=grant.expires_at)
         except (FencelockError, GeneratorExit):
             raise
-        except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+        except BaseException:  # a signal handler's error, or a cancellation: send it once more
             yield Abandon(functools.partial(self.asking, Work(keep), until=grant.expires_at))
             raise
         return count == len(grant.resources)
@@ -145,7 +145,7 @@ class Releasing(Connecting):
                 self._settles = False
 
     def _abandoning(self, resources: tuple[str, ...], nonces: list[str], until: float) -> Steps[None]:
-        """Release what an interrupted operation may have left; later, if the server is silent now."""
+        """Release what an interrupted operation may have left; if the server is silent, in the background."""
         for nonce in nonces:
             try:
                 yield from self._giving_back(resources, nonce)

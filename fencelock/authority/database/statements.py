@@ -4,14 +4,14 @@ A token is the time at which it was minted, in Unix milliseconds above a base, a
 
     token = GREATEST((own >> 10) + 1, base + now) << 10 | server
 
-`own` is the last token of the resource, so the tokens of a resource rise whatever clocks say. The time lifts
-a token above the tokens that a failover or a restore has lost, if clocks differ by less than that took. The
-ten bits tell servers apart that grant at the same time in a split brain. `base` is 0 until `init(above=…)`
-stores one in the row with an empty resource. `proof/minting.py` is the model.
+`own` is the last token of the resource, so the tokens of a resource rise whatever clocks say. The time makes
+a token larger than the tokens that a failover or a restore has lost, if clocks differ by less than the time
+that it took. The ten bits distinguish servers that grant at the same time in a split brain. `base` is 0 until
+`init` stores another in the row with an empty resource. `proof/minting.py` is the model.
 
-The statements for MySQL have only words that MariaDB knows, too: no RETURNING and no SET STATEMENT. A Galera
-server repeats a statement after a conflict. Then it sends the rows of both tries, although the first one was
-rolled back. So the token comes back in the answer's `lastrowid`, which the last try has written.
+The statements for MySQL and MariaDB use only what both have: no RETURNING and no SET STATEMENT. A server of
+Galera repeats a statement after a conflict. Then it sends the rows of both tries, although the first one was
+rolled back. So the statements return the token in `lastrowid`, which the last try has written.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from fencelock.authority.database.table import LEASE_TABLE
 #: Bits of the server, by which the time is shifted.
 SERVER_BITS: Final = 10
 
-# Each statement waits a second for a row, or a file, that another transaction has locked.
+# Each statement waits at most a second for a row, or for SQLite's file, that another transaction has locked.
 _UPSERT: Final = """
 INSERT INTO {table} AS l (resource, token, nonce, expires_at, holder, since)
 SELECT CAST(:resource AS VARCHAR), {first}, CAST(:nonce AS VARCHAR),
@@ -38,8 +38,8 @@ ON CONFLICT (resource) DO UPDATE SET
     since = excluded.since, queue = replace(l.queue, CAST(:world AS VARCHAR), '')
 WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce IN (excluded.nonce, CAST(:world AS VARCHAR))
 """
-# `LAST_INSERT_ID(x)` keeps x for the answer and for later expressions: the token, or 0 if another holds the
-# resource. At first it is the token that a new row would get. No assignment reads a column that an earlier
+# `LAST_INSERT_ID(x)` stores x for the answer and for later expressions: the token, or 0 if another holder has
+# the resource. At first x is the token that a new row would get. No assignment reads a column that an earlier
 # one has changed. The function VALUES is not used, because MySQL deprecates it.
 _ON_DUPLICATE_KEY: Final = """
 INSERT INTO {table} (resource, token, nonce, expires_at, holder, since)
@@ -60,8 +60,8 @@ _REMINT: Final = (
 _TRANSFER: Final = """
 UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {until}, holder = :holder,
     since = {now} WHERE {held}{durably}"""
-# A released resource is kept for the first of the queue for a moment. No assignment reads a column that an
-# earlier one has changed.
+# A released resource is kept 0.1 seconds for the first world in `queue` (see `queues`). No assignment reads a
+# column that an earlier one has changed.
 _RELEASE: Final = """
 UPDATE {table} SET expires_at = CASE WHEN COALESCE(queue, '') = '' THEN expires_at ELSE {moment} END,
     nonce = NULLIF(SUBSTR(queue, 1, 8), ''), queue = SUBSTR(queue, 9) WHERE {ours}"""
@@ -115,7 +115,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "WHERE resource = '' LIMIT 1) AS m), 0)",
     },
     "sqlite": {
-        "acquire": _UPSERT,  # a row that it returns would keep the file locked until it is fetched
+        "acquire": _UPSERT,  # no RETURNING, because the file stays locked until its row is fetched
         "begin": "BEGIN IMMEDIATE",
         "durable": "1",
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
@@ -148,7 +148,7 @@ SET_UP: Final[dict[str, tuple[str, ...]]] = {
 
 
 class Statement:
-    """A statement for a driver. `:name` stands for a value, and `:name…` in brackets for a list."""
+    """A statement for a driver. `:name` stands for a value, and `(:name…)` for a list of values."""
 
     def __init__(self, template: str, dialect: Dialect) -> None:
         self._template = template
@@ -175,7 +175,7 @@ class Statement:
         return str(compiled), compiled.positiontup
 
 
-#: Stands for the table while templates are formatted, because its name may have any letters.
+#: Stands for the name of the table while templates are formatted, because the name may contain braces.
 _NAME: Final = "\0"
 
 
@@ -209,7 +209,7 @@ class Statements:
         doubles: bool = getattr(driver.identifier_preparer, "_double_percents", False)
         name = (table.replace("%%", "%") if doubles else table).replace(
             ":", r"\:"
-        )  # `text` doubles them, too
+        )  # `text` doubles each %, too
 
         def said(template: str) -> Statement:
             while "{" in template:
@@ -217,19 +217,19 @@ class Statements:
             return Statement(template.replace(_NAME, name), driver)
 
         self.begin: str = words["begin"]
-        #: Whether a release calls the next world.
+        #: Whether a release calls the next world, by NOTIFY.
         self.can_call: bool = dialect == "postgresql"
-        #: Answers with the token if the resource is ours: in a row, or as `lastrowid`; on SQLite not at all.
+        #: Returns the token if it acquires the resource: in a row, or as `lastrowid`; on SQLite not at all.
         self.acquire: Statement = said(words["acquire"])
-        #: A row for each held lock: resource, token, holder, beginning in Unix time, remaining seconds.
+        #: A row for each held lock: resource, token, holder, Unix time of the grant, remaining seconds.
         holders = (
             "SELECT resource, token, holder, {since}, {left} FROM {table} "
             "WHERE LENGTH(nonce) = 32 AND expires_at > {now}"
         )
         self.holders_of: Statement = said(holders + " AND resource IN (:resources…) ORDER BY resource")
         self.holders: Statement = said(holders + " ORDER BY resource")
-        #: A row for each resource that this world cannot have: resource, remaining seconds, and where the
-        #: name of the world begins in the queue, from 1 on.
+        #: A row for each resource that this world cannot acquire now: resource, remaining seconds, and the
+        #: position of the world's name in `queue`, from 1 on; 0 if `queue` lacks the name.
         self.occupied: Statement = said(
             "SELECT resource, {left}, {joined} FROM {table} "
             "WHERE nonce IS NOT NULL AND nonce <> :world AND expires_at > {now} AND resource IN (:resources…)"
@@ -240,13 +240,13 @@ class Statements:
         #: Moves the end of a lease, earlier or later.
         self.keep: Statement = said("UPDATE {table} SET expires_at = {until} WHERE {ours}{durably}")
         self.ours: Statement = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
-        #: Joins the queue of a held resource; PostgreSQL returns the seconds and the place, too.
+        #: Joins the queue of a held resource; PostgreSQL also returns the seconds and position of `occupied`.
         self.queue_up: Statement = said(words["queue_up"])
         self.call: Statement = said("SELECT pg_notify(:channel, '')")
         self.is_standby: Statement = said("SELECT {standby}")
-        #: Releases, and acquires for the next nonce; answers with the token as `acquire` does.
+        #: Releases, and acquires for the next nonce; returns the token as `acquire` does.
         self.transfer: Statement = said(words["transfer"])
-        #: Answers with the token as `acquire` does.
+        #: Returns the token as `acquire` does.
         self.remint: Statement = said(words["remint"])
         self.token: Statement = said("SELECT token FROM {table} WHERE {held}")
         self.release: Statement = said(words["release"])
@@ -255,7 +255,7 @@ class Statements:
         )
         #: The stored base, the largest token, and the time of a token that is minted now.
         self.floor: Statement = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
-        #: Deletes rows with old tokens: the first token of a new row is larger, although clocks may be off.
+        #: Deletes rows with old tokens. New rows get larger tokens if clocks differ by less than `age`.
         self.prune: Statement = said(
             "DELETE FROM {table} WHERE resource <> '' AND (nonce IS NULL OR expires_at <= {now}) "
             "AND (token >> {bits}) < {time} - :age"

@@ -27,7 +27,7 @@ class LoopLink(asyncio.Protocol):
 
     @classmethod
     async def open(cls, members: Members, seconds: float) -> LoopLink:
-        """Return a new connection; raise OSError if there is none."""
+        """Return a new connection; raise OSError if the member cannot be reached."""
         link = cls(members)
         host, port = link.address
         async with asyncio.timeout(seconds):
@@ -59,7 +59,7 @@ class LoopLink(asyncio.Protocol):
 
     @property
     def is_crowded(self) -> bool:
-        """Whether it carries as many watches as it should."""
+        """Whether the connection has no room for another watch: see `Channel.is_crowded`."""
         return self._channel.is_crowded
 
     def lose(self, reason: str) -> None:
@@ -76,7 +76,7 @@ class LoopLink(asyncio.Protocol):
             self._transport.write(data)
 
     def flush_soon(self) -> None:
-        """Send what the calls of this turn of the loop have to say, in one piece."""
+        """Send the requests of all calls in this turn of the loop, in one write."""
         if not self._flushes:
             self._flushes = True
             asyncio.get_running_loop().call_soon(self._flush)
@@ -122,7 +122,6 @@ class LoopLink(asyncio.Protocol):
         return answers
 
     def cancel(self, answer: Answer) -> None:
-        """Forget a call, if it is not over."""
         if not self.lost and not answer.is_over:
             self._channel.cancel(answer)
             with contextlib.suppress(RuntimeError):  # the loop has ended
@@ -130,7 +129,7 @@ class LoopLink(asyncio.Protocol):
 
 
 class LoopWatch:
-    """Waits in a task until a key has ended: a wakeup for the step `Wait`."""
+    """The wakeup with which a task waits until a key is gone; the step `Wait` sleeps on it."""
 
     def __init__(self, link: LoopLink, call: Call, ended: Callable[[Answer], bool]) -> None:
         self._link, self._ended = link, ended

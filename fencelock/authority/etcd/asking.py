@@ -20,17 +20,17 @@ from fencelock.authority.line.line import ANSWER, LineAuthority
 from fencelock.authority.loops import LoopEnd
 from fencelock.errors import AuthorityError
 
-#: Codes of gRPC, and words, of a member that cannot work now: DEADLINE_EXCEEDED is the first.
+#: Codes of gRPC (4 is DEADLINE_EXCEEDED), and texts of errors, of a member that cannot work now.
 _AWAY: Final = frozenset({4, messages.UNAVAILABLE})
 _AWAY_WORDS: Final = ("not a primary lessor", "leader changed", "too many requests", "lost leader")
-#: Words about a login that is too old.
+#: Texts of errors about a login that is too old.
 _LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old")
-#: Links of a parent process. A child keeps them, because they would be closed when it frees them.
+#: Connections of a parent process. A child keeps a reference, because freeing them would close them.
 _of_parents: list[object] = []
 
 
 class Watching(NamedTuple):
-    """A step: watch until `ended` of what comes; it returns a wakeup, or None if there are too many."""
+    """A step: watch until `ended(answer)`; its result is a wakeup, or None if there are too many watches."""
 
     call: Call
     ended: Callable[[Answer], bool]
@@ -94,7 +94,7 @@ class Asking(LineAuthority):
             return None if link.is_crowded else Watch(link, step.call, step.ended)
         try:
             answers = link.exchange(step.requests, time.monotonic() + step.seconds)
-        except RuntimeError:  # of a signal handler's own call: the connection is as it was
+        except RuntimeError:  # raised for a signal handler's own call; the connection can still be used
             raise
         except BaseException as error:
             self._drop(link, str(error))
@@ -164,7 +164,7 @@ def _why_to_log_in(answer: Answer) -> str:
 
 
 def _why_to_leave(answer: Answer) -> str:
-    """Return why another member is to be asked, or this one with a new login."""
+    """Return why to drop the connection, for another member or a new login; an empty text to keep it."""
     if answer.status == messages.OK:
         return ""
     if answer.status == messages.UNAVAILABLE:

@@ -113,7 +113,7 @@ class Link:
             # Also if this thread was not the reader: it may have been woken to read while it was leaving.
             if self._reader is None and (other := next(iter(list(self._waiting)), None)) is not None:
                 other.wake()
-            self._stacks.discard(stack)  # last: a handler must not wait for a reader that it stops
+            self._stacks.discard(stack)  # last, because a handler must not wait for a reader that it stops
         return True
 
     def _become_reader(self, wakeup: ThreadWakeup) -> None:
@@ -122,8 +122,6 @@ class Link:
                 self._reader = wakeup
 
     def cancel(self, answers: Sequence[Answer]) -> None:
-        """Forget calls that are not over."""
-
         def forget() -> None:
             for answer in answers:
                 self._channel.cancel(answer)
@@ -135,7 +133,7 @@ class Link:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether it carries as many watches as it should."""
+        """Whether the connection has no room for another watch: see `Channel.is_crowded`."""
         return self._channel.is_crowded
 
     def lose(self, reason: str) -> None:
@@ -146,13 +144,13 @@ class Link:
                 with contextlib.suppress(OSError):
                     each.shutdown(socket.SHUT_RDWR)
                 each.close()
-        with self._mutex:  # not while another thread takes what has come
+        with self._mutex:  # not while another thread processes received bytes
             self._channel.lose(self.lost)
         for wakeup in list(self._waiting):
             wakeup.wake()
 
     def __del__(self) -> None:
-        """Close the sockets, without a word: in a forked child they are the parent's."""
+        """Close the sockets without a shutdown, because a forked child shares them with its parent."""
         for each in (getattr(self, "_socket", None), getattr(self, "_to_read", None)):
             if each is not None:
                 each.close()
@@ -187,7 +185,7 @@ class Link:
             data = self._to_read.recv(_CHUNK)
         except TimeoutError:
             return
-        except BaseException as error:  # a signal handler's: it may have swallowed bytes
+        except BaseException as error:  # after a signal handler's error, received bytes may be lost
             self.lose(str(error) or type(error).__name__)
             if isinstance(error, OSError):
                 return

@@ -15,7 +15,7 @@ import hpack
 
 from fencelock.authority.etcd.messages import UNAVAILABLE, UNKNOWN, Answer, Call
 
-#: HTTP/2 has 31 bits for the number of a stream, and a client uses odd ones.
+#: HTTP/2 has 31 bits for the number of a stream, and a client uses odd numbers.
 _LAST_STREAM: Final = 2**31 - 1
 _FRAME: Final = 16_384
 _LONGEST_MESSAGE: Final = 64 << 20
@@ -38,7 +38,7 @@ class ChannelError(ConnectionError):
 
 
 class _Encoder(hpack.Encoder):
-    """Sends headers as literals that no table keeps, so that those of a method are encoded once."""
+    """Encodes headers as literals outside of HPACK's table, so that a method's headers are encoded once."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class _Encoder(hpack.Encoder):
 
 
 class _Decoder(hpack.Decoder):
-    """Decodes a block of headers once if it only refers to the table, as those of most answers do."""
+    """Decodes a block of headers only once if it only refers to HPACK's table, as most answers do."""
 
     def __init__(self) -> None:
         super().__init__(h2.connection.H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE)
@@ -63,7 +63,7 @@ class _Decoder(hpack.Decoder):
         block = bytes(data)
         if (found := self._decoded.get(block)) is None:
             found = list(super().decode(block, raw))
-            if min(block, default=0) >= 0x80:  # indexed fields, each of one byte or of more above
+            if min(block, default=0) >= 0x80:  # only indexed fields, of one byte each
                 self._decoded[block] = found
             else:
                 self._decoded.clear()
@@ -82,7 +82,7 @@ class _Stream:
         self.answer = Answer([])
         self.number = 0
         self.goes_on = call.goes_on
-        #: What has come of a message that is not complete.
+        #: The received part of a message that is not complete.
         self.buffer = bytearray()
         self.to_send = b"".join([b"\0" + len(each).to_bytes(4, "big") + each for each in call.requests])
 
@@ -109,10 +109,11 @@ class Channel:
         ]
         self._streams: dict[int, _Stream] = {}
         self._by_answer: dict[Answer, _Stream] = {}
-        #: Calls that wait until the server allows one stream more, or more bytes.
+        #: Calls that wait until the server allows one more stream.
         self._waiting: deque[tuple[_Stream, bytes]] = deque()
+        #: Calls whose requests wait until the server allows more bytes.
         self._sending: deque[_Stream] = deque()
-        #: No call can begin, because the numbers of streams are used up.
+        #: Whether no call can begin, because the numbers of streams are used up.
         self.is_ending: bool = False
 
     def authenticate(self, token: bytes) -> None:
@@ -120,10 +121,10 @@ class Channel:
         self._headers.append((b"token", token))
 
     def start(self, call: Call) -> Answer:
-        """Begin a call; `data_to_send` has it then.
+        """Begin a call; the caller has to send `data_to_send()` next.
 
         Raises:
-            ChannelError: no call can begin any more.
+            ChannelError: the numbers of streams are used up.
         """
         if self.is_ending:
             raise ChannelError("the connection has carried as many calls as it can")
@@ -136,7 +137,7 @@ class Channel:
         return stream.answer
 
     def _is_full(self) -> bool:
-        """Whether the server allows no stream more. h2 counts them one by one; etcd has no limit."""
+        """Return whether the server allows no more streams. h2 counts slowly, and etcd has no limit."""
         limit = self._h2.remote_settings.max_concurrent_streams
         return limit < _LAST_STREAM and self._h2.open_outbound_streams >= limit
 
@@ -151,7 +152,7 @@ class Channel:
         self._send()
 
     def _send(self) -> None:
-        """Send the rest of the requests, as far as the server takes it."""
+        """Send the rest of the requests, as far as flow control allows."""
         while self._sending:
             stream = self._sending[0]
             if stream.number in self._streams:
@@ -165,7 +166,7 @@ class Channel:
             self._sending.popleft()
 
     def cancel(self, answer: Answer) -> None:
-        """Forget a call, and tell the server so."""
+        """Forget a call, and cancel it on the server."""
         if (stream := self._by_answer.pop(answer, None)) is None:
             return
         if self._streams.pop(stream.number, None) is not None:
@@ -175,17 +176,17 @@ class Channel:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether half of the streams that the server allows are open: the rest is for calls that end."""
+        """Whether half of the allowed streams are open: the rest is for calls that are not watches."""
         return len(self._streams) * 2 >= self._h2.remote_settings.max_concurrent_streams
 
     def data_to_send(self) -> bytes:
         return self._h2.data_to_send()
 
     def receive(self, data: bytes) -> None:
-        """Take what has come; the answers that it changes are notified.
+        """Process received bytes, and notify the answers that they change.
 
         Raises:
-            ChannelError: this is no HTTP/2, or the server has ended the connection.
+            ChannelError: the bytes are no HTTP/2, or the server has ended the connection.
         """
         try:
             events = self._h2.receive_data(data)

@@ -1,4 +1,4 @@
-"""The class `Etcd`: what it says to the members of a cluster, and what it reads out of their answers."""
+"""The class `Etcd`: its requests to the members of a cluster, and how it reads their answers."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from fencelock.authority.line.line import ANSWER, AsyncLine
 _MOST: Final = 40
 #: Seconds of the shortest lease of etcd.
 _SHORTEST: Final = 2
-#: Letters of the name of an entry; the rest of a nonce is its first lease.
+#: Characters at the beginning of a nonce, which name its entries; the rest is its first lease.
 _NAME: Final = 16
-#: Keys in one answer.
+#: The most keys in one answer.
 _PAGE: Final = 500
 #: Resources whose last marks a client remembers.
 _REMEMBERED: Final = 10_000
@@ -46,7 +46,7 @@ class Etcd(Asking):
     ```
 
     It connects at the first use: one connection for the threads of a process, and one for each event loop. A
-    forked child connects by itself. Leases of etcd last whole seconds, and two at least.
+    forked child opens its own connections. Leases of etcd last whole seconds, at least two.
 
     Args:
         url: `etcd://host1:2379,host2:2379`, or with TLS, login and root
@@ -70,14 +70,14 @@ class Etcd(Asking):
 
     def _start_over(self) -> None:
         super()._start_over()
-        #: Marks and base as last seen. They only spare a transaction that would be refused.
+        #: The marks and the base as last seen. Old ones only cost a transaction, which etcd refuses.
         self._known: OrderedDict[str, Mark] = OrderedDict()
         self._base = 0
         #: The leases that entries may be under, by nonce.
         self._leases: dict[str, tuple[int, ...]] = {}
         self._client = secrets.randbits(32)
         self._numbers = itertools.count()
-        #: Names of entries that are over.
+        #: Names of deleted entries, to be used again.
         self._free_names: list[str] = []
 
     def _ends_late(self, ttl: float) -> bool:
@@ -93,7 +93,7 @@ class Etcd(Asking):
         return [self._line(resource) + place.nonce[:_NAME].encode() for resource in place.resources]
 
     def _new_nonce(self) -> str:
-        """Return the name of entries, and the lease that they are put under at first."""
+        """Return a nonce: the name of the entries, and the lease under which they are put first."""
         # Use names again: until a compaction, etcd keeps deleted keys, and visits all of them to read a line.
         try:
             name = self._free_names.pop()
@@ -109,7 +109,7 @@ class Etcd(Asking):
 
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
         lease = _first_lease(place.nonce)
-        if not place.granted:  # it may have got its lease before, when the marks were not known
+        if not place.granted:  # otherwise an earlier try has made the lease
             place.began = time.monotonic()
             place.granted = yield from self._granted(lease, place.ttl, until)
         tokens, compares, marks = self._minting(place)
@@ -121,7 +121,7 @@ class Etcd(Asking):
         first = [] if alone else [messages.nested([absent], entries)]
         txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
         (answer,) = yield from self.asking([txn], until)
-        if answer.status == messages.NOT_FOUND:  # the lease has ended: it enters again
+        if answer.status == messages.NOT_FOUND:  # the lease has ended, so the caller enters again
             place.granted = 0.0
             return View(is_there=False, ahead=())
         done = Txn.read(self.checked(answer))
@@ -130,7 +130,7 @@ class Etcd(Asking):
             place.revision = done.revision
             return self._noted(place, tokens)
         view = self._seen(place, done.found[len(first) :])
-        if view.is_there and place.revision != done.revision:  # it has entered before: the call was repeated
+        if view.is_there and place.revision != done.revision:  # an earlier try of this call has entered
             return (yield from self._take(place, extend=False, until=until))
         return view
 
@@ -138,7 +138,7 @@ class Etcd(Asking):
         tokens, compares, marks = self._minting(place)
         mine, lease = self._entries(place)[0], self._leases_of(place.nonce)[0]
         compares.append(messages.compare(mine, messages.LEASE, messages.EQUAL, lease))
-        if not place.holds:  # a late request may have put the entry once more, at a later place
+        if not place.holds:  # a late request may have put the entry again, behind other entries
             compares.append(messages.compare(mine, messages.CREATE, messages.EQUAL, place.revision))
             compares += [_is_empty(self._line(each), before=place.revision) for each in place.resources]
         began = time.monotonic()
@@ -184,11 +184,11 @@ class Etcd(Asking):
         return messages.compare(self._base_key, messages.VERSION, messages.EQUAL, 0)
 
     def _look(self, place: Place) -> list[bytes]:
-        """Return the operations that read what `_seen` takes."""
+        """Return the operations whose results `_seen` reads."""
         reads = [messages.get(self._entries(place)[0]), messages.get(self._base_key)]
         reads += [messages.get(self._mark(resource)) for resource in place.resources]
         for line in () if place.holds else map(self._line, place.resources):
-            # One more where the revision is unknown, because its own entry is among them.
+            # One key more if the revision is unknown, because the place's own entry may be among them.
             limit = 1 if place.revision else 2
             reads.append(messages.latest(line, messages.after(line), limit, before=place.revision))
         return [messages.read(each) for each in reads]
@@ -218,7 +218,7 @@ class Etcd(Asking):
         return tuple(tokens)
 
     def _remember(self, resource: str, mark: Mark) -> None:
-        self._known.pop(resource, None)  # so that it becomes the latest; another thread may be at it, too
+        self._known.pop(resource, None)  # so that it becomes the latest; another thread may do the same
         self._known[resource] = mark
         if len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
@@ -227,12 +227,12 @@ class Etcd(Asking):
         call = messages.watch(ahead, place.seen + 1)  # an earlier revision may be compacted
         try:
             return (yield Watching(call, _has_ended))
-        except OSError:  # the connection is lost: it looks again, by another one
+        except OSError:  # the connection is lost, so the caller checks again on another one
             return None
 
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
         for grant, ttl in wishes:
-            if len(self._leases_of(grant.proof)) > 1:  # a call that was not answered has left it open
+            if len(self._leases_of(grant.proof)) > 1:  # an unanswered move has left two possible leases
                 yield from self._moving(grant, ttl, until)
         leases = [self._leases_of(grant.proof)[0] for grant, _ in wishes]
         (answer,) = yield from self.asking([messages.keep_alive(leases)], until)
@@ -305,7 +305,7 @@ class Etcd(Asking):
         return self._leases.get(nonce) or (_first_lease(nonce),)
 
     def _finds_lease(self, resource: str, nonce: str) -> Steps[bool]:
-        """Look for the lease of an entry; return whether it is another one than was known."""
+        """Read the lease of an entry from etcd; return whether it differs from the known ones."""
         key = self._line(resource) + nonce[:_NAME].encode()
         (found, _), *_ = yield from self._ranges([messages.get(key)])
         is_there = bool(found) and found[0].value.startswith(nonce[_NAME:].encode())
@@ -347,7 +347,6 @@ class Etcd(Asking):
         return tuple(names)
 
     def _everything(self, prefix: bytes) -> Steps[list[KeyValue]]:
-        """Return all keys with a prefix."""
         everything: list[KeyValue] = []
         start, end, count = prefix, messages.after(prefix), 1
         while count:

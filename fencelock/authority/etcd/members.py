@@ -47,11 +47,11 @@ class Members:
         return authenticate(self.hosts.user, self.hosts.password) if self.hosts.user else None
 
     def log_in(self, channel: Channel, answer: Answer) -> None:
-        """Take the answer to `login`.
+        """Read the answer to `login`, so that later calls of the channel send its token.
 
         Raises:
             AuthorityError: etcd does not know this user with this password.
-            OSError: the member cannot tell now.
+            OSError: the member is unavailable now.
         """
         if answer.status == UNAVAILABLE:
             raise ConnectionError(answer.detail)
@@ -76,7 +76,7 @@ def _tls_of(hosts: Hosts) -> ssl.SSLContext | None:
         context = ssl.create_default_context(cafile=files.get("ca"))
         if "cert" in files:
             context.load_cert_chain(files["cert"], files.get("key"))
-    except OSError as error:  # also of a file that is none
+    except OSError as error:  # also if a file contains no certificate
         raise ValueError(f"the certificates of {hosts} cannot be read: {error}") from error
     context.set_alpn_protocols(["h2"])
     return context

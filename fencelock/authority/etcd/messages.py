@@ -19,14 +19,14 @@ FAILED_PRECONDITION: Final = 9
 UNAVAILABLE: Final = 14
 UNAUTHENTICATED: Final = 16
 
-#: The result and the target of a comparison.
+#: The results, and the targets, of a comparison.
 EQUAL, GREATER, LESS = 0, 1, 2
 VERSION, CREATE, VALUE, LEASE = 0, 1, 3, 4
 _FIELD_OF_TARGET: Final = {VERSION: 4, CREATE: 5, VALUE: 7, LEASE: 8}
 
 
 class Call(NamedTuple):
-    """A call of a method: requests, and whether more may follow, so that the server goes on answering."""
+    """A call of a method; with `goes_on`, the stream stays open, and the server sends more answers."""
 
     path: bytes
     requests: Sequence[bytes]
@@ -35,12 +35,12 @@ class Call(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """What has come back of a call: messages, and the status when it is over."""
+    """The messages that a call has received, and its status; None before the call is over."""
 
     messages: list[bytes]
     status: int | None = None
     detail: str = ""
-    #: Called when something of the above has changed.
+    #: Called when a message or the status has arrived.
     notify: Callable[[], object] = lambda: None
 
     @property
@@ -72,7 +72,7 @@ def fields_of(message: bytes) -> dict[int, list[Any]]:
     """Return the fields of a message by their numbers: ints, or the bytes of texts and messages.
 
     Raises:
-        ValueError: this is no such message.
+        ValueError: the message ends too early.
     """
     found: dict[int, list[Any]] = {}
     at, end = 0, len(message)
@@ -117,7 +117,7 @@ def _signed(number: int) -> int:
 
 
 class KeyValue(NamedTuple):
-    """A key: the revision that made it, its value, and its lease or 0."""
+    """A key: the revision that created it, its value, and its lease or 0."""
 
     key: bytes
     created: int
@@ -135,7 +135,7 @@ class Txn(NamedTuple):
 
     Attributes:
         succeeded: whether all comparisons were true.
-        revision: of the store, behind the transaction.
+        revision: the revision of the store after the transaction.
         found: for each operation, the keys that it has found.
     """
 
@@ -184,13 +184,13 @@ def lease_and_ttl(message: bytes) -> tuple[int, int]:
 
 
 def watch(key: bytes, revision: int) -> Call:
-    """Watch a key from a revision on, for its end: with the filter NOPUT."""
+    """Return the call that watches for the deletion of a key, from a revision on, with the filter NOPUT."""
     wanted = _bytes(1, key) + _int(3, revision) + _int(5, 0)
     return Call(b"/etcdserverpb.Watch/Watch", (_bytes(1, wanted),), goes_on=True)
 
 
 def has_ended(message: bytes) -> bool:
-    """Whether a watch tells that its key was deleted, or that it is over: a compaction, for one."""
+    """Return whether a watch reports that its key was deleted, or that it was cancelled, as by compaction."""
     its = fields_of(message)
     return 11 in its or 4 in its
 
@@ -213,7 +213,6 @@ def auth_token(message: bytes) -> bytes:
 
 
 def get(key: bytes) -> bytes:
-    """Return the request for a key."""
     return _bytes(1, key)
 
 
@@ -232,12 +231,12 @@ def earliest(key: bytes, end: bytes) -> bytes:
 
 
 def page(key: bytes, end: bytes, limit: int) -> bytes:
-    """Return the request for the first keys from one on, in the order of keys."""
+    """Return the request for the first `limit` keys of a range, in the order of keys."""
     return _bytes(1, key) + _bytes(2, end) + _int(3, limit)
 
 
 def found_by(message: bytes) -> tuple[list[KeyValue], int]:
-    """Return the keys of an answer to a range, and how many there are without a limit."""
+    """Return the keys in the answer to a range request, and how many keys the whole range has."""
     return _found(message), fields_of(message).get(4, [0])[0]
 
 
@@ -246,7 +245,7 @@ def range_call(request: bytes) -> Call:
 
 
 def read(request: bytes) -> bytes:
-    """Return an operation of a transaction that reads."""
+    """Return a request for a range as an operation of a transaction."""
     return _bytes(1, request)
 
 

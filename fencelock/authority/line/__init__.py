@@ -1,1 +1,1 @@
-"""The line, by which etcd and ZooKeeper grant leases."""
+"""The waiting line of each resource, by which etcd and ZooKeeper grant leases."""

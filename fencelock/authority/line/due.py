@@ -16,13 +16,14 @@ from fencelock.errors import FencelockError, QuorumError
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Seconds until a release that was not answered is sent again, and for which a thread without work stays.
+#: Seconds until an unanswered release is sent again.
 _PAUSE: Final = 0.3
+#: Seconds for which an idle thread stays.
 _IDLE: Final = 30.0
 
 
 class Due(NamedTuple):
-    """A release that is to be made at a time of `time.monotonic`, and to be repeated until another one."""
+    """A release to send at the time `at`, and to repeat until `until`, on the clock of `time.monotonic`."""
 
     resources: tuple[str, ...]
     at: float
@@ -32,7 +33,7 @@ class Due(NamedTuple):
 
 
 class DueReleases(dict[str, Due]):
-    """Releases by nonce; `release` makes one, and returns whether it has found something."""
+    """Planned releases by nonce; `release` sends one, and returns whether it has found the lease."""
 
     def __init__(self, release: Callable[[str, Due], object]) -> None:
         super().__init__()
@@ -52,24 +53,24 @@ class DueReleases(dict[str, Due]):
 
     @property
     def is_at_work(self) -> bool:
-        """Whether the thread that makes releases asks."""
+        """Whether the caller is the thread that sends the releases."""
         return threading.current_thread() is self._thread
 
     def _run(self) -> None:
         while True:
             for nonce, due in list(self.items()):
-                # The second look is for an extension that has moved it meanwhile.
+                # `get` finds another release if an extension has replaced this one meanwhile.
                 if due.at <= time.monotonic() and self.get(nonce) is due and self._has_to_go_on(nonce, due):
                     self.setdefault(nonce, due._replace(at=time.monotonic() + _PAUSE))
             first = min((due.at for due in list(self.values())), default=math.inf)
             self._wakeup.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
             if not self and first == math.inf:
                 self._thread = None
-                if not self:  # `plan` adds, and then looks for the thread
+                if not self:  # `plan` first adds a release, and then checks for the thread
                     return
 
     def _has_to_go_on(self, nonce: str, due: Due) -> bool:
-        """Make a release; return whether to make it once more."""
+        """Send a release; return whether to send it once more."""
         self.pop(nonce, None)
         try:
             found = self._release(nonce, due)

@@ -1,4 +1,4 @@
-"""What stands in a line and beside it, and the texts of that."""
+"""The entries of a line, the mark beside them, and their texts in the store."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fencelock.tokens import MAX_TOKEN
 
 #: Bits by which the time is shifted in a token.
 SHIFT: Final = 10
-#: Seconds after which a waiter looks again, because its connection may be dead without a word.
+#: The most seconds between two checks by a waiter, because its connection may be dead without an error.
 _PATIENCE: Final = 10.0
 _MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16,32}))?(?: ([0-9]{1,20}) (.*))?")
 
@@ -30,8 +30,9 @@ class Mark(NamedTuple):
 
     token: int = 0
     nonce: str = ""
-    #: Until when its holder keeps the resource without an entry, in Unix milliseconds, and what that said.
+    #: Until when its holder keeps the resource without an entry, in Unix milliseconds; 0 if it does not.
     kept_until: int = 0
+    #: The text of the entry that was deleted then.
     text: str = ""
 
     @classmethod
@@ -43,24 +44,24 @@ class Mark(NamedTuple):
         return cls(int(found[1]), found[2] or "", int(found[3] or 0), found[4] or "")
 
     def __str__(self) -> str:
-        """Return its text. Texts compare as their tokens do, because they have as many digits."""
+        """Return its text. Texts compare as their tokens do, because each token has 20 digits."""
         kept = f" {self.kept_until} {self.text}" if self.kept_until else ""
         return f"{self.token:020d} {self.nonce}{kept}"
 
     @property
     def kept_for(self) -> float:
-        """For how many seconds from now it is kept, by the clock of this client."""
+        """For how many seconds from now the resource is kept, by the clock of this client."""
         return self.kept_until / 1000.0 - time.time() if self.kept_until else 0.0
 
 
 class View(NamedTuple):
-    """What an acquisition that has not got its resources sees of them."""
+    """The state of the lines, for an acquisition that does not hold them yet."""
 
-    #: Its own entry stands in the lines.
+    #: Whether its own entries are in the lines.
     is_there: bool
-    #: The entry before its own, where there is one: a key or a path.
+    #: For each line that has an earlier entry: the nearest earlier one, as a key or a path.
     ahead: Sequence[Any]
-    #: Seconds until the last holder no longer keeps them.
+    #: Seconds for which the last holder still keeps the resources.
     kept_for: float = 0.0
 
 
@@ -69,9 +70,9 @@ class Place:
     """An acquisition, and what the store has granted to it.
 
     Attributes:
-        began: when its lease was asked for or extended, on the clock of `time.monotonic`.
-        granted: seconds that the lease lasts since then.
-        revision: where its entries stand.
+        began: when its lease was asked for or extended (`time.monotonic`).
+        granted: seconds that the lease lasts from then on.
+        revision: etcd's revision of its entries; 0 if unknown.
     """
 
     resources: tuple[str, ...]
@@ -79,10 +80,10 @@ class Place:
     ttl: float
     began: float = 0.0
     granted: float = 0.0
-    #: It is known to be the first in all lines.
+    #: Whether it is known to be the first in all lines.
     holds: bool = False
     revision: int = 0
-    #: The revision at which the lines were read last.
+    #: The revision of etcd at which the lines were read last.
     seen: int = 0
 
     @property
@@ -95,14 +96,14 @@ class Place:
 
 
 class Exchange(NamedTuple):
-    """A step: requests to one server, which has to answer within these seconds."""
+    """A step: send requests to one server, which has to answer within `seconds`."""
 
     requests: Sequence[Any]
     seconds: float
 
 
 class Head(NamedTuple):
-    """The first entry of a line: its key or path, what it says, and all that is known beside it."""
+    """The first entry of a line, with the mark and the number of waiters; `key` is a key or a path."""
 
     resource: str
     key: Any
@@ -110,9 +111,9 @@ class Head(NamedTuple):
     text: str
     mark: Mark
     waiters: int
-    #: Seconds until the store ends it, at most; infinite if the store cannot tell.
+    #: The most seconds until the store deletes the entry; infinite if the store cannot tell.
     left: float = math.inf
-    #: The store's lease of the entry.
+    #: The lease of etcd that the entry belongs to.
     lease: int = 0
 
     def info(self) -> LockInfo:
@@ -131,12 +132,12 @@ def _number(text: str) -> float:
 
 
 def entry_text(ttl: float) -> str:
-    """Return what an entry says: its ttl, the Unix time, and the process."""
+    """Return the text of an entry: its ttl, the Unix time, and the name of this process."""
     return f"{ttl:g} {time.time():.3f} {name_of_process(os.getpid())}"
 
 
 def quoted(resource: str) -> str:
-    """Return a resource as one part of a key or path."""
+    """Return the name of a resource, quoted so that it is one part of a key or path."""
     return quote(resource, safe="").replace(".", "%2E")
 
 

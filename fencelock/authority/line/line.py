@@ -33,28 +33,29 @@ from fencelock.tokens import MAX_TOKEN, check
 
 # The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
 # the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
-# same everywhere, and no two can wait for each other. The first in all of them mints and holds. The token is
-# `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time of the client in milliseconds.
+# same everywhere, and no two can wait for each other. The acquisition that is first in all its lines mints,
+# and holds. Its token is `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time of the
+# client in milliseconds.
 #
-# The transaction that mints requires that its entry still stands in the line, that the base is the one it
-# knows, and that the mark is lower. So the tokens of a resource rise whatever clocks say. The place in the
-# line is no token: a holder in front may mint again.
+# The transaction that mints requires that its entry is still in the line, that the base is the one it knows,
+# and that the mark is lower. So the tokens of a resource rise whatever clocks say. The position in the line
+# cannot be the token, because a holder may mint again.
 #
-# A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time lifts
-# new tokens above the lost ones, if clocks differ by less than the restore took. `base` is 0 until
+# A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time makes
+# new tokens larger than the lost ones, if clocks differ by less than the restore took. `base` is 0 until
 # `init(above=…)` raises it. `proof/line` is the model.
 
 
 #: The most and the least seconds that an answer may take.
 ANSWER: Final = (2.0, 0.5)
-#: Seconds for which an acquisition goes on beside servers that elect a leader, within its timeout.
+#: Seconds for which an acquisition keeps trying while servers elect a leader, within its timeout.
 _ELECTION: Final = 5.0
 #: Milliseconds by which new tokens are above those of another authority.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3600.0
-#: Seconds after which an acquisition without a wakeup looks again.
+#: Seconds after which an acquisition without a wakeup checks its lines again.
 _GLANCE: Final = 0.5
-#: Requests, and leases, at once.
+#: The most requests of one exchange, and the most leases of one extension.
 _AT_ONCE: Final = 200
 _NONCE: Final = re.compile("[0-9a-f]{16}|[0-9a-f]{32}")
 
@@ -62,21 +63,21 @@ _NONCE: Final = re.compile("[0-9a-f]{16}|[0-9a-f]{32}")
 class LineAuthority(WithLoops):
     """An authority that grants by lines of entries."""
 
-    #: A request that was sent before may still be executed after a later one.
+    #: Whether a request may be executed after another one that was sent later.
     _comes_late = True
     #: The most resources of one lock.
     _most: int
     _shown: str
 
-    # What the store does.
+    # A subclass for a store implements the following.
 
     @abc.abstractmethod
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Enter the lines, if `alone` only empty ones; return tokens if the place holds them now."""
+        """Enter the lines, if `alone` only empty ones; return tokens if the place holds, else a `View`."""
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint if the place is the first in all lines; else return what stands there."""
+        """Mint if the place is the first in all lines, and return the tokens; else return a `View`."""
 
     @abc.abstractmethod
     def _giving_back(
@@ -86,7 +87,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _watch(self, place: Place, ahead: str) -> Steps[Any]:
-        """Return a wakeup that comes, and is `over`, when the entry ahead has gone; None if there is none."""
+        """Return a wakeup that is `over` when the entry `ahead` is gone; None if no wakeup can be had."""
 
     @abc.abstractmethod
     def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
@@ -98,7 +99,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _ends_late(self, ttl: float) -> bool:
-        """Whether the store ends a lease of this ttl later than it should."""
+        """Return whether the store ends a lease of this ttl later than the ttl says."""
 
     @abc.abstractmethod
     def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
@@ -114,9 +115,9 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def pruning(self, older_than: float) -> Steps[int]:
-        """Delete the marks of resources without a holder and without waiters."""
+        """Delete old marks of resources without a holder and without waiters; return how many."""
 
-    # What all of them have.
+    # All stores share the following.
 
     def __init__(self) -> None:
         self._start_over()
@@ -125,13 +126,13 @@ class LineAuthority(WithLoops):
     def _start_over(self) -> None:
         super()._start_over()
         self._pid = os.getpid()
-        #: Releases that a thread is to make, by nonce.
+        #: Releases that a thread has to send, by nonce.
         self._due = DueReleases(lambda nonce, due: self.run(self._ending(due.resources, nonce)))
 
     def asking(
         self, requests: Sequence[Any], until: float, again: list[str] | None = None
     ) -> Steps[list[Any]]:
-        """Return the answers to requests, which may be sent several times; `again` gets why.
+        """Return the answers to requests, which may be sent several times; `again` collects the reasons.
 
         Raises:
             QuorumError: no server answered in time.
@@ -174,36 +175,37 @@ class LineAuthority(WithLoops):
 
     @property
     def _asked(self) -> str:
-        """The server that is asked now, for errors."""
+        """The address of the server that is asked now, for errors."""
         return self._shown
 
-    def _why_again(self, answer: Any) -> str:  # noqa: ARG002 - etcd has an answer for it
-        """Return why a request has to be sent again; nothing if it was answered."""
+    def _why_again(self, answer: Any) -> str:  # noqa: ARG002 - etcd's subclass needs it
+        """Return why a request has to be sent again; an empty text if it was answered."""
         return ""
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._shown}>"
 
     def init(self, *, above: int | None = None) -> None:
-        """Look whether the servers answer, and raise all new tokens above one that a storage has seen.
+        """Check that the servers answer, and make all new tokens larger than `above`, if it is given.
 
         Raises:
             AuthorityError: the servers cannot be used.
-            ValueError: no token is above that one.
+            ValueError: `above` is outside the range of tokens.
         """
         self.run(self.initialising(above))
 
     def prune(self, older_than: float) -> int:
-        """Delete the marks of resources that nothing holds, and that were last locked long ago.
+        """Delete the old marks of free resources.
 
         Args:
-            older_than: seconds since then; an hour at least.
+            older_than: seconds since the last lock; an hour at least.
 
         Returns:
-            how many were deleted.
+            The number of deleted marks.
 
         Raises:
             AuthorityError: the servers cannot be used.
+            ValueError: for less than an hour.
         """
         if not _HOUR <= older_than < math.inf:
             raise ValueError(f"marks are pruned after an hour at least, 3600, not after {older_than!r} s")
@@ -219,9 +221,9 @@ class LineAuthority(WithLoops):
         *,
         ttl: float,
         timeout: float | None,
-        fair: bool = False,  # noqa: ARG002 - it always is
+        fair: bool = False,  # noqa: ARG002 - a line is always fair
         go_on: Callable[[], None] = lambda: None,
-        at_least: float = 0.0,  # noqa: ARG002 - every lease can be kept
+        at_least: float = 0.0,  # noqa: ARG002 - `keep_gen` needs nothing in advance
     ) -> Steps[Grant]:
         if len(resources) > self._most:
             raise ValueError(
@@ -255,7 +257,7 @@ class LineAuthority(WithLoops):
         found = yield from self._enter(place, alone=alone, until=_answer_by(end))
         while isinstance(found, View):
             if not found.is_there and (waited or not found.ahead):
-                if waited:  # its lease has ended meanwhile, or an entry was deleted
+                if waited:  # the lease of the place has ended meanwhile, or an entry was deleted
                     old, place.nonce = place.nonce, self._new_nonce()
                     place.revision, place.granted = 0, 0.0
                     yield from self._giving_back(place.resources, old)
@@ -274,7 +276,7 @@ class LineAuthority(WithLoops):
         return grant
 
     def _waiting(self, place: Place, view: View, end: float, go_on: Callable[[], None]) -> Steps[None]:
-        """Wait until an entry ahead has gone, or until it is time to extend the lease of the place."""
+        """Wait until an entry ahead is gone, or until it is time to extend the lease of the place."""
         until = min(end, place.extend_at)
         if not view.ahead:
             until = min(until, time.monotonic() + view.kept_for)
@@ -316,7 +318,7 @@ class LineAuthority(WithLoops):
 
     def _extending(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:
         began = time.monotonic()
-        ends = min(grant.expires_at for grant, _ in wishes)  # 0 for what was handed over
+        ends = min(grant.expires_at for grant, _ in wishes)  # 0 for a lease that was handed over
         watched = self._due.keys() & {grant.proof for grant, _ in wishes}
         try:
             lasts: list[float]
@@ -338,7 +340,7 @@ class LineAuthority(WithLoops):
             return (yield from keep())
         except (FencelockError, GeneratorExit):
             raise
-        except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+        except BaseException:  # a signal handler's error, or a cancellation: send it once more
             yield Abandon(keep)
             raise
 
@@ -356,7 +358,7 @@ class LineAuthority(WithLoops):
             raise
 
     def _abandoning(self, place: Place) -> Steps[None]:
-        """Release what an interrupted operation may have left; later, if the servers are silent now."""
+        """Release what an interrupted operation may have left; in the background, if no server answers."""
         try:
             yield from self._giving_back(place.resources, place.nonce)
         except QuorumError:
@@ -369,34 +371,33 @@ class LineAuthority(WithLoops):
         self._due.plan(place.nonce, Due(place.resources, time.monotonic(), self._gone_at(until), in_doubt))
 
     def _gone_at(self, until: float) -> float:
-        """Return when the store has ended the entries by itself, whose lease is over then."""
+        """Return when the store has deleted the entries of a lease that ends at `until`."""
         return until
 
     def _note_end(self, grant: Grant, ttl: float) -> None:
-        """End a lease in time, if the store would end it later."""
+        """Plan the release of a lease at its end, if the store would end it later."""
         if self._ends_late(ttl) or grant.proof in self._due:
             self._end_at(grant, grant.expires_at)
 
     def _end_at(self, grant: Grant, end: float) -> None:
-        """Release a lease at its end, if it was not extended until then."""
+        """Plan the release of a lease at its end; a later plan for the lease replaces this one."""
         until = self._gone_at(end + ANSWER[0])
         self._due.plan(grant.proof, Due(grant.resources, end, until, in_doubt=False))
 
     def _extended(
         self, grant: Grant, longer: Grant, ttl: float, *, is_watched: bool
     ) -> Grant | LockLostError:
-        """Note the new end of a lease. It is lost if the thread that ends leases may have been quicker.
+        """Note the new end of a lease; return the grant, or LockLostError if `_due` may have released it.
 
-        That thread knew of it when its extension began, if `is_watched`.
+        `is_watched` says whether the thread of `_due` knew the lease when its extension began.
         """
-        self._note_end(longer, ttl)  # before the look at the clock: what the thread sees later is in time
+        self._note_end(longer, ttl)  # before the clock is read, because from now on `_due` has the new end
         if is_watched and time.monotonic() >= grant.expires_at:
             self._end_at(grant, grant.expires_at)
             return lost(grant)
         return longer
 
     def _ending(self, resources: tuple[str, ...], nonce: str) -> Steps[object]:
-        """Release a lease that has ended."""
         return self._giving_back(resources, nonce)
 
     def _leave(self, nonce: str) -> None:
@@ -446,7 +447,7 @@ class AsyncLine(AsyncWithLoops):
     _authority: LineAuthority
 
     async def init(self, *, above: int | None = None) -> None:
-        """Look whether the servers answer: see `LineAuthority.init`."""
+        """Check that the servers answer: see `LineAuthority.init`."""
         await self.run(self._authority.initialising(above))
 
     async def prune(self, older_than: float) -> int:
@@ -455,6 +456,6 @@ class AsyncLine(AsyncWithLoops):
 
 
 def _answer_by(end: float) -> float:
-    """Return until when the servers have to answer to an acquisition whose time is over at `end`."""
+    """Return until when the servers have to answer an acquisition whose timeout is over at `end`."""
     now = time.monotonic()
     return max(now + ANSWER[0], min(end, now + _ELECTION))

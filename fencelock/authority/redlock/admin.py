@@ -54,10 +54,10 @@ class NodeStatus:
     """The status of one node, for `Redlock.status()` and `fencelock nodes`.
 
     Attributes:
-        address: without password.
+        address: the address, without password.
         state: admitted nodes vote; the others do not, or not in this list.
-        epoch: in which it votes, or voted last; None if it has forgotten.
-        max_ttl: the longest lease in seconds that its list allows; None if it has forgotten.
+        epoch: the epoch in which the node votes, or voted last; None if the node is blank.
+        max_ttl: the longest lease in seconds that its list allows; None if the node is blank.
         recovering_for: seconds until it can be admitted again, at the earliest; None unless recovering.
         detail: a text for a person; may be empty.
     """
@@ -96,7 +96,7 @@ def initialise(
     except QuorumError:
         view.current()  # raises a better error for two names of one server
         raise
-    for _ in range(_MOST_RISES if epoch else 0):  # another may be at work on the same nodes
+    for _ in range(_MOST_RISES if epoch else 0):  # another client may be at work on the same nodes
         last = compose(epoch - 1, MAX_COUNTER)
         if (yield from rise(group, last)) is not None:
             return done
@@ -137,7 +137,7 @@ def warn_of_eviction(name: str, policy: str) -> None:
 
 
 def status(group: NodeGroup, view: MembershipView) -> Steps[tuple[NodeStatus, ...]]:
-    """Return the status of every node in their order, with the eviction policy if it has one."""
+    """Return the status of every node, in order; its detail names the eviction policy, if there is one."""
     found = list(statuses(group.names, *(yield from group.read())))
     for node, identity in view.identities.items():
         if identity.eviction:
@@ -154,7 +154,7 @@ def compare_lists(group: NodeGroup) -> Steps[tuple[tuple[str, ...], tuple[str, .
     met = {report.node_id for report in reports.values()}
     listed = census.membership
     missing = [name for node_id, name in listed.seats if node_id not in met and name not in group.names]
-    if len(missing) <= len(group.names) - len(reports):  # silent nodes may be these, by other names
+    if len(missing) <= len(group.names) - len(reports):  # silent nodes may be these, at other addresses
         missing = []
     strangers = [
         group.names[node]
@@ -232,21 +232,21 @@ def change_nodes(
     tell: Callable[[str], None] = lambda _: None,
     patience: float = _CONNECT_TIMEOUT,
 ) -> Change:
-    """Let the wanted nodes vote instead of the present ones; they may be the same.
+    """Let the wanted nodes vote instead of the present ones; a node may be in both lists.
 
-    Nodes that are gone for good may be left out. No lock is granted meanwhile, and held leases end first. It
-    can be run again after an interruption.
+    Lost nodes may be left out of both lists. No lock is granted during the change, which waits until held
+    leases have ended. After an interruption, call it again.
 
     Args:
         present: URLs of the nodes in use.
-        wanted: URLs of the nodes to use then.
-        namespace: of the nodes.
+        wanted: URLs of the nodes to use after the change.
+        namespace: the namespace on the nodes.
         max_ttl: the longest lease in seconds that the wanted nodes grant; as the present ones by default.
         tell: called with a sentence for each step.
         patience: seconds to wait for each node.
 
     Raises:
-        QuorumError: too few of the present nodes vote, or a wanted one does not answer.
+        QuorumError: too few of the present nodes vote, or a wanted node does not answer.
         MembershipError: a wanted node is in use elsewhere, or another change is under way.
         ValueError: for a URL that cannot be understood, or a wanted node that is named twice.
     """

@@ -1,7 +1,7 @@
 """Runs recovery in the background, so that no acquisition waits for it.
 
-A `Redlock` has at most one daemon thread for it, with its own connections, also in asyncio programs. It
-starts when an answer shows that a node has forgotten, has restarted or lags behind.
+A `Redlock` has at most one daemon thread for it, with its own connections, also in asyncio programs. The
+thread starts when an answer shows that a node has lost its memory, has restarted or lags behind.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Recoverer:
             self._thread = thread
             try:
                 _threads.start(thread)
-            except RuntimeError:  # too many threads, or the interpreter is on its way out
+            except RuntimeError:  # too many threads, or the interpreter ends
                 self._pause(succeeded=False)
 
     def _is_at_work(self) -> bool:
@@ -62,7 +62,7 @@ class Recoverer:
     def close(self) -> None:
         """End a running recovery at its next wait, and begin no other.
 
-        Programs that end at once recover, too: the first leaves its ticket, and a later one admits the node.
+        Programs that end soon recover nodes, too: the first puts a ticket on a node, a later one admits it.
         """
         self._stop.set()
         thread = self._thread
@@ -75,14 +75,14 @@ class Recoverer:
             self._connections.leave_to_parent()
 
     def _run(self) -> None:
-        if self._thread is not threading.current_thread():  # a signal handler has started another meanwhile
+        if self._thread is not threading.current_thread():  # a signal handler has started another thread
             return
         succeeded = False
         try:
             self._connections = self._connect()
             succeeded = run(self._work(), self._do)
         except FencelockError:
-            pass  # it was closed, or nodes and client disagree: the next acquisition raises it
+            pass  # `close` was called, or the next acquisition raises the error
         finally:
             if self._connections is not None:
                 self._connections.close()

@@ -1,4 +1,4 @@
-"""The class `Redlock`: N nodes, their state as far as it is known, and the blocking operations."""
+"""The class `Redlock`: its N nodes, their last known state, and its public methods."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ class Redlock(GeneratorAuthority):
         connect_timeout: seconds that a node may take to accept a connection.
         outage_grace: seconds to go on trying when no majority answers, within the timeout of the
             acquisition.
-        verify: "auto": the connection proves the server process if this is sound; else every vote does
-            (replicas, Sentinel, Redis Cluster). "vote": every vote does; use it behind a proxy.
+        verify: "auto": every vote proves its server process if a connection cannot prove it (replicas,
+            Sentinel, Redis Cluster). "vote": every vote proves it; use this behind a proxy.
         recover: admit nodes again that have restarted or lost their memory, in the background, once the
             longest lease has passed; False leaves this to other clients.
 
@@ -160,10 +160,10 @@ class Redlock(GeneratorAuthority):
         """See `Authority.acquire_gen`.
 
         Raises:
-            LockTimeoutError: another holder kept one of them until the timeout.
+            LockTimeoutError: another holder kept one of the resources until the timeout.
             QuorumError: too few nodes answered.
             NodesNotInitialisedError: too many nodes are blank.
-            MembershipError: nodes and client disagree on which the N nodes are.
+            MembershipError: nodes and client disagree on the list of nodes.
             ValueError: the ttl, or `at_least`, is longer than these nodes allow.
         """
         queue = yield Call(lambda: self._connections.queue, self.aio.queue)
@@ -216,7 +216,7 @@ class Redlock(GeneratorAuthority):
         return inspecting.force(self._current, resource, token)
 
     def endless(self, pattern: str) -> dict[str, list[str]]:
-        """Return the keys without an end that match a pattern of Redis, by each node that votes.
+        """Return the keys without an expiry that match a pattern of Redis, by each node that votes.
 
         Raises:
             QuorumError: too few nodes vote.
@@ -283,9 +283,9 @@ class Redlock(GeneratorAuthority):
         return self._run_apart(initialise.remains(self._group()))
 
     def clear(self) -> int:
-        """Delete the keys of the namespace on the nodes: their memory, locks and queues. No other key.
+        """Delete all keys of the namespace on the nodes (their memory, locks and queues), and no others.
 
-        Use it for a list that has lost its majority, before `init(above=…)`. No client may use it then.
+        Use it for a list that has lost its majority, before `init(above=…)`. Stop all clients before.
 
         Returns:
             How many keys were deleted.
@@ -303,13 +303,13 @@ class Redlock(GeneratorAuthority):
         return self._run_apart(admin.status(self._group(), self._view))
 
     def compare_lists(self) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Return the addresses of members that are not these nodes, and of nodes that are not members."""
+        """Return the addresses of members that are not in `nodes`, and of these nodes that are no members."""
         return self._run_apart(admin.compare_lists(self._group()))
 
     def recover(self) -> bool:
         """Admit nodes again that restarted or forgot, after a wait for the longest lease to pass.
 
-        Clients do this in the background. Call it if no client of the nodes lives for that time.
+        Clients do this in the background. Call it if no client of the nodes runs for that time.
 
         Returns:
             True when nothing is left to do; False if nothing can be done, as `status` tells.
@@ -325,8 +325,8 @@ class Redlock(GeneratorAuthority):
         return admin.initialise(
             admin.group_of(self._names, self._node_key, self._connect_timeout),
             self._view,
-            # After a loss, counters by the clock start above the old tokens. This is no guarantee: it needs
-            # an old epoch of 0, sane clocks, and less than 1,000 leases a second per stripe.
+            # Counters start at the time, so that they are above the old ones even after a loss. This is no
+            # guarantee: it needs an old epoch of 0, sane clocks, less than 1,000 leases a second per stripe.
             base=time.time_ns() // 1_000_000 if base is None else base,
             max_ttl=max_ttl,
             epoch=epoch,
@@ -334,7 +334,7 @@ class Redlock(GeneratorAuthority):
         )
 
     def _run_apart(self, generator: Steps[_T]) -> _T:
-        """Run an operator's request over separate connections, because WAITAOF takes one for two seconds."""
+        """Run an operator's request on separate connections, because WAITAOF may block them for 2 seconds."""
         connections = self._connect()
         try:
             return run(generator, connections.do)
@@ -342,7 +342,7 @@ class Redlock(GeneratorAuthority):
             connections.close()
 
     def begin_in_child(self) -> None:
-        """In a forked child, begin with connections of its own."""
+        """In a forked child, leave the connections to the parent, and start over."""
         self._connections.leave_to_parent()
         self._recoverer.leave_to_parent()
         self.aio.leave_to_parent()
@@ -355,7 +355,7 @@ class Redlock(GeneratorAuthority):
         return LoopConnections(loop, self._nodes, self._node_key, **self._wiring())
 
     def _new_nonce(self) -> str:
-        # Drawn for each attempt, because the state of a process may be copied.
+        # Random for each attempt, because a copy of this process must not make the same nonce.
         return f"{self._client}{int(time.time() * 1000):0{attempts.TIME_DIGITS}x}{os.urandom(8).hex()}"
 
     def _wiring(self) -> dict[str, Any]:
@@ -391,8 +391,8 @@ class Redlock(GeneratorAuthority):
 class AsyncRedlock(AsyncView):
     """A `Redlock` for asyncio code, found as `Redlock.aio`.
 
-    All tasks of a loop share one connection to each node. Every loop has its own connections, which end with
-    it. A cancelled operation leaves no lock behind. A cancelled release is sent all the same.
+    All tasks of a loop share one connection to each node. Every loop has its own connections, which are
+    closed with it. A cancelled operation leaves no lock behind. A cancelled release is sent all the same.
     """
 
     _authority: Redlock
@@ -463,7 +463,7 @@ class AsyncRedlock(AsyncView):
         return connections
 
     def _close_orphans(self) -> None:
-        """Close the connections of loops that were closed too early."""
+        """Close the connections of loops that were closed before their connections."""
         for loop, connections in list(self._by_loop.items()):
             if loop.is_closed():
                 connections.close()
@@ -480,14 +480,14 @@ class AsyncRedlock(AsyncView):
                 connections.close()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, close its copies of the sockets, without a lock that a thread may have held."""
+        """In a forked child, close its copies of the sockets, without a mutex that a thread may have held."""
         for connections in list(self._by_loop.values()):
             connections.leave_to_parent()
         self._start_over()
 
 
 _FAREWELL: Final = 0.5
-"""Seconds that the end of the process may take for releases that are owed."""
+"""The most seconds that `settle` waits for answers when the process ends."""
 
 
 def _check_namespace(namespace: str) -> str:

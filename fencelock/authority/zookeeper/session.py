@@ -51,20 +51,20 @@ AWAY: Final[tuple[type[Exception], ...]] = (
     ThrottledOpError,
 )
 
-#: A request: it begins, and returns kazoo's `AsyncResult`.
+#: A request: a function that sends it, and returns kazoo's `AsyncResult`.
 Request = Callable[[KazooClient], Any]
 
 
 class Watching(NamedTuple):
-    """A step: begin to watch whether a node is there; it returns a wakeup."""
+    """A step: begin to watch for the deletion of a node; its result is a wakeup."""
 
     path: str
 
 
 class Session:
-    """A session, by kazoo's client.
+    """A session with ZooKeeper, through kazoo's client.
 
-    A thread of its own calls kazoo, whose locks a signal handler that raises could leave locked.
+    A thread of its own calls kazoo, because a signal handler that raises could leave kazoo's locks locked.
 
     Args:
         hosts: the servers.
@@ -73,9 +73,9 @@ class Session:
 
     def __init__(self, hosts: Hosts, seconds: float) -> None:
         self._hosts, self._seconds = hosts, seconds
-        #: Seconds after which the servers end the session, as they have told.
+        #: The session timeout that the servers have granted, in seconds; 0 before the first connection.
         self.timeout: float = 0.0
-        #: How often another session had to be begun.
+        #: How often a new session has replaced one that is over.
         self.renewals: int = 0
         #: How often the connection was lost or opened.
         self.changes: int = 0
@@ -87,7 +87,7 @@ class Session:
         client = self._new_client()
         while (work := self._to_do.get()) is not None:
             if self._is_over:
-                # Servers that have lost their data refuse a session that knows more than they do, for ever.
+                # Servers that have lost their data would refuse this client for ever, as it has seen more.
                 threading.Thread(target=_end, args=(client,), daemon=True).start()
                 self.renewals += 1
                 client = self._new_client()
@@ -128,13 +128,13 @@ class Session:
         return client
 
     def _note_timeout(self, client: KazooClient) -> None:
-        """Learn the timeout on which the servers insist, which kazoo keeps to itself."""
+        """Store the granted session timeout in `timeout` at each connection; kazoo does not publish it."""
         connection = client._connection  # noqa: SLF001
         connect = connection._connect  # noqa: SLF001
 
         def connect_and_note(*address: Any) -> Any:
             read_timeout, connect_timeout = connect(*address)
-            self.timeout = read_timeout * 1.5 / 1000.0  # it is two thirds, in milliseconds
+            self.timeout = read_timeout * 1.5 / 1000.0  # read_timeout is two thirds, in milliseconds
             return read_timeout, connect_timeout
 
         connection._connect = connect_and_note  # noqa: SLF001
@@ -151,7 +151,7 @@ class Session:
                 _events.tell(ConnectionFailed("ZooKeeper", where, state))
 
     def close(self) -> None:
-        """End the session. Its entries go at once."""
+        """End the session; the servers delete its entries at once."""
         self._to_do.put(None)
         self._closed.sleep(_FAREWELL)
 
@@ -168,7 +168,7 @@ class Session:
 
         def send(client: KazooClient) -> None:
             if self._away_since < math.inf:
-                # kazoo would send them later, when what they rely on is old.
+                # Without a connection, kazoo would send them later, when they rely on old data.
                 done()
                 return
             self._unanswered_since = min(self._unanswered_since, time.monotonic())
@@ -228,7 +228,7 @@ class Session:
 
 
 class Watch:
-    """Wakes its caller when a node has gone, or the connection is lost: a wakeup for `Wait`."""
+    """The wakeup that ends a step `Wait` when a node is deleted, or the connection is lost."""
 
     def __init__(self, do: Callable[[Callable[[KazooClient], Any]], object], path: str, wakeup: Any) -> None:
         self.over: bool = False
@@ -248,7 +248,7 @@ class Watch:
         self._wakeup.wake()
 
     def close(self) -> None:
-        """Forget it, because kazoo would keep it as long as the node is there."""
+        """Remove the watch, because kazoo would keep it while the node exists."""
         if not self.over:
             self._do(lambda client: self._begun.rawlink(lambda _: self._forget(client)))
 
@@ -257,7 +257,7 @@ class Watch:
 
 
 def _end(client: KazooClient) -> None:
-    with contextlib.suppress(Exception):  # whatever kazoo says of a connection that was never there
+    with contextlib.suppress(Exception):  # whatever kazoo raises if it was never connected
         client.stop()
         client.close()
 
@@ -274,7 +274,7 @@ def _outcomes(results: Sequence[Any]) -> list[Any]:
 
 
 def hosts_of(url: str) -> tuple[Hosts, float]:
-    """Return what a URL names, and the session timeout in its query or 0."""
+    """Return the parts of a URL, and the session timeout in its query, or 0."""
     hosts = parse(url, _SCHEMES, _PORT, _OPTIONS)
     given = hosts.options.get("session_timeout", "0")
     try:

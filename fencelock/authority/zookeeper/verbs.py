@@ -1,4 +1,4 @@
-"""Requests of ZooKeeper, as kazoo's client sends them: each is a function that begins one."""
+"""Requests to ZooKeeper: each is a function that sends the request with kazoo's client."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from fencelock.authority.zookeeper.session import Request
 
 #: Characters of a nonce, with which the name of an entry begins.
 NONCE_LENGTH: Final = 16
-#: Operations of a transaction, as kazoo calls them.
+#: Operations of a transaction, by kazoo's names.
 CREATE, CHECK, SET, DELETE = "create", "check", "set_data", "delete"
-#: Another client was quicker.
+#: Errors that say that another client was quicker.
 CHANGED: Final[tuple[type[Exception], ...]] = (BadVersionError, NoNodeError)
 
 
@@ -30,7 +30,7 @@ def transaction(*operations: tuple[Any, ...]) -> Request:
 
 
 def refusal(done: Any) -> Exception | None:
-    """Return why a transaction was refused: kazoo returns errors instead of raising them."""
+    """Return why a transaction was refused, or None; kazoo returns errors instead of raising them."""
     if isinstance(done, Exception):
         return done
     errors = [each for each in done if isinstance(each, Exception)]
@@ -43,7 +43,7 @@ def children(path: str) -> Request:
 
 
 def children_and_version(path: str) -> Request:
-    """Return the request for the names of children, and the facts of the node."""
+    """Return the request for the names of children, and for the node's `ZnodeStat`."""
     return lambda client: client.get_children_async(path, include_data=True)
 
 
@@ -76,9 +76,9 @@ def set_data(path: str, data: bytes, version: int = -1) -> Request:
 
 
 def distance(name: str, other: str) -> int:
-    """Return how far behind another entry one stands, negative if it stands before; 0 of a foreign name.
+    """Return how far `name` is behind `other` in a line, negative if it is before; 0 for a foreign name.
 
-    ZooKeeper counts the entries of a line with 32 bits, and goes on with negative numbers.
+    ZooKeeper numbers the entries of a line with 32 bits; after the largest number, negative ones follow.
     """
     numbers = [each[NONCE_LENGTH + 1 :] for each in (name, other)]
     if not all(number.removeprefix("-").isdigit() for number in numbers):

@@ -1,4 +1,4 @@
-"""The class `ZooKeeper`: what it says to the servers, and what it reads out of their answers."""
+"""The class `ZooKeeper`: its requests to the servers, and how it reads their answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from fencelock.errors import AuthorityError
 _MOST: Final = 500
 #: The most lines, and the most marks, that a client remembers.
 _REMEMBERED: Final = 10_000
-#: Sessions of a parent process. A child keeps them, because kazoo would speak when it frees them.
+#: Sessions of a parent process. A child keeps a reference, because kazoo would send data when it is freed.
 _of_parents: list[object] = []
 
 
@@ -49,8 +49,8 @@ class ZooKeeper(LineAuthority):
     ```
 
     A process has one session, for threads and loops, which begins at the first use. A forked child has its
-    own. A lease lasts for two thirds of the session timeout at most, and is extended in time. If a process
-    dies, its locks are free when its session has ended, whatever their ttl is.
+    own session. A lease lasts for two thirds of the session timeout at most, and is extended in time. If a
+    process dies, its locks are free when its session has ended, whatever their ttl is.
 
     Args:
         url: `zookeeper://host1:2181,host2:2181/root`, or with TLS and login
@@ -67,7 +67,7 @@ class ZooKeeper(LineAuthority):
     _most = _MOST
     _comes_late = False  # requests of a session are executed in their order
 
-    def _ends_late(self, ttl: float) -> bool:  # noqa: ARG002 - of any
+    def _ends_late(self, ttl: float) -> bool:  # noqa: ARG002 - an entry ends with the session
         return True
 
     def __init__(self, url: str, *, session_timeout: float = 30.0) -> None:
@@ -85,18 +85,19 @@ class ZooKeeper(LineAuthority):
         #: `close` was called, so the session ends when no lease is held. Another use takes this back.
         self._closes = False
         self._opening = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
-        #: Lines that are there; this only spares a request.
+        #: Lines that exist; this only spares a request.
         self._made: OrderedDict[str, None] = OrderedDict()
-        #: The paths of entries of places and grants, by nonce.
+        #: The paths of entries, by nonce.
         self._paths: dict[str, list[str]] = {}
-        #: The ttl that entries tell, by nonce.
+        #: The ttl in the text of entries, by nonce.
         self._ttls: dict[str, float] = {}
         #: Grants that were handed over to another process.
         self._handed: set[str] = set()
         self._renewals = 0
-        #: Of each line its mark, the mark's version and the connection that saw it; then the base with its
-        #: version. They spare a request on that connection. Behind another, servers may have lost their data.
+        #: By line: mark, version of the mark, and `Session.changes` when it was read. They spare a request
+        #: on the same connection only, because after a new connection the servers may have lost their data.
         self._known: OrderedDict[str, tuple[Mark, int, int]] = OrderedDict()
+        #: The base and its version.
         self._base = 0, -1
 
     def close(self) -> None:
@@ -107,7 +108,7 @@ class ZooKeeper(LineAuthority):
         self._end_session()
 
     def _end_session(self) -> bool:
-        """End the session, unless leases are held. The entries go with it."""
+        """End the session and its entries, unless leases are held; return whether it has ended."""
         if any(due.at > time.monotonic() for due in list(self._due.values())):
             return False
         self._due.clear()
@@ -147,7 +148,7 @@ class ZooKeeper(LineAuthority):
                 if (session := self._session) is None:
                     session = self._session = Session(self._hosts, self._timeout)
         if session.renewals != self._renewals:
-            with self._opening:  # no thread must clear what another one has noted of the new session
+            with self._opening:  # no thread may clear paths that another has noted for the new session
                 if session.renewals != self._renewals:  # entries of the earlier session are not ours
                     self._paths.clear()
                     self._renewals = session.renewals
@@ -190,7 +191,7 @@ class ZooKeeper(LineAuthority):
                 continue
             if self._has_changed(made, lines):
                 continue
-            place.granted = self._lasts(place.ttl)  # before the next line: it may forget an earlier session
+            place.granted = self._lasts(place.ttl)  # before the next line, because it may clear `_paths`
             self._paths[place.nonce], self._ttls[place.nonce] = made[: len(lines)], place.ttl
             if not mints:
                 return (yield from self._mint_if_first(place, seen, until))
@@ -199,7 +200,7 @@ class ZooKeeper(LineAuthority):
             return (yield from self._take(place, extend=False, until=until))
 
     def _has_changed(self, made: Any, lines: Sequence[str]) -> bool:
-        """Whether a transaction was refused because another has minted, or a line was pruned."""
+        """Return whether a transaction was refused because another client has minted or pruned."""
         refused = verbs.refusal(made)
         if isinstance(refused, NoNodeError):
             for line in lines:
@@ -209,7 +210,7 @@ class ZooKeeper(LineAuthority):
     def _marking(
         self, place: Place, known: Sequence[tuple[Mark, int]], base: tuple[int, int]
     ) -> list[tuple[Any, ...]]:
-        """Return the operations that mint, if marks and base have the versions that are known."""
+        """Return the operations that mint, if marks and base still have the known versions."""
         operations: list[tuple[Any, ...]] = [(verbs.CHECK, self._root, base[1])]
         for line, (mark, version) in zip(map(self._line, place.resources), known, strict=True):
             minted = Mark(self._minted(mark, base[0]), place.nonce)
@@ -217,7 +218,7 @@ class ZooKeeper(LineAuthority):
         return operations
 
     def _stands_alone(self, place: Place, made: list[Any], seen: list[Any]) -> bool:
-        """Whether a place that minted as it entered is the first in all lines, and no other minted since."""
+        """Return whether a place that has just minted is the first in all lines, with the latest marks."""
         stats = made[-len(place.resources) :]
         return all(
             its.version == stat.version
@@ -251,7 +252,7 @@ class ZooKeeper(LineAuthority):
         return (yield from self._mint_if_first(place, seen, until))
 
     def _make(self, lines: Sequence[str], until: float) -> Steps[None]:
-        """Make the lines that are not known to be there."""
+        """Make the lines that are not known to exist."""
         missing = [line for line in lines if line not in self._made]
         while missing:
             found = yield from self.asking([verbs.create(line, b"") for line in missing], until)
@@ -268,12 +269,12 @@ class ZooKeeper(LineAuthority):
             self._made.popitem(last=False)
 
     def _look(self, place: Place) -> list[Request]:
-        """Return the requests that read what `_mint_if_first` takes."""
+        """Return the requests whose answers `_mint_if_first` reads."""
         lines = list(map(self._line, place.resources))
         return [verbs.get(self._root), *map(verbs.children, lines), *map(verbs.get, lines)]
 
     def _mint_if_first(self, place: Place, seen: list[Any], until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint if the place is the first in all lines; else return what stands there."""
+        """Mint if the place is the first in all lines, and return the tokens; else return a `View`."""
         changes = self._opened().changes
         paths = self._paths.get(place.nonce, [])
         if len(paths) < len(place.resources) or any(isinstance(each, NoNodeError) for each in seen):
@@ -301,7 +302,7 @@ class ZooKeeper(LineAuthority):
             return self._noted(place, operations, done, changes)
         if not isinstance(refused, verbs.CHANGED):
             self._checked(refused)
-        return View(is_there=True, ahead=())  # something has changed: it looks again
+        return View(is_there=True, ahead=())  # something has changed, so the caller tries again
 
     def _mark_of(self, text: bytes, path: str) -> Mark:
         return self.read_mark(text, path) if text else Mark()
@@ -339,7 +340,7 @@ class ZooKeeper(LineAuthority):
         return lasts
 
     def _finds(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[bool]:
-        """Look for the entries of a nonce; return whether they stand in all lines."""
+        """Search the lines for the entries of a nonce; return whether each line has one."""
         lines = list(map(self._line, resources))
         requests = [verbs.sync(self._root), *map(verbs.children, lines)]
         _, *found = yield from self.asking(requests, until)
@@ -402,10 +403,10 @@ class ZooKeeper(LineAuthority):
         try:
             if nonce not in self._handed:
                 return (yield from self._giving_back(resources, nonce))
-            # The process that has taken it over has changed the text of the entries.
+            # Only version 0: a process that has taken the lease over has changed the text of its entries.
             yield from self.all_of([verbs.delete(path, 0) for path in self._paths.get(nonce, ())])
         finally:
-            if self._closes:  # meanwhile, so that this may have begun another session
+            if self._closes:  # `close` was called meanwhile, and the release may have begun a session
                 self._end_session()
         self._forget(nonce)
         return None
@@ -416,9 +417,9 @@ class ZooKeeper(LineAuthority):
             each.pop(nonce, None)
 
     def _gone_at(self, until: float) -> float:
-        return until + 2 * self._timeout  # a session that is not heard of has ended then
+        return until + 2 * self._timeout  # by then the servers have ended a session without contact
 
-    # What operators see and do.
+    # For operators: inspection, forced release, and pruning.
 
     def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
         names = resources or (yield from self._names())
@@ -485,7 +486,8 @@ class ZooKeeper(LineAuthority):
             data, stat = self._checked(its)
             mark = self._mark_of(data, line)
             if mark.token < latest and mark.kept_for <= 0:
-                # Raise the version of the root, because a line that is made again begins at 0, as before.
+                # Raise the version of the root, so that transactions with versions of the deleted line fail:
+                # a line that is made again begins at version 0.
                 raising = (verbs.SET, self._root, text, version)
                 (done,) = yield from self.all_of(
                     [verbs.transaction((verbs.DELETE, line, stat.version), raising)]

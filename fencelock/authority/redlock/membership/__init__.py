@@ -1,1 +1,1 @@
-"""Which nodes form the quorum, how a list of them begins to vote, and how nodes that forgot vote again."""
+"""Which nodes form the quorum, how their list begins to vote, how a node without memory votes again."""

@@ -1,21 +1,21 @@
 """How other nodes replace the present ones: close the old list, then open the new one.
 
-`establish.py` has the steps that all procedures share. The others, and the schedule
-in `proof/spec` that each prevents:
+`establish.py` has the steps that all procedures share. The other steps are these, each with the schedule in
+`proof/spec` that it prevents:
 
-1. BEGIN puts a ticket on each new node, which becomes its id: the fingerprint of the new list covers it. A
-   node that was opened, voted and forgot has another ticket, hence belongs to another list, and cannot be
-   taken for one that was never opened.
-2. CLOSE on a majority of the old nodes, for one next list. A second operator with another list finds them
-   taken ("no next": both lists would vote).
-3. A second look shows that the same nodes are still closed. Otherwise one may have forgotten that, and been
-   admitted again by a majority that was not closed yet ("one closing pass").
-4. The new epoch is above all epochs that they know. Counters are not carried over, because the epoch
-   dominates. Two operators that finish the same change may choose different epochs, so a majority of the
-   *new* nodes promises it ("OPEN without PROMISE").
+1. BEGIN puts a ticket on each new node. The ticket becomes the id of the node, which the fingerprint of the
+   new list covers. A node that was opened, has voted and lost its memory gets another ticket, so it is not
+   taken for a node that was never opened.
+2. CLOSE on a majority of the old nodes, for one next list. A second operator with another list finds the
+   nodes closed for the first list ("no next": both lists would vote).
+3. A second READ shows that the same nodes are still closed. Otherwise a node may have lost its memory, and
+   been admitted again by a majority that was not closed yet ("one closing pass").
+4. The new epoch is above all epochs that the closed nodes know. Counters are not carried over, because all
+   tokens of a later epoch are larger. Two operators that finish the same change may choose different epochs,
+   so a majority of the *new* nodes promises the epoch ("OPEN without PROMISE").
 5. Before the promise, wait for the leases of the old nodes. This serves mutual exclusion only.
-6. OPEN the new nodes first. Then, after any interruption, a majority of the old list is still closed, or the
-   new list has a majority already. The next run finishes either.
+6. OPEN the nodes that are new before those that stay. Then, after any interruption, a majority of the old
+   list is still closed, or the new list has a majority already. The next run finishes the change.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Change:
 
     Attributes:
         done: False if the wanted list voted before.
-        left_out: addresses of its nodes that do not vote yet, with the reason of each.
+        left_out: addresses of wanted nodes that do not vote yet, with the reason of each.
     """
 
     done: bool
@@ -50,7 +50,7 @@ class Change:
 def change(
     group: NodeGroup, wanted: Sequence[int], tell: Callable[[str], None], max_ttl: float | None = None
 ) -> Steps[Change]:
-    """Let the wanted nodes of a group, old and new, vote instead of those that do now; see `change_nodes`."""
+    """Let the `wanted` nodes of a group vote instead of those that vote now: see `change_nodes`."""
     reports, told = yield from _read(group)
     old = _present_list(reports)
     if old is None:
@@ -113,7 +113,7 @@ def _lists(texts: Iterable[str]) -> list[Membership]:
 
 
 def _present_list(reports: Reports) -> Membership | None:
-    """Return the list whose majority votes; else a list that is closed for another; else the commonest."""
+    """Return the list whose majority votes; else one that is closed for another; else the most named one."""
     lists = _lists(report.members for report in reports.values())
     for known in lists:
         if sum(report.votes_in(known.fingerprint) for report in reports.values()) >= known.quorum:
@@ -124,7 +124,7 @@ def _present_list(reports: Reports) -> Membership | None:
 def _epoch_of_stragglers(group: NodeGroup, present: Membership, reports: Reports) -> int:
     """Return an epoch for nodes that an interrupted change has not opened; 0 if there is nothing to do.
 
-    These nodes have not voted in this list yet. The epoch is above all that its voters know of.
+    These nodes have not voted in this list yet. The epoch is above all that they and its voters know.
     """
     voters = [report for report in reports.values() if report.votes_in(present.fingerprint)]
     waiting = []
@@ -149,7 +149,7 @@ def _next_lists(old: Membership, reports: Reports) -> list[Membership]:
 
 
 def _chosen(following: list[Membership], addresses: set[str], max_ttl: float | None) -> Membership | None:
-    """Return the list of a change that is under way, or None; raise MembershipError if it is not this one."""
+    """Return the list of this change if it is under way, or None; MembershipError if another one is."""
     for known in following:
         if set(known.addresses) != addresses or max_ttl not in (None, known.max_ttl):
             others = sorted(known.addresses)
@@ -181,7 +181,7 @@ def _make_list(
     for node in wanted:
         name, report = group.names[node], reports[node]
         if report.votes_in(old.fingerprint):
-            ids[node] = seats.get(node, report.node_id)  # it may name another's id: see Census.of
+            ids[node] = seats.get(node, report.node_id)  # a node may name another's id: see Census.of
         elif node in seats or report.node_id in old.ids:
             raise MembershipError(
                 f"{name} does not vote at the moment, and a node that stays must: wait until clients have "
@@ -220,7 +220,7 @@ def _check_closable(old: Membership, reports: Reports, told: dict[str, str]) -> 
 
 
 def _close(group: NodeGroup, old: Membership, target: Membership) -> Steps[int]:
-    """Close a majority of the old nodes, and return an epoch above all that was voted in there."""
+    """Close a majority of the old nodes, and return an epoch above all in which they may have voted."""
     arguments = (old.fingerprint, target.fingerprint, target.to_json())
     for _ in range(_MOST_PASSES):
         answers = yield from group.ask("close", range(len(group.names)), *arguments)
@@ -229,7 +229,7 @@ def _close(group: NodeGroup, old: Membership, target: Membership) -> Steps[int]:
         if len(closed) >= old.quorum:
             return max(report.highest for report in closed.values()) + 1
     reports, told = yield from _read(group)
-    # Another operator may have come first.
+    # This raises a clearer error if another operator was quicker.
     _chosen(_next_lists(old, reports), set(target.addresses), target.max_ttl)
     raise QuorumError(
         "a majority of the present nodes could not be closed: bring them back, and run the same command "
@@ -241,14 +241,14 @@ def _close(group: NodeGroup, old: Membership, target: Membership) -> Steps[int]:
 def _closed_still(
     group: NodeGroup, shut: Iterable[int], old: Membership, target: Membership
 ) -> Steps[Reports]:
-    """Look a second time; return the nodes that were closed all the time since the first look."""
+    """Read the nodes once more; return those that have stayed closed since CLOSE."""
     reports, _ = yield from group.read(shut)
     lists = (old.fingerprint, target.fingerprint)
     return {n: r for n, r in reports.items() if r.admitted and (r.fingerprint, r.next_fingerprint) == lists}
 
 
 def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], None]) -> Steps[None]:
-    """Wait until no lock is left on the closed nodes: a majority knows each lease, and extends none now."""
+    """Wait until the locks on the closed nodes have ended: a majority knows each lease, and extends none."""
     longest = 0.0
     for node in (node for node, report in reports.items() if not report.blank):
         cursor = ""

@@ -1,18 +1,18 @@
 """How nodes come to vote in a new epoch: the steps that init, recovery, rise and change of nodes share.
 
-    an epoch above all that is known → PROMISE on a majority, on their disks → a second look
+    an epoch above all that is known → PROMISE on a majority, on their disks → a second READ
     → RAISE those that vote → OPEN or ADMIT the others, on their disks
 
-`proof/spec/` has it as a model, with the schedules that each step prevents:
+`proof/spec/` has a model of this, with the schedules that each step prevents:
 
 - PROMISE on a majority before any node votes in the epoch. Otherwise the only voter may forget the epoch, and
   the next client chooses the same one ("RAISE without PROMISE", which takes five nodes; "OPEN without
   PROMISE").
-- A second look after all have promised shows that they hold the promise at one time. Otherwise a node may
-  forget it, and be admitted by a client that read the others before they promised ("one look at promises").
-- RAISE a majority before ADMIT. If a server takes over the address of another that lives on, cut off, the
-  other must not keep a majority in the old epoch ("ADMIT before RAISE"). If fewer nodes vote, RAISE all of
-  them ("all restarted, no RAISE").
+- A second READ after all promises shows that the nodes hold them at one time. Otherwise a node may forget its
+  promise, and be admitted by a client that read the others before they promised ("one look at promises").
+- RAISE a majority before ADMIT. A new server may take over the address of a server that still runs, but is
+  cut off. The old server must not keep a majority in the old epoch ("ADMIT before RAISE"). If fewer nodes
+  than a majority vote, RAISE all of them ("all restarted, no RAISE").
 """
 
 from __future__ import annotations
@@ -28,10 +28,11 @@ from fencelock.tokens import MAX_EPOCH
 def establish(
     group: NodeGroup, membership: Membership, epoch: int, before: Reports, tickets: Mapping[int, str]
 ) -> Steps[set[int]]:
-    """Bring a list to an epoch above all that it knows; return the nodes that have promised it.
+    """Bring a list to an epoch above all that it knows; return the nodes that have promised the epoch.
 
-    If they are too few, no node may be let in. `before` has the reports of the nodes that must promise; those
-    that vote in the list are raised. `tickets` has the tickets of the others; in a new list, their ids.
+    If they are less than a quorum, do not OPEN or ADMIT any node. `before` has the reports of the nodes that
+    must promise; those that vote in the list are raised. `tickets` has the tickets of the other nodes; in a
+    new list, their ids.
     """
     promised = yield from promise(group, membership, epoch, before, tickets)
     if len(promised) < membership.quorum:
@@ -44,7 +45,7 @@ def establish(
 def promise(
     group: NodeGroup, membership: Membership, epoch: int, before: Reports, tickets: Mapping[int, str]
 ) -> Steps[set[int]]:
-    """Ask nodes to promise an epoch; return those that hold the promise at one time, and on their disks."""
+    """Ask nodes to promise an epoch; return those that hold the promise at one time, on their disks."""
     if epoch > MAX_EPOCH:  # tokens have no room for it
         return set()
     cfg = membership.fingerprint

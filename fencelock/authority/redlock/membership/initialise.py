@@ -1,4 +1,4 @@
-"""How a list of N blank nodes is made, and how an operator clears away a lost list.
+"""How a list of N blank nodes is made, and how an operator deletes a lost list.
 
 Initialisation is explicit. If nodes made their marker on demand, a node that lost its memory would look like
 a new one, and count from the beginning again. The marker exists to prevent this.
@@ -28,10 +28,10 @@ _FIT: Final = frozenset(
 
 
 def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int = 0) -> Steps[bool]:
-    """Open N blank nodes; return False if nothing was to be done.
+    """Open N blank nodes, all of which must answer; return False if all were open before.
 
-    Without a `max_ttl`, nodes that have one keep it. After a loss, `epoch` is above those that the database
-    has seen. All nodes must answer.
+    Without a `max_ttl`, nodes that have one keep it. After a loss, `epoch` is above the epochs that the
+    database has seen.
     """
     told: dict[int, Reply] = {}
     asked_ms = round((DEFAULT_MAX_TTL if max_ttl is None else max_ttl) * 1000)
@@ -68,7 +68,7 @@ def _look_again(
 ) -> Steps[Reports]:
     """Return the reports of the nodes, after a check that they held all tickets of the list at one time.
 
-    If two lists differ, the nodes in which they differ were then out at one time, hence a minority.
+    If two lists differ, the differing nodes have lost their memory together, which only a minority may do.
     """
     reports = yield from _read(group)
     for node, report in reports.items():
@@ -106,8 +106,8 @@ def _open(
 ) -> Steps[None]:
     """Open the nodes in the order of their ids, each only after the nodes before it vote in this list.
 
-    If the lists of two clients differ in some nodes, one client meets the other at the first shared node, and
-    gives way. In any other order, each could open a majority.
+    If the lists of two clients differ in some nodes, one client finds the other's list at the first shared
+    node, and raises an error. In any other order, each could open a majority.
     """
     for node in sorted(ids, key=ids.__getitem__):
         arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())

@@ -1,4 +1,4 @@
-"""The list of nodes that form the quorum, as every node keeps it, and what a client knows of it."""
+"""The list of nodes that form the quorum, as every node stores it, and a client's view of the nodes."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from fencelock.authority.redlock.protocol.attempts import NodeSet
 from fencelock.authority.redlock.protocol.messages import STRIPES
 from fencelock.errors import MembershipError
 
-#: Version of the protocol, number of stripes, and the hash that puts a resource into one.
+#: Version of the protocol, number of stripes, and the hash that maps a resource to a stripe.
 _SPOKEN: Final = (1, STRIPES, "crc32")
 
 
@@ -24,7 +24,7 @@ class Membership:
 
     Attributes:
         seats: (id, address) of each node, sorted by id; the order in which contenders ask after a split.
-        max_ttl: longest lease in seconds. A node without memory stays out as long.
+        max_ttl: longest lease in seconds. A node that lost its memory stays out for this time.
         after: fingerprint of the list that this one has replaced; empty for the first.
     """
 
@@ -51,10 +51,10 @@ class Membership:
 
     @property
     def fingerprint(self) -> str:
-        """The digest that every vote names, without addresses, because clients may know a node by several.
+        """The digest that every vote names, without addresses, because clients may use different ones.
 
-        It covers the previous list. So a change back to earlier nodes makes a new list, to which messages
-        that are still under way mean nothing.
+        It covers the previous list. So a change back to earlier nodes makes a new fingerprint, and messages
+        of the earlier list have no effect.
         """
         facts = [*_SPOKEN, round(self.max_ttl * 1000), self.after, *self.ids]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -66,7 +66,7 @@ class Membership:
 
     @classmethod
     def from_json(cls, text: str) -> Membership:
-        """Read what a node keeps.
+        """Return the membership that `to_json` has written as `text`.
 
         Raises:
             MembershipError: the text cannot be read, or is of another version of the protocol.
@@ -118,7 +118,7 @@ class MembershipView:
     time. This memory is not needed to keep two lists from having a majority: each vote names the fingerprint
     of one list, and a node of another list refuses it.
 
-    It takes no lock, because a signal handler that locks may interrupt the frame that would hold it.
+    It has no mutex, because a signal handler that acquires a lock may interrupt the frame that holds it.
 
     Attributes:
         identities: the server process of each node that has answered.
@@ -147,7 +147,6 @@ class MembershipView:
         return True
 
     def note(self, node: int, node_id: str, membership: Membership | None) -> None:
-        """Note which list a node names, if it names one."""
         if membership is not None:
             self._said[node] = node_id, membership
 
@@ -165,8 +164,8 @@ class MembershipView:
     def _look(self) -> NodeSet:
         self._check_distinct()
         known, names = self._membership(), self._node_set.names
-        # Sorted by id, which is the same for all clients; then the others. The list has the ids for the
-        # addresses, because a node that holds the data of another names the other's id.
+        # Sorted by id, which is the same for all clients; nodes without an id come last. The ids are those of
+        # the addresses in the list, because a node with the data of another node names the other's id.
         own = known.seats_of(names) if known is not None else {}
         ids = {node: own.get(node, said) for node, (said, _) in list(self._said.items())}
         order = tuple(sorted(range(len(names)), key=lambda node: (ids.get(node, "~"), node)))

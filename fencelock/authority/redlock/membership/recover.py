@@ -1,27 +1,28 @@
-"""How nodes that have lost their memory vote again, without anything that an operator must do.
+"""How nodes that have lost their memory vote again, without an operator.
 
 Redlock's "delayed restart" asks operators to keep a crashed node out for one ttl. Here the clients do it.
 They only have to achieve this: *a node that has forgotten its work in an epoch never votes in that epoch
-again*. Then no node forgets within an epoch, and the lock core is right. The epoch is the upper half of the
-token. `establish.py` has the steps that all procedures share. The others, and the schedule in `proof/spec`
-that each prevents:
+again*. Then no voter of an epoch has forgotten its votes in it, which the lock algorithm requires. The epoch
+is the upper half of the token. `establish.py` has the steps that all procedures share. The other steps are
+these, each with the schedule in `proof/spec` that it prevents:
 
-1. BEGIN puts a ticket on the node. Without it, a repeated ADMIT would let a node vote that has voted since
-   and forgotten ("no ticket"). The node draws the ticket, because a repeated BEGIN and ADMIT would otherwise
-   do the same ("client's ticket"). The ticket is bound to the server process, because a node could otherwise
-   fall back to a state with the ticket ("ticket not bound").
+1. BEGIN puts a ticket on the node. Without it, an ADMIT that arrives twice would let a node vote that has
+   voted and forgotten in between ("no ticket"). The node chooses the ticket, because a BEGIN and an ADMIT
+   that arrive twice would otherwise do the same ("client's ticket"). The ticket is bound to the server
+   process, because a node that loads older data could otherwise get it back ("ticket not bound").
 2. Only then the highest epoch is read, from a majority of *other* nodes that vote. The new epoch is above it,
-   so that messages in flight in the old one, which no reading could include, do not matter ("no epoch").
-3. ADMIT needs a ticket as old as the longest lease, by the node's own clock. So a program that lives for a
-   second can admit the node later. The wait serves mutual exclusion only, because the locks that the node has
-   forgotten end meanwhile. EXTEND makes locks again if their leases go on, also on nodes that wait.
+   so that late messages of the old epoch, which no READ can see, do not matter ("no epoch").
+3. ADMIT needs a ticket as old as the longest lease, by the node's own clock. So a program that runs for only
+   a second can admit a node with an old ticket. The wait serves mutual exclusion only, because the locks that
+   the node has forgotten end meanwhile. EXTEND makes locks again if their leases go on, also on such nodes.
 
 Closed nodes take no part in this, because a second list could vote otherwise ("recovery reads closed nodes").
 
 If more than a minority has restarted with its data, there is no majority to read from. Then *all* nodes are
-read, after each node that does not vote has its ticket. A node that forgets in between has another ticket, so
-the reading is void ("read and BEGIN node by node"). Some node still holds a `p` as high as any epoch that was
-voted in ("no p"). If a node is blank, its promises are unknown, and an operator is needed.
+read, after each node that does not vote has its ticket. If a node forgets in between, it has another ticket,
+and its report does not count ("read and BEGIN node by node"). Some node still has a promise (`p`) as high as
+any epoch in which a node has voted ("no p"). If a node is blank, its promises are unknown, and an operator is
+needed.
 """
 
 from __future__ import annotations
@@ -36,10 +37,10 @@ from fencelock.tokens import MAX_COUNTER, split
 
 #: Recoverers that waited for one node spread their work over these seconds, or a tenth of the wait.
 _SPREAD: Final = 5.0
-#: Seconds to wait once for another recoverer that seems to be at work. It may have died, and this program may
-#: live for a second only.
+#: Seconds to wait for another recoverer that seems to be at work. This waits only once, because the other
+#: recoverer may have died, and this program may end soon.
 _COURTESY: Final = 0.5
-#: Seconds after a first failure; longer after the next.
+#: Seconds to wait after the first failure; longer after the next.
 _PAUSE: Final = 1.0
 _MOST_FAILURES: Final = 3
 
@@ -78,9 +79,8 @@ def recover(group: NodeGroup) -> Steps[bool]:
 def rise(group: NodeGroup, token: int) -> Steps[int | None]:
     """Bring the voters to an epoch with larger tokens than `token`, which a storage has seen.
 
-    The nodes have forgotten the token. If it is of their epoch or an earlier one, a larger counter is enough,
-    or any. If it is of a later epoch, or the last of theirs, they move above its epoch, and so above all
-    tokens in it.
+    If the token is of an earlier epoch than theirs, or of theirs and not its last, nothing is changed. Else
+    they move to the epoch after that of the token, so that all their tokens are larger.
 
     Returns the epoch in which they vote then; None if too few of them vote.
     """
@@ -124,7 +124,7 @@ def _begin(group: NodeGroup, census: Census) -> Steps[tuple[dict[int, str], dict
 
 
 def _is_busy(census: Census) -> bool:
-    """Whether a node has promised an epoch in which none votes yet: a client may be at work just now."""
+    """Return whether a voter has promised an epoch in which it does not vote: a client may be at work now."""
     voters = [census.reports[node] for node in census.voters]
     return any(report.promised > (report.epoch or 0) for report in voters)
 
@@ -146,7 +146,7 @@ def _admit(group: NodeGroup, census: Census, tickets: Mapping[int, str], due: Se
 def _choose_epoch(
     group: NodeGroup, census: Census, tickets: Mapping[int, str]
 ) -> Steps[tuple[int, Reports] | None]:
-    """Return an epoch above all that can have been voted in, and the reports that count; None if too few do.
+    """Return an epoch above all in which a node may have voted, and the reports that count; None if too few.
 
     The reports of voters count. Without a quorum of voters, those of nodes with our tickets count, too.
     """

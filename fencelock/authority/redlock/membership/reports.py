@@ -36,7 +36,7 @@ class NodeReport:
     """The report of a node about itself at one moment; fields that a blank node does not have are empty.
 
     Attributes:
-        admitted: it has its marker, and has not restarted since it was admitted.
+        admitted: whether it has its marker, and has not restarted since it was admitted.
         epoch: the epoch in which it votes; None without a marker.
         next_fingerprint: fingerprint of the list for which it is closed.
         ticket: the ticket by which it can be admitted.
@@ -77,7 +77,7 @@ class NodeReport:
         return self.admitted and not self.closed and self.fingerprint == fingerprint
 
     def still_promises(self, epoch: int, before: NodeReport) -> bool:
-        """Whether it holds the promise of an epoch, and has not changed otherwise since `before`."""
+        """Return whether the node still promises an epoch, and nothing else has changed since `before`."""
         unchanged = replace(self, promised=before.promised, ticket_left=before.ticket_left) == before
         return self.promised >= epoch and unchanged
 
@@ -140,9 +140,9 @@ class NodeGroup:
         return {node: NodeReport.of(answers[node]) for node in saying(answers, ReplyKind.STANDING)}, answers
 
     def synced(self, nodes: Iterable[int]) -> Steps[set[int]]:
-        """Wait until nodes have the latest changes on their disks; return those that are still there.
+        """Wait until nodes have the latest changes on their disks; return the nodes that still answer.
 
-        So one power failure does not make all of a majority forget its promise. A node that cannot tell
+        This prevents that one power failure makes a whole majority forget its promise. A node without a disk
         counts, too: if fewer than a majority forget at a time, disks do not matter.
         """
         asked = list(nodes)
@@ -180,10 +180,10 @@ class Census:
     def of(cls, names: tuple[str, ...], reports: Reports) -> Census | None:
         """Return the census of the list that most nodes name; None if no node names one.
 
-        A node may hold the data of another node, if it was its replica, or was started with its file. Then it
-        names itself as the other, and has lost its own memory. So a node gets the seat that the list has for
-        its address. If the list does not have the address, the node gets the seat that it names. A blank node
-        names none, because a stranger would be one voter more than the others know.
+        A node may hold the data of another node, as its former replica, or after a start with its file. Then
+        it names the id of the other node, and has lost its own memory. So a node gets the seat that the list
+        has for its address. If the list lacks the address, the node gets the seat of the id that it names. A
+        blank node names no id, and gets no such seat, because a stranger would be an extra voter.
         """
         marked = [report for report in reports.values() if not report.blank]
         if not marked:

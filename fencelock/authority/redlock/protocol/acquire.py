@@ -1,12 +1,12 @@
 """How a quorum grants a lease: the commands to the nodes, and the meaning of their answers.
 
 The algorithm has no sockets, no clock and no threads. Each operation is a generator. It yields a *request*
-(`Broadcast` a command, or `Sleep`), and is sent the outcome (`Replies`, or the time after sleeping). A
-blocking driver, an asyncio driver and a simulator run the same generators, so the proven code is shipped.
+(`Broadcast` a command, or `Sleep`), and gets the outcome (`Replies`, or the time after sleeping). A blocking
+driver, an asyncio driver and a simulator run the same generators, so the tested code is the shipped code.
 
 How a quorum mints one token. Every node grants from its own counter, so a majority may give out the same
 number twice: client A gets {n0: 1, n1: 1}, B gets {n1: 2, n2: 1}, and C gets {n2: 2, n0: 2}, which is B's
-maximum again. Therefore a value is decided only when a majority *stands at* it:
+maximum again. Therefore a value is decided only when a majority *stands at* it, by its grants or raises:
 
 1. ACQUIRE on all nodes. A value that a majority granted is decided: one round trip.
 2. Otherwise T is the maximum over a granted majority, and CONFIRM raises the others to T, each only
@@ -16,9 +16,9 @@ maximum again. Therefore a value is decided only when a majority *stands at* it:
    A's raise to 2, and both A and B hold 2.
 3. Votes of different epochs are never added up.
 
-Two decided values of one resource share a node. That node granted the second after it had reached the first,
-so the second is larger. An acquisition that began after another had completed finds a majority of counters at
-or above that token. No clock takes part in this. Clocks bound only the *validity* of the lease.
+The majorities of two decided values of one resource share a node. That node granted the second value after it
+had reached the first, so the second is larger. An acquisition that began after another had completed finds a
+majority of counters at or above that token. Clocks take no part in this: they only bound the *validity*.
 """
 
 from __future__ import annotations
@@ -60,26 +60,26 @@ from fencelock.errors import FencelockError
 from fencelock.lease import validity
 from fencelock.tokens import compose
 
-#: Seconds after which a contender that waits for a call looks for the first time; longer than a claim.
+#: Seconds after which a contender tries again without a call, at first; longer than a claim of `queue.lua`.
 _LOOK = 0.15
-#: The least seconds in which connections may come up, however short the timeout.
+#: The least seconds to wait for connections, however short the timeout.
 _LEAST_FOR_LINKS = 0.5
 
 
 class Acquisition:
     """Makes one attempt after the other, each with a new nonce, until a quorum grants.
 
-    The first attempt stands in no line if the client's last acquisition did not wait. Then the lock is mostly
-    free, and nodes have less to do.
+    The first attempt does not wait in line if the client's last acquisition did not wait. Then the lock is
+    mostly free, and nodes have less to do.
 
     Args:
-        resources: their names, in the order of the caller.
-        ttl: seconds.
+        resources: names of the resources, in the order of the caller.
+        ttl: seconds that the lease lasts.
         new_nonce: makes a nonce when it is needed. If two processes that were restored from one snapshot
-            shared a prepared nonce, a node would take the attempt of one for that of the other, sent again.
-        queue: hears the nodes' calls; None if it stands in no line.
-        fair: whether it leaves a free lock to those that have waited longer.
-        at_least: for how many seconds the holder may keep the lease at its end.
+            shared a prepared nonce, a node would take the attempt of one for a repeated one of the other.
+        queue: hears the nodes' calls; None if the acquisition never waits in line.
+        fair: whether it leaves a free lock to contenders that have waited longer.
+        at_least: seconds for which the holder may keep the lease.
         instead_of: the grant whose locks the attempts take over.
     """
 
@@ -115,7 +115,7 @@ class Acquisition:
         #: Whether the next attempt asks the first node alone.
         self._is_alone = False
         self._waits = True
-        #: The place by which the nodes call it; empty for none.
+        #: The place in line by which the nodes call this acquisition; empty for none.
         self._place = ""
         self._began = self._since = self._now = 0.0
 
@@ -136,10 +136,10 @@ class Acquisition:
         Args:
             current: returns the nodes as they are known at the moment.
             began: when the caller began, on the driver's clock.
-            since: the same in Unix time, which is about the same for all clients.
+            since: the same moment in Unix time, which is about the same for all clients.
             timeout: seconds to wait for another holder; None for ever, 0 one try.
-            grace: seconds to go on without a quorum before giving up, so that a short outage is survived.
-            outage: seconds without a quorum in which connections are worth waiting for.
+            grace: seconds to keep trying without a quorum, so that a short outage is survived.
+            outage: seconds without a quorum for which it waits for connections.
             jitter: returns a random number between 0 and 1.
             go_on: called after each wait; may raise.
 
@@ -167,13 +167,13 @@ class Acquisition:
                     return self.in_order(outcome)
                 self._now = outcome.ended
                 yield from self._undo(node_set, outcome, links_until)
-                if current() == node_set:  # else nodes answered for the first time, or have another list
+                if current() == node_set:  # otherwise nodes answered for the first time, or have another list
                     yield from self._sleep(node_set, outcome, jitter)
                     go_on()
-        except (FencelockError, GeneratorExit):  # the last attempt was abandoned before that
+        except (FencelockError, GeneratorExit):  # the last attempt is abandoned already
             self.leave_queue()
             raise
-        except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
+        except BaseException:  # a signal handler's error, or a cancellation: nothing else would release it
             yield from self.abandon_latest()
             self.leave_queue()
             raise
@@ -181,7 +181,7 @@ class Acquisition:
     def _undo(
         self, node_set: NodeSet, outcome: Failed, links_until: float
     ) -> Generator[Broadcast, Replies, None]:
-        """Release the locks that an attempt has left, and learn of another list."""
+        """Release the locks that an attempt has left, and ask nodes of another list for it."""
         if nodes := [node for node, answer in outcome.answers.items() if answer.kind is not ReplyKind.HELD]:
             yield from abandon(node_set, outcome.attempt, nodes, stay=True)
         self._is_alone = outcome.split and not self._is_alone
@@ -221,7 +221,7 @@ class Acquisition:
         return attempt
 
     def _position(self) -> QueuePosition | None:
-        """Return the queue position of the next attempt; calls for it count from now on."""
+        """Return the position in line of the next attempt; calls for it count from now on."""
         queue = self._queue
         if queue is not None and self._waits and (self._attempts > 1 or queue.waits) and queue.hears:
             self._place = queue.expect(self._place)
@@ -244,7 +244,7 @@ class Acquisition:
         return replace(grant, resources=self._resources, tokens=tokens)
 
     def leave_queue(self) -> None:
-        """Forget the place: the acquisition is over."""
+        """Forget the place, because the acquisition is over."""
         if self._queue is not None:
             self._queue.waits = self._attempts > 1
             if self._place:
@@ -258,7 +258,7 @@ def make_attempt(
     alone: bool = False,
     links_until: float = math.inf,
 ) -> Generator[Broadcast, Replies, Grant | Failed]:
-    """Make one attempt: ACQUIRE, and CONFIRM where the counters disagree.
+    """Make one attempt: ACQUIRE, and CONFIRM if the counters disagree.
 
     With `alone`, the first node of the fixed order that answers is asked before all the others. Otherwise two
     (or four) clients could split the votes of an even number of nodes for ever.
@@ -297,7 +297,7 @@ def make_attempt(
     return Grant(attempt.resources, tokens, expires_at, Proof(attempt, epoch, counters))
 
 
-def _decide(  # noqa: PLR0917 - what the attempt has come to so far
+def _decide(  # noqa: PLR0917 - the state of the attempt
     node_set: NodeSet,
     attempt: Attempt,
     answers: dict[int, Reply],
@@ -337,7 +337,7 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
         cut_short = any(answer.kind is ReplyKind.HIGHER for answer in confirmed.answers.values())
         for node, answer in confirmed.answers.items():
             if cut_short and answer.kind is ReplyKind.SILENT:
-                continue  # it had no time, and is asked again
+                continue  # the wait was cut short, so the node is asked again
             answers[node] = answer
             if answer.kind is ReplyKind.CONFIRMED:
                 acknowledged.add(node)
@@ -355,7 +355,7 @@ def _decide(  # noqa: PLR0917 - what the attempt has come to so far
 def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[Broadcast, Replies, None]:
     """If too few nodes vote in this list, ask the nodes of another list which list it is.
 
-    They may have been initialised, or changed, since the last look, or while we waited.
+    The nodes may have been initialised, or their list replaced, since their last answers.
     """
     others = [node for node, answer in outcome.answers.items() if answer.kind is ReplyKind.CONFIG]
     if others and not outcome.contended:
@@ -393,23 +393,23 @@ def _enough_confirmed(needed: int, asked: int) -> Callable[[NodeReplies], bool]:
 
 
 def next_pause(outcome: Failed, tries: int, random: float) -> float:
-    """Return the seconds until the next try: longer from try to try, never the same for two contenders."""
+    """Return the seconds until the next try: longer with each try, and random, so that contenders differ."""
     if tries == 1 and outcome.contended and not outcome.split and not outcome.attempt.place:
-        return 0.0  # the next attempt stands in line
+        return 0.0  # the next attempt waits in line
     ends = [answer.ttl for answer in outcome.answers.values() if answer.kind is ReplyKind.HELD]
     if outcome.waits_for_a_call:
-        # The nodes will call. Look again in case they do not, or the contender before us never comes. Locks
-        # that end sooner are mostly kept for a called contender: all others would come back at once.
+        # The nodes will call. Try again in case they do not, or the contender before us never comes. Locks
+        # that end sooner are mostly claims of a called contender, for which all others would try at once.
         pause = min(1.0, _LOOK * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
         ends = [end for end in ends if end > _LOOK]
     else:
         pause = min(0.1, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
-    # A little beyond the first end of a lock: at that very moment the node may still refuse.
+    # A little later than the first end of a lock, because at that moment the node may still refuse.
     return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])
 
 
 def _may_recover(node_set: NodeSet, answers: NodeReplies, grace: float) -> bool:
-    """Whether a quorum could come back without an operator, and within so many seconds."""
+    """Return whether a quorum may come back without an operator, within `grace` seconds."""
     hopeful = sum(
         answer.kind in VOTING
         or answer.kind in PASSING

@@ -22,7 +22,7 @@ from fencelock.authority.redlock.protocol.messages import (
 )
 from fencelock.errors import FencelockError
 
-#: The id of the client, the time in milliseconds, and random digits. So it shows the holder and the time.
+#: Matches a nonce: the id of the client, the time in milliseconds, and random digits.
 NONCE: Final = re.compile("[0-9a-f]{43}")
 CLIENT_DIGITS: Final = 16
 TIME_DIGITS: Final = 11
@@ -33,13 +33,13 @@ class NodeSet:
     """The N nodes as this client sees them.
 
     Attributes:
-        names: for messages: the nodes' addresses without passwords.
+        names: the nodes' addresses without passwords, for messages.
         node_key: key of each node's hash, `{namespace}`. Its braces keep all keys in one slot.
-        fingerprint: of the membership, which every vote must name.
+        fingerprint: the fingerprint of the membership, which every vote must name.
         order: the nodes' indexes in the fixed order that all clients agree on.
         max_ttl: longest lease in seconds that this membership allows.
         patience: seconds to wait for a silent node before deciding without it.
-        init_command: what an operator types to initialise these nodes.
+        init_command: the command that initialises these nodes.
     """
 
     names: tuple[str, ...]
@@ -92,7 +92,7 @@ def enough_granted(node_set: NodeSet, earlier: NodeReplies) -> Callable[[NodeRep
 
 
 def enough_released(node_set: NodeSet) -> Callable[[NodeReplies], bool]:
-    """Return a function that tells whether a majority has released the lock, or none can any more."""
+    """Return a function that tells whether a majority has released the lock, or no majority can any more."""
     spare = len(node_set.names) - node_set.quorum
 
     def enough(answers: NodeReplies) -> bool:
@@ -120,9 +120,9 @@ class QueuePosition:
         place: its place in line, `client.number`, by which the nodes call it; empty if it will not wait, or
             cannot hear calls.
         waited: seconds since it began to wait.
-        since: when it began, in Unix time. Nodes order by it, unless `waited` and their own clock say
-            something very different.
-        fair: whether it leaves a lock that is free to those that have waited longer.
+        since: when it began, in Unix time. Nodes order by it, unless it differs by more than a second from
+            their own clock minus `waited`.
+        fair: whether it leaves a free lock to contenders that have waited longer.
     """
 
     place: str = ""
@@ -133,12 +133,12 @@ class QueuePosition:
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at a lock: which resources, under which nonce, for how long. Never changed.
+    """One attempt at a lock: which resources, under which nonce, for how long. An attempt is never changed.
 
     Attributes:
         resources: in canonical order, which is the same for all clients.
-        nonce: new for every attempt, so that a late duplicate of an old message means nothing.
-        ttl: seconds.
+        nonce: new for every attempt, so that a late duplicate of an old message has no effect.
+        ttl: seconds that the lease lasts.
         keys: the key of a node's counters, then the key of each resource.
         stripes: which counter each resource has.
         position: its place in line; None if it waits in no line.
@@ -179,10 +179,10 @@ class Attempt:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Proof:
-    """The facts by which the nodes recognise a `Grant`. Never changed.
+    """The facts by which nodes recognise a `Grant`; never changed.
 
     Attributes:
-        attempt: what was asked for.
+        attempt: the granted attempt.
         epoch: the epoch of the decision.
         counters: the decided counter of each resource of the attempt; with the epoch it makes the token.
     """
@@ -197,13 +197,13 @@ class Failed:
     """An attempt that failed. Locks that it left behind must be released.
 
     Attributes:
-        attempt: what was asked for.
+        attempt: the attempt itself.
         answers: the last answer of each node.
         began: when it began, on the driver's clock.
         ended: when it was over.
-        contended: enough nodes vote, but other clients stand in the way.
-        split: no client has a majority, because contenders have divided the votes.
-        late: a majority granted, but too slowly for the ttl.
+        contended: whether enough nodes vote, so that only other clients or slow answers prevented a grant.
+        split: whether the votes are divided, so that perhaps no client has a majority.
+        late: whether a majority granted, but too slowly for the ttl.
     """
 
     attempt: Attempt
@@ -216,7 +216,7 @@ class Failed:
 
     @property
     def waits_for_a_call(self) -> bool:
-        """Whether others hold the lock, nothing was granted, and the nodes know whom to call."""
+        """Whether all voters answered HELD, and the nodes know which place to call."""
         voted = {answer.kind for answer in self.answers.values() if answer.kind in VOTING}
         return self.attempt.place != "" and self.contended and voted == {ReplyKind.HELD}
 
@@ -227,7 +227,7 @@ class Failed:
 
 
 def in_pairs(stripes: Sequence[int], counters: Sequence[int]) -> Sequence[str | int]:
-    """Return stripe, counter, stripe, counter …, as scripts take them."""
+    """Return stripe, counter, stripe, counter …, as the scripts expect them."""
     return [number for pair in zip(stripes, counters, strict=True) for number in pair]
 
 
@@ -236,7 +236,7 @@ def maximum_of(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def without_place(release: Command) -> Command:
-    """Return a RELEASE that names no place in line, and so gives none up."""
+    """Return a RELEASE that names no place in line, so that the contender keeps its place."""
     return release._replace(arguments=release.arguments[: 1 + 2 * len(release.keys)])
 
 
@@ -278,12 +278,12 @@ def release(current: Callable[[], NodeSet], proof: Proof) -> Generator[Broadcast
         done = yield Broadcast(command, node_set.all_nodes, enough_released(node_set), node_set.patience)
         if sum(answer.kind is ReplyKind.RELEASED for answer in done.answers.values()) >= node_set.quorum:
             return True
-        # RELEASE is never refused. Voters that do not know the lock and blank nodes are not added up: see
-        # EXTEND.
+        # RELEASE is never refused. Do not add up voters that do not know the lock and blank nodes: see
+        # `extend.lua`.
         gone = max(count_of(ReplyKind.LOST, done.answers), count_of(ReplyKind.AMNESIA, done.answers))
         return None if len(node_set.names) - gone >= node_set.quorum else False
     except (FencelockError, GeneratorExit):
         raise
-    except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+    except BaseException:  # a signal handler's error, or a cancellation: send it once more
         yield from abandon(current(), proof.attempt)
         raise

@@ -32,7 +32,7 @@ from fencelock.authority.redlock.protocol.refusals import by_name, raise_ttl_too
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.lease import validity
 
-#: Grants that are extended in one round trip. A node does nothing else meanwhile: about a millisecond.
+#: The most grants in one EXTEND, which occupies a node for about a millisecond.
 BATCH: Final = 500
 
 
@@ -49,7 +49,7 @@ def extend_many(
                 if (longest := max(ttl for _, ttl in batch)) > node_set.max_ttl:
                     raise_ttl_too_long(longest, node_set)
                 extended = yield from extend(node_set, batch)
-                if current() == node_set:  # else nodes answered for the first time, or have another list
+                if current() == node_set:  # otherwise nodes answered for the first time, or have another list
                     break
         except AuthorityError as error:
             outcomes += [error] * len(batch)
@@ -61,13 +61,13 @@ def extend_many(
 def extend(
     node_set: NodeSet, wishes: Sequence[Wish]
 ) -> Generator[Broadcast, Replies, list[Grant | FencelockError]]:
-    """Extend grants, each to its seconds from now; the tokens stay.
+    """Extend grants, each to its seconds from now; the tokens do not change.
 
     Returns an outcome for each: the grant, which ends no earlier than before; a LockLostError if a majority
     can no longer hold it for us; a QuorumError if too few nodes answered, and it ends as before.
 
-    A node that has made the lock again does not count in this round. If it may be the last one that is
-    needed, because it was admitted a moment ago and the next is blank, there is a second round.
+    A node that has made the lock again does not count in this round. Its vote may be needed, if it was
+    admitted a moment ago and another node is blank now. So there is a second round.
     """
     attempts = [replace(grant.proof.attempt, ttl=ttl) for grant, ttl in wishes]
     command = _extend_command(node_set, attempts, [grant.proof.epoch for grant, _ in wishes])
@@ -89,7 +89,7 @@ def extend(
 def remint(
     current: Callable[[], NodeSet], acquisition: Acquisition, old: Grant, *, jitter: Callable[[], float]
 ) -> Generator[Request, Any, Grant]:
-    """Exchange a grant for one with larger tokens, without another grant in between.
+    """Exchange a grant for one with larger tokens; no other holder gets a grant in between.
 
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
     decided and confirmed as any other. It is repeated until the validity is over, because some nodes have
@@ -116,7 +116,7 @@ def remint(
             yield Sleep(pause)
     except (FencelockError, GeneratorExit):
         raise
-    except BaseException:  # of a signal handler, or a cancellation: nothing else would release it
+    except BaseException:  # a signal handler's error, or a cancellation: nothing else would release it
         yield from acquisition.abandon_latest()
         raise
     raise LockLostError(
@@ -146,9 +146,9 @@ def _extended(node_set: NodeSet, wish: Wish, done: Replies, index: int) -> Grant
 
 
 def keep(node_set: NodeSet, proof: Proof, seconds: float) -> Generator[Broadcast, Replies, bool | None]:
-    """Move the end of a grant to so many seconds from now, sooner or later; the tokens stay.
+    """Move the end of a grant to `seconds` from now, earlier or later; the tokens do not change.
 
-    Returns True if a majority has it until then, False if none can any more, None if too few answered.
+    Returns True if a majority has the new end, False if no majority can any more, None if too few answered.
     """
     attempt = replace(proof.attempt, ttl=-max(seconds, MIN_TTL))
     command = _extend_command(node_set, [attempt], [proof.epoch])
@@ -157,7 +157,7 @@ def keep(node_set: NodeSet, proof: Proof, seconds: float) -> Generator[Broadcast
         done = yield request
     except (FencelockError, GeneratorExit):
         raise
-    except BaseException:  # of a signal handler, or a cancellation: it is sent once more
+    except BaseException:  # a signal handler's error, or a cancellation: send it once more
         yield request._replace(enough=lambda _: True, patience=0.0)
         raise
     return _still_extended(node_set, done.answers, 0)
@@ -174,11 +174,11 @@ def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
 
 
 def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
-    """Return whether a majority has had a grant's lock all the time; None if a later round may still say so.
+    """Return whether a majority has had a grant's lock all the time; None if a later round may confirm it.
 
-    A lock that a node has made again counts from the next round on, and a lock on a blank node when the node
-    is admitted. A node may forget as soon as another was admitted; soon after, a majority has had the lock
-    all the time. Others may have had it only if a majority votes and has missed it.
+    A lock that a node has made again counts from the next round on; on a blank node, once it is admitted. A
+    node may lose its memory as soon as another was admitted, so that for a short time no majority counts.
+    If a majority of the nodes votes and has missed the lock, another holder is possible: then it is False.
     """
     extended = missed = 0
     for answer in answers.values():
@@ -198,7 +198,7 @@ def _is_made_again(done: Replies, index: int) -> bool:
 
 
 def _are_clear(node_set: NodeSet, count: int) -> Callable[[NodeReplies], bool]:
-    """Return a function that tells whether more answers to EXTEND can change no grant's outcome."""
+    """Return a function that tells whether the outcome of every grant is clear without more answers."""
 
     def enough(answers: NodeReplies) -> bool:
         if len(answers) < node_set.quorum:

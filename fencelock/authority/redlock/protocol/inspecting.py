@@ -1,4 +1,4 @@
-"""Shows the holders of locks, and takes a lock from its holder.
+"""Shows the holders of locks, and releases a lock of any holder.
 
 A nonce begins with the id of its client and the time of its attempt. Each client keeps its host, process id
 and program under its id on the nodes, so that no vote carries them.
@@ -33,7 +33,7 @@ from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import compose, split
 
-#: Keys that a node looks at in one script; it does nothing else meanwhile.
+#: Keys that a node reads in one script; it does nothing else meanwhile.
 PAGE: Final = 200
 _FACTS: Final = 5
 _GONE: Final = frozenset({ReplyKind.RELEASED, ReplyKind.LOST, ReplyKind.AMNESIA})
@@ -53,7 +53,7 @@ class _Seen(NamedTuple):
         return self.value.partition("|")[0]
 
 
-#: What nodes say of a resource, by node.
+#: The lock of one resource, as each node has it, by node.
 _Sightings = dict[int, _Seen]
 
 
@@ -90,9 +90,9 @@ def is_held(current: Callable[[], NodeSet], resources: tuple[str, ...]) -> Gener
 def force(
     current: Callable[[], NodeSet], resource: str, token: int | None
 ) -> Generator[Broadcast, Any, LockInfo | None]:
-    """Release a lock of any holder, or only of the holder of `token`; return its facts, or None.
+    """Release a lock of any holder, or only of the holder of `token`; return its `LockInfo`, or None.
 
-    Its holder hears of this when it extends the lease.
+    The holder learns of this when it extends the lease.
 
     Raises:
         QuorumError: too few nodes vote, or have released it.
@@ -140,7 +140,7 @@ def _seen_by_nodes(
         else:
             for node in pages:
                 pages[node] = yield from _pages_of(node_set, node, "")
-        if current() == node_set:  # else nodes answered for the first time, or have got another list
+        if current() == node_set:  # otherwise nodes answered for the first time, or have another list
             break
     last = {node: its[-1] for node, its in pages.items()}
     voters = [node for node, answer in last.items() if answer.kind is ReplyKind.SHOWN]
@@ -156,7 +156,7 @@ def _seen_by_nodes(
 def look_for_endless(
     current: Callable[[], NodeSet], pattern: str
 ) -> Generator[Broadcast, Any, dict[int, list[str]]]:
-    """Return the keys without an end that match a pattern of Redis, by each node that votes.
+    """Return the keys without an expiry that match a pattern of Redis, by each node that votes.
 
     Raises:
         QuorumError: too few nodes vote.
@@ -239,5 +239,5 @@ def _token_of(seen: list[_Seen]) -> int | None:
         if numbers := re.fullmatch(r"[^|]*\|([0-9]{1,6})\|([0-9]{1,14})", each.value):
             with suppress(OverflowError):  # another program has written it
                 tokens.append(compose(*map(int, numbers.groups())))
-    # A majority stands at the token; other nodes may have granted less, or more.
+    # The nodes of a majority have the decided token; other nodes may have granted less, or more.
     return max(tokens, key=lambda each: (tokens.count(each), each), default=None)

@@ -52,11 +52,11 @@ class ReplyKind(enum.Enum):
         __hash__ = object.__hash__
 
 
-#: Failures that end by themselves or with a new connection; the others need an operator.
+#: Failures that pass with time or with a new connection; the others need an operator.
 PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 
 
-#: Where the rights are that a user needs.
+#: The part of the documentation that lists the rights which a user needs.
 MISSING_RIGHT = "docs/redis.md, The smallest ACL rule"
 
 
@@ -68,7 +68,7 @@ RESTORED_VALUE = "restored"
 KEPT, RECREATED = 2, 1
 
 
-#: A shorter way to it, because it is looked up for every answer.
+#: A module constant, because it is needed for every answer, and an attribute of an enumeration is slow.
 GRANTED = ReplyKind.GRANTED
 
 
@@ -96,7 +96,7 @@ class Reply(NamedTuple):
         ttl: for HELD, seconds that the other holder's lock still lasts; for RESTARTED and EARLY, seconds that
             the node still stays out. Infinite if unknown.
         detail: a text for a person, for the kinds that are failures.
-        facts: the texts of the kinds about membership.
+        facts: further texts, for the kinds about membership, leases and held locks.
     """
 
     kind: ReplyKind

@@ -1,14 +1,14 @@
 """The contenders of this client that wait in line, and the calls that the nodes publish for them.
 
-Threads share it without a lock, because each step is one atomic operation on a dict or a set.
+Threads share a `WaitQueue` without a lock, because each step is one atomic operation on a dict or a set.
 
-When a node releases a lock, it keeps the lock for a moment for the first in its queue, and publishes the
-number of that place on the channel of its client. One call may be wrong, because nodes can differ about the
-order of two contenders that come at the same time. So a place acts when a majority has called it. If only
-some nodes have called it, it also acts, after a short moment, because no place may get a majority. If it
-fails then, it hands on the locks that were kept for it.
+When a node releases a lock, it keeps the lock for a moment for the first place in its queue. It publishes the
+number of that place on the channel of its client: this is a *call*. One call may be wrong, because nodes can
+differ about the order of two contenders that come at the same time. So a contender tries when a majority has
+called its place. If only some nodes have called, it tries after a short moment, because perhaps no place gets
+a majority. If this attempt fails, it passes on the locks that were kept for it.
 
-All of this is hints. A call that is lost, late or made up costs time, never a token.
+All of this is hints. A lost, late or false call costs time, but cannot make two holders.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-#: Seconds after which a place acts if only some nodes have called it; about half to one and a half of this.
+#: Seconds after which a contender tries if only some nodes have called its place: 0.5 to 1.5 times this.
 HESITATION = 0.02
 
 
@@ -34,7 +34,7 @@ class WaitQueue:
     """The places of one client in the nodes' queues.
 
     Args:
-        client: its name, part of the channel and of every place; without dots.
+        client: its name, a part of the channel and of every place; without dots.
         nodes: how many nodes there are.
         jitter: returns a random number between 0 and 1.
     """
@@ -51,7 +51,7 @@ class WaitQueue:
 
     @property
     def hears(self) -> bool:
-        """Whether the calls of a majority of the nodes arrive; otherwise no contender stands in line."""
+        """Whether the calls of a majority of the nodes arrive; otherwise no contender waits in line."""
         return len(self._listening) >= self._quorum
 
     def listen(self, node: int) -> None:
@@ -65,14 +65,13 @@ class WaitQueue:
     def expect(self, place: str) -> str:
         """Count the calls for an attempt from now on; return its place, a new one if `place` is empty.
 
-        It must come before each attempt, because a call may arrive before the answer.
+        Call this before each attempt, because a node's call may arrive before its answer.
         """
         place = place or f"{self._client}.{next(self._numbers)}"
         self._places[place] = _QueueEntry()
         return place
 
     def leave(self, place: str) -> None:
-        """Forget a place whose acquisition is over."""
         self._places.pop(place, None)
 
     def on_call(self, node: int, message: bytes, now: float) -> str:

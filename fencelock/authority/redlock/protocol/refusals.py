@@ -1,4 +1,4 @@
-"""Errors that say which node said what, and what to do next."""
+"""Errors that list the answers of the nodes, and say what to do next."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def _why_blank(node_set: NodeSet, blank: int, report: str) -> str:
 
 
 def _when_back(node_set: NodeSet, answers: NodeReplies) -> str:
-    """Return a text that says when restarted nodes vote again, as far as they have told."""
+    """Return a text that says when restarted nodes vote again, as far as their answers tell."""
     waits = [answer.ttl for answer in answers.values() if answer.kind is ReplyKind.RESTARTED]
     if waits and not max(waits):
         return "what restarted votes again as soon as a client has admitted it, which begins now: try again"
@@ -100,7 +100,7 @@ def _when_back(node_set: NodeSet, answers: NodeReplies) -> str:
 
 
 def raise_ttl_too_long(ttl: float, node_set: NodeSet) -> NoReturn:
-    """Raise the ValueError of a ttl for which a node that lost its memory would not stay out."""
+    """Raise ValueError for a ttl above `max_ttl`: a node that lost its memory stays out for no longer."""
     raise ValueError(
         f"a ttl (or at_least) of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes allow: "
         "one that lost its memory stays out for no longer. Use a shorter one (a ttl is renewed), or type: "

@@ -1,15 +1,15 @@
 -- include shortcut
 -- ACQUIRE: grant all the locks, or none.
 -- ARGV[3] ttl in ms, ARGV[4] the epoch that the hints are of; then for each lock its stripe and a hint.
--- After these, of a contender that waits in line or heeds it: its place (or ''), ms waited, since when in ms, and 1 for
--- fair; then, of a holder that mints anew: the nonce of its own grant, whose locks it takes over.
+-- After these, from a contender that waits in line, or is fair: its place (or ''), ms waited, since when in Unix ms,
+-- and 1 for fair; then, from a holder that remints: the nonce of its own grant, whose locks it takes over.
 -- Returns GRANTED, epoch, counter … | HELD, remaining ms | FULL | a refusal.
 local fields = {'e', 'r', 'cfg', 'next', 'b'}
 for i = 1, LOCKS do fields[5 + i] = 'c' .. ARGV[3 + 2 * i] end
 local state = redis.call('HMGET', NODE, unpack(fields))
 
--- Most often one lock is free, its contender neither waits nor hints, and the marker is in order: that takes two
--- commands more. Every other case goes the long way, and nothing has been changed by then.
+-- The shortcut for most calls takes two more commands: one lock that is free, a contender without a place and a hint,
+-- and a valid marker. In all other cases it changes nothing, and the rest of this script is executed.
 if #ARGV == 6 and ARGV[6] == '0' and state[1] and state[2] == SOCKET_RUN_ID and SOCKET_REPLID == ''
   and state[3] == ARGV[1] and not state[4] and is_unbroken() then
   local counter = grant(state[1], KEYS[2], NONCE, ARGV[3], fields[6], state[6] or state[5])
@@ -28,7 +28,7 @@ if waits then
   for i = 1, LOCKS do hear_from(KEYS[i + 1], place) end
 end
 
--- Refuse, and put the contender in line. One that cannot have all the locks must not keep one from others.
+-- Refuse, and put the contender in line. If it cannot have all the locks, it must not keep one from others.
 local function held(key)
   local ttl = redis.call('PTTL', key)
   if waits then
@@ -40,7 +40,7 @@ local function held(key)
   return {'HELD', ttl}
 end
 
--- Whether a lock that is free is for another contender, which has waited longer.
+-- Whether a free lock must go to another contender, which has waited longer.
 local function is_anothers_turn(key)
   local queue = key_of('q', key)
   if redis.call('EXISTS', queue) == 0 then return false end
@@ -59,7 +59,7 @@ for i = 1, LOCKS do
   if nonce and (nonce == claim or nonce == old) then
     nonce = nil
   elseif nonce and (nonce ~= NONCE or not its_counter) then
-    -- Also our own, where EXTEND has made it again: that is of a completed lease, and this a late duplicate.
+    -- Also our own lock, if EXTEND has made it again: its lease was completed, so this is a late duplicate.
     return held(key)
   elseif not nonce and (waits or fair == '1') and is_anothers_turn(key) then
     return held(key)
@@ -67,7 +67,7 @@ for i = 1, LOCKS do
   if nonce and its_epoch == epoch then
     answer[2 + i] = its_counter  -- a resent request gets the answer that it got before
   else
-    -- Two locks of one call may share a stripe: the second counts on from the first.
+    -- Two locks of one call may share a stripe: then the second gets the next counter after the first.
     local last = counters[field] or tonumber(state[5 + i] or state[5]) or 0 / 0
     local hint = tonumber(ARGV[4]) == epoch and tonumber(ARGV[4 + 2 * i]) or 0
     local counter = math.max(last + 1, is_near(hint, last) and hint or 0)

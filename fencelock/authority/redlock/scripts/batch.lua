@@ -1,8 +1,8 @@
 -- include shortcut
--- BATCH: ACQUIREs and RELEASEs of one lock each, one after the other, as far as their shortcuts go.
+-- BATCH: execute ACQUIREs and RELEASEs of one lock each, in their order, by their shortcuts only.
 -- ARGV[2..]: for each lock a nonce and a stripe; then the ttl in ms and '' of an ACQUIRE, or '' and T of a RELEASE.
--- Returns BATCH, epoch and for each the counter that was granted; 1 for a lock that was released; or 0: nothing was
--- changed, and the command has to come alone.
+-- Returns BATCH, epoch and for each command the counter that was granted; 1 for a lock that was released; or 0: nothing
+-- was changed, and the client has to send this command again, alone.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next', 'b')
 local epoch = state[1]
 local votes = epoch and state[2] == SOCKET_RUN_ID and SOCKET_REPLID == '' and state[3] == ARGV[1] and not state[4]

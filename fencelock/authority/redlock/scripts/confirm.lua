@@ -11,10 +11,10 @@ if epoch ~= tonumber(ARGV[3]) then return {'EPOCH', epoch} end
 local answer, higher = {'HIGHER', epoch}, false
 for i = 1, LOCKS do
   local nonce, its_epoch, counter = read_lock(KEYS[i + 1])
-  -- Without a counter, EXTEND has made it again: another holder may have had it, with T, in between.
+  -- A lock without a counter was made again by EXTEND: in between, another holder may have had it, with T.
   if nonce ~= NONCE or its_epoch ~= epoch or not counter then return {'LOST'} end
   answer[2 + i] = counter
-  -- This node granted more than T: another holder may have T from it already. It must not be counted.
+  -- If this node granted more than T, another holder may have got T from it already: it must not be counted.
   if counter > tonumber(ARGV[3 + 2 * i]) then higher = true end
 end
 if higher then return answer end

@@ -1,13 +1,13 @@
 -- include marker
--- EXTEND: let the locks of completed leases live on, grant by grant, each if all its locks are still ours. No lock is
--- shortened, but for a ttl below zero: such a grant ends after exactly so many ms.
--- A missing lock is made again with a mark that no CONFIRM accepts. That is not counted in this round: another holder
--- may have had it in between. A blank or restarted node makes locks as well, and has them when it is admitted.
--- A claim is missing too: the majority that has our lock refuses the contender that was called, which stays in line.
--- Left alone, a node where many wait would never have our lock again.
--- ARGV[3..]: for each grant its nonce, ttl in ms, how many locks it has, and what to write into a missing one.
--- Returns EXTENDED, epoch and for each grant 2 (extended), 1 (a lock was made again) or 0 (another has one of them) |
--- a refusal.
+-- EXTEND: extend the locks of completed leases, grant by grant, each if no other client has one of its locks. No lock
+-- is shortened, except by a ttl below zero: such a grant ends after exactly -ttl ms.
+-- A missing lock is made again with a value that no CONFIRM accepts. It does not count in this round, because another
+-- holder may have had it in between. A blank or restarted node makes locks as well, and has them when it is admitted.
+-- A claim counts as missing, too: the majority that has our lock refuses the called contender, which stays in line.
+-- Otherwise a node with many waiters would never have our lock again.
+-- ARGV[3..]: for each grant its nonce, ttl in ms, the number of its locks, and the value for a missing one.
+-- Returns EXTENDED, epoch and for each grant 2 (extended), 1 (a lock was made again) or 0 (another client has one of
+-- its locks) | a refusal.
 local state = redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')
 local refused = refusal(unpack(state))
 local restarted = refused and refused[1] == 'RESTARTED' and state[3] == ARGV[1] and not state[4]

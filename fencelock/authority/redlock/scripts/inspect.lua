@@ -1,8 +1,9 @@
 -- include marker
--- INSPECT: which locks are held, and by whom. KEYS[2..] which; without them, a page of all: ARGV[3] where to go on,
--- 0 at first, ARGV[4] how many keys to look at. ARGV[5] other keys instead, by a pattern: those that have no end.
--- Returns SHOWN, where to go on (0 at the end), then for each lock its resource, value, remaining ms (-1: no end), how
--- many wait, and what its client has told of itself; for other keys only their names | a refusal.
+-- INSPECT: show which locks are held, and their holders. KEYS[2..] are the locks; without them, a page of all locks:
+-- ARGV[3] the cursor, 0 at first, ARGV[4] how many keys to scan. ARGV[5] a pattern of other keys instead, or '': it
+-- shows those that have no expiry.
+-- Returns SHOWN, cursor (0 at the end), then for each lock its resource, value, remaining ms (-1: no expiry), number of
+-- waiters, and the introduction of its client; for other keys only their names | a refusal.
 local refused = refusal(unpack(redis.call('HMGET', NODE, 'e', 'r', 'cfg', 'next')))
 if refused then return refused end
 local from, count, pattern = unpack(ARGV, 3)

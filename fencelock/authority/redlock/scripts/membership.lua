@@ -1,18 +1,18 @@
--- The scripts about membership begin with this too. ARGV[1] is the fingerprint of the list in question.
--- They are rare, so they ask the server for its run_id, whatever the socket was opened to.
+-- The scripts about membership begin with this, too. ARGV[1] is the fingerprint of the list in question.
+-- They are rare, so they ask the server for its run_id, and do not rely on the arguments of the socket.
 local RUN_ID = string.match(redis.call('INFO', 'server'), 'run_id:(%x+)')
 local REPLID = string.match(redis.call('INFO', 'replication'), 'master_replid:(%x+)') or ''
--- What a ticket is bound to: neither a restart nor a failover leaves it valid.
+-- A ticket is bound to this, so that a restart or a failover makes it invalid.
 local INCARNATION = RUN_ID .. '/' .. REPLID
 
--- All that the node keeps stands in one hash, so that it is lost as a whole: a ticket that outlived the
--- promises beside it would let a node vote in an epoch that it has forgotten to have promised.
+-- One hash has all that the node stores, so that it is lost as a whole: a ticket that outlived the promises
+-- beside it would let a node vote in an epoch although it has forgotten its promises.
 local FIELDS = {'e', 'p', 'r', 'm', 'cfg', 'next', 'id', 'members', 'next_members', 'ticket', 'ticket_of',
   'ticket_at', 'ticket_ttl'}
 local is = {}
 for i, value in ipairs(redis.call('HMGET', NODE, unpack(FIELDS))) do is[FIELDS[i]] = value or nil end
 
--- The marker is there, and was put there by this very server process, which has loaded nothing else since.
+-- Whether the marker exists, and was written by this server process, which has loaded no other data since.
 local function is_admitted()
   return is.e and is.r == RUN_ID and is_unbroken() and (SOCKET_REPLID == '' or is.m == REPLID)
 end
@@ -25,8 +25,8 @@ local function holds(ticket)
   return ticket ~= '' and is.ticket == ticket and has_ticket()
 end
 
--- From now on `is_unbroken`, until this process loads data. Whatever was admitted before must not vote by that.
--- Neither replicas nor the append-only file are told: executed again, it would be a mark that was never lost.
+-- Make `is_unbroken` true until this process loads data, and delete `r`, so that an earlier admission does not vote.
+-- Replicas and the append-only file do not get the key: executed again, these commands would hide a loss.
 local function mark()
   redis.call('HDEL', NODE, 'r')
   redis.set_repl(redis.REPL_NONE)
@@ -35,8 +35,8 @@ local function mark()
   redis.set_repl(redis.REPL_ALL)
 end
 
--- Make this node a member, with nothing else left of what it was; the locks have keys of their own, and stay.
--- `p` is never lowered: another recoverer may count on what this node has promised it meanwhile.
+-- Make this node a member, and delete all of its earlier state; the locks have keys of their own, and stay.
+-- `p` is never lowered: another recoverer may rely on what this node has promised it meanwhile.
 local function admit(epoch, id, base, members)
   local promised = math.max(tonumber(is.p or 0), tonumber(epoch))
   redis.call('DEL', NODE)

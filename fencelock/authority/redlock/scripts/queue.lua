@@ -1,12 +1,12 @@
--- Waiting in line. A queue ({ns}:q:<resource>, sorted by since when each has waited) and the claim of the contender
--- that has been called are hints: they can make this node say HELD, and never more than that. A claim is a lock
--- of no client, '>' and the place, that only the contender at this place may take over.
+-- Waiting in line. A queue ({ns}:q:<resource>, sorted by the time when each contender began to wait) and the claim of
+-- the contender that was called are hints: they can only make this node answer HELD. A claim is a lock of no client,
+-- '>' and the place, which only the contender at this place may take over.
 local CLAIM_MS = 100       -- how long the lock is kept for a contender that was called: longer than any wake-up
-local LONGEST_QUEUE = 1000  -- the youngest beyond that look from time to time instead
-local QUEUE_MS = 5000      -- longer than any contender waits without looking again
-local SILENT_MS = 60000    -- how long a client is passed over that was called and has not come; it comes by itself
+local LONGEST_QUEUE = 1000  -- younger contenders get no place, and try again from time to time
+local QUEUE_MS = 5000      -- longer than any contender waits before it tries again
+local SILENT_MS = 60000    -- how long a client is passed over that did not follow a call; it tries again without one
 
--- Do something with a queue; what another program has put in its place is an empty one.
+-- Execute a command on a queue; a key of another type, from another program, counts as an empty queue.
 local function queued(...)
   local answer = redis.pcall(...)
   if type(answer) == 'table' and answer.err then return {} end
@@ -17,13 +17,13 @@ local function client_of(place)
   return string.match(place, '^(.-)%.(.*)$')
 end
 
--- A client that was called for a lock is silent until it is heard of again. It keeps its places.
+-- A client that was called for a lock counts as silent until its next command for this lock. It keeps its places.
 local function hear_from(key, place)
   queued('ZREM', key_of('s', key), client_of(place) or '')
 end
 
--- The contender says since when it has waited, by its own clock and in ms: so all nodes have one order, however
--- the attempts arrived. Where that clock is wrong by more than a second, this node's own decides.
+-- The contender says since when it has waited, in ms by its own clock, so that all nodes have one order, in whatever
+-- order attempts arrive. If that clock is wrong by more than a second, this node's own clock decides.
 local function line_up(key, place, waited, since)
   local queue = key_of('q', key)
   local arrived, said = now_ms() - tonumber(waited), tonumber(since)
@@ -33,7 +33,7 @@ local function line_up(key, place, waited, since)
   redis.call('PEXPIRE', queue, QUEUE_MS)
 end
 
--- Keep a free lock for the first in line that hears its call. Returns its place, or nil where none waits.
+-- Keep a free lock for the first in line that hears its call. Returns its place, or nil if none waits.
 local function call_next(key)
   local queue, called, silent, at = key_of('q', key), key_of('s', key), {}, 0
   for _, client in ipairs(queued('ZRANGE', called, 0, -1)) do silent[client] = true end

@@ -25,7 +25,7 @@ from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
 #: False sends every command alone.
 BATCHES: Final = True
-#: Seconds between two looks for broadcasts whose patience has ended.
+#: Seconds between two checks for broadcasts whose patience has ended.
 _LOOK: Final = 0.02
 #: Seconds that are added to the time of the next try to connect to a node.
 _SLACK: Final = 0.01
@@ -43,7 +43,7 @@ class PendingOfTask(PendingBroadcast):
 
 
 def resume(woken: asyncio.Future[None] | None) -> None:
-    """Resume the task that waits, unless it is on its way already, or its loop is closed."""
+    """Resume the task that waits, unless it was resumed already, or its loop is closed."""
     if woken is not None and not woken.done() and not woken.get_loop().is_closed():
         woken.set_result(None)
 
@@ -73,7 +73,7 @@ class LoopConnections(Connections):
         self._in_line: weakref.WeakValueDictionary[str, asyncio.Future[None]] = weakref.WeakValueDictionary()
         self._flush_is_due = False
         self._pending: set[PendingOfTask] = set()
-        #: When the next look is due. If an error interrupts a look, a later broadcast plans another.
+        #: When the next check is due. If an error interrupts a check, a later broadcast plans another.
         self._looks_at = -math.inf
         #: When sockets were read last. Answers lie unread while tasks run, and must not count as missing.
         self._last_read = 0.0
@@ -89,7 +89,7 @@ class LoopConnections(Connections):
 
     @property
     def is_elsewhere(self) -> bool:
-        """Whether their loop runs in another thread than this one."""
+        """Whether the loop of the connections runs in another thread than this one."""
         loop = self._loop()
         if loop is None or not loop.is_running():
             return False
@@ -99,7 +99,7 @@ class LoopConnections(Connections):
             return True
 
     def do_there(self, action: Callable[[], object]) -> None:
-        """Make their loop call `action` soon, if it still runs."""
+        """Make the loop of the connections call `action` soon, if it still runs."""
         if (loop := self._loop()) is not None:
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(action)
@@ -127,7 +127,7 @@ class LoopConnections(Connections):
         now = time.monotonic()
         if now - self._last_read > FRESH:
             self._read_all(now)
-            self._flush()  # others have waited for the end of such a long turn
+            self._flush()  # commands of other tasks have waited for the end of such a long turn
         if self._nodes.absent:
             await self._await_connections(request, loop)
         began = time.monotonic()
@@ -215,7 +215,7 @@ class LoopConnections(Connections):
         except BaseException:
             self._nodes.drop_dirty()
             raise
-        if index not in self._sockets:  # it is broken: those in line open it again
+        if index not in self._sockets:  # the connection is broken, and tasks in line open it again
             called = list(self._in_line)
         for place in called:
             resume(self._in_line.get(place))
@@ -266,7 +266,7 @@ class LoopConnections(Connections):
                 loop.add_writer(self._sockets[index].fileno(), self._write, index)
 
     def _look_later(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        """Look again and again for broadcasts whose patience has ended, as long as any are pending."""
+        """Plan the next check for broadcasts whose patience has ended, if any are pending."""
         if self._pending and loop is not None:
             due = time.monotonic() + _LOOK
             loop.call_later(_LOOK, self._look, due)
@@ -280,7 +280,7 @@ class LoopConnections(Connections):
             for pending in tuple(self._pending):
                 if pending.deadline <= now:
                     pending.wake()
-            if due == self._looks_at:  # or else a later look is planned
+            if due == self._looks_at:  # otherwise a later check is planned
                 self._look_later(self._open_loop())
 
     # The `Transport` for `NodeConnections`.

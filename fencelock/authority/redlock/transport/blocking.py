@@ -1,8 +1,8 @@
 """The blocking driver: threads share one connection to each node, and one waiting thread reads for all.
 
 No thread stays in the background. Of the threads that wait for answers, or in line for a lock, one reads for
-all and wakes the others. When its own wait is over, it leaves the reading to another. So no thread has to be
-ended when none waits, in a forked child, or while the interpreter goes down. A RELEASE always follows its
+all and wakes the others. When its own wait is over, another waiting thread reads. So no thread has to be
+ended when no caller waits, in a forked child, or when the interpreter exits. A RELEASE always follows its
 ACQUIRE on the same connection.
 
 A signal handler may raise at any line. Then connections are dropped if their answers could be mixed up, and
@@ -36,7 +36,7 @@ from fencelock.authority.redlock.wire.connection import Connection, PendingBroad
 _GLANCE: Final = 0.05
 #: Seconds in which a node has to take more of a command that is too large for one write.
 _TAKES_MORE: Final = 0.05
-#: Seconds after which connections are read before use, because they may be gone, or have old answers.
+#: Seconds without a read, after which connections are read before use: they may be gone, or have old answers.
 FRESH: Final = 0.01
 #: Bytes of the first read: mostly enough, and quickly allocated.
 READ_SIZE: Final = 1024
@@ -214,7 +214,7 @@ class SharedConnections(Connections):
             self._changed.wake_all()
 
     def leave_to_parent(self) -> None:
-        """In a forked child, close its copies of the sockets, without a lock that a thread may have held."""
+        """In a forked child, close its copies of the sockets, without a mutex that a thread may have held."""
         for link in self._links.values():
             link.sock.close()
 
@@ -232,11 +232,11 @@ class SharedConnections(Connections):
                     self._end(waiting)
                     return now
                 wakeup = self._wakeup_of(waiting)
-                if self._nodes.absent:  # absent nodes should answer and call, too
+                if self._nodes.absent:  # connect to them, because they should answer and call, too
                     due = min(due, self._nodes.open_absent(now))
                 glance = _GLANCE if self._nodes.absent else math.inf
                 poll = self._poll
-                if wakeup is not None and self._congested:  # the reading thread may not know of it
+                if wakeup is not None and self._congested:  # the reading thread may poll only for reads
                     poll = self._new_poll(self._links)
             if wakeup is None or poll is not self._poll:
                 ready = poll.poll(min(max(0.0, due - now), glance) * 1000)
@@ -267,7 +267,7 @@ class SharedConnections(Connections):
                 return
 
     def _clean_up(self, waiting: Wait) -> None:
-        """Restore order after an exception from outside has interrupted a wait."""
+        """End a wait that an exception has interrupted, and drop dirty connections."""
         self._nodes.drop_dirty()
         self._end(waiting)
 
@@ -299,7 +299,7 @@ class SharedConnections(Connections):
             sleep_until_woken(wakeup, left)
 
     def _drain(self) -> None:
-        """Write the rest of commands that were too large, as long as the nodes take it."""
+        """Write the rest of commands that were too large for one write, while the nodes accept it."""
         while True:
             with self._mutex:
                 poll = self._new_poll(self._congested)
@@ -363,7 +363,7 @@ class SharedConnections(Connections):
 
     def _opened(self, node: int, opened: Opened | UnusableError) -> None:
         stack = current_stack()
-        self._inside[stack] = WaitForCall(0.0, self.queue, "")  # the garbage collector may call into this
+        self._inside[stack] = WaitForCall(0.0, self.queue, "")  # a finaliser may run here, and use a lock
         with self._mutex:
             if self._connecting.get(node) is threading.current_thread():
                 del self._connecting[node]

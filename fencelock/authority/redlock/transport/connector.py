@@ -59,7 +59,7 @@ class Opened:
     Attributes:
         sock: the socket; it does not block.
         identity: the server process that answered.
-        pushes: whether it can bring published messages, beside the answers.
+        pushes: whether it can receive published messages, besides the answers.
     """
 
     sock: socket.socket
@@ -74,7 +74,7 @@ class Node:
         source: a URL (`redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `redis+cluster://`), or a
             client of redis-py, whose settings are kept.
         connect_timeout: seconds for connecting and for each answer while doing so.
-        verify_votes: every vote proves its server process, also where the connection would be enough.
+        verify_votes: whether every vote proves its server process, even if the connection would be enough.
 
     Attributes:
         name: the address, as a URL without its password.
@@ -105,7 +105,7 @@ class Node:
         failures: list[tuple[str, UnusableError]] = []
         while servers:
             server = servers.pop(0)
-            if server.address in tried:  # several may redirect to one that is gone
+            if server.address in tried:  # several servers may redirect to one that is gone
                 continue
             tried.add(server.address)
             try:
@@ -142,19 +142,19 @@ class Connections(abc.ABC):
         self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
         self._opens = [node.open for node in nodes]
         self._node_key = node_key
-        #: The connecting thread of each node. Connections of threads that are not here are closed.
+        #: The connecting thread of each node. If another thread opens a connection, it is closed.
         self._connecting: dict[int, threading.Thread] = {}
 
     def connect(self, node: int) -> None:
         if self.is_connecting(node):
             return
-        # Each node has a thread of its own, so that one that hangs costs the others nothing.
+        # Each node has a thread of its own, so that a node that hangs does not delay the others.
         name = f"fencelock-connect-{node}"
         thread = threading.Thread(target=self._open, args=(node,), name=name, daemon=True)
         self._connecting[node] = thread
         try:
             _threads.start(thread)
-        except RuntimeError as error:  # too many threads, or the interpreter is on its way out
+        except RuntimeError as error:  # too many threads, or the interpreter ends
             detail = f"no thread to connect with: {error}"
             self._nodes.failed(node, Reply(ReplyKind.UNREACHABLE, detail=detail), time.monotonic())
 
@@ -203,7 +203,7 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
         info = _read_info(connection)
         identity = _identify(connection, info, verify_votes=verify_votes)
         for _ in PRELOADED:
-            with suppress(ResponseError):  # this user may not: each script is sent when it is first called
+            with suppress(ResponseError):  # without the right, each script is sent when it is first called
                 connection.read_response()
         # From here on the socket is ours; the connection object must never touch it again.
         sock: socket.socket = connection._sock  # noqa: SLF001 - redis-py has no public name for it
@@ -268,8 +268,8 @@ def _connect(server: Server, connection: Any) -> Any:
 def _send_questions(connection: Any, node_key: str) -> None:
     """Ask all questions, and load the everyday scripts, in one round trip; answers come in this order.
 
-    Without the scripts, the first ACQUIRE is answered with NOSCRIPT. If a majority grants before this is
-    read, the node has no lock as long as no thread reads.
+    Without the scripts, the first ACQUIRE is answered with NOSCRIPT. If a majority grants before this answer
+    is read, the node has no lock until a thread reads again.
     """
     scripts = [("SCRIPT LOAD", SCRIPTS[name]) for name in PRELOADED]
     questions = [("INFO",), ("HMGET", node_key, "id", "members"), *scripts]
@@ -291,7 +291,7 @@ def _read_info(connection: Any) -> dict[str, str]:
 
 
 def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> Identity:
-    # First, before the role is looked at: a replica in a cluster answers where its primary is.
+    # Before the role is checked, because a replica in a cluster answers with the address of its primary.
     node_id, members = connection.read_response()
     if info.get("role") not in {"master", None}:
         # If a sentinel has named this server, a failover is under way.

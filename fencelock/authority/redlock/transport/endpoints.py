@@ -1,7 +1,7 @@
-"""Where a node is: by its URL or client, and which servers to connect to at the moment.
+"""Where a node is: its URL or client, and the servers to connect to at the moment.
 
-Behind Sentinel and in a Redis Cluster another server may take over: both are asked for each connection. Each
-vote proves the very server that was admitted, so a wrong server costs a refusal, never a token.
+Behind Sentinel and in a Redis Cluster another server may take over, so both are asked for each connection.
+Each vote proves the server process that was admitted, so a wrong server can only refuse.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from redis.retry import Retry
 #: A node as a user names it.
 Source = str | redis.Redis | redis.RedisCluster
 
-#: Settings of a client that are not taken: we have our own, or they make a connection act by itself.
+#: Settings of a client that are ignored: fencelock has its own, or a connection would send commands unasked.
 _NOT_OURS: Final = re.compile(
     r"connection_pool|decode_responses|event_dispatcher|health_check_interval|himport_registry|legacy_responses"
     r"|protocol|(encoder|parser)_class|(maint|orig)_.*|retry.*|sentinel_(username|password)"
@@ -32,7 +32,7 @@ _NOT_OURS: Final = re.compile(
 
 #: Values of `ssl_cert_reqs` with which no certificate is checked, so that no name can be checked.
 _UNCHECKED: Final = (None, "none", ssl.CERT_NONE)
-#: Plain classes of connections, because a connection to a primary must not ask the sentinels by itself.
+#: Plain classes of connections, because a connection to a primary must not ask the sentinels.
 _PLAIN: Final[dict[Any, Any]] = {
     redis.sentinel.SentinelManagedConnection: redis.Connection,
     redis.sentinel.SentinelManagedSSLConnection: redis.SSLConnection,
@@ -82,8 +82,8 @@ class Endpoint:
     """Where a node is.
 
     Attributes:
-        kind: "sentinel", "cluster", or nothing for one server.
-        server: how to connect to the server of the node; behind Sentinel, at another address.
+        kind: "sentinel", "cluster", or empty for one server.
+        server: how to connect to the server of the node; behind Sentinel, the address is replaced.
         named: the sentinels, the servers of the cluster, or the one server.
         service: the name that the sentinels know the node by.
         remap: turns the host and port that a sentinel or a server tells into those to connect to.
@@ -110,8 +110,8 @@ class Endpoint:
         """Return the servers to try, in this order; behind Sentinel, the primary.
 
         A majority of the sentinels must name the same primary. A minority may be cut off together with a
-        primary that was replaced. A recoverer would then bring it to the epoch in which its successor votes:
-        one node with two votes. Also, one dishonest sentinel cannot get the password.
+        primary that was replaced. A recoverer would then bring this old primary to the epoch in which its
+        successor votes: one node with two votes. Also, one dishonest sentinel cannot get the password.
 
         Raises:
             ConnectionError: of redis-py; too few sentinels answer, or agree.
@@ -147,7 +147,7 @@ class Endpoint:
     def redirected(self, server: Server, error: Exception) -> Server | None:
         """Return where a server of a cluster sends us, if its error says so: MOVED slot host:port.
 
-        Only where a cluster was named: the other server gets the password.
+        Only for a node that was named as a cluster, because the other server gets the password.
         """
         if not is_moved(error) or self.kind != "cluster" or "path" in server.settings:
             return None
@@ -157,7 +157,7 @@ class Endpoint:
 
 
 def is_moved(error: Exception) -> bool:
-    """Whether an error says that another server has the keys; an error of redis-py lacks the first word."""
+    """Return whether an error says that another server has the keys; redis-py's lacks the first word."""
     return isinstance(error, MovedError) or str(error).startswith("MOVED ")
 
 
@@ -204,7 +204,7 @@ def endpoint_of(source: Source, timeout: float) -> Endpoint:
 
     Raises:
         ValueError: for a URL that cannot be understood.
-        TypeError: it is neither a URL nor a client, or a client that connects in a way of its own.
+        TypeError: `source` is neither a URL nor a client, or a client that connects in a way of its own.
     """
     try:
         if isinstance(source, str):
@@ -223,13 +223,13 @@ def endpoint_of(source: Source, timeout: float) -> Endpoint:
 
 
 def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
-    """Return the server that the connections of a pool go to, with other settings for some."""
+    """Return the server to which a pool connects; `others` replaces some of its settings."""
     settings = {k: v for k, v in pool.connection_kwargs.items() if not _NOT_OURS.fullmatch(k)} | others
     settings |= {"retry": Retry(NoBackoff(), 0), "command_packer": _TextPacker()}
     settings |= {"socket_connect_timeout": timeout, "socket_timeout": timeout}
     is_tls = issubclass(pool.connection_class, redis.SSLConnection)
     if is_tls and settings.get("ssl_cert_reqs", ssl.CERT_REQUIRED) not in _UNCHECKED:
-        settings.setdefault("ssl_check_hostname", True)  # by itself, redis-py checks it from version 6 on
+        settings.setdefault("ssl_check_hostname", True)  # the default of redis-py only from version 6 on
     server = Server(_PLAIN.get(pool.connection_class, pool.connection_class), settings)
     try:
         server.new_connection()  # opens nothing yet, but raises for an unknown setting
@@ -285,7 +285,7 @@ def _of_url(url: str, timeout: float) -> Endpoint:
 
 
 def _of_pool(pool: Any, timeout: float) -> Endpoint:
-    """Return where a pool connects to; behind Sentinel, it is of a client made by `Sentinel.master_for`."""
+    """Return where a pool connects to; a pool of Sentinel must be made by `Sentinel.master_for`."""
     if not isinstance(pool, redis.sentinel.SentinelConnectionPool):
         server = _server_of(pool, timeout)
         return Endpoint("", server, [server])
@@ -306,7 +306,7 @@ def _of_pool(pool: Any, timeout: float) -> Endpoint:
 def _of_cluster(client: redis.RedisCluster, timeout: float) -> Endpoint:
     manager: Any = client.nodes_manager
     pool = client.get_redis_connection(next(iter(manager.nodes_cache.values()))).connection_pool
-    # The client's own greeting may let replicas answer for their primary.
+    # The client's own `redis_connect_func` may let replicas answer for their primary.
     server = _server_of(pool, timeout, redis_connect_func=None)
     named = getattr(client, "startup_nodes", None) or manager.startup_nodes.values()
     servers = [server.at(node.host, int(node.port)) for node in named]

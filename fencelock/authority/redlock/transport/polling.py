@@ -45,7 +45,7 @@ class Patched(Selected):
     """
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
-        # A look without a timeout is taken with the mutex held, so no other greenlet may run meanwhile.
+        # A poll without a timeout is called with the mutex held, so no other greenlet may run meanwhile.
         gevent: Any = sys.modules["gevent.monkey"]
         poll = select.poll() if timeout else gevent.get_original("select", "poll")()
         for descriptor, events in self._events.items():
@@ -57,7 +57,7 @@ def new_poll() -> select.poll | Selected:
     """Return a new poll object without sockets.
 
     Raises:
-        RuntimeError: eventlet has taken `select.poll` away.
+        RuntimeError: eventlet has removed `select.poll`.
     """
     if not hasattr(select, "poll"):
         if "eventlet" in sys.modules:

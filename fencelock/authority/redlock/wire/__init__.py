@@ -1,1 +1,1 @@
-"""Connections to nodes as pure state: bytes and the time come in, bytes go out."""
+"""Connections to nodes as pure state: callers pass in received bytes and the time, and get bytes to send."""

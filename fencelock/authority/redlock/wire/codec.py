@@ -1,7 +1,7 @@
 """Commands as bytes, and replies as answers: RESP, by hiredis.
 
-Everyday commands are calls of scripts by their digest. Each ends with two arguments of the connection that it
-goes out over: the server process that the connection was opened to, and its replication id.
+Everyday commands are calls of scripts by their digest. Each ends with two arguments of the connection that
+sends it: the server process that the connection was opened to, and its replication id.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from fencelock.authority.redlock.protocol.messages import (
     ReplyKind,
 )
 
-#: Error replies of a server that is starting, about to be promoted, or no longer the one to ask.
+#: Error replies of a server that is starting, about to be promoted, or not the right server any more.
 PASSING_ERRORS: Final = (
     "LOADING",
     "BUSY",
@@ -39,7 +39,7 @@ PASSING_ERRORS: Final = (
     "MOVED",
     "ASK",
 )
-#: Words in error replies of a server that does not serve the keys any more. Another one does.
+#: Words in error replies of a server that does not serve the keys any more, because another server does.
 _ELSEWHERE: Final = ("MOVED", "ASK ", "READONLY")
 _SAID: Final = {said.name.encode(): said for said in ReplyKind}
 _OWN_ARGUMENTS: Final = 2
@@ -93,8 +93,8 @@ DIGESTS: Final = {
 _WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE", INTRODUCE: "SET"}
 
 
-#: What servers say if they, or the rights of a user, lack a command. Only newer ones name it if a script has
-#: called it. Others name the script and the line.
+#: Match errors of a server that lacks a command, or whose user lacks the right to it. If a script has called
+#: the command, only newer servers name it. Others name the script and the line.
 _UNKNOWN: Final = re.compile(r"(?i)unknown (?:redis )?command called from")
 _FORBIDDEN: Final = re.compile(r"(?i)(?:no permissions to run|can't run this command)")
 _PLACE: Final = re.compile(r"([0-9a-f]{40}).*@user_script: ?(\d+)", re.DOTALL)
@@ -111,7 +111,7 @@ class Packed:
     Attributes:
         command: the command.
         is_simple: whether it may be a part of a batch.
-        fingerprint: of its membership, the same for all parts of a batch; empty if it may be no part.
+        fingerprint: its membership's fingerprint, the same for all parts of a batch; empty if it is no part.
     """
 
     __slots__ = ("_alone", "_part", "command", "fingerprint", "is_simple")
@@ -119,7 +119,7 @@ class Packed:
     def __init__(self, command: Command, alone: bytes | None = None) -> None:
         self.command: Command = command
         script, _, _, arguments = command
-        # The last one of an ACQUIRE is a hint.
+        # The last argument of an ACQUIRE is a hint, which a batch cannot have.
         self.is_simple: bool = len(arguments) == _SIMPLE.get(script) and (
             script == "release" or not arguments[-1]
         )
@@ -187,7 +187,7 @@ def read_reply(reply: Any) -> Reply | None:
 def read_answer(reply: Any) -> Reply:
     if isinstance(reply, hiredis.ReplyError):
         text = str(reply)
-        # Before version 7, an error in a script is quoted in another one.
+        # Before version 7, an error in a script is quoted in another error.
         reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
         if reason.startswith(PASSING_ERRORS):
             return Reply(ReplyKind.UNREACHABLE, detail=reason)
@@ -199,7 +199,7 @@ def read_answer(reply: Any) -> Reply:
             return bare
         said = _SAID[word]
         if said in _WITH_TTL:
-            # A lock without an end is not from a client of ours.
+            # A lock without an expiry is not of fencelock.
             return Reply(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
         if said in _WITH_FACTS:
             return Reply(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))
@@ -209,7 +209,7 @@ def read_answer(reply: Any) -> Reply:
 
 
 def _what_is_missing(text: str) -> str:
-    """Return which command of a script a server or a user lacks; empty if the error is another one."""
+    """Return a text about the command that a server or its user lacks; an empty text for other errors."""
     is_unknown = _UNKNOWN.search(text) is not None
     place = _PLACE.search(text)
     if place is None or not (is_unknown or _FORBIDDEN.search(text)):

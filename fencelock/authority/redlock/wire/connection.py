@@ -1,14 +1,14 @@
 """One connection to a node: which commands it has not answered, and the bytes still to be written.
 
-It moves no bytes. The owner of the socket hands in the data that has arrived, and writes `outgoing`. A token
-is safe only if the answers on a connection come from the server process that was there when it was opened. So
-the process belongs to the connection for good, and nothing is sent again on another one. A client that
-silently reconnected after its node had been killed was granted the same counter twice.
+It moves no bytes. The owner of the socket passes in the data that has arrived, and writes `outgoing`. A token
+is safe only if all answers on a connection come from the server process to which it was opened. So a
+connection keeps its process, and no command is sent again on another connection. Otherwise a client that
+silently reconnects after its node was killed could be granted the same counter twice.
 
 Event loops send the commands of all tasks within one turn in a batch: one call, whose reply answers all of
-them. A node takes simple commands, for one lock each, in the order in which they were put. If one is not so
-simple, because the lock is held or its queue is not empty, the node changes nothing for it and answers 0.
-Then it is put again, alone, on the same connection. Code above the connections does not notice.
+them. A batch has simple commands, of one lock each, in the order in which they were put. If a command turns
+out not to be simple, because the lock is held or its queue is not empty, the node changes nothing for it and
+answers 0. Then it is put again, alone, on the same connection. Callers do not notice this.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from fencelock.authority.redlock.wire.codec import (
     read_reply,
 )
 
-#: Commands in a batch, for which a node does nothing else: about half a millisecond.
+#: The most commands in a batch, which occupies a node for about half a millisecond.
 _LARGEST_BATCH: Final = 100
 _SILENT: Final = Reply(ReplyKind.SILENT)
 _RELEASED: Final = Reply(ReplyKind.RELEASED)
@@ -59,7 +59,7 @@ _NEWS: Final = NAMING | FORGETFUL | {ReplyKind.UNREACHABLE, ReplyKind.ERROR}
 
 
 class PendingReply(NamedTuple):
-    """A command that a node has been sent and has not answered.
+    """A command that was sent to a node, and is not answered yet.
 
     Attributes:
         broadcast: the broadcast that waits for the answer, or None.
@@ -81,8 +81,8 @@ class PendingBroadcast:
 
     Attributes:
         answers: of each node that has answered, or could not be asked.
-        complete: whether more of them would change nothing.
-        over: whether nothing waits for them any more, so that further answers are late.
+        complete: whether further answers would change nothing.
+        over: whether no caller waits any more, so that further answers are late.
         deadline: when its patience ends; -inf once it is complete.
     """
 
@@ -126,13 +126,12 @@ class Connection:
         acquiring: the nonces of the ACQUIREs that are not answered, and were not released meanwhile.
         identity: the server process that it was opened to.
         epoch: the epoch of the nodes' last grant; None if there is none.
-        pushes: whether it can bring published messages, beside the answers.
+        pushes: whether it can receive published messages, besides the answers.
         unanswered: commands that were sent and are not answered, in this order.
         outgoing: bytes still to be written.
-        published: messages on the channel of this client, until they are taken away.
+        published: messages on the channel of this client, until `NodeConnections.receive` handles them.
         changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
-            While it is not 0, answers could be mixed up. It is only counted, never reset, so that a dirty
-            connection stays dirty.
+            While it is not 0, answers could be mixed up. It is never reset: a dirty connection stays dirty.
     """
 
     __slots__ = (
@@ -172,7 +171,7 @@ class Connection:
         self._does_batches = not identity.replid
 
     def put(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command, which joins a batch if it can."""
+        """Put a command into the waiting batch, or else into `outgoing`."""
         if not packed.is_simple or not self._does_batches:
             self.put_alone(pending, packed)
             return
@@ -185,13 +184,13 @@ class Connection:
         self.changing -= 1
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Take a command that travels alone."""
+        """Put a command that is sent alone into `outgoing`."""
         if self._parts:
             self.flush_batch()
         self.changing += 1
         self._note(pending)
         self.outgoing += packed.alone
-        if pending.command.keys:  # all scripts have one
+        if pending.command.keys:  # it is a script, because every script has a key
             self.outgoing += self._own_arguments
         self.changing -= 1
 
@@ -216,7 +215,7 @@ class Connection:
         self.changing -= 1
 
     def received(self, data: bytes, now: float) -> News:
-        """Hand on the answers that callers wait for; return those that say something about the node.
+        """Pass on the answers that callers wait for; return those that say something about the node.
 
         Raises:
             MalformedReplyError: the server does not answer like a node.
@@ -269,9 +268,9 @@ class Connection:
                 news.append((pending, answer))
 
     def _take_error(self, reply: hiredis.ReplyError, size: int, now: float, news: News) -> None:
-        """Hand an error to each ACQUIRE, whose lock may have been granted; put each RELEASE again.
+        """Pass an error on to each ACQUIRE, whose lock may have been granted; put each RELEASE again.
 
-        If the node does not know the script, it does not get it: from now on each command is sent alone.
+        If the node does not know the script, it is not loaded: from now on each command is sent alone.
         """
         self._does_batches = self._does_batches and read_reply(reply) is not None
         for _ in range(size):
@@ -283,7 +282,8 @@ class Connection:
     def _put_again(self, now: float, packed: bytes | None = None) -> None:
         """Put the oldest command again, alone, on this connection: another may lead to another process.
 
-        Only a RELEASE is put again in any case. An ACQUIRE or EXTEND after its RELEASE would leave a lock.
+        Other commands than RELEASE are put again only if a caller wants them: an ACQUIRE or EXTEND after its
+        RELEASE would leave a lock.
         """
         broadcast, command, _ = self.unanswered[0]
         if command.script == "acquire":
@@ -295,7 +295,7 @@ class Connection:
         self.unanswered.popleft()  # last: if this is interrupted before, a RELEASE is owed
 
     def answered(self, pending: PendingReply, answer: Reply) -> bool:
-        """Hand an answer to its broadcast; return True instead if it says something about the node."""
+        """Pass an answer on to its broadcast; return True instead if it says something about the node."""
         said = answer.kind
         self.acquiring.discard(pending.command.nonce)
         if said in _NEWS or (said is GRANTED and answer.epoch != self.epoch):

@@ -4,9 +4,9 @@ It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `conn
 and `broken`, each with the time. Outputs are the calls of a `Transport`, and the bytes in
 `Connection.outgoing`. Threads, event loops and the simulator run the same code.
 
-No lock may stay that no acquisition wants. A RELEASE follows its ACQUIRE on the same connection. If it finds
-no connection or a silent node, or is lost with a connection, it is owed: it is sent when the node answers
-again.
+No lock may stay that no acquisition wants. A RELEASE follows its ACQUIRE on the same connection. If a RELEASE
+finds no connection or a silent node, or is lost with a connection, it is *owed*: it is sent when the node
+answers again.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fencelock.errors import MembershipError
 
 _SHORTEST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 2.0
-#: RELEASEs that are kept for a node; locks of further ones end with their ttl.
+#: The most RELEASEs that are owed to a node. Beyond it the oldest are dropped; their locks end with the ttl.
 MOST_PENDING: Final = 10_000
 #: Seconds to wait, before the first exchange, for connections beyond a majority.
 _OTHERS_GRACE: Final = 0.05
@@ -50,7 +50,7 @@ class Transport(Protocol):
     """Moves the bytes. No call waits."""
 
     def connect(self, node: int) -> None:
-        """Begin to connect to a node, unless that is going on; `connected` or `failed` ends it."""
+        """Begin to connect to a node, unless this is under way; call `connected` or `failed` at the end."""
 
     def is_connecting(self, node: int) -> bool:
         """Return whether a connection to a node is being opened."""
@@ -70,11 +70,11 @@ class _Node:
         self.pause = _SHORTEST_BACKOFF
         self.retry_at = -math.inf
         self.introduce_at = -math.inf
-        #: By nonce.
+        #: The RELEASEs that are owed to the node, by nonce.
         self.pending_releases: dict[str, Command] = {}
 
     def remember_release(self, release: Command) -> None:
-        """Keep a RELEASE until the node answers, without its place: no contender may wait there by then."""
+        """Keep a RELEASE until the node answers, without its place: its contender may be gone by then."""
         self.pending_releases[release.nonce] = without_place(release)
         if len(self.pending_releases) > MOST_PENDING:
             del self.pending_releases[next(iter(self.pending_releases))]
@@ -171,7 +171,7 @@ class NodeConnections:
     ) -> None:
         """Put a command into the connections of its nodes; for nodes that cannot be asked, answer at once.
 
-        With `together`, it joins a batch with the commands before and after it, if it can.
+        With `together`, the command joins a batch with the commands before and after it, if it can.
         """
         self._has_asked = True
         command, packed = request.command, Packed(request.command)
@@ -222,7 +222,7 @@ class NodeConnections:
         return was_deaf
 
     def _put_subscribe(self, index: int, connection: Connection | None, now: float) -> None:
-        """Subscribe. Later commands can count on the calls already; a node that refuses answers so."""
+        """Subscribe to a node's calls, and count on them at once; `_deal_with` handles a refusal."""
         if connection is not None and connection.pushes:
             connection.put_alone(PendingReply(None, self._subscribe, now), Packed(self._subscribe))
             self.queue.listen(index)
@@ -257,7 +257,7 @@ class NodeConnections:
         node.retry_at = now + node.pause * (0.5 + 0.5 * self._jitter())
 
     def receive(self, index: int, read: Callable[[], bytes | None], now: float) -> Sequence[str]:
-        """Hand on the answers that `read` returns; return the places in line that were called.
+        """Pass on the answers that `read` returns; return the places in line that were called.
 
         If this is interrupted, the connection stays dirty.
         """
@@ -280,7 +280,7 @@ class NodeConnections:
         if any(leads_elsewhere(answer) for _, answer in unusual):
             self.broken(index, "another server has taken over")
         elif data and node.pending_releases and not unusual:
-            # It answers again; but one that refuses a RELEASE would get it for ever.
+            # Not after an unusual answer, because a node that refuses a RELEASE would get it for ever.
             self._send_pending(node, connection, now)
         if not connection.published:
             return ()
@@ -290,7 +290,7 @@ class NodeConnections:
     def _deal_with(
         self, index: int, connection: Connection, pending: PendingReply, answer: Reply, now: float
     ) -> None:
-        """Deal with an answer that says something about its node."""
+        """Handle an answer that says something about its node."""
         answer = self._on_reply(index, connection, answer, now)
         broadcast, command, _ = pending
         if answer.kind is ReplyKind.UNREACHABLE and command.script == "release":
@@ -310,7 +310,7 @@ class NodeConnections:
             return self._on_readmitted(index, connection, answer)
         elif said in FORGETFUL:
             self._on_trouble()
-            # A server that was replaced may go on to answer so on this connection for ever.
+            # A server that was replaced may give this answer on this connection for ever.
             node = self._nodes[index]
             if connection.identity.replid and now >= node.retry_at:
                 node.retry_at = now + LONGEST_BACKOFF
@@ -373,5 +373,5 @@ class NodeConnections:
 
 
 def is_lost(connection: Connection, now: float) -> bool:
-    """Return whether a connection has owed an answer for so long that another should be tried."""
+    """Return whether a connection has owed an answer for too long, and another one should be tried."""
     return bool(connection.unanswered) and now - connection.unanswered[0].sent_at > _LOST_AFTER

@@ -1,7 +1,7 @@
 -- ADMIT: let a node vote again that has lost its memory, in an epoch in which no node has ever voted.
 -- ARGV[2] the epoch, ARGV[3] the ticket, ARGV[4] the id of its seat, ARGV[5] the members.
--- Only with the ticket: an ADMIT that arrives again, after the node has voted and forgotten, finds another one.
--- Not before the ticket is as old as the longest lease, by this node's own clock: a client that comes then admits at once.
+-- Only with the ticket: an ADMIT that arrives again, after the node has voted and forgotten, finds another ticket.
+-- Not before the ticket is as old as the longest lease, by this node's own clock: after that, any client may admit.
 -- Returns ADMITTED, id, members | CLOSED | NO_TICKET | EARLY, ms for which the node still stays out.
 if is_admitted() then return {'ADMITTED', is.id, is.members} end
 if is.next then return {'CLOSED'} end

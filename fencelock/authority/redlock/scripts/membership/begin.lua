@@ -1,7 +1,7 @@
--- BEGIN: put a ticket on a node that is not admitted; only a client that knows it may admit the node later. One that
--- is there already is returned unchanged, so that all clients that initialise or recover share it.
--- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] the id that the node said it has, or
--- for a blank one that of the seat which it is to get back; '' for a seat in a new list.
+-- BEGIN: put a ticket on a node that is not admitted; only a client that knows the ticket may admit the node later. An
+-- existing ticket is returned unchanged, so that all clients that initialise or recover share it.
+-- ARGV[2] a random word of the sender, ARGV[3] longest ttl in ms, ARGV[4] the id that the node has named; for a blank
+-- node, the id of the seat that it gets back; '' for a seat in a new list.
 -- Returns TICKET, ticket, longest ttl, ms for which the node still stays out | ADMITTED, id, members | CLOSED | CONFIG.
 if is_admitted() then return {'ADMITTED', is.id, is.members} end
 if is.next then return {'CLOSED'} end
@@ -14,9 +14,9 @@ if not has_ticket() then
     return redis.error_reply('ERR this server keeps strings otherwise than Redis and Valkey do, so that a node'
       .. ' that loads older data while it runs could not be known: use another server')
   end
-  -- Never the same twice: an ADMIT under way must not know the ticket of a BEGIN that arrives once more after a flush.
-  -- Lua's random numbers begin anew with every script; of what is hashed instead, the counters in INFO grow from
-  -- command to command, the clock mostly, the run_id tells server processes apart, the sender's word like nodes.
+  -- No ticket is made twice: a late ADMIT must not have the ticket of a BEGIN that arrives again after a flush. Lua's
+  -- random numbers start over in every script, so a hash is used. The counters in INFO grow with each command, the
+  -- clock mostly. The run_id differs between server processes, the sender's word between nodes that are alike.
   local now = redis.call('TIME')
   local seed = {RUN_ID, now[1], now[2], redis.call('INFO'), ARGV[2]}
   is.ticket = string.sub(redis.sha1hex(table.concat(seed, '|')), 1, 32)
@@ -24,7 +24,7 @@ if not has_ticket() then
   redis.call('HSET', NODE, 'ticket', is.ticket, 'ticket_of', INCARNATION, 'ticket_at', is.ticket_at,
     'ticket_ttl', is.ticket_ttl)
 elseif now_ms() < tonumber(is.ticket_at) then
-  is.ticket_at = now_ms()  -- the clock was set back: the wait begins anew
+  is.ticket_at = now_ms()  -- the clock was set back, so the wait starts over
   redis.call('HSET', NODE, 'ticket_at', is.ticket_at)
 end
 return {'TICKET', is.ticket, is.ticket_ttl, digits(ms_out(is.ticket_at, is.ticket_ttl))}

@@ -1,5 +1,5 @@
--- CLOSE: refuse everything from now on, for this node's list gives way to another. Which one is set only once:
--- two operators cannot both believe that a majority is theirs.
+-- CLOSE: refuse all votes from now on, because another list replaces this node's list. The next list is set only once,
+-- so that two operators cannot both get a majority for theirs.
 -- ARGV[2] fingerprint of the next list, ARGV[3] its members, so that a later run can finish the change.
 -- Returns SHUT | CLOSED (for another list) | a refusal.
 local refused = refusal(is.e, is.r, is.cfg, is.next and is.next ~= ARGV[2])

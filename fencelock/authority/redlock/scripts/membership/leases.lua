@@ -1,5 +1,5 @@
--- LEASES: how long locks live on this node, looking at a part of its keys. ARGV[2] where to go on, 0 at first.
--- Returns LEASES, where to go on (0 at the end), and ms until the last lock of this part ends.
+-- LEASES: when the last lock in one part of this node's keys ends. ARGV[2] the cursor, 0 at first.
+-- Returns LEASES, cursor (0 at the end), and ms until the last lock of this part ends.
 local pattern = string.gsub(NODE, '[%*%?%[%]\\]', '\\%0') .. ':l:*'
 local found = redis.call('SCAN', ARGV[2], 'MATCH', pattern, 'COUNT', 10000)
 local longest = 0

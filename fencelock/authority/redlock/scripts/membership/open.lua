@@ -1,5 +1,5 @@
--- OPEN: let a node vote in a new list: one that still holds the ticket which the list was made with (its id), or one
--- that stays and is closed for this very list; opening uses either up.
+-- OPEN: let a node vote in a new list. The node must still have the ticket with which the list was made (its id), or be
+-- closed for this list. OPEN removes the ticket, and the closing.
 -- ARGV[2] the epoch, ARGV[3] the node's id, ARGV[4] where counters start, ARGV[5] the members.
 -- Returns OPENED, id, members | ADMITTED, id, members | NO_TICKET.
 local awaits = is_admitted() and is.next == ARGV[1]

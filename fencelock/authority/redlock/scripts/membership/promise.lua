@@ -1,5 +1,5 @@
--- PROMISE: from now on this node answers for no epoch below ARGV[2] as the highest: clients that choose one later read
--- it. ARGV[3] the ticket of a node that is not admitted, else ''; ARGV[4] 'change': one counts that is closed for this list.
+-- PROMISE: from now on this node reports ARGV[2] or a larger epoch as its highest, so that clients choose larger ones.
+-- ARGV[3] the ticket of a node that is not admitted, else ''; ARGV[4] 'change': a node closed for this list counts.
 -- Returns PROMISED | NO_TICKET | a refusal.
 local counts
 if is_admitted() then

@@ -1,6 +1,6 @@
--- RAISE: vote in epoch ARGV[2] from now on; never back. Counters begin anew, for all tokens of a later epoch are larger:
--- so there is room again where they have come to their end. Only for an epoch that a majority has promised: with fewer,
--- a second recoverer could choose it again, unaware.
+-- RAISE: vote in epoch ARGV[2] from now on, and never in an earlier one. Counters start over, because all tokens of a
+-- later epoch are larger; so exhausted counters have room again. Only for an epoch that a majority has promised: a
+-- second recoverer could otherwise choose the same epoch.
 -- Returns RAISED | a refusal.
 local refused = refusal(is.e, is.r, is.cfg, is.next)
 if refused then return refused end

@@ -1,4 +1,4 @@
--- READ: all that the node says about itself at one moment; '' where there is nothing.
+-- READ: the state of this node at one moment; '' for a value that it does not have.
 -- Returns STANDING, id, members, whether it is admitted, epoch, promised epoch, fingerprint, fingerprint and members
 -- of the list that it is closed for, ticket (of this server process only), ms for which the node still stays out.
 local ticket, left = '', ''
