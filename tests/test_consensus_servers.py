@@ -122,6 +122,7 @@ def test_isolated_leader_is_replaced() -> None:
         assert value_at(cluster, old, "key") == "value"
 
 
+@pytest.mark.long
 @pytest.mark.timed
 def test_isolated_follower_reaches_nobody_also_when_it_starts_again() -> None:
     """It passes no renewal of a lease on. It is cut off by its number, though it is known by its process."""

@@ -105,6 +105,7 @@ def to_run(page: str) -> list[Block]:
 LONG = {
     f"docs/{page}.md"
     for page in (
+        "first-hour",
         "long-run",
         "torture",
         "fastapi",

@@ -305,6 +305,7 @@ def test_forked_child_does_not_lead(authority: Redlock) -> None:
         assert term.is_current
 
 
+@pytest.mark.long
 def test_next_leader_comes_in_time() -> None:
     """One round in short; the control, whose term ignores the clock, is current beside the next one."""
     figures = leaders.measure("quorum", 1, 2.0)

@@ -150,6 +150,7 @@ def test_promise_counts_from_the_grant_of_the_lease(
         assert other.release(grant) is True
 
 
+@pytest.mark.long
 def test_watch_begins_behind_a_compaction(
     cluster: Cluster, authority: Etcd, face: BlockingFace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -247,6 +248,7 @@ def test_extension_beyond_a_lease_of_etcd(face: BlockingFace, authority: Etcd) -
     assert authority.inspect() == []
 
 
+@pytest.mark.long
 def test_move_that_was_not_answered_is_repeated(
     face: BlockingFace, authority: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -306,6 +308,7 @@ def test_more_names_than_a_transaction_takes(authority: Etcd) -> None:
     assert authority.release(grant) is True
 
 
+@pytest.mark.long
 def test_tls_with_client_certificates() -> None:
     """Blocking and in tasks; without a certificate, and without the CA, nothing is said in the open."""
     with Cluster(tls=True) as cluster:
@@ -327,6 +330,7 @@ def test_tls_with_client_certificates() -> None:
             plain.acquire(("r",), ttl=5.0, timeout=0.5)
 
 
+@pytest.mark.long
 def test_login_by_user_and_password() -> None:
     """A wrong one is refused at once; a token that etcd has forgotten is renewed; rights are of a prefix."""
     with Cluster(members=1, settings={"auth-token-ttl": "2"}) as cluster:

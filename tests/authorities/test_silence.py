@@ -208,6 +208,7 @@ def hold_up() -> Iterator[tuple[Face, Callable[[], AbstractContextManager[None]]
 HoldUp = tuple[Face, Callable[[], AbstractContextManager[None]]]
 
 
+@pytest.mark.long
 def test_timeout_leaves_nothing_though_a_grant_comes_late(hold_up: HoldUp) -> None:
     """The statement was hung up and sent again, and the second one met the row lock of the first."""
     face, held_up = hold_up
@@ -217,6 +218,7 @@ def test_timeout_leaves_nothing_though_a_grant_comes_late(hold_up: HoldUp) -> No
     assert took(lambda: face.acquire("r", timeout=5.0)) < 5.0
 
 
+@pytest.mark.long
 def test_acquisition_does_not_wait_for_its_own_late_grant(hold_up: HoldUp) -> None:
     """What holds the lock is a statement that it has sent itself."""
     face, held_up = hold_up

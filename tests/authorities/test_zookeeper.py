@@ -111,6 +111,7 @@ def test_servers_limit_the_session(url: str) -> None:
             authority.acquire(("s",), ttl=401.0, timeout=0)
 
 
+@pytest.mark.long
 def test_lock_is_renewed_before_two_thirds_are_over(authority: ZooKeeper, other: ZooKeeper) -> None:
     """Though a third of the ttl would be too late."""
     with authority.lock("r", ttl=4.0) as token:
@@ -120,6 +121,7 @@ def test_lock_is_renewed_before_two_thirds_are_over(authority: ZooKeeper, other:
         assert info.token == token
 
 
+@pytest.mark.long
 def test_process_that_is_stopped_loses_its_session(url: str, other: ZooKeeper) -> None:
     """Its lock goes to the next with a larger token, and it hears of that when it goes on."""
     program = """
@@ -144,6 +146,7 @@ def test_process_that_is_stopped_loses_its_session(url: str, other: ZooKeeper) -
     assert other.release(grant) is True
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("zookeeper_server")
 def test_wiped_server_gives_no_token_again() -> None:
     """It counts anew; the time in a token does not. A client that had a session gets another one."""
@@ -317,6 +320,7 @@ def test_watch_is_forgotten_with_its_waiter(authority: ZooKeeper, other: ZooKeep
     assert authority.release(grant) is True
 
 
+@pytest.mark.long
 def test_acquisition_begins_the_next_session(zookeeper_server: Server, authority: ZooKeeper) -> None:
     """It keeps what it has entered there; else it would wait for itself, and leave an entry for ever."""
     authority.release(authority.acquire(("r",), ttl=2.0, timeout=0.0))

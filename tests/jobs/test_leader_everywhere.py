@@ -20,6 +20,7 @@ def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     yield from MAKERS[request.param](request)
 
 
+@pytest.mark.long
 def test_successor_leads_with_a_larger_token(kind: Kind) -> None:
     """It waits for the end of the term, and is told when that was released."""
     first: Any = kind.make()
