@@ -9,7 +9,7 @@ from typing import Final
 
 from fencelock._owners import blocks_greenlets
 
-#: Seconds between two tries to acquire a lock, if a wait for it would block all greenlets.
+#: Seconds between two looks at a wakeup, if a wait for it would block all greenlets.
 _GLANCE: Final = 0.01
 
 
@@ -36,7 +36,7 @@ class Sleepers:
     """The threads that sleep until a change; all callers must hold one common lock.
 
     It replaces `threading.Condition`: if a signal handler raises while a Condition takes its lock again,
-    leaving `with condition:` releases the lock that another thread holds.
+    leaving `with condition:` releases a lock that the thread lacks.
     """
 
     __slots__ = ("_asleep",)

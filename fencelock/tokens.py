@@ -47,7 +47,7 @@ def epoch_above(highest: int) -> int:
     not seen yet, may still write.
 
     Raises:
-        ValueError: `highest` is outside the range of tokens, or is of the last epoch.
+        ValueError: `highest` is neither 0 nor a token, or is of the last epoch.
     """
     epoch = split(check(highest))[0] + 1 if highest else 0
     if epoch > MAX_EPOCH:

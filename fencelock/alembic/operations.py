@@ -53,7 +53,7 @@ class FenceOperation(MigrateOperation):
     """One operation on a table.
 
     A subclass has a name, and the name of the operation that reverses it. Unless it has a method of its name,
-    call it as `op.NAME(table_name, schema=None)`, or as `op.NAME(schema=None)` for one of fencelock's tables.
+    call it as `op.NAME(table_name, schema=None)`, or as `op.NAME(schema=None)` if `own` names its table.
     """
 
     name: ClassVar[str]
@@ -221,7 +221,7 @@ class CreateReceiptTableOp(
 class DropReceiptTableOp(
     FenceOperation, name="drop_receipt_table", opposite="create_receipt_table", own=RECEIPT_TABLE
 ):
-    """Drop the table `fencelock_receipts`; a later retry does its work once more."""
+    """Drop the table `fencelock_receipts`, and every record of done work."""
 
 
 class _InBatch:

@@ -56,7 +56,7 @@ SELECT count(*) FROM pg_stat_replication AS r WHERE state IS DISTINCT FROM 'back
 
 
 def of_settings(connection: Connection, where: str) -> Iterator[Finding]:
-    """Yield findings about settings that matter after a crash, or while a transaction hangs."""
+    """Yield findings about settings of durability, of timeouts and of isolation."""
     dialect, values = _dialect(connection), _values(connection)
     for setting in _SETTINGS:
         if setting.dialect != dialect or values.get(setting.name) not in setting.bad:
@@ -146,7 +146,7 @@ def _dialect(connection: Connection) -> str:
 
 
 def _values(connection: Connection) -> dict[str, str]:
-    """Return all settings of the server. MySQL has not all settings of MariaDB."""
+    """Return all settings of the server. MySQL lacks some of MariaDB's."""
     ask = _VALUES.get(_dialect(connection))
     return {} if ask is None else {str(name): str(value or "") for name, value in _ask(connection, ask)}
 

@@ -110,7 +110,7 @@ class Verdict:
         return self.form.is_optional and row[TOKEN_BIND] == NO_LEASE
 
     def _resource_columns(self) -> list[ColumnElement[Any]]:
-        """Return the columns that name the resource; none if the statement gives no values to compare."""
+        """Return the columns that name the resource; none for a flush, or without values to compare."""
         if (self.form.resource_binds is None and not self.form.listed) or self.form.is_of_flush:
             return []
         return [self.form.source.c[column.key] for column in self.form.fenced.template.columns.values()]
@@ -155,7 +155,7 @@ class Verdict:
         return StaleReadError(fenced.name, known, token, current, accepted[0])
 
     def _missing_rows(self, present: Sequence[tuple[Any, ...]]) -> StaleReadError | None:
-        """Return the error for objects whose rows are gone or changed; None if a model lets DELETEs miss."""
+        """Return the error for objects whose rows are gone or changed; None if DELETEs may find no row."""
         fenced = self.form.fenced
         if not self.form.assigns and not all(each.confirm_deleted_rows for each in fenced.mappers()):
             return None

@@ -26,11 +26,11 @@ from fencelock.lease import validity
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Stands for any other world for which a resource may be kept.
+#: Stands for the `name` of any other `Queues`.
 _ANOTHER: Final = "another"
 #: Seconds after the confirmation of a release in which a failover may undo it.
 _MAY_BE_LOST: Final = 5.0
-#: Resources that one statement extends or releases.
+#: The most resources in one statement.
 BATCH: Final = 500
 
 
@@ -103,7 +103,7 @@ class Releasing(Connecting):
         return count == len(grant.resources)
 
     def _transferring(self, grant: Grant, nonce: str, queues: Queues, place: Place) -> Steps[bool | None]:
-        """Release a lease, and acquire it for the next caller of this world, in one statement."""
+        """Release a lease, and acquire it for the next caller in `queues`, in one statement."""
         (resource,) = grant.resources
         asked = {"resource": resource, "nonce": grant.proof, "next_nonce": nonce, "ttl": place.ttl}
         asked["holder"] = holder()

@@ -113,7 +113,7 @@ class Link:
             # Also if this thread was not the reader: it may have been woken to read while it was leaving.
             if self._reader is None and (other := next(iter(list(self._waiting)), None)) is not None:
                 other.wake()
-            self._stacks.discard(stack)  # last, because a handler must not wait for a reader that it stops
+            self._stacks.discard(stack)  # last: a handler must not wait for the reader that it interrupts
         return True
 
     def _become_reader(self, wakeup: ThreadWakeup) -> None:

@@ -55,7 +55,7 @@ class Etcd(Asking):
 
     Raises:
         ValueError: for a URL that cannot be understood, and files that are no certificates.
-        ImportError: the extra `fencelock[etcd]` is not installed.
+        ImportError: on its import, without `fencelock[etcd]`.
     """
 
     aio: AsyncLine
@@ -70,7 +70,7 @@ class Etcd(Asking):
 
     def _start_over(self) -> None:
         super()._start_over()
-        #: The marks and the base as last seen. Old ones only cost a transaction, which etcd refuses.
+        #: The last marks and base read. If others have changed them, etcd refuses the transaction.
         self._known: OrderedDict[str, Mark] = OrderedDict()
         self._base = 0
         #: The leases that entries may be under, by nonce.
@@ -305,7 +305,7 @@ class Etcd(Asking):
         return self._leases.get(nonce) or (_first_lease(nonce),)
 
     def _finds_lease(self, resource: str, nonce: str) -> Steps[bool]:
-        """Read the lease of an entry from etcd; return whether it differs from the known ones."""
+        """Read the lease of an entry from etcd; return whether that changed `_leases`."""
         key = self._line(resource) + nonce[:_NAME].encode()
         (found, _), *_ = yield from self._ranges([messages.get(key)])
         is_there = bool(found) and found[0].value.startswith(nonce[_NAME:].encode())

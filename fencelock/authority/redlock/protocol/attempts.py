@@ -35,7 +35,7 @@ class NodeSet:
     Attributes:
         names: the nodes' addresses without passwords, for messages.
         node_key: key of each node's hash, `{namespace}`. Its braces keep all keys in one slot.
-        fingerprint: the fingerprint of the membership, which every vote must name.
+        fingerprint: that of the membership; commands name it, and nodes compare.
         order: the nodes' indexes in the fixed order that all clients agree on.
         max_ttl: longest lease in seconds that this membership allows.
         patience: seconds to wait for a silent node before deciding without it.
@@ -236,14 +236,14 @@ def maximum_of(vectors: Iterable[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def without_place(release: Command) -> Command:
-    """Return a RELEASE that names no place in line, so that the contender keeps its place."""
+    """Return a RELEASE that names no place in line, so that it leaves the line as it is."""
     return release._replace(arguments=release.arguments[: 1 + 2 * len(release.keys)])
 
 
 def abandon(
     node_set: NodeSet, attempt: Attempt, nodes: Sequence[int] | None = None, *, stay: bool = False
 ) -> Generator[Broadcast, Replies, None]:
-    """Release a failed attempt, also on nodes whose answer was lost; do not wait for answers.
+    """Release an attempt, also on nodes whose answer was lost; do not wait for answers.
 
     Args:
         node_set: the nodes.
@@ -270,7 +270,7 @@ def release(current: Callable[[], NodeSet], proof: Proof) -> Generator[Broadcast
     """Release the lock, and let nodes that lag catch up with the token.
 
     Returns True if a majority still held it for us, False if none can any more, None if too few nodes
-    answered to tell. Then the lock ends with its ttl.
+    answered to tell. At the latest, its ttl ends the lock.
     """
     node_set = current()
     try:
@@ -278,8 +278,7 @@ def release(current: Callable[[], NodeSet], proof: Proof) -> Generator[Broadcast
         done = yield Broadcast(command, node_set.all_nodes, enough_released(node_set), node_set.patience)
         if sum(answer.kind is ReplyKind.RELEASED for answer in done.answers.values()) >= node_set.quorum:
             return True
-        # RELEASE is never refused. Do not add up voters that do not know the lock and blank nodes: see
-        # `extend.lua`.
+        # RELEASE is never refused. Do not add up the LOST and the AMNESIA answers: see `extend.lua`.
         gone = max(count_of(ReplyKind.LOST, done.answers), count_of(ReplyKind.AMNESIA, done.answers))
         return None if len(node_set.names) - gone >= node_set.quorum else False
     except (FencelockError, GeneratorExit):

@@ -1,6 +1,6 @@
-"""Opens connections to the nodes for both drivers, and learns which server process answers.
+"""Opens connections to nodes, for threads and event loops, and learns which server process answers.
 
-redis-py connects, which blocks, so a new thread does it. Afterwards the bare socket belongs to a driver.
+redis-py connects, which blocks, so a new thread does it. Afterwards the bare socket is used without redis-py.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Node:
         source: a URL (`redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `redis+cluster://`), or a
             client of redis-py, whose settings are kept.
         connect_timeout: seconds for connecting and for each answer while doing so.
-        verify_votes: whether every vote proves its server process, even if the connection would be enough.
+        verify_votes: whether every vote proves which process gave it, even if no replica may take over.
 
     Attributes:
         name: the address, as a URL without its password.
@@ -127,11 +127,11 @@ class Connections(abc.ABC):
 
     Args:
         nodes: where the nodes are.
-        node_key: key of a node's hash; the channel on which the nodes call begins with it.
+        node_key: key of a node's hash; the channel on which nodes wake waiting clients begins with it.
         options: those of `NodeConnections`.
 
     Attributes:
-        queue: hears the nodes' calls.
+        queue: hears from the nodes that a waiting client may try.
     """
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
@@ -142,7 +142,7 @@ class Connections(abc.ABC):
         self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
         self._opens = [node.open for node in nodes]
         self._node_key = node_key
-        #: The connecting thread of each node. If another thread opens a connection, it is closed.
+        #: The thread that connects to each node, or has done so last.
         self._connecting: dict[int, threading.Thread] = {}
 
     def connect(self, node: int) -> None:
@@ -215,7 +215,7 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
 
 
 def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:
-    """Return the error to report if several servers were tried, or one that the user has not named."""
+    """Return the error to report for a node behind Sentinel or in a cluster."""
     if not failures:
         return UnusableError(ReplyKind.UNREACHABLE, "the servers of its cluster send to one another")
     passing = [error for _, error in failures if error.answer.kind is not ReplyKind.ERROR]
@@ -242,7 +242,7 @@ def _why_refused(error: ResponseError) -> UnusableError:
         return UnusableError(
             ReplyKind.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"
         )
-    if is_moved(error):  # over a Unix socket: other servers of the cluster have other sockets
+    if is_moved(error):  # not followed, because the node is not named as a cluster
         return UnusableError(
             ReplyKind.ERROR,
             "it is a server of a cluster, in which another one has the keys: name the node by its hosts, "

@@ -1,7 +1,7 @@
 """Where a node is: its URL or client, and the servers to connect to at the moment.
 
 Behind Sentinel and in a Redis Cluster another server may take over, so both are asked for each connection.
-Each vote proves the server process that was admitted, so a wrong server can only refuse.
+A server process that was not admitted to the quorum never votes: it can only refuse.
 """
 
 from __future__ import annotations
@@ -110,12 +110,12 @@ class Endpoint:
         """Return the servers to try, in this order; behind Sentinel, the primary.
 
         A majority of the sentinels must name the same primary. A minority may be cut off together with a
-        primary that was replaced. A recoverer would then bring this old primary to the epoch in which its
+        primary that was replaced. A recovery would then bring this old primary to the epoch in which its
         successor votes: one node with two votes. Also, one dishonest sentinel cannot get the password.
 
         Raises:
             ConnectionError: of redis-py; too few sentinels answer, or agree.
-            ResponseError: the sentinels do not know the service.
+            ResponseError: a sentinel does not know the service.
         """
         if self.kind != "sentinel":
             return self.named
@@ -157,7 +157,7 @@ class Endpoint:
 
 
 def is_moved(error: Exception) -> bool:
-    """Return whether an error says that another server has the keys; redis-py's lacks the first word."""
+    """Return whether an error says that another server has the keys; redis-py cuts off MOVED."""
     return isinstance(error, MovedError) or str(error).startswith("MOVED ")
 
 
@@ -190,7 +190,7 @@ def split_urls(text: str) -> list[str]:
 
 
 def _masked(url: str) -> str:
-    """Return a wrong URL for an error message: without its user, and without a port that is no number."""
+    """Return a URL for an error message: without its user and query, or a port that is no number."""
     hidden = re.sub(r"(?s)^([^:]*).*@", r"\1://***@", url).partition("?")[0]
     return re.sub(r"(?s)^([^:]*://[^/@]*):(?!\d+(?:/|$)).*", r"\1:***", hidden) if "@" not in url else hidden
 
