@@ -119,8 +119,8 @@ def create(
 ) -> list[FenceDDL]:
     """Return the statements that create a table's trigger, and replace any other.
 
-    The table needs `last_fencing_token`; for `strict` or `ids`, `last_write_id`, too. `create_all` creates the
-    trigger of a model if `__fence_trigger__` is True or `"strict"`. In migrations, call
+    The table needs `last_fencing_token`; for `strict` or `ids`, `last_write_id`, too. `create_all` creates
+    the trigger of a model if `__fence_trigger__` is True or `"strict"`. In migrations, call
     `op.create_fence_trigger("orders", ids=True)`.
 
     Args:
