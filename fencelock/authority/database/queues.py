@@ -200,7 +200,7 @@ class Queues:
             return True
 
     def released(self, resource: str, kept_for: str | None) -> None:
-        """Wake the first caller after a release; `kept_for` is the next world in the queue, or None."""
+        """Wake the first caller after a release; `kept_for` names the world that comes next, or is None."""
         with self._mutex:
             if (queue := self._queues.get(resource)) is None:
                 return
