@@ -135,7 +135,7 @@ class LineAuthority(WithLoops):
         """Return the answers to requests, which may be sent several times; `again` collects the reasons.
 
         Raises:
-            QuorumError: no server answered in time.
+            QuorumError: no server could answer them in time.
         """
         failures: dict[str, str] = {}
         waits = pauses(0.01, 0.2)
@@ -276,7 +276,7 @@ class LineAuthority(WithLoops):
         return grant
 
     def _waiting(self, place: Place, view: View, end: float, go_on: Callable[[], None]) -> Steps[None]:
-        """Wait until an entry ahead is gone, or until it is time to extend the lease of the place."""
+        """Wait until an entry ahead is gone, or until it is time to check the lines again."""
         until = min(end, place.extend_at)
         if not view.ahead:
             until = min(until, time.monotonic() + view.kept_for)
@@ -358,7 +358,7 @@ class LineAuthority(WithLoops):
             raise
 
     def _abandoning(self, place: Place) -> Steps[None]:
-        """Release what an interrupted operation may have left; in the background, if no server answers."""
+        """Release what an operation may have left; in the background, if no server answers."""
         try:
             yield from self._giving_back(place.resources, place.nonce)
         except QuorumError:
@@ -375,7 +375,7 @@ class LineAuthority(WithLoops):
         return until
 
     def _note_end(self, grant: Grant, ttl: float) -> None:
-        """Plan the release of a lease at its end, if the store would end it later."""
+        """Plan the release of a lease at its end, if the store ends it later or one is planned already."""
         if self._ends_late(ttl) or grant.proof in self._due:
             self._end_at(grant, grant.expires_at)
 
