@@ -39,7 +39,7 @@ BATCH: Final = 500
 def extend_many(
     current: Callable[[], NodeSet], wishes: Sequence[Wish]
 ) -> Generator[Broadcast, Replies, list[Grant | FencelockError]]:
-    """Extend grants, up to 500 in one round trip: see `Authority.extend_gen`."""
+    """Extend grants, up to 500 in one command: see `Authority.extend_gen`."""
     outcomes: list[Grant | FencelockError] = []
     for start in range(0, len(wishes), BATCH):
         batch = wishes[start : start + BATCH]
@@ -92,8 +92,8 @@ def remint(
     """Exchange a grant for one with larger tokens; no other holder gets a grant in between.
 
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
-    decided and confirmed as any other. It is repeated until the validity is over, because some nodes have
-    forgotten the old nonce already.
+    decided and confirmed as any other. It is repeated until the validity is over, or other clients have
+    too many locks, because some nodes have forgotten the old nonce already.
 
     Raises:
         LockLostError: there is no new grant, and the old one has ended.

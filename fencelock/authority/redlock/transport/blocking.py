@@ -2,8 +2,8 @@
 
 No thread stays in the background. Of the threads that wait for answers, or in line for a lock, one reads for
 all and wakes the others. When its own wait is over, another waiting thread reads. So no thread has to be
-ended when no caller waits, in a forked child, or when the interpreter exits. A RELEASE always follows its
-ACQUIRE on the same connection.
+ended when no caller waits, in a forked child, or when the interpreter exits. A RELEASE follows its ACQUIRE on
+the same connection, unless that is lost.
 
 A signal handler may raise at any line. Then connections are dropped if their answers could be mixed up, and
 another thread takes over the reading. A handler that locks gets a RuntimeError if it has interrupted a frame
