@@ -191,7 +191,7 @@ class WithLoops(GeneratorAuthority):
         return end
 
     def close(self) -> None:
-        """Close the connections of event loops; subclasses also close the others. The next use connects again."""
+        """Close the connections of event loops; subclasses close the others. The next use connects again."""
         for loop, end in list(self._loop_ends.items()):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(end.begin_to_end)
