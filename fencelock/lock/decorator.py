@@ -44,8 +44,8 @@ def fenced(
         The decorator.
 
     Raises:
-        TypeError: for arguments of the wrong kind, for a field that is no parameter of the function, and for
-            a generator function, whose body would run after the release. A call of the function raises the
+        TypeError: for arguments of the wrong kind, a field that is no parameter of the function, and a
+            generator function, whose body would run after the release. A call of the function raises the
             errors of `acquire` and `release` of a `FencedLock`, and a ValueError if a field is None.
         ValueError: for a malformed template, or for settings out of range.
     """

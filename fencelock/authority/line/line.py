@@ -33,13 +33,13 @@ from fencelock.tokens import MAX_TOKEN, check
 
 # The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
 # the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
-# same everywhere, and no two can wait for each other. The acquisition that is first in all its lines mints,
-# and holds. Its token is `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time of the
-# client in milliseconds.
+# same everywhere, and no two can wait for each other. An acquisition that has minted holds when it is the
+# first in all its lines. Its token is `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time
+# of the client in milliseconds.
 #
-# The transaction that mints requires that its entry is still in the line, that the base is the one it knows,
-# and that the mark is lower. So the tokens of a resource rise whatever clocks say. The position in the line
-# cannot be the token, because a holder may mint again.
+# The transaction that mints adds its entry to the line, or requires that it is there. It also requires that
+# the base is the one it knows, and that the mark is lower. So the tokens of a resource rise whatever clocks
+# say. The position in the line cannot be the token, because a holder may mint again.
 #
 # A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time makes
 # new tokens larger than the lost ones, if clocks differ by less than the restore took. `base` is 0 until

@@ -106,8 +106,8 @@ def _open(
 ) -> Steps[None]:
     """Open the nodes in the order of their ids, each only after the nodes before it vote in this list.
 
-    If the lists of two clients differ in some nodes, one client finds the other's list at the first shared
-    node, and raises an error. In any other order, each could open a majority.
+    So only one of two clients with different lists gets beyond the first shared node. In any other order,
+    each could open a majority.
     """
     for node in sorted(ids, key=ids.__getitem__):
         arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())

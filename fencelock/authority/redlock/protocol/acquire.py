@@ -77,7 +77,7 @@ class Acquisition:
         ttl: seconds that the lease lasts.
         new_nonce: makes a nonce when it is needed. If two processes that were restored from one snapshot
             shared a prepared nonce, a node would take the attempt of one for a repeated one of the other.
-        queue: hears the nodes' calls; None if the acquisition never waits in line.
+        queue: hears which places the nodes call (see `queue`); None if it never waits in line.
         fair: whether it leaves a free lock to contenders that have waited longer.
         at_least: seconds for which the holder may keep the lease.
         instead_of: the grant whose locks the attempts take over.

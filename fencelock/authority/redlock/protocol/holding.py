@@ -176,9 +176,7 @@ def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
 def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
     """Return whether a majority has had a grant's lock all the time; None if a later round may confirm it.
 
-    A lock that a node has made again counts from the next round on; on a blank node, once it is admitted. A
-    node may lose its memory as soon as another was admitted, so that for a short time no majority counts.
-    If a majority of the nodes votes and has missed the lock, another holder is possible: then it is False.
+    A lock that was made again counts from the next round on; on a blank node, once that is admitted.
     """
     extended = missed = 0
     for answer in answers.values():
@@ -187,6 +185,8 @@ def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool
             missed += answer.counters[index] != KEPT
     if extended >= node_set.quorum:
         return True
+    # A node may lose its memory as soon as another was admitted, so that for a short time no majority counts.
+    # But if so many voters have missed the lock that no majority can have it, another holder is possible.
     return None if len(node_set.names) - missed >= node_set.quorum else False
 
 

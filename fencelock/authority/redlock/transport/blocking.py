@@ -95,7 +95,7 @@ class WaitForAnswers(_Sleeper, PendingBroadcast):
 
 
 class WaitForCall(_Sleeper):
-    """A wait in line for a call; `over` is True when it has ended."""
+    """A wait in line for a call of the nodes (see `queue`); `over` is True when it has ended."""
 
     def __init__(self, until: float, queue: WaitQueue, place: str) -> None:
         self.over = False

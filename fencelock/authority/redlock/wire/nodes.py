@@ -86,14 +86,14 @@ class NodeConnections:
     Args:
         names: the nodes' addresses, for messages.
         transport: moves the bytes.
-        queue: hears the calls that the nodes publish.
+        queue: hears the calls that the nodes publish: see `WaitQueue`.
         channel: the channel of these calls.
         on_identity: called with the server process of each opened connection.
         on_trouble: called when an answer shows that a node has forgotten, restarted, or is in another epoch.
         connect_timeout: seconds that a node may take to accept a connection.
         patience: seconds after which a node that owes an answer is asked no more.
         jitter: returns a random number between 0 and 1.
-        introduction: sent to each node before it is asked for a lock, and again from time to time.
+        introduction: names this client's process; a node gets it before it is asked for a lock, and again.
         new_connection: makes a connection, as `Connection` does.
     """
 
