@@ -102,7 +102,7 @@ class GeneratorAuthority(Authority):
         """Return the lock of a resource, or None if it is free; without a resource, return all held locks.
 
         Raises:
-            AuthorityError: the authority did not answer.
+            AuthorityError: the authority did not answer, or cannot tell.
         """
         found = self.run(self.inspect_gen(() if resource is None else (check_resource(resource),)))
         return found if resource is None else next(iter(found), None)

@@ -125,7 +125,7 @@ class FencedLock(BaseLock[Token]):
         """Return whether one of the resources is held; of a semaphore or shared lock, whether all slots are.
 
         Raises:
-            AuthorityError: the authority did not answer.
+            AuthorityError: the authority did not answer, or cannot tell.
         """
         authority = self._find_authority()
         return authority.run(self._locked_gen(authority))

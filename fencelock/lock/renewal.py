@@ -58,7 +58,7 @@ class BatchRenewer(Renewer):
         self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._due: dict[float, set[Callable[[], Hold | None]]] = {}  # weak references
         self._in_flight: frozenset[Hold] = frozenset()
-        # Random, because all processes would otherwise ask the nodes at the same moments.
+        # Random, because all processes of a machine would otherwise ask at the same moments.
         self._phase = random.uniform(0.0, 1024.0)  # noqa: S311 - no secret
 
     def cancel(self, hold: Hold) -> bool:

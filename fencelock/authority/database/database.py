@@ -94,7 +94,7 @@ class Database(Acquiring):
 
         Raises:
             AuthorityError: the database cannot be used.
-            ValueError: `above` is outside the range of tokens.
+            ValueError: `above` is neither 0 nor a token.
         """
         return self.run(self.initialising(above))
 
@@ -111,7 +111,7 @@ class Database(Acquiring):
 
         Raises:
             AuthorityError: the database cannot be used.
-            ValueError: for less than an hour.
+            ValueError: for less than an hour, and for infinity.
         """
         return self.run(self.pruning(older_than))
 

@@ -190,7 +190,7 @@ class LineAuthority(WithLoops):
 
         Raises:
             AuthorityError: the servers cannot be used.
-            ValueError: `above` is outside the range of tokens.
+            ValueError: `above` is neither 0 nor a token.
         """
         self.run(self.initialising(above))
 
@@ -205,7 +205,7 @@ class LineAuthority(WithLoops):
 
         Raises:
             AuthorityError: the servers cannot be used.
-            ValueError: for less than an hour.
+            ValueError: for less than an hour, and for infinity.
         """
         if not _HOUR <= older_than < math.inf:
             raise ValueError(f"marks are pruned after an hour at least, 3600, not after {older_than!r} s")

@@ -246,7 +246,7 @@ def change_nodes(
         patience: seconds to wait for each node.
 
     Raises:
-        QuorumError: too few of the present nodes vote, or a wanted node does not answer.
+        QuorumError: too few nodes vote or could be changed, or a wanted node does not answer.
         MembershipError: no present node has a list, a wanted node cannot join, or another change goes on.
         ValueError: for a URL or `max_ttl` that cannot be used, or a wanted node that is named twice.
     """

@@ -471,7 +471,7 @@ class AsyncRedlock(AsyncView):
                 del self._by_loop[loop]
 
     def close_everywhere(self) -> None:
-        """Close the connections of every loop, each in its own thread."""
+        """Close the connections of every loop; those of a running loop in its own thread."""
         with self._lock:
             everywhere, self._by_loop = list(self._by_loop.values()), WeakKeyDictionary()
         for connections in everywhere:
