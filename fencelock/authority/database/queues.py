@@ -54,7 +54,7 @@ class Place:
         self.grant: Grant | None = None
         #: Whether a statement, whose connection was lost, may still grant the resource to this caller.
         self.is_late = False
-        #: Worlds that are known to come before this one.
+        #: How many worlds are known to come before this one.
         self.worlds_ahead = 0
         #: Since when no world comes before, on the clock of `time.monotonic`.
         self.next_since: float = time.monotonic()

@@ -178,7 +178,7 @@ class Census:
 
     @classmethod
     def of(cls, names: tuple[str, ...], reports: Reports) -> Census | None:
-        """Return the census of the list that most nodes name; None if no node names one.
+        """Return the census of the list that most open nodes name, else most closed ones; None without any.
 
         A node may hold the data of another node, as its former replica, or after a start with its file. Then
         it names the id of the other node, and has lost its own memory. So a node gets the seat that the list
