@@ -77,7 +77,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint, and return the tokens, if the place is the first in all lines, else a `View`; may also `extend`."""
+        """Mint, and return tokens, if the place is first in all lines, else a `View`; perhaps also `extend`."""
 
     @abc.abstractmethod
     def _giving_back(

@@ -35,7 +35,7 @@ from fencelock.authority.redlock.membership.reports import Census, NodeGroup, Re
 from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
 from fencelock.tokens import MAX_COUNTER, split
 
-#: Programs that waited for one node spread their work over these seconds, or a tenth of the longest ttl.
+#: Programs that waited for one node spread their work over these seconds, or a tenth of max_ttl if less.
 _SPREAD: Final = 5.0
 #: Seconds to wait for another program that seems to be at work. This waits only once, because the other
 #: program may have died, and this one may end soon.

@@ -261,8 +261,8 @@ def make_attempt(
 ) -> Generator[Broadcast, Replies, Grant | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM if the counters disagree.
 
-    With `alone`, nodes are asked one by one in the fixed order until one grants; then all the others are
-    asked. Otherwise two (or four) clients could split the votes of an even number of nodes for ever.
+    With `alone`, nodes are asked one by one in the fixed order until one grants (then all the others are
+    asked) or answers HELD. Otherwise two (or four) clients could split the votes of an even number of nodes for ever.
     """
     patience = min(node_set.patience, attempt.ttl)
     command = _acquire_command(attempt, node_set)
