@@ -77,7 +77,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint, and return tokens, if the place is first in all lines, else a `View`; perhaps also `extend`."""
+        """Mint, and return tokens, if the place is first in all lines, else a `View`; it may `extend`."""
 
     @abc.abstractmethod
     def _giving_back(
