@@ -33,10 +33,9 @@ class FencedLock(BaseLock[Token]):
     ```
 
     `fenced_lock` and the method `lock` of an authority return it, for `with` and for `async with`; `aio` has
-    its methods for coroutines. A thread (task, greenlet) that holds a resource can lock it again (unless
-    `reentrant=False`), with this object or another, and gets the same token. The lease is not released before
-    the last block is left and the transactions that wrote under it have ended. After that, the object can be
-    used again.
+    its methods for coroutines. A thread (task, greenlet) that holds a resource can lock it again, with
+    this object or another (unless `reentrant=False`), and gets the same token. The lease is not released
+    before its last block and the transactions under it have ended. Then the object can be used again.
     """
 
     def __repr__(self) -> str:
@@ -146,8 +145,7 @@ class FencedLock(BaseLock[Token]):
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended.
-            LockError: the lock was entered more than once or in parts, or a transaction is open or in doubt.
-                The lock stays held.
+            LockError: it was entered twice or in parts, or a transaction is open or in doubt. It stays held.
         """
         block = self._innermost()
         return block.authority.run(self._hand_over_gen(block))

@@ -262,8 +262,7 @@ def make_attempt(
     """Make one attempt: ACQUIRE, and CONFIRM if the counters disagree.
 
     With `alone`, nodes are asked one by one in the fixed order until one grants (then all the others are
-    asked) or answers HELD. Otherwise two (or four) clients could split the votes of an even number of nodes
-    for ever.
+    asked) or answers HELD. Otherwise two clients could split the votes of an even number of nodes for ever.
     """
     patience = min(node_set.patience, attempt.ttl)
     command = _acquire_command(attempt, node_set)
