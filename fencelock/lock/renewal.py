@@ -50,7 +50,7 @@ Calls = list[Callable[[], object]]
 class BatchRenewer(Renewer):
     """Extends many holds together, because the times when they are due are rounded up to common moments.
 
-    Only `cancel`, `reschedule` and `_unplan` may run in two threads at once. Signals may interrupt any method.
+    Only `cancel`, `reschedule` and `_unplan` may run in two threads at once. A signal may interrupt each.
     """
 
     def __init__(self) -> None:
