@@ -53,7 +53,7 @@ _LEAST_SHOWN: Final = 0.001
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
     """Return the error of an acquisition whose time is over.
 
-    The resources are held for `holder_ttl` more seconds; None if they are free by now.
+    The resources are held for `holder_ttl` more seconds; None if they are free by now, or this is unknown.
     """
     if holder_ttl is None or holder_ttl < _LEAST_SHOWN:
         sentence = f"{named(resources)} could not be acquired in time: others were faster"
@@ -77,7 +77,7 @@ def too_slow(
 
 
 class GivenUp(BaseException):
-    """Raised to end an acquisition after `FencedLock.cancel`; a BaseException, as for an interruption."""
+    """Raised to end an acquisition that was cancelled; a BaseException, as for an interruption."""
 
 
 #: Event loops for which the log has warned of a waiting blocking lock.
@@ -163,7 +163,7 @@ class Authority(abc.ABC):
         Raises:
             LockTimeoutError: another holder kept one of them until the timeout.
             AuthorityError: the authority did not answer, or must not grant now.
-            ValueError: the authority cannot be `fair`.
+            ValueError: the authority cannot be `fair`, or does not allow this ttl or so many resources.
         """
 
     @abc.abstractmethod
@@ -171,7 +171,7 @@ class Authority(abc.ABC):
         """Extend any number of grants, in as few round trips as possible; return the outcome of each.
 
         An outcome is the grant with its new end, or a LockLostError if the lease has ended. It is an
-        AuthorityError if there was no answer; the grant then ends as before. The new end is never earlier
+        AuthorityError if this is unknown; the grant then ends as before. The new end is never earlier
         than the old one. The authority may extend a lease by less than was asked for.
         """
 
@@ -180,7 +180,7 @@ class Authority(abc.ABC):
         """Exchange a grant for one of the same resources with larger tokens; no other holder comes between.
 
         Raises:
-            LockLostError: there is no new grant, and the old one has ended, too.
+            LockLostError, AuthorityError: there is no new grant, and the old one may have ended, too.
         """
 
     @abc.abstractmethod

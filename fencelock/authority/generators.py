@@ -41,7 +41,7 @@ class GeneratorAuthority(Authority):
         """Close the connections. Held leases end with their ttl; the next use connects again."""
 
     def vouch_gen(self, grant: Grant) -> Steps[bool]:
-        """Return whether a loaded grant has the tokens that were granted for its locks."""
+        """Return whether the locks of a loaded grant are held with its tokens."""
         found = yield from self.inspect_gen(grant.resources)
         granted = {info.resource: info.token for info in found}
         return all(granted.get(name) == its for name, its in zip(grant.resources, grant.tokens, strict=True))
@@ -84,7 +84,7 @@ class GeneratorAuthority(Authority):
 
         The holder is not stopped. It learns of the release when it extends its lease. Let a new holder claim
         the rows that the old holder may write, so that the database refuses the old token: `fencelock release
-        --force` does so.
+        --force` can do so.
 
         Returns:
             The state of the lock before its release; None if there was no such lock.
@@ -102,14 +102,14 @@ class GeneratorAuthority(Authority):
         """Return the lock of a resource, or None if it is free; without a resource, return all held locks.
 
         Raises:
-            AuthorityError: the authority did not answer.
+            AuthorityError: the authority did not answer, or cannot tell.
         """
         found = self.run(self.inspect_gen(() if resource is None else (check_resource(resource),)))
         return found if resource is None else next(iter(found), None)
 
 
 class AsyncView(abc.ABC):
-    """A `GeneratorAuthority` for coroutines. It works in `async with`, which closes it."""
+    """A `GeneratorAuthority` for coroutines; `async with` closes its connections of the running loop."""
 
     def __init__(self, authority: GeneratorAuthority) -> None:
         self._authority = authority

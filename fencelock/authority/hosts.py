@@ -47,7 +47,7 @@ def parse(url: object, schemes: Collection[str], port: int, options: Collection[
     """Return the parts of a URL; `port` is the default, and `options` are the names that its query may have.
 
     Raises:
-        ValueError: the URL cannot be understood. The message does not show a password.
+        ValueError: the URL cannot be used. The message does not show a password.
         TypeError: `url` is no text.
     """
     form = f"{next(iter(schemes))}://host1:{port},host2:{port}"

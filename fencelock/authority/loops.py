@@ -181,7 +181,7 @@ class WithLoops(GeneratorAuthority):
         return LoopEnd()
 
     def loop_end(self) -> LoopEnd:
-        """Return the `LoopEnd` of the running event loop; a new one if there is none."""
+        """Return the `LoopEnd` of the running event loop; a new one if there is none, or it is over."""
         loop = asyncio.get_running_loop()
         if (end := self._loop_ends.get(loop)) is None or end.over:
             for each in list(self._loop_ends):
@@ -191,7 +191,7 @@ class WithLoops(GeneratorAuthority):
         return end
 
     def close(self) -> None:
-        """Close the connections. Held leases end with their ttl; the next use connects again."""
+        """Close the connections of event loops; subclasses close the others. The next use connects again."""
         for loop, end in list(self._loop_ends.items()):
             with contextlib.suppress(RuntimeError):  # the loop is closed
                 loop.call_soon_threadsafe(end.begin_to_end)
@@ -220,7 +220,7 @@ class WithLoops(GeneratorAuthority):
 class AsyncWithLoops(AsyncView):
     """A `WithLoops` for coroutines.
 
-    A step that has begun is executed to its end, even if its caller is cancelled meanwhile.
+    A step of `work_soon` that has begun goes on to its end, even if its caller is cancelled meanwhile.
     """
 
     _authority: WithLoops

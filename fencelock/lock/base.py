@@ -72,7 +72,7 @@ _ends: list[bool] = []
 
 
 def end_acquisitions() -> None:
-    """End waiting acquisitions, and refuse those of other threads from now on, because the process ends."""
+    """End waiting acquisitions, and refuse new ones outside the main thread, because the process ends."""
     _ends[:] = [True]
     for block in list(under_way):
         block.given_up = True
@@ -111,7 +111,7 @@ class BaseLock(Generic[Token]):
         self._max_hold = math.inf if most is None else most
         self._fair = bool(fair)
         self._reentrant = bool(reentrant)
-        #: A grant of another process, from `take_over`; the next acquisition extends it.
+        #: A grant that was handed over, from `take_over`; the next acquisition extends it.
         self._handed: Grant | None = None
         if if_lost not in {"raise", "warn"}:
             raise ValueError(f"if_lost is 'raise' or 'warn', not {if_lost!r}")
@@ -174,7 +174,7 @@ class BaseLock(Generic[Token]):
             hold.tell_when_lost(self._listeners)
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
-        """Return the generator that acquires the lease, or that takes over the lease of another process."""
+        """Return the generator that acquires a lease, or that takes over one that was handed over."""
         if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
             raise LockError(f"{named(missing)} is not acquired any more: the process ends")
         handed, self._handed = self._handed, None
@@ -206,7 +206,7 @@ class BaseLock(Generic[Token]):
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
     ) -> Steps[tuple[str, ...]]:
-        """Enter the holds that the owner has already; return the names that it does not hold."""
+        """Enter the holds that the owner has already; return the names that are still to be acquired."""
         if not self._reentrant:
             raise LockTimeoutError(f"{self!r}: {_ITSELF}")
         if self._handed is not None:
@@ -243,7 +243,7 @@ class BaseLock(Generic[Token]):
             raise error from None
 
     def _take_back_gen(self, block: Block) -> Steps[LostLease | None]:
-        """Leave a block whose acquisition or release was interrupted; return a lost lease or None."""
+        """Leave a block, also one whose acquisition has failed; return a lost lease or None."""
         under_way.pop(block, None)
         for blocks in (self._with_blocks, self._entered):
             if block in blocks:
@@ -330,7 +330,7 @@ class BaseLock(Generic[Token]):
             raise
 
     def _innermost(self, *, to_leave: bool = False) -> Block:
-        """Return the block that this thread, task or greenlet entered last; if it entered none, the last."""
+        """Return the block that `last_of_ours` chooses; raise NotHeldError if the lock is not held."""
         if (block := last_of_ours(self._entered, to_leave=to_leave)) is None:
             raise NotHeldError(f"{self!r}: acquire it first")
         return block

@@ -44,9 +44,9 @@ def fenced(
         The decorator.
 
     Raises:
-        TypeError: for a field that is no parameter of the function, for a setting that `fenced_lock` does not
-            have, and for a generator function, whose body would run after the release. A call of the function
-            raises the errors of `FencedLock.acquire`, and a ValueError if a field is None.
+        TypeError: for arguments of the wrong kind, a field that is no parameter of the function, and a
+            generator function, whose body would run after the release. A call of the function raises the
+            errors of `acquire` and `release` of a `FencedLock`, and a ValueError if a field is None.
         ValueError: for a malformed template, or for settings out of range.
     """
     if not templates or not all(isinstance(template, str) or callable(template) for template in templates):
@@ -122,7 +122,7 @@ class _Filling(string.Formatter):
 
 
 def check_function(function: Any, templates: tuple[str | Callable[..., str], ...]) -> inspect.Signature:
-    """Return a function's signature; TypeError if it is unsuitable, or a field is no parameter of it."""
+    """Return a function's signature; raise TypeError or ValueError if it or a template is unsuitable."""
     if isinstance(function, (staticmethod, classmethod)):
         raise TypeError(f"write @{type(function).__name__} above @fenced, not below it")
     if not callable(function) or isinstance(function, type):

@@ -27,7 +27,7 @@ from fencelock.lease import Lease, note_ended, note_held, stands_here
 
 
 class Renewer(abc.ABC):
-    """Extends holds until they are released; `renewal` implements it for threads and for event loops."""
+    """Extends holds until they are released or lost; `renewal` implements it for threads and event loops."""
 
     @abc.abstractmethod
     def add(self, hold: Hold) -> None:
@@ -43,7 +43,7 @@ class Renewer(abc.ABC):
 
     @abc.abstractmethod
     async def stop_soon(self, hold: Hold) -> None:
-        """Stop extending a hold, and wait for an extension that is under way; other tasks run meanwhile."""
+        """Stop extending a hold, and wait for an extension, unless another loop makes it; other tasks run."""
 
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
@@ -65,7 +65,7 @@ class Hold:
             locks again.
         release_finished: whether the release was answered, or given up. Before that, a late extension must
             not release once more, because the first release would then report a loss.
-        given_back: whether a release has ended, even if it failed with an AuthorityError: no other is sent.
+        given_back: whether `release_hold_gen` has ended, even with an AuthorityError: it does not run again.
         keep_until: until when the lease is kept, even after the last block was left, on the clock of
             `time.monotonic`.
         give_back: releases the grant, or moves its end to `keep_until`.
@@ -327,7 +327,7 @@ class Block:
 def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
     """Return the block that this thread, task or greenlet entered last; if it entered none, the last of all.
 
-    With `to_leave`, it returns another thread's lost block first, because others may belong to later callers.
+    With `to_leave`, it prefers lost blocks of others to the rest, which may belong to later callers.
     """
     snapshot = tuple(blocks)
     if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose

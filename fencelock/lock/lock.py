@@ -1,4 +1,4 @@
-"""The lock classes of users: `FencedLock` blocks, `AsyncLock` awaits; both run the generators of `base`."""
+"""The lock classes of users: `FencedLock`, and `AsyncLock` with its methods for coroutines."""
 
 # ruff: noqa: SLF001 - the modules of a lock share private names
 
@@ -33,9 +33,9 @@ class FencedLock(BaseLock[Token]):
     ```
 
     `fenced_lock` and the method `lock` of an authority return it, for `with` and for `async with`; `aio` has
-    its methods for coroutines. A thread (task, greenlet) that holds a resource can lock it again, with this
-    object or another, and gets the same token. The lease is released when the last block is left and the
-    transactions that wrote under it have ended. The object can be used again after that.
+    its methods for coroutines. A thread (task, greenlet) that holds a resource can lock it again, with
+    this object or another (unless `reentrant=False`), and gets the same token. The lease is not released
+    before its last block and the transactions under it have ended. Then the object can be used again.
     """
 
     def __repr__(self) -> str:
@@ -68,14 +68,16 @@ class FencedLock(BaseLock[Token]):
             timeout: seconds to wait for another holder; None for ever, 0 one try. By default, the lock's.
 
         Raises:
-            LockTimeoutError: another holder kept the lock until the timeout, or `cancel` was called.
-            LockLostError: the caller held one of the resources before, and that lease ended during the wait.
+            LockTimeoutError: it was not free in time, `cancel` was called, or `reentrant=False` forbids it.
+            LockLostError: a lease that the caller held before, or one that was handed over, has ended.
             AuthorityError: the authority did not answer, or must not grant a lease now.
+            LockError: the process ends, or the caller would wait for itself.
+            ValueError: the authority cannot be `fair`, or does not allow this ttl or so many names.
         """
         return self._enter(self._new_block(timeout))  # type: ignore[no-any-return]
 
     def try_acquire(self) -> Lease | None:
-        """Try once; return the lease, or None if another holder has the lock; errors as for `acquire`."""
+        """Try once; return the lease, or None instead of a LockTimeoutError; other errors as for `acquire`."""
         try:
             return self._enter(self._new_block(0, is_try=True))  # type: ignore[no-any-return]
         except LockTimeoutError:
@@ -96,7 +98,7 @@ class FencedLock(BaseLock[Token]):
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended; it stays lost.
-            AuthorityError: the outcome is unknown; the lease ends at the same time as before this call.
+            AuthorityError: the authority did not answer, or refused; the lease ends as before this call.
         """
         block = self._innermost()
         block.authority.run(self._extend_gen(block, ttl))
@@ -113,16 +115,16 @@ class FencedLock(BaseLock[Token]):
 
         Raises:
             NotHeldError: the lock is not held.
-            LockLostError: there is no new token, and the lease has ended.
+            LockLostError, AuthorityError: there is no new token, and the lease is lost.
         """
         block = self._innermost()
         return block.authority.run(self._remint_gen(block))  # type: ignore[no-any-return]
 
     def locked(self) -> bool:
-        """Return whether a process holds one of the resources; of a semaphore, whether all slots are held.
+        """Return whether one of the resources is held; of a semaphore or shared lock, whether all slots are.
 
         Raises:
-            AuthorityError: the authority did not answer.
+            AuthorityError: the authority did not answer, or cannot tell.
         """
         authority = self._find_authority()
         return authority.run(self._locked_gen(authority))
@@ -143,7 +145,7 @@ class FencedLock(BaseLock[Token]):
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended.
-            LockError: the lock was entered more than once, or a transaction needs it. The lock stays held.
+            LockError: it was entered twice or in parts, or a transaction is open or in doubt. It stays held.
         """
         block = self._innermost()
         return block.authority.run(self._hand_over_gen(block))
@@ -151,7 +153,7 @@ class FencedLock(BaseLock[Token]):
     def release(self) -> None:
         """Release the lock; if it was entered several times, leave one block.
 
-        If the authority does not answer, the lease ends with its ttl, and a warning is logged.
+        If the authority does not answer, the lease ends with its ttl at the latest, and a warning is logged.
 
         Raises:
             NotHeldError: the lock is not held.
@@ -171,7 +173,7 @@ class FencedLock(BaseLock[Token]):
         may be found only when the block is left. If the lease is lost already, the function is called now.
 
         Raises:
-            TypeError: `callback` is not a plain function.
+            TypeError: `callback` cannot be called, or is a coroutine function.
         """
         given: object = callback
         if not callable(given) or inspect.iscoroutinefunction(given):
@@ -263,7 +265,7 @@ class AsyncLock(Generic[Token]):
         return await block.authority.aio.run(self._lock._remint_gen(block))
 
     async def locked(self) -> bool:
-        """Return whether one of the resources is held at this moment: see `FencedLock.locked`."""
+        """Return whether the lock is held at this moment: see `FencedLock.locked`."""
         authority = self._lock._find_authority()
         return await authority.aio.run(self._lock._locked_gen(authority))
 

@@ -30,8 +30,8 @@ class LostLease(NamedTuple):
 
     Attributes:
         error: the error to raise.
-        is_committed: whether work was committed under it, and no transaction is open. Then the loss is only
-            logged, because an error invites a retry, which would do the work twice.
+        is_committed: whether work was committed under it, and no transaction is open or in doubt. Then the
+            loss raises no error, which would invite a retry that does the work twice.
     """
 
     error: LockLostError
@@ -124,7 +124,7 @@ async def _end_releases(owner: object) -> None:
 
 
 def wait_for_releases(owner: object) -> Call:
-    """Return a step in which a task waits for the releases that follow its owner's COMMIT.
+    """Return a step in which a task waits for the releases after its owner's transactions.
 
     Blocking code does not wait: outside of a loop, the thread that ends a transaction has released by then.
     """

@@ -50,14 +50,14 @@ Calls = list[Callable[[], object]]
 class BatchRenewer(Renewer):
     """Extends many holds together, because the times when they are due are rounded up to common moments.
 
-    Only `cancel` and `reschedule` may run in two threads at once. A signal handler may interrupt any method.
+    Only `cancel`, `reschedule` and `_unplan` may run in two threads at once. A signal may interrupt each.
     """
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._due: dict[float, set[Callable[[], Hold | None]]] = {}  # weak references
         self._in_flight: frozenset[Hold] = frozenset()
-        # Random, because all processes would otherwise ask the nodes at the same moments.
+        # Random, because all processes of a machine would otherwise ask at the same moments.
         self._phase = random.uniform(0.0, 1024.0)  # noqa: S311 - no secret
 
     def cancel(self, hold: Hold) -> bool:
@@ -80,7 +80,7 @@ class BatchRenewer(Renewer):
         left = hold.grant.expires_at - now
         interval = max(hold.ttl / 20, _SHORTEST_PAUSE) if hold.last_error else hold.ttl / 3
         if not _is_final(hold):  # a final hold cannot be extended any further
-            # At half of the time left, because a slow acquisition may have left less than the ttl.
+            # At most half of the time left; after a failure, all of it. A slow acquisition leaves less.
             left = min(interval, left if hold.last_error else left / 2)
         # A power of two, so that leases of different ttls are extended together.
         width = 2.0 ** math.floor(math.log2(interval / _PARTS))
@@ -342,7 +342,7 @@ class LoopRenewer(BatchRenewer):
         self._unplan(hold)
 
     def _wind_up(self) -> None:
-        """Set the timer to the time when the next hold is due, unless it fires early enough."""
+        """Set the timer to when the next hold is due, unless it fires early enough or an extension runs."""
         at = self.next_at
         if self._round is not None or at >= self._wakes_at:
             return
@@ -363,7 +363,7 @@ class LoopRenewer(BatchRenewer):
 
     def _end_round(self, done: asyncio.Task[None]) -> None:
         in_flight, self._round, self._in_flight = self._in_flight, None, frozenset()
-        if done.cancelled():  # as all tasks of the loop; the leases are still held
+        if done.cancelled():  # perhaps by a loop that ends; the leases are still held
             for hold in in_flight:
                 if not hold.over:
                     hold.last_error = "the task that extends it was cancelled"

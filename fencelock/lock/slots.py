@@ -80,7 +80,7 @@ def slot_names(name: str, first: int, end: int) -> tuple[str, ...]:
 
 
 def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
-    """Wait until the slots above `count` are free, because programs with a larger number may hold them."""
+    """Wait for slots above this program's, unless they were once free: programs with more may hold them."""
     checked = _checked.setdefault(block.authority, set())
     end = math.inf if block.timeout is None else time.monotonic() + block.timeout
     while (name, count) not in checked:
@@ -116,11 +116,11 @@ class OneOf(FencedLock[Token]):
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
     ) -> Steps[tuple[str, ...]]:
-        """Enter one hold of the owner: that of a slot, or a writer's, which has all slots."""
+        """Enter one hold that the owner has of a slot, also as a writer; return no names then."""
         if not self._reentrant:
             return names
         yield from super()._enter_again_gen(block, held[:1], names)
-        if not block.holds:  # it was released meanwhile
+        if not block.holds:  # it was released meanwhile, or a lease is handed over
             return names
         its = block.holds[0].grant.resources
         block.names = (next(name for name in its if name in names),)
@@ -255,7 +255,7 @@ class WriterLock(FencedLock[int]):
         return super()._explain_gen(caught, block, waited_for, began)
 
     def _collect_gen(self, block: Block, name: str, end: float) -> Steps[None]:
-        """Acquire one resource for the block, and renew it while the others are acquired.
+        """Acquire one resource for the block; with `renew`, it is renewed while the others are acquired.
 
         `at_least` is not passed on, because a writer that gives up must release its parts at once.
         """

@@ -62,8 +62,8 @@ def acquire_unless_held_gen(
 ) -> Steps[Grant]:
     """Acquire, but raise LockTimeoutError as soon as another holder is known.
 
-    Contenders that begin together may divide the votes of the nodes. They go on until one of them has the
-    lock, because otherwise all could give up.
+    Contenders that begin together may divide the votes of the nodes. For `_UNDECIDED` seconds, they go on
+    until one of them has the lock, because otherwise all could give up.
     """
     until, timeout = time.monotonic() + _UNDECIDED, 0.0
     while True:
@@ -89,7 +89,7 @@ def _warn_of_connection(resources: tuple[str, ...]) -> None:
 
 
 def with_reason(error: LockTimeoutError, authority: Authority, resources: Sequence[str]) -> LockTimeoutError:
-    """Return the error, with the reason added if the caller's own thread or parent holds the lock."""
+    """Return the error, with the reason added if the caller waits in vain for a lock of this process."""
     if not (why := _why_in_vain(authority, resources)):
         return error
     return LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl)

@@ -1,1 +1,1 @@
-"""A database that grants leases: PostgreSQL, MariaDB, or a file of SQLite."""
+"""A database that grants leases: PostgreSQL, MariaDB, MySQL, or a file of SQLite."""

@@ -90,7 +90,7 @@ class Acquiring(Releasing):
             raise
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
-        """Run `steps` with a place in the queue of this world's callers for the same resource."""
+        """Run `steps`, with a place in the queue of this world's callers if it may wait for one resource."""
         resources, end, queues, place, *_ = waiting
         try:
             if len(resources) == 1 and end > time.monotonic():
@@ -159,7 +159,7 @@ class Acquiring(Releasing):
         return map(tokens.__getitem__, resources)
 
     def _standing(self, waiting: _Waiting) -> Steps[bool]:
-        """Wait until this caller is the first of its world's queue; return whether it had to wait."""
+        """Wait while callers of this world are ahead, and then for the resource; return whether any were."""
         place, was_first = waiting.place, waiting.place.is_first
         while not place.is_first and place.error is None:
             if time.monotonic() >= waiting.end:
@@ -174,7 +174,7 @@ class Acquiring(Releasing):
         return not was_first
 
     def _waiting(self, waiting: _Waiting) -> Steps[bool]:
-        """Wait until all of the resources look free; return whether there was a wait."""
+        """Wait until all resources look free, or an attempt is due; return whether there was a wait."""
         waited = False
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
@@ -241,7 +241,7 @@ class Acquiring(Releasing):
     def _held(self, waiting: _Waiting, *, gives_up: bool = False) -> Steps[dict[str, float]]:
         """Return the resources that are held, each with the remaining seconds.
 
-        The caller joins their queues in the database, unless `gives_up`.
+        From time to time, the caller also joins queues in the database, unless it `gives_up`.
         """
         resources, queue, world = waiting.resources, waiting.place.queue, waiting.world
         queues_up = not gives_up and queue.has_to_queue

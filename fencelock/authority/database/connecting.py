@@ -1,4 +1,4 @@
-"""Runs work on the connections of a database, in threads or event loops; repeats it if one is lost."""
+"""Runs work on connections of a database, in threads or event loops; repeats it after a loss or a lock."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ if TYPE_CHECKING:
 STANDBY: Final = "; this server is a standby: name all hosts in the URL, and target_session_attrs=read-write"
 #: The most tries for work whose connection is lost, or that meets a lock.
 _TRIES: Final = 3
-#: The most and the least seconds that a statement may take.
+#: The most and the least seconds that a statement may take by default.
 ANSWER: Final = (2.0, 1.0)
 #: Connections of a parent process. A child keeps a reference, because freeing them would close them.
 _of_parents: list[object] = []
@@ -75,7 +75,7 @@ class Work(NamedTuple):
 
 
 class RefusedError(Exception):
-    """Another holder has one of the resources, or another transaction has a lock on its row."""
+    """Another holder has one of the resources, or another transaction has a lock on its row or file."""
 
 
 _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
@@ -83,7 +83,7 @@ _EXPECTED: Final[tuple[type[Exception], ...]] = (*_OURS, OSError)
 
 
 class Connecting(WithLoops):
-    """An authority whose steps are `Work` on its database."""
+    """An authority that executes the steps `Work` and `Ear` on its database."""
 
     def __init__(
         self,
@@ -260,14 +260,14 @@ class Connecting(WithLoops):
             done = step.body(connection)
             if step.atomic:
                 connection.execute("COMMIT")
-        except _OURS as error:  # the connection can still be used
+        except _OURS as error:  # mostly, the connection can still be used
             if is_elsewhere(error):
                 connection.invalidate()
             elif step.atomic and not is_lost(error):
                 with contextlib.suppress(SQLAlchemyError):
                     connection.execute("ROLLBACK")
             raise
-        except BaseException as error:  # raised by a signal handler, in the middle of an exchange
+        except BaseException as error:  # perhaps of a signal handler, in the middle of an exchange
             traceback.clear_frames(error.__traceback__)  # frees cursors
             with contextlib.suppress(Exception):
                 connection.invalidate()

@@ -1,7 +1,6 @@
-"""The connections of a database that grants leases: a bounded pool, and a time limit for each statement.
+"""The connections of a database that grants leases: a bounded pool, and a time limit for each piece of work.
 
-No connection is pinged before use. If one is lost, the pool drops all older ones, and the statement is sent
-again.
+No connection is pinged before use. If one is lost, the pool drops all older ones, and the work is done again.
 """
 
 from __future__ import annotations

@@ -57,16 +57,16 @@ class Database(Acquiring):
 
     Args:
         source: a SQLAlchemy URL, an `Engine` or an `AsyncEngine`. PostgreSQL, MariaDB and MySQL need the
-            table `fencelock_leases`. For SQLite, leases are in a file beside the database, `app.db-leases`,
-            which is made when it is first needed. A driver for coroutines serves `async with`; a blocking
-            driver serves both, coroutines by threads.
+            table `fencelock_leases`. For SQLite, a file beside the database, `app.db-leases`, is made when it
+            is first needed (a temporary one for a database in memory). A driver for coroutines serves `async
+            with`; a blocking driver serves both, coroutines by threads.
         schema: the schema of the table, if not the connection's default schema; an engine's
             `schema_translate_map` is followed.
         pool_size: connections that stay open in a process; in each loop, if the driver is for coroutines.
         max_overflow: how many more may be opened. After that, callers wait for a free one.
 
     Raises:
-        ValueError: for a database that cannot grant leases, and a text that is no URL.
+        ValueError: for a database, driver or pool that cannot grant leases, and a text that is no URL.
         TypeError: `source` is neither a URL nor an engine.
         ImportError: the driver is not installed.
     """
@@ -86,7 +86,7 @@ class Database(Acquiring):
         self.aio = AsyncDatabase(self)
 
     def init(self, *, above: int | None = None) -> bool:
-        """Make the table of leases; return False if it was there already.
+        """Make the table of leases; return False if it was there already, or for SQLite.
 
         Args:
             above: the highest fencing token that a storage has seen, if another authority has granted so far,
@@ -94,7 +94,7 @@ class Database(Acquiring):
 
         Raises:
             AuthorityError: the database cannot be used.
-            ValueError: `above` is outside the range of tokens.
+            ValueError: `above` is neither 0 nor a token.
         """
         return self.run(self.initialising(above))
 
@@ -111,7 +111,7 @@ class Database(Acquiring):
 
         Raises:
             AuthorityError: the database cannot be used.
-            ValueError: for less than an hour.
+            ValueError: for less than an hour, and for infinity.
         """
         return self.run(self.pruning(older_than))
 
@@ -224,7 +224,7 @@ class Database(Acquiring):
         return made
 
     def _create(self, lent: Lent) -> bool:
-        """Make the table, or add the column that an earlier version lacks; return False if it was there."""
+        """Make the table, or add the column that an earlier version lacks; return whether it was made."""
 
         def is_there() -> bool:
             return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
@@ -247,7 +247,7 @@ class Database(Acquiring):
 
 
 class AsyncDatabase(AsyncWithLoops):
-    """A `Database` for asyncio code, found as `Database.aio`. Each loop has its own connections."""
+    """A `Database` for asyncio code: `aio`. With an asyncio driver, each loop has its own connections."""
 
     _authority: Database
 

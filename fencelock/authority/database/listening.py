@@ -46,7 +46,7 @@ class Ear:
         self._calling = calling
         #: Makes the steps that release a resource that is kept for this world, if no caller waits.
         self._passing_on = passing_on
-        #: When this world called itself last, and whether it has heard a call since then.
+        #: When this world called itself last, and whether it has heard that call.
         self._called_at = time.monotonic()
         self._heard = False
         self._wakeup: Any = queues.new_wakeup()
@@ -56,7 +56,7 @@ class Ear:
         self._thread: threading.Thread | None = None
 
     def close(self) -> None:
-        """End the listening; wait for its thread, which could otherwise open connections again."""
+        """End the listening; wait briefly for its thread, which could otherwise open connections again."""
         self._is_over = True
         self._wakeup.wake()
         self._hang_up()

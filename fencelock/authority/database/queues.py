@@ -54,7 +54,7 @@ class Place:
         self.grant: Grant | None = None
         #: Whether a statement, whose connection was lost, may still grant the resource to this caller.
         self.is_late = False
-        #: Worlds that are known to come before this one.
+        #: How many worlds are known to come before this one.
         self.worlds_ahead = 0
         #: Since when no world comes before, on the clock of `time.monotonic`.
         self.next_since: float = time.monotonic()
@@ -200,7 +200,7 @@ class Queues:
             return True
 
     def released(self, resource: str, kept_for: str | None) -> None:
-        """Wake the first caller after a release; `kept_for` is the next world in the queue, or None."""
+        """Wake the first caller after a release; `kept_for` names the world that comes next, or is None."""
         with self._mutex:
             if (queue := self._queues.get(resource)) is None:
                 return

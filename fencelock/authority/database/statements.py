@@ -1,4 +1,4 @@
-"""The SQL statements for each database. Each statement reads the clock of the database once.
+"""The SQL statements for each database. Within a statement, the clock of the database stands still.
 
 A token is the time at which it was minted, in Unix milliseconds above a base, and ten bits of the server:
 
@@ -26,7 +26,7 @@ from fencelock.authority.database.table import LEASE_TABLE
 #: Bits of the server, by which the time is shifted.
 SERVER_BITS: Final = 10
 
-# Each statement waits at most a second for a row, or for SQLite's file, that another transaction has locked.
+# Acquisitions and releases wait at most a second for a row, or SQLite's file, that another has locked.
 _UPSERT: Final = """
 INSERT INTO {table} AS l (resource, token, nonce, expires_at, holder, since)
 SELECT CAST(:resource AS VARCHAR), {first}, CAST(:nonce AS VARCHAR),
@@ -60,8 +60,8 @@ _REMINT: Final = (
 _TRANSFER: Final = """
 UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {until}, holder = :holder,
     since = {now} WHERE {held}{durably}"""
-# A released resource is kept 0.1 seconds for the first world in `queue` (see `queues`). No assignment reads a
-# column that an earlier one has changed.
+# A released resource is kept 0.1 seconds for the first world in `queue`: a process or an event loop (see
+# `queues`). No assignment reads a column that an earlier one has changed.
 _RELEASE: Final = """
 UPDATE {table} SET expires_at = CASE WHEN COALESCE(queue, '') = '' THEN expires_at ELSE {moment} END,
     nonce = NULLIF(SUBSTR(queue, 1, 8), ''), queue = SUBSTR(queue, 9) WHERE {ours}"""
@@ -219,7 +219,7 @@ class Statements:
         self.begin: str = words["begin"]
         #: Whether a release calls the next world, by NOTIFY.
         self.can_call: bool = dialect == "postgresql"
-        #: Returns the token if it acquires the resource: in a row, or as `lastrowid`; on SQLite not at all.
+        #: If it acquires the resource, returns the token: in a row, or as `lastrowid`; SQLite returns none.
         self.acquire: Statement = said(words["acquire"])
         #: A row for each held lock: resource, token, holder, Unix time of the grant, remaining seconds.
         holders = (
@@ -255,7 +255,7 @@ class Statements:
         )
         #: The stored base, the largest token, and the time of a token that is minted now.
         self.floor: Statement = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
-        #: Deletes rows with old tokens. New rows get larger tokens if clocks differ by less than `age`.
+        #: Deletes free rows with old tokens. New rows get larger ones if clocks differ by less than `age`.
         self.prune: Statement = said(
             "DELETE FROM {table} WHERE resource <> '' AND (nonce IS NULL OR expires_at <= {now}) "
             "AND (token >> {bits}) < {time} - :age"

@@ -19,12 +19,12 @@ def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     Base.metadata.create_all(engine)
     ```
 
-    Call it before `create_all` or autogenerate if PostgreSQL or MariaDB grants the leases. For SQLite,
-    fencelock makes the table in a file of its own. In a migration, call `op.create_lease_table()`.
+    Call it before `create_all` or autogenerate, except for SQLite, for which fencelock makes the table in a
+    file of its own. In a migration, call `op.create_lease_table()`.
 
     A row has the last `token` of its `resource`, the `nonce` of the acquisition that holds it (NULL if it is
-    free), its `holder` (host, process id, program) and times, on MariaDB in UTC. `queue` has the names of
-    waiting processes and event loops.
+    free), its `holder` (host, process id, program) and times, on MariaDB and MySQL in UTC. `queue` has the
+    names of waiting processes and event loops.
 
     Args:
         metadata: the metadata of the models.

@@ -27,7 +27,7 @@ class LoopLink(asyncio.Protocol):
 
     @classmethod
     async def open(cls, members: Members, seconds: float) -> LoopLink:
-        """Return a new connection; raise OSError if the member cannot be reached."""
+        """Return a new connection; raise OSError if this fails, AuthorityError if the login is refused."""
         link = cls(members)
         host, port = link.address
         async with asyncio.timeout(seconds):

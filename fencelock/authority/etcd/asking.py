@@ -82,7 +82,7 @@ class Asking(LineAuthority):
         return _why_to_log_in(answer)
 
     def checked(self, answer: Answer) -> bytes:
-        """Return the one message of an answer; raise AuthorityError if etcd has refused the call."""
+        """Return the first message of an answer; raise AuthorityError if etcd has refused the call."""
         if answer.status != messages.OK or not answer.messages:
             raise AuthorityError(f"{self._shown} refuses: {answer.detail or f'status {answer.status}'}")
         return answer.messages[0]

@@ -53,7 +53,7 @@ class _Encoder(hpack.Encoder):
 
 
 class _Decoder(hpack.Decoder):
-    """Decodes a block of headers only once if it only refers to HPACK's table, as most answers do."""
+    """Remembers decoded blocks that only refer to HPACK's table, as most do, until it may have changed."""
 
     def __init__(self) -> None:
         super().__init__(h2.connection.H2Connection.DEFAULT_MAX_HEADER_LIST_SIZE)
@@ -117,7 +117,7 @@ class Channel:
         self.is_ending: bool = False
 
     def authenticate(self, token: bytes) -> None:
-        """Send a token of `Auth/Authenticate` with each call."""
+        """Send a token of `Auth/Authenticate` with each later call."""
         self._headers.append((b"token", token))
 
     def start(self, call: Call) -> Answer:
@@ -137,7 +137,7 @@ class Channel:
         return stream.answer
 
     def _is_full(self) -> bool:
-        """Return whether the server allows no more streams. h2 counts slowly, and etcd has no limit."""
+        """Return whether the server allows no more streams; h2, which is slow, counts only under a limit."""
         limit = self._h2.remote_settings.max_concurrent_streams
         return limit < _LAST_STREAM and self._h2.open_outbound_streams >= limit
 
@@ -186,7 +186,7 @@ class Channel:
         """Process received bytes, and notify the answers that they change.
 
         Raises:
-            ChannelError: the bytes are no HTTP/2, or the server has ended the connection.
+            ChannelError: the bytes cannot be used, or the server has ended the connection.
         """
         try:
             events = self._h2.receive_data(data)

@@ -33,7 +33,7 @@ class Members:
         return self.hosts.addresses[self._next]
 
     def leave(self, address: tuple[str, int], reason: str) -> None:
-        """Ask the next member from now on, because this one has failed."""
+        """Note that a member has failed; if it is the one to ask now, ask the next one from now on."""
         if address == self.address:
             self._next = (self._next + 1) % len(self.hosts.addresses)
         if _events.listeners:
@@ -50,7 +50,7 @@ class Members:
         """Read the answer to `login`, so that later calls of the channel send its token.
 
         Raises:
-            AuthorityError: etcd does not know this user with this password.
+            AuthorityError: etcd refuses the login.
             OSError: the member is unavailable now.
         """
         if answer.status == UNAVAILABLE:

@@ -16,7 +16,7 @@ from fencelock.errors import FencelockError, QuorumError
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Seconds until an unanswered release is sent again.
+#: Seconds until a release is sent again.
 _PAUSE: Final = 0.3
 #: Seconds for which an idle thread stays.
 _IDLE: Final = 30.0

@@ -1,4 +1,4 @@
-"""The entries of a line, the mark beside them, and their texts in the store."""
+"""The entries of a waiting line, the mark with its last token, and their texts in the store."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class View(NamedTuple):
 
     #: Whether its own entries are in the lines.
     is_there: bool
-    #: For each line that has an earlier entry: the nearest earlier one, as a key or a path.
+    #: The nearest earlier entry of each line that has one, as a key or a path; for a single try, any entries.
     ahead: Sequence[Any]
     #: Seconds for which the last holder still keeps the resources.
     kept_for: float = 0.0

@@ -33,13 +33,13 @@ from fencelock.tokens import MAX_TOKEN, check
 
 # The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
 # the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
-# same everywhere, and no two can wait for each other. The acquisition that is first in all its lines mints,
-# and holds. Its token is `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time of the
-# client in milliseconds.
+# same everywhere, and no two can wait for each other. An acquisition that has minted holds when it is the
+# first in all its lines. Its token is `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time
+# of the client in milliseconds.
 #
-# The transaction that mints requires that its entry is still in the line, that the base is the one it knows,
-# and that the mark is lower. So the tokens of a resource rise whatever clocks say. The position in the line
-# cannot be the token, because a holder may mint again.
+# The transaction that mints adds its entry to the line, or requires that it is there. It also requires that
+# the base is the one it knows, and that the mark is lower. So the tokens of a resource rise whatever clocks
+# say. The position in the line cannot be the token, because a holder may mint again.
 #
 # A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time makes
 # new tokens larger than the lost ones, if clocks differ by less than the restore took. `base` is 0 until
@@ -77,7 +77,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint if the place is the first in all lines, and return the tokens; else return a `View`."""
+        """Mint, and return tokens, if the place is first in all lines, else a `View`; it may `extend`."""
 
     @abc.abstractmethod
     def _giving_back(
@@ -135,7 +135,7 @@ class LineAuthority(WithLoops):
         """Return the answers to requests, which may be sent several times; `again` collects the reasons.
 
         Raises:
-            QuorumError: no server answered in time.
+            QuorumError: no server could answer them in time.
         """
         failures: dict[str, str] = {}
         waits = pauses(0.01, 0.2)
@@ -190,7 +190,7 @@ class LineAuthority(WithLoops):
 
         Raises:
             AuthorityError: the servers cannot be used.
-            ValueError: `above` is outside the range of tokens.
+            ValueError: `above` is neither 0 nor a token.
         """
         self.run(self.initialising(above))
 
@@ -205,7 +205,7 @@ class LineAuthority(WithLoops):
 
         Raises:
             AuthorityError: the servers cannot be used.
-            ValueError: for less than an hour.
+            ValueError: for less than an hour, and for infinity.
         """
         if not _HOUR <= older_than < math.inf:
             raise ValueError(f"marks are pruned after an hour at least, 3600, not after {older_than!r} s")
@@ -276,7 +276,7 @@ class LineAuthority(WithLoops):
         return grant
 
     def _waiting(self, place: Place, view: View, end: float, go_on: Callable[[], None]) -> Steps[None]:
-        """Wait until an entry ahead is gone, or until it is time to extend the lease of the place."""
+        """Wait until an entry ahead is gone, or until it is time to check the lines again."""
         until = min(end, place.extend_at)
         if not view.ahead:
             until = min(until, time.monotonic() + view.kept_for)
@@ -358,7 +358,7 @@ class LineAuthority(WithLoops):
             raise
 
     def _abandoning(self, place: Place) -> Steps[None]:
-        """Release what an interrupted operation may have left; in the background, if no server answers."""
+        """Release what an operation may have left; in the background, if no server answers."""
         try:
             yield from self._giving_back(place.resources, place.nonce)
         except QuorumError:
@@ -375,7 +375,7 @@ class LineAuthority(WithLoops):
         return until
 
     def _note_end(self, grant: Grant, ttl: float) -> None:
-        """Plan the release of a lease at its end, if the store would end it later."""
+        """Plan the release of a lease at its end, if the store ends it later or one is planned already."""
         if self._ends_late(ttl) or grant.proof in self._due:
             self._end_at(grant, grant.expires_at)
 

@@ -84,7 +84,7 @@ def initialise(
     epoch: int,
     allow_eviction: bool,
 ) -> Steps[bool]:
-    """Initialise blank nodes: see `Redlock.init`; return False if there was nothing to do."""
+    """Initialise blank nodes: see `Redlock.init`; return False if they were initialised before."""
     if not 0 <= base < MAX_COUNTER:
         raise ValueError(f"counters start between 0 and {MAX_COUNTER - 1}, and {base} does not lie there")
     if max_ttl is not None:
@@ -109,7 +109,7 @@ def initialise(
 
 
 def _check_eviction(group: NodeGroup, view: MembershipView) -> Steps[None]:
-    """Raise AuthorityError for a blank node that drops keys when its memory is full."""
+    """Raise AuthorityError for a blank node that drops keys when its memory is full; warn if it may."""
     reports, _ = yield from group.read()
     for node, report in reports.items():
         name, identity = group.names[node], view.identities.get(node)
@@ -246,9 +246,9 @@ def change_nodes(
         patience: seconds to wait for each node.
 
     Raises:
-        QuorumError: too few of the present nodes vote, or a wanted node does not answer.
-        MembershipError: a wanted node is in use elsewhere, or another change is under way.
-        ValueError: for a URL that cannot be understood, or a wanted node that is named twice.
+        QuorumError: too few nodes vote or could be changed, or a wanted node does not answer.
+        MembershipError: no present node has a list, a wanted node cannot join, or another change goes on.
+        ValueError: for a URL or `max_ttl` that cannot be used, or a wanted node that is named twice.
     """
     if max_ttl is not None:
         check_ttl(max_ttl)

@@ -70,8 +70,8 @@ class Redlock(GeneratorAuthority):
         connect_timeout: seconds that a node may take to accept a connection.
         outage_grace: seconds to go on trying when no majority answers, within the timeout of the
             acquisition.
-        verify: "auto": every vote proves its server process if a connection cannot prove it (replicas,
-            Sentinel, Redis Cluster). "vote": every vote proves it; use this behind a proxy.
+        verify: "auto": every vote proves which process gave it if a connection cannot prove that (replicas,
+            Sentinel, Redis Cluster). "vote": every vote does; use this behind a proxy.
         recover: admit nodes again that have restarted or lost their memory, in the background, once the
             longest lease has passed; False leaves this to other clients.
 
@@ -142,7 +142,7 @@ class Redlock(GeneratorAuthority):
         self.aio.close_everywhere()
 
     def settle(self) -> None:
-        """Send the releases that are owed after interrupted acquisitions to the nodes."""
+        """Send the releases that are owed to the nodes, as after interrupted acquisitions."""
         read = Command("read", "", (self._node_key,), ("",))
         everyone, patience = range(len(self._nodes)), min(self._node_timeout, _FAREWELL)
         self._connections.settle(Broadcast(read, everyone, lambda new: len(new) == len(everyone), patience))
@@ -160,10 +160,11 @@ class Redlock(GeneratorAuthority):
         """See `Authority.acquire_gen`.
 
         Raises:
-            LockTimeoutError: another holder kept one of the resources until the timeout.
-            QuorumError: too few nodes answered.
+            LockTimeoutError: another holder kept a resource until the timeout, or votes stayed divided.
+            QuorumError: too few nodes voted, or too slowly.
             NodesNotInitialisedError: too many nodes are blank.
-            MembershipError: nodes and client disagree on the list of nodes.
+            MembershipError: nodes and client disagree on the list of nodes, or two nodes are the same.
+            CountersExhaustedError: too many nodes have no counters left in this epoch.
             ValueError: the ttl, or `at_least`, is longer than these nodes allow.
         """
         queue = yield Call(lambda: self._connections.queue, self.aio.queue)
@@ -219,7 +220,7 @@ class Redlock(GeneratorAuthority):
         """Return the keys without an expiry that match a pattern of Redis, by each node that votes.
 
         Raises:
-            QuorumError: too few nodes vote.
+            AuthorityError: too few nodes vote.
         """
         found = self.run(inspecting.look_for_endless(self._current, pattern))
         return {self._names[node]: keys for node, keys in found.items()}
@@ -268,7 +269,7 @@ class Redlock(GeneratorAuthority):
         Raises:
             QuorumError: a node did not answer, or too few vote to bring them above the token.
             AuthorityError: a blank node drops keys when its memory is full.
-            MembershipError: a node is in use in another list, or has lost its memory.
+            MembershipError: a node is in use in another list, has lost its memory, or has another max_ttl.
             ValueError: for a base, ttl or token out of range.
         """
         epoch = 0 if above is None else epoch_above(above)
@@ -283,7 +284,7 @@ class Redlock(GeneratorAuthority):
         return self._run_apart(initialise.remains(self._group()))
 
     def clear(self) -> int:
-        """Delete all keys of the namespace on the nodes (their memory, locks and queues), and no others.
+        """Delete the memory, locks, queues and client names of the namespace on the nodes, and no other keys.
 
         Use it for a list that has lost its majority, before `init(above=…)`. Stop all clients before.
 
@@ -298,7 +299,7 @@ class Redlock(GeneratorAuthority):
     def status(self) -> tuple[NodeStatus, ...]:
         """Return the status of every node, in the order of `nodes`.
 
-        It takes `node_timeout` if a node cannot be reached.
+        It takes at least `node_timeout` if a node cannot be reached.
         """
         return self._run_apart(admin.status(self._group(), self._view))
 
@@ -312,10 +313,10 @@ class Redlock(GeneratorAuthority):
         Clients do this in the background. Call it if no client of the nodes runs for that time.
 
         Returns:
-            True when nothing is left to do; False if nothing can be done, as `status` tells.
+            True when nothing is left to do; False if something is, as `status` tells.
 
         Raises:
-            MembershipError: the nodes disagree on the list of nodes.
+            MembershipError: this version cannot read the nodes' list of nodes.
         """
         return self._run_apart(recover(self._group()))
 
@@ -392,7 +393,7 @@ class AsyncRedlock(AsyncView):
     """A `Redlock` for asyncio code, found as `Redlock.aio`.
 
     All tasks of a loop share one connection to each node. Every loop has its own connections, which are
-    closed with it. A cancelled operation leaves no lock behind. A cancelled release is sent all the same.
+    closed with it. A cancelled acquisition leaves no lock behind. A cancelled release is sent all the same.
     """
 
     _authority: Redlock
@@ -470,7 +471,7 @@ class AsyncRedlock(AsyncView):
                 del self._by_loop[loop]
 
     def close_everywhere(self) -> None:
-        """Close the connections of every loop, each in its own thread."""
+        """Close the connections of every loop; those of a running loop in its own thread."""
         with self._lock:
             everywhere, self._by_loop = list(self._by_loop.values()), WeakKeyDictionary()
         for connections in everywhere:

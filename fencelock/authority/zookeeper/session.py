@@ -151,12 +151,12 @@ class Session:
                 _events.tell(ConnectionFailed("ZooKeeper", where, state))
 
     def close(self) -> None:
-        """End the session; the servers delete its entries at once."""
+        """End the session, so that the servers delete its entries."""
         self._to_do.put(None)
         self._closed.sleep(_FAREWELL)
 
     def _begin(self, requests: Sequence[Request], done: Callable[[], object]) -> list[Any]:
-        """Send requests; return a list that gets kazoo's result of each. Call `done` when all are there."""
+        """Send requests; return a list that gets the results. Call `done` then, or without a connection."""
         results: list[Any] = []
         missing: list[Request] = list(requests)
 
@@ -228,7 +228,7 @@ class Session:
 
 
 class Watch:
-    """The wakeup that ends a step `Wait` when a node is deleted, or the connection is lost."""
+    """The wakeup that ends a step `Wait` when a node is deleted or changed, or the connection is lost."""
 
     def __init__(self, do: Callable[[Callable[[KazooClient], Any]], object], path: str, wakeup: Any) -> None:
         self.over: bool = False

@@ -48,9 +48,9 @@ class ZooKeeper(LineAuthority):
     authority.close()
     ```
 
-    A process has one session, for threads and loops, which begins at the first use. A forked child has its
-    own session. A lease lasts for two thirds of the session timeout at most, and is extended in time. If a
-    process dies, its locks are free when its session has ended, whatever their ttl is.
+    It has one session for the threads and loops of a process, which begins at the first use. A forked child
+    has its own session. A lease lasts for two thirds of the session timeout at most; renewal extends it. If
+    a process dies, its locks are free when its session has ended, whatever their ttl is.
 
     Args:
         url: `zookeeper://host1:2181,host2:2181/root`, or with TLS and login
@@ -59,8 +59,8 @@ class ZooKeeper(LineAuthority):
         session_timeout: seconds to ask for; also in the query of the URL. The servers have limits.
 
     Raises:
-        ValueError: for a URL that cannot be understood.
-        ImportError: the extra `fencelock[zookeeper]` is not installed.
+        ValueError: for a URL or a session timeout that cannot be used.
+        ImportError: on its import, without `fencelock[zookeeper]`.
     """
 
     aio: AsyncLine

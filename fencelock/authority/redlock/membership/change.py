@@ -39,7 +39,7 @@ class Change:
     """The result of a change of nodes.
 
     Attributes:
-        done: False if the wanted list voted before.
+        done: False if there was nothing to do, because the wanted list voted before.
         left_out: addresses of wanted nodes that do not vote yet, with the reason of each.
     """
 

@@ -30,9 +30,9 @@ def establish(
 ) -> Steps[set[int]]:
     """Bring a list to an epoch above all that it knows; return the nodes that have promised the epoch.
 
-    If they are less than a quorum, do not OPEN or ADMIT any node. `before` has the reports of the nodes that
-    must promise; those that vote in the list are raised. `tickets` has the tickets of the other nodes; in a
-    new list, their ids.
+    It returns none if too few could be raised. With fewer nodes than a quorum, do not OPEN or ADMIT any node.
+    `before` has the reports of the nodes to ask; those that vote in the list are raised. `tickets` has the
+    tickets of the other nodes; in a new list, their ids.
     """
     promised = yield from promise(group, membership, epoch, before, tickets)
     if len(promised) < membership.quorum:

@@ -1,7 +1,7 @@
 """How a list of N blank nodes is made, and how an operator deletes a lost list.
 
-Initialisation is explicit. If nodes made their marker on demand, a node that lost its memory would look like
-a new one, and count from the beginning again. The marker exists to prevent this.
+Initialisation is explicit: a node without its marker does not vote. If nodes made the marker on demand, a
+node that lost its memory would look like a new one, and count from the beginning again.
 
 Every node first gets a ticket, which becomes its id. Clients that initialise at the same time find the same
 tickets, and the next client finishes an interrupted run. A node that restarted in between has another ticket
@@ -46,8 +46,8 @@ def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int
         blank = [node for node, report in before.items() if report.blank]
         if not blank:
             return False
-        # Epoch 0 needs no promise, because there is no epoch below it. All nodes must promise, also those
-        # that another client has opened meanwhile, because few may be blank by now.
+        # Epoch 0 needs no promise, because there is no epoch below it. All nodes are asked to promise, also
+        # those that another client has opened meanwhile, because few may be blank by now.
         epoch = max(epoch, *(report.highest for report in before.values()))
         promised = (yield from establish(group, membership, epoch, before, ids)) if epoch else before
         if len(promised) >= membership.quorum:
@@ -106,8 +106,8 @@ def _open(
 ) -> Steps[None]:
     """Open the nodes in the order of their ids, each only after the nodes before it vote in this list.
 
-    If the lists of two clients differ in some nodes, one client finds the other's list at the first shared
-    node, and raises an error. In any other order, each could open a majority.
+    So only one of two clients with different lists gets beyond the first shared node. In any other order,
+    each could open a majority.
     """
     for node in sorted(ids, key=ids.__getitem__):
         arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())
@@ -143,7 +143,7 @@ def remains(group: NodeGroup) -> Steps[dict[str, tuple[str, ...]]]:
 
 
 def clear(group: NodeGroup) -> Steps[int]:
-    """Delete the keys of the namespace on the nodes; return their number."""
+    """Delete the memory, locks and queues of the namespace on the nodes; return the number of keys."""
     yield from _read(group)
     count = 0
     for node in range(len(group.names)):

@@ -51,7 +51,7 @@ class Membership:
 
     @property
     def fingerprint(self) -> str:
-        """The digest that every vote names, without addresses, because clients may use different ones.
+        """The digest that commands name, without addresses, because clients may use different ones.
 
         It covers the previous list. So a change back to earlier nodes makes a new fingerprint, and messages
         of the earlier list have no effect.
@@ -106,7 +106,7 @@ class Identity:
     eviction: str | None = ""
 
     def admitted(self, node_id: str, members: str) -> Identity:
-        """Return the same server process, as a member of a list; MembershipError if it is unreadable."""
+        """Return the same server process, as a member of a list; MembershipError if that is unreadable."""
         return replace(self, node_id=node_id, membership=Membership.from_json(members))
 
 
@@ -115,8 +115,8 @@ class MembershipView:
 
     A node that comes back blank names no list, so its last list counts until it names another one. Otherwise
     a client would know no list any more after each node was blank once, although a majority was well all the
-    time. This memory is not needed to keep two lists from having a majority: each vote names the fingerprint
-    of one list, and a node of another list refuses it.
+    time. This memory is not needed to keep two lists from having a majority: each command names the
+    fingerprint of one list, and a node of another list refuses it.
 
     It has no mutex, because a signal handler that acquires a lock may interrupt the frame that holds it.
 

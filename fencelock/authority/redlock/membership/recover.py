@@ -35,10 +35,10 @@ from fencelock.authority.redlock.membership.reports import Census, NodeGroup, Re
 from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
 from fencelock.tokens import MAX_COUNTER, split
 
-#: Recoverers that waited for one node spread their work over these seconds, or a tenth of the wait.
+#: Programs that waited for one node spread their work over these seconds, or a tenth of max_ttl if less.
 _SPREAD: Final = 5.0
-#: Seconds to wait for another recoverer that seems to be at work. This waits only once, because the other
-#: recoverer may have died, and this program may end soon.
+#: Seconds to wait for another program that seems to be at work. This waits only once, because the other
+#: program may have died, and this one may end soon.
 _COURTESY: Final = 0.5
 #: Seconds to wait after the first failure; longer after the next.
 _PAUSE: Final = 1.0
@@ -48,7 +48,8 @@ _MOST_FAILURES: Final = 3
 def recover(group: NodeGroup) -> Steps[bool]:
     """Admit the nodes that can be admitted again, and raise those that lag behind; wait as long as needed.
 
-    Returns True when nothing is left to do. False: too few nodes answer, or an operator is needed.
+    Returns True when nothing is left to do, else False: too few answer, or three tries failed, or an
+    operator is needed.
     """
     is_courteous, failures = True, 0
     while failures < _MOST_FAILURES:
@@ -64,7 +65,7 @@ def recover(group: NodeGroup) -> Steps[bool]:
         tickets, waits = yield from _begin(group, census)
         left = (min if census.has_quorum else max)(waits.values(), default=0.0)
         if left > 0:
-            # All recoverers that waited for this node wake up at the same time, and one is enough.
+            # All programs that waited for this node wake up at the same time, and one is enough.
             spread = min(_SPREAD, census.membership.max_ttl / 10)
             yield Sleep(left + spread * group.jitter())
         elif is_courteous and _is_busy(census):
@@ -82,7 +83,7 @@ def rise(group: NodeGroup, token: int) -> Steps[int | None]:
     If the token is of an earlier epoch than theirs, or of theirs and not its last, nothing is changed. Else
     they move to the epoch after that of the token, so that all their tokens are larger.
 
-    Returns the epoch in which they vote then; None if too few of them vote.
+    Returns the epoch in which they vote then; None if too few of them vote or could be brought there.
     """
     reports, _ = yield from group.read()
     census = Census.of(group.names, reports)

@@ -36,8 +36,8 @@ class NodeReport:
     """The report of a node about itself at one moment; fields that a blank node does not have are empty.
 
     Attributes:
-        admitted: whether it has its marker, and has not restarted since it was admitted.
-        epoch: the epoch in which it votes; None without a marker.
+        admitted: whether it was admitted, and has neither restarted nor loaded other data since.
+        epoch: the epoch in which it votes, or voted last; None if it is blank.
         next_fingerprint: fingerprint of the list for which it is closed.
         ticket: the ticket by which it can be admitted.
         ticket_left: seconds for which it still stays out, by its own clock, if it has a ticket.
@@ -104,10 +104,10 @@ class NodeGroup:
     jitter: Callable[[], float]
 
     def ask(self, script: str, nodes: Iterable[int], *arguments: str | int) -> Steps[dict[int, Reply]]:
-        """Send a command to nodes, and again to those that cannot be reached, until patience is over.
+        """Send a command to nodes, and again to those that do not answer, until patience is over.
 
-        It repeats, because drivers wait for connections to a majority only, and every node counts here. The
-        command must do no harm if it arrives twice.
+        It repeats, because a command is sent as soon as a majority is connected, and every node counts here.
+        The command must do no harm if it arrives twice.
         """
         command = Command(script, "", (self.node_key,), arguments)
         answers: dict[int, Reply] = {}
@@ -178,7 +178,7 @@ class Census:
 
     @classmethod
     def of(cls, names: tuple[str, ...], reports: Reports) -> Census | None:
-        """Return the census of the list that most nodes name; None if no node names one.
+        """Return the census of the list that most open nodes name, else most closed ones; None without any.
 
         A node may hold the data of another node, as its former replica, or after a start with its file. Then
         it names the id of the other node, and has lost its own memory. So a node gets the seat that the list

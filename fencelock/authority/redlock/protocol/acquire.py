@@ -77,7 +77,7 @@ class Acquisition:
         ttl: seconds that the lease lasts.
         new_nonce: makes a nonce when it is needed. If two processes that were restored from one snapshot
             shared a prepared nonce, a node would take the attempt of one for a repeated one of the other.
-        queue: hears the nodes' calls; None if the acquisition never waits in line.
+        queue: hears which places the nodes call (see `queue`); None if it never waits in line.
         fair: whether it leaves a free lock to contenders that have waited longer.
         at_least: seconds for which the holder may keep the lease.
         instead_of: the grant whose locks the attempts take over.
@@ -144,10 +144,11 @@ class Acquisition:
             go_on: called after each wait; may raise.
 
         Raises:
-            LockTimeoutError: another holder kept the resource until the timeout.
-            QuorumError: too few nodes answered.
+            LockTimeoutError: another holder kept the resource until the timeout, or votes stayed divided.
+            QuorumError: too few nodes voted, or too slowly.
             NodesNotInitialisedError: too many nodes are blank.
-            MembershipError: too many nodes belong to another list.
+            MembershipError: too many nodes belong to another list, or two are the same server.
+            CountersExhaustedError: too many nodes have no counters left in this epoch.
             ValueError: the ttl is longer than these nodes allow.
         """
         self._began, self._since, self._now, self._waits = began, since, began, timeout != 0
@@ -260,8 +261,8 @@ def make_attempt(
 ) -> Generator[Broadcast, Replies, Grant | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM if the counters disagree.
 
-    With `alone`, the first node of the fixed order that answers is asked before all the others. Otherwise two
-    (or four) clients could split the votes of an even number of nodes for ever.
+    With `alone`, nodes are asked one by one in the fixed order until one grants (then all the others are
+    asked) or answers HELD. Otherwise two clients could split the votes of an even number of nodes for ever.
     """
     patience = min(node_set.patience, attempt.ttl)
     command = _acquire_command(attempt, node_set)
@@ -347,7 +348,7 @@ def _decide(  # noqa: PLR0917 - the state of the attempt
                 refused.add(node)
         larger = maximum_of([value, *granted.values()])
         if larger != value:
-            # A node had granted more: decide again with that, and ask all nodes again.
+            # A node had granted more: decide again with that, and ask again.
             value = larger
             acknowledged.clear()
 

@@ -39,7 +39,7 @@ BATCH: Final = 500
 def extend_many(
     current: Callable[[], NodeSet], wishes: Sequence[Wish]
 ) -> Generator[Broadcast, Replies, list[Grant | FencelockError]]:
-    """Extend grants, up to 500 in one round trip: see `Authority.extend_gen`."""
+    """Extend grants, up to 500 in one command: see `Authority.extend_gen`."""
     outcomes: list[Grant | FencelockError] = []
     for start in range(0, len(wishes), BATCH):
         batch = wishes[start : start + BATCH]
@@ -92,8 +92,8 @@ def remint(
     """Exchange a grant for one with larger tokens; no other holder gets a grant in between.
 
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
-    decided and confirmed as any other. It is repeated until the validity is over, because some nodes have
-    forgotten the old nonce already.
+    decided and confirmed as any other. It is repeated until the validity is over, or other clients have
+    too many locks, because some nodes have forgotten the old nonce already.
 
     Raises:
         LockLostError: there is no new grant, and the old one has ended.
@@ -176,9 +176,7 @@ def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
 def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
     """Return whether a majority has had a grant's lock all the time; None if a later round may confirm it.
 
-    A lock that a node has made again counts from the next round on; on a blank node, once it is admitted. A
-    node may lose its memory as soon as another was admitted, so that for a short time no majority counts.
-    If a majority of the nodes votes and has missed the lock, another holder is possible: then it is False.
+    A lock that was made again counts from the next round on; on a blank node, once that is admitted.
     """
     extended = missed = 0
     for answer in answers.values():
@@ -187,6 +185,8 @@ def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool
             missed += answer.counters[index] != KEPT
     if extended >= node_set.quorum:
         return True
+    # A node may lose its memory as soon as another was admitted, so that for a short time no majority counts.
+    # But if so many voters have missed the lock that no majority can have it, another holder is possible.
     return None if len(node_set.names) - missed >= node_set.quorum else False
 
 

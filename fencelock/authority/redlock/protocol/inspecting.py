@@ -65,7 +65,7 @@ def look(
     A lock that only a minority of the nodes still has is shown, too, unless a majority says that it is free.
 
     Raises:
-        QuorumError: too few nodes vote.
+        AuthorityError: too few nodes vote.
     """
     node_set, seen, voters = yield from _seen_by_nodes(current, resources)
     order = {resource: index for index, resource in enumerate(resources)}
@@ -80,7 +80,7 @@ def is_held(current: Callable[[], NodeSet], resources: tuple[str, ...]) -> Gener
     """Return whether one holder has one of these resources on a majority of the nodes.
 
     Raises:
-        QuorumError: too few nodes vote.
+        AuthorityError: too few nodes vote.
     """
     node_set, seen, _ = yield from _seen_by_nodes(current, resources)
     votes = (Counter(each.nonce for each in its.values()) for its in seen.values())
@@ -95,7 +95,7 @@ def force(
     The holder learns of this when it extends the lease.
 
     Raises:
-        QuorumError: too few nodes vote, or have released it.
+        AuthorityError: too few nodes vote, or have released it.
     """
     node_set, seen, _ = yield from _seen_by_nodes(current, (resource,))
     its = list(seen.get(resource, {}).values())
@@ -116,7 +116,7 @@ def vouch(
     """Return whether each resource is locked by this nonce, and a node has granted it this token.
 
     Raises:
-        QuorumError: too few nodes vote.
+        AuthorityError: too few nodes vote.
     """
     # A node may have granted another token than was decided. A text with such a token harms only this lock.
     _, seen, _ = yield from _seen_by_nodes(current, tuple(tokens))
@@ -159,7 +159,7 @@ def look_for_endless(
     """Return the keys without an expiry that match a pattern of Redis, by each node that votes.
 
     Raises:
-        QuorumError: too few nodes vote.
+        AuthorityError: too few nodes vote.
     """
     yield from _seen_by_nodes(current, ("fencelock",))  # so that the nodes are known
     node_set = current()
@@ -233,7 +233,7 @@ def _since(nonce: str) -> float | None:
 
 
 def _token_of(seen: list[_Seen]) -> int | None:
-    """Return the token of a lock; None if EXTEND has made it again on all of these nodes."""
+    """Return the token of a lock; None if these nodes lack it, as after EXTEND has made the lock again."""
     tokens = []
     for each in seen:
         if numbers := re.fullmatch(r"[^|]*\|([0-9]{1,6})\|([0-9]{1,14})", each.value):

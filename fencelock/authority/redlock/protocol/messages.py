@@ -1,4 +1,4 @@
-"""Commands to the nodes, their answers, and the requests of the protocol to its driver."""
+"""Commands to the nodes, their answers, and requests of the protocol to its driver, which moves bytes."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ class ReplyKind(enum.Enum):
         __hash__ = object.__hash__
 
 
-#: Failures that pass with time or with a new connection; the others need an operator.
+#: Failures that pass with time or with a new connection.
 PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 
 
@@ -92,7 +92,7 @@ class Reply(NamedTuple):
     Attributes:
         kind: what kind of answer it is.
         epoch: the node's epoch, if the answer names one.
-        counters: the granted counters, one for each resource.
+        counters: the granted counters, one for each resource; for EXTENDED, the outcome of each grant.
         ttl: for HELD, seconds that the other holder's lock still lasts; for RESTARTED and EARLY, seconds that
             the node still stays out. Infinite if unknown.
         detail: a text for a person, for the kinds that are failures.
@@ -114,7 +114,7 @@ NodeReplies = Mapping[int, Reply]
 
 
 class Command(NamedTuple):
-    """A script and its arguments: the same for every node. Each connection adds its own arguments."""
+    """A command and its arguments: the same for every node. To a script, each connection adds its own."""
 
     script: str
     nonce: str
@@ -122,7 +122,7 @@ class Command(NamedTuple):
     arguments: tuple[str | int, ...]
 
 
-#: WAITAOF of newer servers, not a script. When it answers, earlier commands of this connection are on the
+#: WAITAOF of newer servers, not a script. If it answers 1, earlier commands of this connection are on the
 #: disk. A server without it, or without a file, answers with an error. The ms to wait come last.
 SYNC = Command("sync", "", (), (1, 0, 2000))
 
@@ -138,9 +138,9 @@ INTRODUCE = "introduce"
 class Broadcast(NamedTuple):
     """Request: send `command` to `nodes`, and resume once `enough` holds or `patience` is over.
 
-    Later answers are not lost: the driver reads them, and releases a grant for an acquisition that was given
-    up. Before it sends, the driver may wait for connections to a majority, until `links_until` by its clock.
-    It does not wait with a patience of 0.
+    The driver reads later answers, too, because they may say something about their nodes. Before it sends, it
+    may wait for connections to a majority, until `links_until` by its clock. It does not wait with a patience
+    of 0.
     """
 
     command: Command
@@ -163,7 +163,7 @@ class Sleep(NamedTuple):
 
     Attributes:
         seconds: how many.
-        waits_for: the resources for which a contender waits. A call of the nodes may resume it earlier.
+        waits_for: the resources for which a contender waits. A call (see `queue`) may resume it earlier.
         place: its place in line, by which they call it; empty for none.
     """
 

@@ -2,7 +2,7 @@
 
 All requests of one turn of the loop leave in one write for each node. A loop refers to its connections by
 its readers and timers. The connections refer to the loop weakly, so that an abandoned loop can be freed. They
-are closed with it, or when the next loop begins to use the lock.
+are closed with it, or when the next loop begins to use the authority.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def resume(woken: asyncio.Future[None] | None) -> None:
 class LoopConnections(Connections):
     """One connection to each node, for all tasks of one loop; other arguments as for `Connections`.
 
-    Only the loop's own thread may use it, except for `tell`, `do_there` and `is_elsewhere`.
+    While the loop runs, callers in other threads may use only `tell`, `do_there` and `is_elsewhere`.
     """
 
     def __init__(

@@ -2,8 +2,8 @@
 
 No thread stays in the background. Of the threads that wait for answers, or in line for a lock, one reads for
 all and wakes the others. When its own wait is over, another waiting thread reads. So no thread has to be
-ended when no caller waits, in a forked child, or when the interpreter exits. A RELEASE always follows its
-ACQUIRE on the same connection.
+ended when no caller waits, in a forked child, or when the interpreter exits. A RELEASE follows its ACQUIRE on
+the same connection, unless that is lost.
 
 A signal handler may raise at any line. Then connections are dropped if their answers could be mixed up, and
 another thread takes over the reading. A handler that locks gets a RuntimeError if it has interrupted a frame
@@ -95,7 +95,7 @@ class WaitForAnswers(_Sleeper, PendingBroadcast):
 
 
 class WaitForCall(_Sleeper):
-    """A wait in line for a call; `over` is True when it has ended."""
+    """A wait in line for a call of the nodes (see `queue`); `over` is True when it has ended."""
 
     def __init__(self, until: float, queue: WaitQueue, place: str) -> None:
         self.over = False

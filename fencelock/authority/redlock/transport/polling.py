@@ -1,4 +1,4 @@
-"""Waits until data arrives on one of several sockets, by the means of the platform."""
+"""Waits until one of several sockets is ready, by the means of the platform."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 It moves no bytes. The owner of the socket passes in the data that has arrived, and writes `outgoing`. A token
 is safe only if all answers on a connection come from the server process to which it was opened. So a
-connection keeps its process, and no command is sent again on another connection. Otherwise a client that
+connection keeps its process, and no ACQUIRE is sent again on another connection. Otherwise a client that
 silently reconnects after its node was killed could be granted the same counter twice.
 
 Event loops send the commands of all tasks within one turn in a batch: one call, whose reply answers all of
@@ -83,7 +83,7 @@ class PendingBroadcast:
         answers: of each node that has answered, or could not be asked.
         complete: whether further answers would change nothing.
         over: whether no caller waits any more, so that further answers are late.
-        deadline: when its patience ends; -inf once it is complete.
+        deadline: when its patience ends; -inf before that is known, and once it is complete.
     """
 
     __slots__ = ("_enough", "_nodes", "answers", "complete", "deadline", "over")
@@ -127,7 +127,7 @@ class Connection:
         identity: the server process that it was opened to.
         epoch: the epoch of the nodes' last grant; None if there is none.
         pushes: whether it can receive published messages, besides the answers.
-        unanswered: commands that were sent and are not answered, in this order.
+        unanswered: commands that were put here and are not answered, in this order.
         outgoing: bytes still to be written.
         published: messages on the channel of this client, until `NodeConnections.receive` handles them.
         changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
@@ -167,7 +167,7 @@ class Connection:
         self._parts: list[Packed] = []
         #: The first command of each batch that is not answered, and how many commands the batch has.
         self._batches: deque[tuple[PendingReply, int]] = deque()
-        #: False if each vote has to prove its server, because a batch takes shortcuts.
+        #: False if each vote has to prove its server (a batch takes shortcuts), or the node lacks the script.
         self._does_batches = not identity.replid
 
     def put(self, pending: PendingReply, packed: Packed) -> None:
@@ -270,7 +270,7 @@ class Connection:
     def _take_error(self, reply: hiredis.ReplyError, size: int, now: float, news: News) -> None:
         """Pass an error on to each ACQUIRE, whose lock may have been granted; put each RELEASE again.
 
-        If the node does not know the script, it is not loaded: from now on each command is sent alone.
+        If the node does not know the script, put each again; from now on each command is sent alone.
         """
         self._does_batches = self._does_batches and read_reply(reply) is not None
         for _ in range(size):

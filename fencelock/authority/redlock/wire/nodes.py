@@ -1,7 +1,7 @@
 """The connections to the N nodes: which nodes may be asked, and how late answers are handled.
 
 It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `connected`, `failed`, `receive`
-and `broken`, each with the time. Outputs are the calls of a `Transport`, and the bytes in
+and `broken`; callers pass in the time. Outputs are the calls of a `Transport`, and the bytes in
 `Connection.outgoing`. Threads, event loops and the simulator run the same code.
 
 No lock may stay that no acquisition wants. A RELEASE follows its ACQUIRE on the same connection. If a RELEASE
@@ -40,7 +40,7 @@ _OTHERS_GRACE: Final = 0.05
 _LOST_AFTER: Final = 10.0
 #: Seconds for which a node remembers a client's introduction. A held lease is extended more often.
 INTRODUCED_FOR: Final = 3600.0
-#: Before these commands a node gets the introduction of this client.
+#: Before these commands a node gets the introduction of this client, if that is due.
 _OF_HOLDERS: Final = frozenset({"acquire", "extend"})
 #: Answers that a node may owe before it counts as silent.
 _MOST_UNANSWERED: Final = 50_000
@@ -86,14 +86,14 @@ class NodeConnections:
     Args:
         names: the nodes' addresses, for messages.
         transport: moves the bytes.
-        queue: hears the calls that the nodes publish.
+        queue: hears the calls that the nodes publish: see `WaitQueue`.
         channel: the channel of these calls.
         on_identity: called with the server process of each opened connection.
         on_trouble: called when an answer shows that a node has forgotten, restarted, or is in another epoch.
         connect_timeout: seconds that a node may take to accept a connection.
         patience: seconds after which a node that owes an answer is asked no more.
         jitter: returns a random number between 0 and 1.
-        introduction: sent to each node before it is asked for a lock, and again from time to time.
+        introduction: names this client's process; a node gets it before it is asked for a lock, and again.
         new_connection: makes a connection, as `Connection` does.
     """
 
@@ -214,7 +214,7 @@ class NodeConnections:
         return None
 
     def listen(self, now: float) -> bool:
-        """Subscribe to the nodes' calls; return whether there is something to write for this."""
+        """Subscribe to the nodes' calls; return whether there may be something to write for this."""
         was_deaf, self._listens = not self._listens, True
         if was_deaf:
             for index, node in enumerate(self._nodes):
