@@ -161,9 +161,9 @@ class Authority(abc.ABC):
         """Acquire all resources, or none, and return the grant.
 
         Raises:
-            LockTimeoutError: another holder kept one of them until the timeout.
+            LockTimeoutError: another holder kept one until the timeout.
             AuthorityError: the authority did not answer, or must not grant now.
-            ValueError: the authority cannot be `fair`, or does not allow this ttl or so many resources.
+            ValueError: the authority does not allow these terms.
         """
 
     @abc.abstractmethod

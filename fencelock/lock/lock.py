@@ -77,7 +77,7 @@ class FencedLock(BaseLock[Token]):
         return self._enter(self._new_block(timeout))  # type: ignore[no-any-return]
 
     def try_acquire(self) -> Lease | None:
-        """Try once; return the lease, or None instead of a LockTimeoutError; other errors as for `acquire`."""
+        """Try once; return the lease, or None instead of LockTimeoutError; other errors as for `acquire`."""
         try:
             return self._enter(self._new_block(0, is_try=True))  # type: ignore[no-any-return]
         except LockTimeoutError:

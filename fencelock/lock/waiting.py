@@ -63,7 +63,7 @@ def acquire_unless_held_gen(
     """Acquire, but raise LockTimeoutError as soon as another holder is known.
 
     Contenders that begin together may divide the votes of the nodes. For `_UNDECIDED` seconds, they go on
-    until one of them has the lock, because otherwise all could give up.
+    until one has the lock, because otherwise all could give up.
     """
     until, timeout = time.monotonic() + _UNDECIDED, 0.0
     while True:

@@ -1,6 +1,6 @@
-"""The connections of a database that grants leases: a bounded pool, and a time limit for each piece of work.
+"""The connections of a database that grants leases: a bounded pool, and a time limit for work.
 
-No connection is pinged before use. If one is lost, the pool drops all older ones, and the work is done again.
+No connection is pinged before use. If one is lost, the pool drops older ones, and the work is repeated.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ _MOST_FAILURES: Final = 3
 def recover(group: NodeGroup) -> Steps[bool]:
     """Admit the nodes that can be admitted again, and raise those that lag behind; wait as long as needed.
 
-    Returns True when nothing is left to do, else False: too few answer, or three tries failed, or an
+    Returns True when nothing is left to do. Returns False if too few answer, three tries failed, or an
     operator is needed.
     """
     is_courteous, failures = True, 0

@@ -127,11 +127,11 @@ class Connections(abc.ABC):
 
     Args:
         nodes: where the nodes are.
-        node_key: key of a node's hash; the channel on which nodes wake waiting clients begins with it.
+        node_key: key of a node's hash, and beginning of the channel that wakes clients.
         options: those of `NodeConnections`.
 
     Attributes:
-        queue: hears from the nodes that a waiting client may try.
+        queue: hears on that channel.
     """
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
