@@ -257,10 +257,12 @@ def check_lost_lease(face: Face, silence: Callable[[], None], run_lock: RunLock)
 @pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
 def test_process_ends_beside_a_silent_server(proxy: Proxy) -> None:
     """Though it holds a lock, and has threads that renew it."""
-    check_end_of_process(proxy.silence, proxy.url.render_as_string(hide_password=False))
+    # A process that ends starts no thread since Python 3.12, and without one only PyMySQL's own limit counts.
+    longest = 14.0 if proxy.url.drivername == "mysql+pymysql" and sys.version_info >= (3, 12) else 4.0
+    check_end_of_process(proxy.silence, proxy.url.render_as_string(hide_password=False), longest)
 
 
-def check_end_of_process(silence: Callable[[], None], url: str) -> None:
+def check_end_of_process(silence: Callable[[], None], url: str, longest: float = 4.0) -> None:
     """Have a silence begin while a process holds a lock, and see how long it takes to end."""
     program = """
         import sys, time, fencelock
@@ -280,5 +282,5 @@ def check_end_of_process(silence: Callable[[], None], url: str) -> None:
     assert process.stdout.readline() == "held\n"
     silence()
     said, _ = process.communicate("end\n", timeout=30)
-    assert time.time() - float(said) < 4.0
+    assert time.time() - float(said) < longest
     assert process.returncode == 0

@@ -141,6 +141,9 @@ class Redlock(GeneratorAuthority):
         recoverer.close()
         self.aio.close_everywhere()
 
+    def connect_here(self, until: float) -> None:
+        self._connections.connect_here(until)
+
     def settle(self) -> None:
         """Send the releases that are owed to the nodes, as after interrupted acquisitions."""
         read = Command("read", "", (self._node_key,), ("",))

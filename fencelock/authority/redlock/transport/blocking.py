@@ -205,6 +205,15 @@ class SharedConnections(Connections):
         if self._nodes.has_pending_releases:
             self.do(request)
 
+    def connect_here(self, until: float) -> None:
+        """Connect to absent nodes in this thread, until a time: a process that ends cannot start threads."""
+        for node in range(len(self._names)):
+            with self._mutex:
+                if self._nodes.connection(node) or self.is_connecting(node) or time.monotonic() > until:
+                    continue
+                self._connecting[node] = threading.current_thread()
+            self._open(node)
+
     def close(self) -> None:
         """Close every connection; waiting callers get an answer. The next use opens others."""
         self._check_not_inside()
