@@ -206,7 +206,10 @@ class SharedConnections(Connections):
             self.do(request)
 
     def connect_here(self, until: float) -> None:
-        """Connect to absent nodes in this thread, until a time: a process that ends cannot start threads."""
+        """Connect to absent nodes in this thread, until a time.
+
+        At the end of a process, Python 3.12.1 starts no thread (https://github.com/python/cpython/issues/113964).
+        """
         for node in range(len(self._names)):
             with self._mutex:
                 if self._nodes.connection(node) or self.is_connecting(node) or time.monotonic() > until:
