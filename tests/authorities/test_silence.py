@@ -257,7 +257,7 @@ def check_lost_lease(face: Face, silence: Callable[[], None], run_lock: RunLock)
 @pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
 def test_process_ends_beside_a_silent_server(proxy: Proxy) -> None:
     """Though it holds a lock, and has threads that renew it."""
-    # Early Python 3.12 starts no thread at the end of a process; without one, only PyMySQL's own limit counts.
+    # Early Python 3.12 starts no thread at the end of a process, so that only PyMySQL's own limit counts.
     longest = 14.0 if proxy.url.drivername == "mysql+pymysql" and sys.version_info[:2] == (3, 12) else 4.0
     check_end_of_process(proxy.silence, proxy.url.render_as_string(hide_password=False), longest)
 
