@@ -17,8 +17,8 @@ BY_FILE := --dist loadfile --max-worker-restart 0
 
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
-	@echo "make check      lint, and the lock and the guard on SQLite: the inner loop (under three minutes)"
-	@echo "make test       the test suite, on real servers (twelve minutes on two slow cores; LONG=1 takes in storms, failovers and whole programs: twice as long)"
+	@echo "make check      lint, and the lock and the guard on SQLite: the inner loop (under two minutes)"
+	@echo "make test       the test suite, on real servers (nine minutes on two cores; LONG=1 takes in storms, failovers and whole programs: twice as long)"
 	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"
 	@echo "make durations  what the tests cost by file, from the last run of .ci/run"
 	@echo "make lint       ruff and mypy --strict"
