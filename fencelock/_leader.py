@@ -95,10 +95,10 @@ class Term:
         return self.is_current
 
     def on_end(self, callback: Callable[[Term], object]) -> None:
-        """Call a plain function with the term when its end is found; now if the term has ended already.
+        """Call a plain function with the term when its end is found; now if it was found already.
 
-        `is_current` and `wait` find the end. Without them, renewal finds it at the end of the lease, and the
-        function is called in a new thread, or by the event loop.
+        `is_current`, `wait` and the end of the block find it. Otherwise renewal does, at the end of the
+        lease, and calls the function in a new thread, or by the event loop.
 
         Raises:
             TypeError: `callback` is not a plain function.
