@@ -55,7 +55,7 @@ class LockWaiting(LockEvent):
 
 @dataclass(slots=True)
 class LockAcquired(LockEvent):
-    """A lock is held. One `LockReleased` follows, unless the lock object is thrown away while it is held.
+    """A lock is held. One `LockReleased` follows, unless the lock object is thrown away or the process ends.
 
     Attributes:
         tokens: one for each resource.

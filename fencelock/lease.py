@@ -326,7 +326,7 @@ def note_held(*leases: Lease) -> None:
         return
     held = _standing()
     # Expired leases become weak references, because leases that are never released must not pile up. Code
-    # that still uses one keeps it alive, and the storage refuses its token.
+    # that still uses such a lease keeps it alive, and the storage refuses its token.
     earlier = (lease if lease.remaining else ref(lease) for lease in held)
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
 

@@ -1,9 +1,9 @@
 """The unit of work: each object brings the write id that it was loaded with into its statement.
 
 Before an object is written, its `last_write_id` becomes a `Stamp`, which `statements` finds among the
-parameters. If the parameters have only the key, `statements` finds the object in the session's identity map.
-A change in a joined sub-table writes the base row, too. So does a change in a collection or a link table if
-the row's lease is held.
+parameters. If the parameters have only the key, `statements` finds the object in the session. A change in a
+joined sub-table writes the base row, too. So does a change in a collection or a link table if the row's lease
+is held.
 """
 
 from __future__ import annotations

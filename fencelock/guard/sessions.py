@@ -61,7 +61,7 @@ def blocking(target: object) -> Session | Connection:
 
 
 def session_of(target: Any, function: str, *, or_connection: bool = False) -> Session:
-    """Return the session or connection behind a scoped facade; for asyncio the error has another call."""
+    """Return the session or connection behind a scoped facade; for asyncio the error says what to call."""
     found: Any = target.registry() if hasattr(target, "registry") else target
     if isinstance(found, Session) or (or_connection and isinstance(found, Connection)):
         return found  # type: ignore[return-value]

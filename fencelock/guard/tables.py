@@ -131,7 +131,7 @@ class ResourceTemplate:
             ) from error
 
     def match(self, resource: str) -> re.Match[str] | None:
-        """Return the match of a resource's name, with a group for each column; None for another form."""
+        """Return the match of a resource's name, with a group for each field; None for another form."""
         parts = Formatter().parse(self.text)
         pattern = "".join(re.escape(text) + ("" if name is None else "(.+)") for text, name, _, _ in parts)
         return re.fullmatch(pattern, resource, re.DOTALL)

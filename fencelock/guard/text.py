@@ -1,4 +1,4 @@
-"""Refuses textual SQL that may write to a fenced table, unless `fenced_text` has made it.
+"""Refuses SQL that may write to a fenced table, unless it is guarded, or bypasses the guard.
 
 `do_execute` sees every statement first. It looks for words, and parses nothing. If it cannot tell strings
 from code, the words in strings count, too.
