@@ -7,10 +7,10 @@ FencelockError
 │   ├── LockLostError                          the lease ended before the work did
 │   └── NotHeldError                           a call needs a lock that is not held
 ├── AuthorityError
-│   ├── QuorumError                            too few nodes, or no database, answered; .nodes: their answers
+│   ├── QuorumError                            too few nodes, or no servers, answered; .nodes: their answers
 │   ├── NodesNotInitialisedError               the nodes hold no marker: run `fencelock init`
 │   ├── MembershipError                        nodes disagree on the list of nodes
-│   ├── CountersExhaustedError                 no token is left in this epoch: begin the next epoch
+│   ├── CountersExhaustedError                 no larger token is left; nodes: begin the next epoch
 │   └── LeaseTableMissingError                 the database has no table of leases: run a migration
 ├── ReceiptMismatchError                       a key of `once` belongs to another request; .key
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError

@@ -99,10 +99,10 @@ _open: list[_Open] = []
 
 
 def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
-    """Return the session of the outer block that a new block must join; None if there is no such block.
+    """Return the session of the outer block that a new block must join, or None.
 
-    Both have the same owner, the same pool of connections and a resource in common. In a session of its own,
-    the new block would wait for ever, at the gate that the outer block has passed.
+    Both have owner, pool and a resource in common. In another session, the new block would wait for ever
+    at a gate of the outer block.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):

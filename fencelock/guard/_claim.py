@@ -272,11 +272,11 @@ def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> 
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     """Return the query that precedes a claim; on MariaDB and MySQL it locks its rows.
 
-    Otherwise it would begin a snapshot that is older than the lock for which the claim waits. The lock is
-    exclusive, because two transactions that share a lock and then write deadlock. A query that itself locks
+    Otherwise its snapshot would be older than the lock for which the claim waits. A query that itself locks
     rows is not changed.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
+    # Exclusive, because two transactions that share a lock and then write deadlock.
     return query if is_as_wanted else query.with_for_update()
 
 
