@@ -1,7 +1,7 @@
 """One leader among several processes: the process that holds a lock.
 
-A *term* is one lease of `fenced_lock`, which is renewed. The next leader has a larger token: after its write or
-claim of a row, the database refuses the previous leader's late writes of that row.
+A *term* is one lease of `fenced_lock`, which is renewed. The next leader has a larger token: after its write
+or claim of a row, the database refuses the previous leader's late writes of that row.
 """
 
 # ruff: noqa: SLF001 - a leader ends its terms

@@ -102,7 +102,7 @@ def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
     """Return the session of the outer block that a new block must join, or None.
 
     Both have owner, pool and a resource in common. In another session, the new block would wait for ever
-    at a gate of the outer block.
+    at the outer block's gate.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):

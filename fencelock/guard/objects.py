@@ -298,7 +298,7 @@ def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
 
 
 def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: dict[str, Any]) -> None:
-    """Give an object the id `NO_VERSION` if the one merged into it was loaded without its write id."""
+    """Give an object the id `NO_VERSION` if an object merged into it was loaded without a write id."""
     is_unknown = WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables))
     if is_unknown and any(_was_loaded(given, key) for key in _aging_of(into.mapper)):
         current[WRITE_COLUMN] = NO_VERSION

@@ -57,7 +57,7 @@ NO_VERSION: Final = -1
 def schema_of(connection: Connection, named: set[str | None]) -> str | None:
     """Return the only schema that the program has named for one of fencelock's tables, else None.
 
-    None stands for the connection's default schema. It counts if a `schema_translate_map` translates it.
+    None stands for the default schema; it is also returned if a `schema_translate_map` translates that.
     """
     translated = connection.get_execution_options().get(TRANSLATED) or {}
     return next(iter(named)) if len(named) == 1 and None not in translated else None
@@ -110,7 +110,7 @@ FenceLease: TypeAlias = Literal["required", "optional"]
 """Whether a write without a lease is refused, or allowed if its row has the loaded version."""
 
 NO_LEASE: Final = 0
-"""The token of a write under no lease, which keeps the fence; also of a new row without a name yet."""
+"""The token of a write under no lease, which keeps the fence; also the fence of a new row with an unknown key."""
 
 
 @dataclass(frozen=True, slots=True)
