@@ -89,8 +89,7 @@ class LockTimeoutError(LockError, TimeoutError):
     """A lock, or the receipt of `once`, was not free in time, or the acquisition was cancelled.
 
     Attributes:
-        holder_ttl: seconds until the holder's lease ends if it is not renewed, as last reported; None if this
-            is unknown.
+        holder_ttl: seconds until the holder's lease ends if it is not renewed; None if this is unknown.
         holder: the process that held the resource (`host`, `pid`, `program`, `since`); None if it is unknown.
     """
 

@@ -110,7 +110,7 @@ FenceLease: TypeAlias = Literal["required", "optional"]
 """Whether a write without a lease is refused, or allowed if its row has the loaded version."""
 
 NO_LEASE: Final = 0
-"""The token of a write under no lease, which keeps the fence; also the fence of a new row with an unknown key."""
+"""The token of a write under no lease, which keeps the fence; also the fence of a new row without a key."""
 
 
 @dataclass(frozen=True, slots=True)
