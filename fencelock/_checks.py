@@ -9,7 +9,7 @@ MAX_TTL = 604_800.0
 
 
 def check_seconds(name: str, value: object, *, zero: bool = False, more: str = "") -> float:
-    """Return a positive, finite number of seconds, or 0 if `zero` allows it; the error quotes `more`."""
+    """Return a positive, finite number of seconds, or 0 if `zero` allows it; a ValueError quotes `more`."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name} is a number of seconds, not {value!r}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):

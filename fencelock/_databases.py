@@ -117,7 +117,7 @@ def is_turned_away(error: BaseException) -> bool:
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Return whether no server that can do the work answered; a refusal by such a server does not count."""
+    """Return whether a server was lost, away or busy, so that another try may succeed."""
     if is_lost(error) or is_busy(error) or is_away(error) or isinstance(error, OSError | PoolTimeoutError):
         return True
     number = error_number(error)

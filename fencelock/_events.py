@@ -1,9 +1,9 @@
 """The events of fencelock, and the list of the functions that listen to them.
 
-Users import them from `fencelock.observe`. Without a listener they cost nothing, because callers check
-`listeners` before they make an event. A listener is called in the thread, task or greenlet of the event, for
-one event at a time: events that it causes itself, or that a signal handler causes, are told afterwards. The
-error of a listener is logged, and changes nothing.
+Users import them from `fencelock.observe`. Without a listener they cost almost nothing: most callers check
+`listeners` before they make an event. A listener is called in the thread, task or greenlet of the event, and
+in one thread for one event at a time: events that it causes itself, or that a signal handler causes, are told
+afterwards. If a listener raises an `Exception`, this is logged, and changes nothing.
 
 The events are not frozen, because a frozen dataclass takes several times as long to make.
 """
@@ -55,7 +55,7 @@ class LockWaiting(LockEvent):
 
 @dataclass(slots=True)
 class LockAcquired(LockEvent):
-    """A lock is held. One `LockReleased` follows, unless the lock object is thrown away while it is held.
+    """A lock is held. One `LockReleased` follows, unless the lock object is thrown away or the process ends.
 
     Attributes:
         tokens: one for each resource.
@@ -76,7 +76,7 @@ class LockNotAcquired(LockEvent):
         waited: seconds that the attempt took.
         had_to_wait: whether a `LockWaiting` came before.
         outcome: "timeout": another holder kept the lock. "cancelled": the task was cancelled, the thread
-            interrupted, or `FencedLock.cancel` called. "error": all other errors.
+            interrupted, `FencedLock.cancel` called, or the process ends. "error": all other errors.
         error: the error that the caller gets.
     """
 
@@ -95,7 +95,7 @@ class LockReleased(LockEvent):
         held: seconds since `LockAcquired`.
         end: "released": it was released, or handed over to another process. "lost": its lease had ended
             before. "max_hold": it had ended because `max_hold` was over.
-        error: why the release failed, so that the lease ends with its ttl; None if it did not fail.
+        error: the AuthorityError with which the release failed; None for any other release.
     """
 
     tokens: tuple[int, ...]
@@ -113,7 +113,7 @@ class LeaseExtended(LockEvent):
             nothing was decided, and renewal tries again until the lease ends.
         lateness: seconds between the planned and the real beginning. It rises before leases are lost, if a
             process is too busy to renew them.
-        ttl: seconds that a lease lasts after an extension.
+        ttl: the ttl of the lock: seconds that a lease lasts after an extension, or less before `max_hold`.
         error: why the lease was not extended; None if it was.
     """
 
@@ -129,8 +129,8 @@ class LeaseLost(LockEvent):
 
     Attributes:
         tokens: one for each resource.
-        reason: "max_hold": `max_hold` was over. "expired": its time ran out before an extension. "gone": the
-            authority no longer knows the lease, or `remint` got no new token.
+        reason: "max_hold": `max_hold` was over. "expired": its time ran out. "gone": the authority no longer
+            knows the lease, or `remint` got no new token.
         detail: the reason as a sentence.
     """
 
@@ -181,10 +181,10 @@ class GuardEvent(Event):
 
     Attributes:
         table: name of the table; None if it is unknown.
-        identity: primary key of the row, as a tuple; None if there is no single row.
-        resource: the resource of the lease; None if it is unknown, or without a lease.
+        identity: primary key of the row, as a tuple; None if it is unknown, or there is no single row.
+        resource: the resource that guards the row; None if it is unknown.
         token: the fencing token that was written or refused; None if there is none.
-        fence: the row's fence, if it was higher than the token.
+        fence: the row's fence, if a refusal names it.
         error: the error that the caller gets; None if nothing was refused.
     """
 
@@ -198,17 +198,17 @@ class GuardEvent(Event):
 
 @dataclass(slots=True)
 class StaleWriteRefused(GuardEvent):
-    """The database refused a stale token."""
+    """A stale token or a stale object was refused."""
 
 
 @dataclass(slots=True)
 class UnfencedWriteRefused(GuardEvent):
-    """A write without its lease was refused."""
+    """A write was refused because it lacks its lease, or cannot be guarded."""
 
 
 @dataclass(slots=True)
 class WrittenWithoutLease(GuardEvent):
-    """A row was written under no lease, as its model allows: `__fence_lease__ = "optional"`."""
+    """Rows are written under no lease, as their model allows: `__fence_lease__ = "optional"`."""
 
 
 @dataclass(slots=True)

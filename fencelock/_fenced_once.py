@@ -73,7 +73,7 @@ def fenced_once(
     its place. The call locks the resources, begins a transaction, and looks for the receipt of the key. If
     the work was done before, the stored result is returned, and the function is not called. Otherwise the
     receipt is committed together with the writes of the function and its result, which must be plain data of
-    JSON. If the outcome of the COMMIT is unknown, all of this is done again, up to `retries` times.
+    JSON. If the outcome of the COMMIT is unknown, the transaction is run again, up to `retries` times.
 
     Args:
         key: names the receipt: a template of the arguments, as for `fenced`, or a function of them.

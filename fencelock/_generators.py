@@ -1,6 +1,6 @@
 """Runs generators: executes each step that a generator yields, and sends its result back.
 
-Every operation that takes time is written once, as such a generator. `run` executes its steps in blocking
+Locks and authorities write their operations once, as such generators. `run` executes the steps in blocking
 code, and `run_async` in a task. The error of a step, or of a signal handler, is thrown into the generator.
 """
 

@@ -1,7 +1,7 @@
 """One leader among several processes: the process that holds a lock.
 
-A *term* is one lease of `fenced_lock`, which is renewed. The next leader has a larger token, so the database
-refuses late writes of the previous leader.
+A *term* is one lease of `fenced_lock`, which is renewed. The next leader has a larger token: after its write
+or claim of a row, the database refuses the previous leader's late writes of that row.
 """
 
 # ruff: noqa: SLF001 - a leader ends its terms
@@ -95,10 +95,10 @@ class Term:
         return self.is_current
 
     def on_end(self, callback: Callable[[Term], object]) -> None:
-        """Call a plain function with the term when its end is found; now if the term has ended already.
+        """Call a plain function with the term when its end is found; now if it was found already.
 
-        `is_current` and `wait` find the end. Without them, renewal finds it at the end of the lease, and the
-        function is called in a new thread, or by the event loop.
+        `is_current`, `wait` and the end of the block find it. Otherwise renewal does, at the end of the
+        lease, and calls the function in a new thread, or by the event loop.
 
         Raises:
             TypeError: `callback` is not a plain function.
@@ -135,7 +135,7 @@ class Leader:
         ...
     ```
 
-    If the authority does not answer, `run` logs the error and tries again; `with` raises it.
+    If an election gets no answer of the authority, `run` logs the error and tries again; `with` raises it.
     """
 
     def __init__(self, name: str, ttl: float, authority: Authority | None) -> None:

@@ -100,7 +100,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
 
 def _place(authority: Any) -> object:
-    """Return a value that is equal for authorities on the same servers, with any driver, user, settings."""
+    """Return a value to compare authorities by, without driver, user and settings; None for a bad URL."""
     if isinstance(authority, str):
         try:
             authority = _make(authority, {})
@@ -121,11 +121,11 @@ def load(name: str) -> Any:
 
 
 def factory_of(url: str) -> Callable[..., Shipped]:
-    """Return the class of the authority that a URL names; raise ImportError where its extra is missing."""
+    """Return the class of the authority that a URL names; ValueError if none, ImportError without extra."""
     before, mark, _ = url.strip().partition("://")
     scheme = before.partition("+")[0].lower()
     if scheme not in _FACTORIES:
-        shown = repr(scheme) if mark else "a text without ://"  # it may have a password
+        shown = repr(scheme) if mark else "a text without ://"  # the text may have a password
         raise ValueError(
             f"{shown} names nothing that grants leases: write a URL such as sqlite:///app.db, "
             "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name, redis://host:6379, "
@@ -223,12 +223,13 @@ def fenced_lock(
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
         reentrant: let a thread, task or greenlet enter again what it holds; if not, LockTimeoutError at once.
+            A shared lock then takes one more slot.
         if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
-            used if work was committed under the lease, or if the body raised an error.
+            used if the body raised an error, or if work was committed and no transaction is open or in doubt.
         if_held: "wait" for another holder, or "skip". Then `timeout` is not used. As soon as a holder is
             known, a function below `@fenced` returns None, and `with` raises LockTimeoutError.
         at_least: seconds since its grant for which the lease is kept, also if the block is left earlier. This
-            process cannot enter again meanwhile, either. If the process dies, the lease ends with its ttl.
+            process cannot enter again then, either. If it dies in the block, the lease ends with its ttl.
             None to release when the block is left.
         shared: read beside other readers, while no writer holds the lock. The guard accepts no writes then.
         readers: how many may read at once, the same number in all programs. Without this number, a lock that
@@ -276,14 +277,14 @@ def fenced_semaphore(
     ```
 
     Each slot is a lock of its own, `name#0` and so on, and its tokens rise. A thread, task or greenlet that
-    has a slot enters it again. `slots` may grow at any time. After it was lowered, programs with the lower
-    number wait until the higher slots are free.
+    has a slot enters it again, if `reentrant`. `slots` may grow at any time. After it was lowered, programs
+    with the lower number wait until the higher slots are free.
 
     Args:
         name: as for `fenced_lock`, without `#` and a number at its end.
         slots: from 1 to 1000, the same number in all programs.
         authority: grants the leases; by default the one of `configure()` or FENCELOCK_URL.
-        **settings: as for `fenced_lock`, except `shared` and `readers`. Slots are tried in random order, so
+        **settings: as for `fenced_lock`, except `shared` and `readers`. Callers try different slots, so
             `fair` orders only the callers that wait for the same slot.
 
     Raises:

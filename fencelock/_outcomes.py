@@ -23,7 +23,7 @@ from fencelock.errors import (
     StaleTokenError,
 )
 
-#: Errors whose cause passes with time.
+#: Errors after which another try may succeed.
 _TRANSIENT: Final = (LockTimeoutError, QuorumError, StaleTokenError, LockLostError)
 #: Errors of asyncpg if no server listens or answers, and of SQLAlchemy if its pool has no connection left.
 _UNREACHABLE: Final = (ConnectionError, TimeoutError, socket.gaierror, PoolTimeoutError)
@@ -85,7 +85,7 @@ def _has_waited(error: BaseException) -> bool:
 
 
 def _is_in_doubt(error: BaseException) -> bool:
-    """Return whether this is an error of a COMMIT (which has no statement) whose outcome is unknown."""
+    """Return whether this may be an error of a COMMIT (which has no statement) with an unknown outcome."""
     is_commit = isinstance(error, DBAPIError) and error.statement is None and not is_turned_away(error)
     return is_commit and (is_lost(error) or is_away(error)) and leaves_doubt(error)
 

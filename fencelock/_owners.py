@@ -1,8 +1,8 @@
 """The owner of locks and transactions: a thread, task or greenlet.
 
-The owner is the first of these that exists: the current task of the event loop; the call that an executor's
-thread executes; the greenlet, unless it is the main greenlet of its thread; the thread. A greenlet of
-SQLAlchemy's asyncio extension does the work of a task, so the task is the owner.
+The owner is the first of these that exists: the task of an event loop that runs here; the call that an
+executor's thread executes; the greenlet, unless it is the main greenlet of its thread; the thread. A greenlet
+of SQLAlchemy's asyncio extension does the work of a task, so the task is the owner.
 """
 
 from __future__ import annotations

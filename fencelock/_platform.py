@@ -1,4 +1,4 @@
-"""Functions that some operating systems lack."""
+"""Calls a function after a fork; some operating systems cannot fork."""
 
 from __future__ import annotations
 

@@ -3,21 +3,21 @@
 ```
 FencelockError
 ├── LockError
-│   ├── LockTimeoutError (also TimeoutError)   another kept the lock until the timeout; .holder .holder_ttl
+│   ├── LockTimeoutError (also TimeoutError)   not acquired in time, or cancelled; .holder .holder_ttl
 │   ├── LockLostError                          the lease ended before the work did
-│   └── NotHeldError                           release or extend of a lock that is not held
+│   └── NotHeldError                           a call needs a lock that is not held
 ├── AuthorityError
-│   ├── QuorumError                            too few nodes, or no database, answered; .nodes: their answers
+│   ├── QuorumError                            too few nodes, or no servers, answered; .nodes: their answers
 │   ├── NodesNotInitialisedError               the nodes hold no marker: run `fencelock init`
 │   ├── MembershipError                        nodes disagree on the list of nodes
-│   ├── CountersExhaustedError                 no token is left in this epoch: begin the next epoch
+│   ├── CountersExhaustedError                 no larger token is left; nodes: begin the next epoch
 │   └── LeaseTableMissingError                 the database has no table of leases: run a migration
 ├── ReceiptMismatchError                       a key of `once` belongs to another request; .key
 └── FenceError                                 never wrapped in SQLAlchemy's StatementError
     ├── StaleTokenError                        the row's fence is larger; .table .identity .token .current
     │   └── StaleReadError                     the row was written or deleted since it was loaded; .loaded
-    ├── CommitInDoubtError                     the outcome of the last COMMIT is unknown
-    └── UnfencedWriteError                     no lease guards this write
+    ├── CommitInDoubtError                     the outcome of a COMMIT is unknown
+    └── UnfencedWriteError                     no lease guards this write, or it cannot be guarded
 ```
 
 "Held by another", "too few nodes answered" and "the nodes refuse" are different errors, because a caller does
@@ -86,11 +86,10 @@ class LockError(FencelockError):
 
 
 class LockTimeoutError(LockError, TimeoutError):
-    """Another holder kept the resource until the timeout.
+    """A lock, or the receipt of `once`, was not free in time, or the acquisition was cancelled.
 
     Attributes:
-        holder_ttl: seconds until the holder's lease ends if it is not renewed, as last reported; None if no
-            holder was known at the end, because other callers split the votes or were faster.
+        holder_ttl: seconds until the holder's lease ends if it is not renewed; None if this is unknown.
         holder: the process that held the resource (`host`, `pid`, `program`, `since`); None if it is unknown.
     """
 
@@ -110,8 +109,8 @@ class LockLostError(LockError):
     transaction.
 
     Attributes:
-        written: False if the guard refused a statement, or saw every transaction of the lease rolled back.
-            None if nothing went through the guard, or if a transaction is open or in doubt.
+        written: False if a call was refused before it wrote, or the guard saw every transaction of the lease
+            rolled back. None if this is unknown.
     """
 
     def __init__(self, message: str, *, written: bool | None = None) -> None:
@@ -120,18 +119,18 @@ class LockLostError(LockError):
 
 
 class NotHeldError(LockError):
-    """The lock is not held, so it can be neither released nor extended."""
+    """A call such as `release`, `extend` or `assert_held` needs a lock that is not held."""
 
 
 class AuthorityError(FencelockError):
-    """The authority (nodes, database, etcd or ZooKeeper) could not grant or release a lease, or must not."""
+    """The authority (nodes, database, etcd or ZooKeeper) failed or refused, or none is configured."""
 
 
 class QuorumError(AuthorityError):
     """Too few nodes answered to decide, or the authority did not answer.
 
     Attributes:
-        nodes: the answer of each node, or of the database, by address.
+        nodes: what each server said, by its address; may be empty.
     """
 
     def __init__(self, message: str, *, nodes: Mapping[str, str] | None = None) -> None:
@@ -147,11 +146,11 @@ class NodesNotInitialisedError(AuthorityError):
 
 
 class MembershipError(AuthorityError):
-    """The nodes, or the nodes and this client, disagree on the list of nodes."""
+    """The nodes, or the nodes and this client, disagree on the list of nodes, or it cannot be changed now."""
 
 
 class CountersExhaustedError(AuthorityError):
-    """The nodes have no token left in this epoch. The message says how to begin the next epoch."""
+    """No larger token is left. For nodes, the message says how to begin the next epoch."""
 
 
 class LeaseTableMissingError(AuthorityError):
@@ -181,21 +180,21 @@ class ReceiptMismatchError(FencelockError):
 
 
 class FenceError(DontWrapMixin, FencelockError):
-    """The guard refused a write or a transaction, or does not know the outcome of a COMMIT: roll back."""
+    """The guard refused a write, a transaction or a model, or a COMMIT has an unknown outcome."""
 
 
 class StaleTokenError(FenceError):
-    """The row has been claimed or written under a larger token: this holder's lease is over.
+    """The row has been claimed or written under a larger token, mostly by a newer holder.
 
-    Writes and claims raise it. Then nothing of the transaction (or of the innermost savepoint) can be
-    committed. Until it is rolled back, every statement and every COMMIT raises SQLAlchemy's
-    `PendingRollbackError`, which names this refusal.
+    If the guard raises it, nothing of the transaction (or of the innermost savepoint) can be committed. Until
+    it is rolled back, every statement and every COMMIT raises SQLAlchemy's `PendingRollbackError`, which
+    names this refusal.
 
     Attributes:
         table: name of the table.
-        identity: primary key of the row, as a tuple; None if the statement named many rows.
+        identity: primary key of the row, as a tuple; None if it is not known, or there is more than one row.
         token: the fencing token that was refused; 0 if an SQLite trigger, which names no token, refused it.
-        current: the row's fence; None if it could not be read any more.
+        current: the row's fence; None if it was not read.
     """
 
     def __init__(
@@ -234,13 +233,13 @@ class StaleTokenError(FenceError):
 
 
 class StaleReadError(StaleTokenError):
-    """The row was written or deleted after the object was loaded, so the object is out of date.
+    """What was loaded is out of date: the row was written or deleted since, or the snapshot is too old.
 
     The lease may still be valid. As after any `StaleTokenError`, begin again and load the row again.
 
     Attributes:
         table: name of the table.
-        identity: primary key of the row, as a tuple; None if the statement named many rows.
+        identity: primary key of the row, as a tuple; None if it is not known, or there is more than one row.
         token: the fencing token of the write; 0 if the write was under no lease.
         current: the row's fence now; None if the row is gone, or was not read.
         loaded: the row's `last_write_id` when the object was loaded; -1 if the object mixes two versions;
@@ -282,7 +281,7 @@ class StaleReadError(StaleTokenError):
 class CommitInDoubtError(FenceError):
     """The outcome of a COMMIT is unknown: the transaction may be committed, or still be under way.
 
-    The guard refuses more writes with this token. In this order: roll back; mint a new token with
+    Nothing more is written under a lease with this token. In this order: roll back; mint a new token with
     `lock.remint()`; load the objects again. If the transaction is still under way, its row locks block your
     write until it ends, and then objects that you loaded before its end are refused. A statement without
     objects has nothing to compare, so claim the row, or pass the gate, before you send it.
@@ -293,4 +292,4 @@ class CommitInDoubtError(FenceError):
 
 
 class UnfencedWriteError(FenceError):
-    """A write to a fenced table lacks the lease that guards the row. That row was not written."""
+    """A write to a fenced table lacks the lease of a row, or cannot be guarded. That row was not written."""

@@ -47,7 +47,7 @@ class LockInfo:
 
     Attributes:
         resource: name of the resource.
-        token: the holder's fencing token; None if nodes have restored the lock without its token.
+        token: the holder's fencing token; None if it is unknown.
         holder: the holding process; None if another program than fencelock wrote the lock.
         remaining: seconds until the lock ends unless it is extended; infinite without an end.
         waiters: how many callers wait in line; None if the authority cannot tell.

@@ -103,7 +103,7 @@ class Lease:
         released: whether the holder has released the lease.
         left: whether its last block was left while open transactions still need the lease.
         why_lost: why the lease ended before its release; empty if no loss was noted.
-        guarded: whether the guard has seen a transaction that wrote under the lease, whatever its outcome.
+        guarded: whether the guard has seen a transaction that needed the lease, whatever its outcome.
         committed: whether the guard has seen the COMMIT of such a transaction.
         granted_at: when it was granted, on the clock of `time.monotonic`; -inf if this is unknown.
     """
@@ -178,15 +178,14 @@ class Lease:
 
     @property
     def usable(self) -> bool:
-        """Whether new work may begin under the lease: it is not released, and its last block was not left."""
+        """Whether the lease is not released, and its last block was not left. It may be lost."""
         return not (self.released or self.left)
 
     @property
     def lost(self) -> bool:
         """Whether the lease is known to have ended before it was released.
 
-        True if its time ran out by this process' clock, if the authority no longer knew it, and in a forked
-        child.
+        True if its time ran out by this process' clock, if its loss was noted, and in a forked child's copy.
         """
         if self.released:
             return False
@@ -267,11 +266,11 @@ class Lease:
 
     @property
     def needed(self) -> bool:
-        """Whether an open transaction has written under the lease."""
+        """Whether an open transaction needs the lease."""
         return bool(self._needed_by)
 
     def need(self, user: object) -> None:
-        """Note that `user`, which stands for a transaction, has begun to write under the lease."""
+        """Note that `user`, which stands for a transaction, needs the lease until its end."""
         self.guarded = True
         self._needed_by.add(user)
 
@@ -308,9 +307,9 @@ def held_leases() -> tuple[Lease, ...]:
 
 
 def stands_here(lease: Lease) -> bool:
-    """Return whether the current context acquired a lease, or is a copy of the context that did.
+    """Return whether the current context has a lease, which it acquired or copied from another context.
 
-    It returns True also after the last block was left, while open transactions need the lease.
+    It still has the lease after the last block was left, while open transactions need it.
     """
     return lease in _held.get()
 
@@ -327,7 +326,7 @@ def note_held(*leases: Lease) -> None:
         return
     held = _standing()
     # Expired leases become weak references, because leases that are never released must not pile up. Code
-    # that still uses one keeps it alive, and the storage refuses its token.
+    # that still uses such a lease keeps it alive, and the storage refuses its token.
     earlier = (lease if lease.remaining else ref(lease) for lease in held)
     _held.set((*earlier, *(lease for lease in leases if lease not in held)))
 

@@ -16,8 +16,8 @@ _SYSTEM_SCHEMAS = ("information_schema", "pg_")
 def highest_fence(connection: Connection) -> tuple[int, int]:
     """Return the largest `last_fencing_token` of all tables, and how many tables have that column.
 
-    It reads every schema of the database by reflection, without the models. A table whose column has another
-    name, because its model has renamed the column, is not found.
+    It reads all schemas by reflection, without the models; on MariaDB and MySQL, the connection's database.
+    A table whose column has another name, because its model has renamed the column, is not found.
 
     Raises:
         sqlalchemy.exc.SQLAlchemyError: a table cannot be read.
@@ -30,7 +30,7 @@ def highest_fence(connection: Connection) -> tuple[int, int]:
 
 
 def fenced_tables(connection: Connection) -> Iterator[Table]:
-    """Yield the tables of all schemas that have `last_fencing_token`; each `Table` has only this column."""
+    """Yield the tables that have `last_fencing_token`, each with only this column: see `highest_fence`."""
     inspector = inspect(connection)
     # On MariaDB and MySQL a schema is a database, so only the database of the connection is read.
     several = connection.dialect.name not in {"mysql", "mariadb"}

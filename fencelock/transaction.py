@@ -1,7 +1,7 @@
 """`fenced_transaction`: acquires the lock, begins a transaction, passes the gates, commits, and releases.
 
-This module joins the lock and the guard. A lease notes if the answer to a COMMIT was lost, and `run` then
-calls its body once more.
+This module joins the lock and the guard. A lease notes if the outcome of a COMMIT is unknown,
+and `run` can then call its body again.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class _Plan(Generic[_Made]):
             raise TypeError("a `with` block cannot be run again: give its body to run(), or drop retries")
 
     def pause_before(self, attempt: int, lock: FencedLock[Any]) -> float | None:
-        """Return how many seconds to pause before this attempt; None if the attempt must not be made."""
+        """Return how many seconds to pause before this retry (from 1); None if it must not be made."""
         if attempt > self.retries or not any(lease.in_doubt for lease in lock.leases):
             return None
         return 0.0 if attempt == 1 else min(_LONGEST_PAUSE, _FIRST_PAUSE * 2.0 ** (attempt - 2))
@@ -99,10 +99,10 @@ _open: list[_Open] = []
 
 
 def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
-    """Return the session of the outer block that a new block must join; None if there is no such block.
+    """Return the session of the outer block that a new block must join, or None.
 
-    Both have the same owner and a resource in common. In a session of its own, the new block would wait for
-    the outer block for ever.
+    Both have owner, pool and a resource in common. In another session, the new block would wait for ever
+    at the outer block's gate.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):
@@ -206,7 +206,7 @@ class _Blocks(Generic[_Block]):
 
 @contextmanager
 def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator[None]:
-    """Refuse a second transaction in the block, because it would not have passed the gates."""
+    """Refuse a second transaction in a block with gates, because it would not have passed them."""
 
     def refuse(_: Session, transaction: SessionTransaction) -> None:
         if transaction.parent is None:
@@ -245,7 +245,7 @@ def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
 
 
 def _has_work(session: Session) -> bool:
-    """Return False if nothing is left to commit, because the body has committed, and done nothing since."""
+    """Return False if nothing is left to commit: the body has ended its transaction, and done no more."""
     return session.in_transaction() or any((session.new, session.dirty, session.deleted))
 
 
@@ -274,10 +274,10 @@ class FencedTransaction(Generic[_S]):
     def run(self, body: Callable[[_S], _R]) -> _R:
         """Call `body` with the session, commit, and return what it returned.
 
-        If the connection is lost and the outcome of the COMMIT is unknown, a new token is minted, the gates
-        are passed with it, and the body is called again, up to `retries` times. The first call's work may
-        have been committed, so the body must check this, most simply with `once`. Without gates, the first
-        COMMIT may come after the second call has loaded an object. `StaleReadError` refuses this object.
+        If the outcome of the COMMIT is unknown, a new token is minted, the gates are passed with it, and the
+        body is called again, up to `retries` times. The first call's work may have been committed, so the
+        body must check this, most simply with `once`. Without gates, the first COMMIT may come after the
+        second call has loaded an object. `StaleReadError` refuses this object.
 
         Returns:
             The value that `body` returned.

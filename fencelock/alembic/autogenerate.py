@@ -1,4 +1,4 @@
-"""Compares fences, write ids, triggers and fencelock's own tables, for autogenerate and `alembic check`."""
+"""For autogenerate and `alembic check`: compares triggers, and uses fencelock's own operations."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def _found(context: AutogenContext, table_name: str, schema: str | None) -> Foun
 
 
 def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]) -> object:
-    """Replace the found changes by fencelock's operations, outside of batches (which copy tables on SQLite).
+    """Replace changes of fences by fencelock's operations, outside of batches (which copy tables on SQLite).
 
     Operations that drop something come before the other changes of their table, and operations that add
     something come after these. So the reversed order of the downgrade is right, too.

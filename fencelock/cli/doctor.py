@@ -218,7 +218,7 @@ def _is_above_nodes(seen: int, token: int) -> bool:
 
 
 def _is_above_times(seen: int, token: int) -> bool:
-    """Compare the times in a database's tokens; a minute is allowed, because other programs go on locking."""
+    """Compare the times in tokens; a minute is allowed, because other programs go on locking."""
     return (seen >> SERVER_BITS) > (token >> SERVER_BITS) + 60_000
 
 

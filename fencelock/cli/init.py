@@ -1,4 +1,4 @@
-"""`fencelock init`: prepares a database or nodes to grant locks, once in their life."""
+"""`fencelock init`: prepares a database or nodes to grant locks."""
 
 from __future__ import annotations
 

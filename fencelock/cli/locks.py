@@ -294,7 +294,7 @@ def release(
 
 
 def _token_of(process: str, info: LockInfo | None, token: int | None) -> int:
-    """Return the token with which a process holds a lock. A later grant to any process has another token."""
+    """Return the token to release, if `process` holds the lock: `token`, else the lock's. Otherwise exit."""
     if info is None or info.holder is None:
         shared.say("no process holds that lock")
         raise typer.Exit(shared.FOUND_NOTHING)

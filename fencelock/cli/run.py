@@ -22,7 +22,7 @@ from fencelock.errors import LockLostError, LockTimeoutError
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import IfHeld
 
-#: Our own statuses, which few commands use, from `sysexits.h`: the nodes or the database failed; another
+#: Our own statuses, which few commands use, from `sysexits.h`: what grants the lock failed; another
 #: holder kept the lock; the lock was lost.
 FAILED, NOT_ACQUIRED, LOST = 74, 75, 76
 #: Seconds for a command to end after its lock was lost, before it is killed.
@@ -114,7 +114,7 @@ class _Command:
         self._early: list[int] = []
 
     def on_signal(self, number: int, _frame: FrameType | None) -> None:
-        """Exit if the command has not started yet; else send the signal to the command."""
+        """Exit if the command has not started yet; else pass the signal on, unless a terminal does."""
         if not self._starting:
             sys.exit(128 + number)
         if self._program is None:
@@ -131,7 +131,7 @@ class _Command:
                     os.killpg(self._program.pid, number)
 
     def end_what_is_left(self) -> None:
-        """Kill, after some seconds, the remaining processes of the command: another may hold the lock."""
+        """Kill, after some seconds, the remaining processes of the command: others may hold the lock."""
         until = time.monotonic() + _GRACE
         with suppress(ProcessLookupError, PermissionError):
             while self._program is not None and self._group is not None:

@@ -1,4 +1,4 @@
-"""Functions that all commands share: printing errors, and opening authorities and databases."""
+"""Functions that commands share: printing errors, and opening authorities and databases."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.errors import FencelockError
 from fencelock.holder import printable
 
-#: The exit status of a bad answer, which is no error: the lock is free, or there are leaks or problems.
+#: The exit status of a bad answer, which is no error: for example, a lock is free, or there are problems.
 FOUND_NOTHING = 3
 
 Url = Annotated[
@@ -38,7 +38,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print JSON, for programs."
 
 @contextmanager
 def errors_as_sentences() -> Iterator[None]:
-    """Print an error as a sentence, without a traceback, and exit with status 1."""
+    """Print a FencelockError or a ValueError as a sentence, and exit with status 1."""
     try:
         yield
     except (FencelockError, ValueError) as error:
@@ -144,7 +144,7 @@ def print_json(found: Any) -> None:
 
 
 def tell_programs(urls: list[str], namespace: str) -> None:
-    """Print how to configure programs for these nodes; the operator must insert the password."""
+    """Print how to configure programs for these URLs; the operator must insert the passwords."""
     shown = ",".join(map(without_password, urls))
     if namespace == DEFAULT_NAMESPACE:
         say(f"Tell your programs: export FENCELOCK_URL={shown}")

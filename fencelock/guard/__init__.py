@@ -1,4 +1,4 @@
-"""The storage guard: makes the database refuse every write whose token is below the row's fence.
+"""The storage guard: makes the database refuse writes whose token is below the row's fence.
 
 `UPDATE … SET …, last_fencing_token = :token, last_write_id = :new WHERE … AND last_fencing_token <= :token`,
 and for objects `AND last_write_id = :loaded`: check and write are one statement. The guard adds this

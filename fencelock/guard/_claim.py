@@ -1,4 +1,4 @@
-"""`claim` raises the fence of a row, locks the row, and reads it only then.
+"""`claim` raises the fence of a row, locks the row, and loads its object only then.
 
 The guard compares only rows that are written. A row that was only read may be out of date, and an act outside
 of the database cannot be undone. After a claim, older holders are refused, and the row cannot change until
@@ -272,11 +272,11 @@ def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> 
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     """Return the query that precedes a claim; on MariaDB and MySQL it locks its rows.
 
-    Otherwise it would begin a snapshot that is older than the lock for which the claim waits. The lock is
-    exclusive, because two transactions that share a lock and then write deadlock. A query with its own FOR
-    UPDATE is not changed.
+    Otherwise its snapshot would be older than the lock for which the claim waits. A query that itself locks
+    rows is not changed.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
+    # Exclusive, because two transactions that share a lock and then write deadlock.
     return query if is_as_wanted else query.with_for_update()
 
 
@@ -286,7 +286,7 @@ def _resource_values_in(fenced: FencedTable, key: Sequence[Any]) -> _Key:
 
 
 def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row: _Key, token: int) -> Any:
-    """Claim and load a row in one statement; return None if that is impossible, or if there is no such row.
+    """Claim and load a row in one statement; return None if that is impossible, or if no row matches.
 
     A listener for `do_orm_execute` makes it impossible, because the listener may add criteria to a SELECT.
     """

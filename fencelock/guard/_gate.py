@@ -1,4 +1,4 @@
-"""The fence table has one row for each resource, and `gate` claims it.
+"""The fence table has a row for each resource whose gate was passed; `gate` claims the row.
 
 A deleted row loses its fence. The resource's row in the fence table stays, so its fence outlives the rows.
 """
@@ -207,7 +207,7 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
 
 
 _at_gates: WeakKeyDictionary[TransactionLeases, None] = WeakKeyDictionary()
-"""The leases of transactions that have passed a gate. No `WeakSet`: while it is read, no thread may add."""
+"""The leases of transactions that have passed a gate. A `WeakSet` allows no addition during a loop."""
 
 
 def note_gate(connection: Connection, resource: str) -> None:

@@ -1,4 +1,4 @@
-"""Installs the guard, once. In a process without a fenced table, SQLAlchemy stays unchanged.
+"""Installs the guard, once, when a program first defines or uses something that needs it.
 
 The guard replaces the private method by which UPDATE, DELETE and INSERT execute themselves, because a
 listener for executions would make every statement of every engine 4 to 30 % slower. The events of the dialect

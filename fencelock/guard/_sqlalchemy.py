@@ -1,4 +1,4 @@
-"""Private names of SQLAlchemy without a public equivalent, each under a name that tells its purpose.
+"""Private names and replaced methods of SQLAlchemy, each under a name that tells its purpose.
 
 Because of them, the version of SQLAlchemy is capped. `tests/guard/test_private_names.py` tests that each
 behaves as the guard expects.
@@ -41,7 +41,7 @@ cache_of = attrgetter("_compiled_cache")
 
 
 def hear_ends(heard: Callable[..., object]) -> None:
-    """Call `heard(transaction, error, commits=…)` when any transaction or savepoint has ended.
+    """Call `heard(transaction, error, commits=…)` after a transaction or savepoint was told to end.
 
     SQLAlchemy's engines have an event before a COMMIT, and none after it. A session's events do not see a
     transaction that the session has joined. The three methods are public, but not meant to be replaced.
@@ -93,7 +93,7 @@ def keeps_order(statement: Any) -> bool:
 
 
 def inserts_plainly(statement: Insert) -> bool:
-    """Tell whether an INSERT only adds rows, and the rows are parameters."""
+    """Tell whether an INSERT has no ON CONFLICT or other addition, no prefix, and no list in values()."""
     return not (statement._post_values_clause is not None or statement._prefixes or statement._multi_values)
 
 
@@ -115,7 +115,7 @@ def always_load(mapper: Mapper[Any], column: Any) -> None:
 
 
 def load_with(name: str) -> None:
-    """Make each SELECT that loads a part of an object load this attribute as well.
+    """Make the SELECTs that load a part of an object load this attribute as well.
 
     Parts are loaded by a deferred column, by `Session.refresh(instance, names)`, and by
     `selectin_polymorphic()` for sub-tables.
@@ -176,7 +176,7 @@ def _populators(
 def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], Any]) -> None:
     """Call `heard(context, state, before, found)` when a row and an object differ in an attribute.
 
-    None stands for a missing value. If the query loads the attribute, the object gets what `heard` returns.
+    None stands for a missing value. If the query refreshes the attribute, it becomes what `heard` returns.
     """
     setup = ColumnProperty.setup
     create: Any = ColumnProperty.create_row_processor
@@ -217,7 +217,7 @@ def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], An
 def hear_merges(name: str, heard: Callable[..., None]) -> None:
     """Call `heard(given, given_values, into, into_values)` when an attribute of this name was merged.
 
-    SQLAlchemy has no event for `Session.merge()`. The method is public, but not meant to be replaced.
+    SQLAlchemy has no event for `Session.merge()`. `ColumnProperty.merge` is not meant to be replaced.
     """
     merge: Callable[..., None] = ColumnProperty.merge
 

@@ -1,7 +1,7 @@
 """`upsert`: INSERT, or UPDATE if the row exists, guarded and in one statement.
 
 PostgreSQL and SQLite have `INSERT … ON CONFLICT DO UPDATE … WHERE fence <= new fence`. MariaDB and MySQL have
-no WHERE there, so each column is assigned `IF(fence <= new fence, new value, old value)`. They assign from
+no WHERE there, so columns are assigned `IF(fence <= new fence, new value, old value)`. They assign from
 left to right, so the fence comes last. A query afterwards finds the rows that were refused.
 """
 
@@ -52,7 +52,7 @@ def upsert(
     ```
 
     All or nothing: if one row is refused, nothing of the transaction (or of the innermost savepoint) can be
-    committed any more. The rows are written in the order of their keys, so that two callers with the same
+    committed any more. The rows are sorted by their columns and keys, so that two callers with the same
     rows wait for each other and do not deadlock. The session's objects of these rows are expired. Columns
     that a row does not name keep their values, or get their defaults in a new row. `onupdate` has no effect,
     as in SQLAlchemy's ON CONFLICT. As with any INSERT, a stale holder may insert a deleted row again: pass
@@ -76,8 +76,8 @@ def upsert(
         UnfencedWriteError: if the lease of one of the rows is not held, or an existing row is guarded by
             another resource.
         LockLostError: if a lease is known to be lost.
-        FenceError: (MariaDB, MySQL) if another row has the same value in another unique column. Other
-            databases raise their own IntegrityError.
+        FenceError: (MariaDB, MySQL) if another row has the same value in another unique column, or an equal
+            key by the collation. Other databases raise their own IntegrityError.
         ValueError: if a row lacks its key, names the fence or an unknown column, has SQL as a value, or is
             given twice; or if no constraint or index makes `index_elements` unique.
         TypeError: if the model has no fence, or its rows are in several tables.

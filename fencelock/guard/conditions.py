@@ -40,7 +40,7 @@ CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
 
 TOKEN_OPTION: Final = "fencelock_given_token"  # noqa: S105  no password
-"""Execution option with which `execute_fenced` passes an explicit token."""
+"""Execution option with an explicit token, as `execute_fenced` passes it."""
 
 _CUTS_OFF: Final = re.compile(r"(?i)--|/\*|;|#(?![>-])|\b(?:insert|update|delete|merge)\b")
 """Text that begins a comment, ends the statement, or writes. `#>` and `#-` are operators of PostgreSQL."""
@@ -242,7 +242,7 @@ class GuardedStatement:
     key: tuple[sa.BindParameter[Any], ...]  # compared with the primary key; empty if a column is missing
     resource_binds: tuple[sa.BindParameter[Any], ...] | None  # None if they do not name the resource
     looked_up: Mapping[str, str]  # attributes to read from the session's object, by parameter
-    loaded: sa.BindParameter[Any] | None  # the write id that a row must have; None if each id is accepted
+    loaded: sa.BindParameter[Any] | None  # the write id that the program's WHERE clause compares; else None
     shifts_ids: bool  # True if an UPDATE adds a number to the write ids, and does not set them
     is_optional: bool  # may be executed under no lease, and does not change the fence then
     reads_more: bool  # its own writes may change which rows match
@@ -280,7 +280,7 @@ def form_of(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedState
 
 
 def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
-    """Add the condition to a statement: the fence is not above the token, the write id is the loaded one.
+    """Add the condition to a statement: the fence is not above the token; an object has its loaded write id.
 
     The row must also belong to the token's resource. If the WHERE clause does not ensure this, a criterion is
     added: `SameText` for text, and a comparison with `looked_up` for rows named only by their key.

@@ -1,6 +1,6 @@
 """The guard's events: callbacks, and records in the log.
 
-A refusal is reported once, in the thread and task of the write, before the transaction is rolled back. The
+A refused write is reported once, in its thread and task, before the transaction is rolled back. The
 records of the logger `fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`,
 `.fence`). A refusal is a WARNING, a write under no lease is INFO, and a claim is DEBUG.
 """
@@ -78,7 +78,7 @@ def on_stale(callback: _C) -> _C:
 
 
 def on_unfenced(callback: _C) -> _C:
-    """Call a function whenever a write is refused because it lacks its lease; may be used as a decorator.
+    """Call a function whenever a write is refused that no lease guards; may be used as a decorator.
 
     ```python
     @on_unfenced

@@ -68,7 +68,7 @@ def write_id_column() -> Column[int]:
     """Return the column of a fenced Core `Table` that identifies the last write of a row.
 
     It is `last_write_id BIGINT NOT NULL DEFAULT 0`. For the other column, see `fence_column()`. Each guarded
-    write sets a new random number.
+    write gives the row a new random id.
     """
     return tables.new_column(tables.WRITE_COLUMN, tables.WRITE_MARK)
 
@@ -87,7 +87,7 @@ class FencedModel:
     table. The values of these columns must never change, and the database must return them exactly as they
     were written (not in lower case, for instance). Text without braces is one resource for the whole table.
 
-    With `__fence_trigger__ = True`, a trigger refuses every write that lowers a fence, from any program. With
+    With `__fence_trigger__ = True`, a trigger refuses UPDATEs that lower a fence, from any program. With
     `"strict"` it also refuses an UPDATE that changes neither column. `create_all` makes the trigger, and
     Alembic's autogenerate adds it if it is missing (see `fencelock.guard.triggers`).
 

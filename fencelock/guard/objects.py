@@ -1,9 +1,9 @@
 """The unit of work: each object brings the write id that it was loaded with into its statement.
 
 Before an object is written, its `last_write_id` becomes a `Stamp`, which `statements` finds among the
-parameters. If the parameters have only the key, `statements` finds the object in the session's identity map.
-A change in a joined sub-table writes the base row, too. So does a change in a collection or a link table if
-the row's lease is held.
+parameters. If the parameters have only the key, `statements` finds the object in the session. A change in a
+joined sub-table writes the base row, too. So does a change in a collection or a link table if the row's lease
+is held.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def on_flush(session: Session, *_: object) -> None:
 
 
 def on_undone(_session: Session, instance: object) -> None:
-    """Remove the fence and the write id from an object whose INSERT was undone."""
+    """Remove the fence and the write id from an object that is transient again, as after a rollback."""
     state: _State = inspect(instance)
     if any(map(fenced_table, state.mapper.tables)):
         for name in (FENCE_COLUMN, WRITE_COLUMN):
@@ -118,7 +118,7 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     """Listen to the unit of work of a fenced model, and to its loads.
 
-    The mapper's listeners are called last, just before an object's columns are read, so they see the changes
+    The listener for UPDATEs is called last, just before an object's columns are read, so it sees the changes
     of other listeners and of cascades. With `retval`, SQLAlchemy calls our functions without a wrapper.
     """
     watch = _Watch(mapper, fenced)
@@ -291,14 +291,14 @@ def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a co
 
 
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
-    """Return the assigned or merged write id; `NO_VERSION` if it is not the id that the object has."""
+    """Return the assigned or merged write id; `NO_VERSION` if the object has another, or it is no int."""
     if not isinstance(value, int):
         return NO_VERSION
     return value if value == old or not isinstance(old, int) else NO_VERSION
 
 
 def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: dict[str, Any]) -> None:
-    """Give an object the id `NO_VERSION` if the object that was merged into it has no write id."""
+    """Give an object the id `NO_VERSION` if an object merged into it was loaded without a write id."""
     is_unknown = WRITE_COLUMN not in values and any(map(fenced_table, into.mapper.tables))
     if is_unknown and any(_was_loaded(given, key) for key in _aging_of(into.mapper)):
         current[WRITE_COLUMN] = NO_VERSION

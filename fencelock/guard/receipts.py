@@ -286,7 +286,7 @@ def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> boo
 def _insertion(table: Table, dialect: str) -> Insert:
     """Return an INSERT that does nothing if the key exists.
 
-    On MySQL `lastrowid` is 1 if the key exists, and 0 if the row is new.
+    On MariaDB and MySQL `lastrowid` is 1 if the key exists, and 0 if the row is new.
     """
     key = table.c.key
     insert = insert_into(table, dialect)
@@ -317,7 +317,7 @@ def prune_receipts(session: Session | Connection, older_than: float) -> int:
         The number of receipts that were deleted.
 
     Raises:
-        ValueError: `older_than` is negative or not a number.
+        TypeError, ValueError: `older_than` is no number of seconds from 0.
     """
     age = timedelta(seconds=check_seconds("older_than", older_than, zero=True))
     if isinstance(session, Connection):

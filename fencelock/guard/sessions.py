@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     )
 
 _SESSIONS: Final = "_fencelock_sessions"
-"""The attribute of a connection with the sessions that have begun, or flushed, on it; the latest is last."""
+"""The attribute of a connection with the sessions that have used it; the latest is last."""
 
 _BEGAN: Final = "_fencelock_began"
 """The attribute of a connection with the time when a session has begun on it."""
@@ -61,7 +61,7 @@ def blocking(target: object) -> Session | Connection:
 
 
 def session_of(target: Any, function: str, *, or_connection: bool = False) -> Session:
-    """Return the session behind a scoped facade; for an `AsyncSession` the error says what to write."""
+    """Return the session or connection behind a scoped facade; for asyncio the error says what to call."""
     found: Any = target.registry() if hasattr(target, "registry") else target
     if isinstance(found, Session) or (or_connection and isinstance(found, Connection)):
         return found  # type: ignore[return-value]
@@ -103,7 +103,7 @@ def join(connection: Connection, session: Session) -> None:
 
 
 def owner_of(connection: Connection) -> Session | None:
-    """Return the session that uses a connection: the one that flushes, else the last that began on it."""
+    """Return the session that uses a connection: the one that flushes, else the last that used it."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     users = [
         each
@@ -146,7 +146,7 @@ BYPASS: Final = "bypass"
 """The value of the execution option `fencelock` with which a statement bypasses the guard."""
 
 _blocks: Final[list[tuple[object, Session | Connection | None]]] = []
-"""The open blocks: the owner, and the session or connection; None stands for all of the owner's."""
+"""The open blocks of `unguarded`: owner, and session or connection; None for all of the owner's."""
 
 
 @contextmanager
@@ -159,10 +159,10 @@ def bypass(target: AnySession) -> Iterator[None]:
         session.commit()
     ```
 
-    It is for seeds, repairs and tests. Use it only while no holder works, because nothing is compared or
-    refused. Rows still get new write ids. Other threads and tasks stay guarded, even on the same connection.
-    Blocks may be nested. Coroutines use `with`, too, not `async with`. Flush in the block, because changes
-    that are flushed after it are guarded.
+    It is for seeds, repairs and tests. Use it only while no holder works, because no fence is compared.
+    Flushed objects still get new write ids. Other threads and tasks stay guarded, even on the same
+    connection. Blocks may be nested. Coroutines use `with`, too, not `async with`. Flush in the block,
+    because changes that are flushed after it are guarded.
 
     Raises:
         TypeError: if `target` is no session or connection.

@@ -191,7 +191,7 @@ def conditional_update(
 
     The statement writes the row only if its fence is not above the token, raises the fence, and gives the row
     a new write id. So use the parameters only once. With empty `values` it claims the row: do this before you
-    read it. A rowcount of 0 means that the row is gone, or that a newer holder has fenced it: roll back then.
+    read it. A rowcount of 0 means that no such row exists, or a newer holder has fenced it: roll back then.
 
     Args:
         table: the table's name, with the schema before a dot if needed; or a `Table`, or a model.

@@ -2,7 +2,8 @@
 
 The rows that a statement may write decide which lease it needs. If its WHERE clause compares every column of
 `__fence_resource__` with a value, by `==` or in a list, the resource is known before anything is sent.
-Objects bring their tokens. A statement whose resource is unknown is refused.
+Objects bring their tokens. An UPDATE or DELETE whose resource is unknown is refused, unless it has an
+explicit token, or its model makes leases optional.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
 def _bypassing(
     connection: Connection, statement: Any, fenced: FencedTable | None, rows: Rows, options: Options
 ) -> Any:
-    """Return a statement that bypasses the guard. An UPDATE still gives its rows new write ids."""
+    """Return a statement that bypasses the guard. Most UPDATEs still give their rows new write ids."""
     if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
         refuse_bypass(options, connection)
     by = 0

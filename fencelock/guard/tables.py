@@ -1,8 +1,8 @@
 """Knows which tables are fenced, and which resource guards each of their rows; executes no SQL.
 
 The guard keeps its facts about a table in `Table.info`. They live as long as the table, and `to_metadata`
-copies them. "order:1" and "order:01" are two leases, so a value that names a resource is refused if the
-database would return it in another form.
+copies them. "order:1" and "order:01" are two leases, so a value that names a resource is converted or refused
+if the database would return it in another form.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ NO_VERSION: Final = -1
 def schema_of(connection: Connection, named: set[str | None]) -> str | None:
     """Return the only schema that the program has named for one of fencelock's tables, else None.
 
-    None stands for the connection's default schema, as its `schema_translate_map` may translate it.
+    None stands for the default schema; it is also returned if a `schema_translate_map` translates that.
     """
     translated = connection.get_execution_options().get(TRANSLATED) or {}
     return next(iter(named)) if len(named) == 1 and None not in translated else None
@@ -68,10 +68,10 @@ def new_write_id() -> int:
     return 1 + randbelow(LIMIT - 1)  # never 0: that is the id of rows that were made without the guard
 
 
-# How write ids change. A flush, an INSERT, an upsert, a claim and a gate set a new id. An UPDATE without
-# objects adds a random number to each id that it finds (`conditions.shift_ids`). `sessions.note_shift` keeps
-# the number. SQLAlchemy applies the UPDATE to loaded objects, and `objects._on_refresh` adds the number to
-# their ids. So such an object can be written later only if it had the version that the UPDATE has found.
+# How write ids change. A flush, an INSERT, an upsert, a claim and a gate set a new id. Most UPDATEs without
+# objects add a random number to each id that they find (`conditions.shift_ids`). `sessions.note_shift` keeps
+# the number. SQLAlchemy applies such an UPDATE to loaded objects, and `objects._on_refresh` adds the number
+# to their ids. So such an object can be written later only if it had the version that the UPDATE has found.
 
 
 def shifted(write_id: int, by: int) -> int:
@@ -80,7 +80,7 @@ def shifted(write_id: int, by: int) -> int:
 
 
 class _Mark:
-    """Marks a fenced column. It cannot be pickled, because another process may have no guard."""
+    """Marks a fence column. It cannot be pickled, because another process may have no guard."""
 
     def __reduce__(self) -> NoReturn:
         raise TypeError(
@@ -110,7 +110,7 @@ FenceLease: TypeAlias = Literal["required", "optional"]
 """Whether a write without a lease is refused, or allowed if its row has the loaded version."""
 
 NO_LEASE: Final = 0
-"""The token of a write under no lease. Such a write does not change the fence."""
+"""The token of a write under no lease, which keeps the fence; also the fence of a new row without a key."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,7 @@ class ResourceTemplate:
             ) from error
 
     def match(self, resource: str) -> re.Match[str] | None:
-        """Return the match of a resource's name, with a group for each column; None for another form."""
+        """Return the match of a resource's name, with a group for each field; None for another form."""
         parts = Formatter().parse(self.text)
         pattern = "".join(re.escape(text) + ("" if name is None else "(.+)") for text, name, _, _ in parts)
         return re.fullmatch(pattern, resource, re.DOTALL)

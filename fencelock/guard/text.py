@@ -1,7 +1,7 @@
-"""Refuses textual SQL that may write to a fenced table, unless `fenced_text` has made it.
+"""Refuses SQL that may write to a fenced table, unless it is guarded, or bypasses the guard.
 
-`do_execute` sees every statement first. It looks for words, and parses nothing. If it cannot tell strings
-from code, the words in strings count, too.
+`do_execute` sees every statement first, looks for words, and parses nothing. If it cannot tell strings from
+code, the words in strings count.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
 WRITE_ID: Final = "fencing_write_id"
 GUARDED: Final = "fencelock_guarded"
-"""Execution option of a statement that carries the condition."""
+"""Execution option of a statement that the guard has handled already."""
 
 _NAME: Final = r'(?:[\w$]+|"(?:[^"]|"")+"|`(?:[^`]|``)+`)'
 _FULL: Final = rf"{_NAME}(?: ?\. ?{_NAME})*"
@@ -79,7 +79,7 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
 
 
 def written(statement: str, names: tuple[str, ...]) -> str | None:
-    """Return the name of a fenced table that the text may write to; None if it certainly writes to none."""
+    """Return the name of a fenced table that the text may write to; None if no such write is found."""
     return (_written if len(statement) > _LONG else _written_before)(statement, names)
 
 

@@ -1,1 +1,1 @@
-"""Modules for other packages. Each imports only the package that it is named after."""
+"""Modules for other packages. A module named after a package needs it; no other module here does."""

@@ -1,4 +1,4 @@
-"""The HTTP answers to errors, for each web framework."""
+"""The HTTP answers to errors, for FastAPI and Flask."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ANSWERED: Final[tuple[type[Exception], ...]] = (
 def answer_to(error: Exception, path: str) -> tuple[str, int, dict[str, str]]:
     """Return body, status and headers, without the error's text, because this names hosts and processes.
 
-    The text is logged. An error with the status 500 is raised again.
+    An error with the status 500 is raised again. The text of others is logged.
     """
     status = http_status(error)
     if status == HTTPStatus.INTERNAL_SERVER_ERROR:

@@ -52,7 +52,7 @@ class FencedTask(_Task):
         return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the task under the tokens of its message; `ValueError` if they cannot be read."""
+        """Run the task under the tokens of its message, if any; `ValueError` if they cannot be read."""
         if self.request.called_directly:
             return super().__call__(*args, **kwargs)
         if self.request.is_eager:  # the task runs in the caller's context, which has the leases

@@ -21,7 +21,7 @@ def answer_errors(app: FastAPI) -> None:
     fencelock.integrations.fastapi.answer_errors(app)
     ```
 
-    The logger `fencelock.integrations` has the error. An error with the status 500 is raised again.
+    The logger `fencelock.integrations` has the answered errors. One with the status 500 is raised again.
     """
 
     async def answer(request: Request, error: Exception) -> Response:

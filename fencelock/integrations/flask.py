@@ -17,7 +17,7 @@ def answer_errors(app: Flask) -> None:
     fencelock.integrations.flask.answer_errors(site)
     ```
 
-    The logger `fencelock.integrations` has the error. An error with the status 500 is raised again.
+    The logger `fencelock.integrations` has the answered errors. One with the status 500 is raised again.
     """
 
     def answer(error: Exception) -> Response:

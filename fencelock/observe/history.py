@@ -128,7 +128,7 @@ class Recorder:
                 _threads.start(self._thread)
 
     def close(self) -> None:
-        """Stop listening, and write the remaining entries."""
+        """Stop listening, and write the remaining entries, if the database answers in time."""
         _events.forget(self)
         atexit.unregister(self.close)
         if self._pid == os.getpid():

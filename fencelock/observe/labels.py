@@ -1,4 +1,4 @@
-"""Names of locks in metrics and spans: never the resource, because there are too many resources."""
+"""Names of locks in metrics and of spans: by default not the resource, because there are too many."""
 
 from __future__ import annotations
 

@@ -61,9 +61,9 @@ BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 
 
 
 class _OfLock:
-    """The series of one authority and one kind of lock.
+    """The series of one class of authority and one kind of lock.
 
-    To find a series by its labels costs as much as to count, so each series is found only once.
+    To find a series by its labels costs as much as to count, so the most frequent ones are kept.
     """
 
     def __init__(self, metrics: Metrics, labels: tuple[str, str]) -> None:
