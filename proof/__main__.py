@@ -1,4 +1,4 @@
-"""Every proof in short, in ten minutes on two cores; `--long` makes those of a release, in hours.
+"""Every proof in short, in eleven minutes on two cores; `--long` makes those of a release, in hours.
 
     python -m proof
     python -m proof torture model      # those whose name contains one of these words
@@ -124,7 +124,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
     yield Proof("the line of etcd and ZooKeeper, and controls", _python("proof.line", "--seeds", "1000"))
     yield Proof("bytes and texts at random", _python("proof.fuzz", "--seconds", "20"))
     faults = _faults(NODES, "postgresql")
-    yield _torture("all faults", folder, *DENSE, "--duration", "30", says=faults)
+    yield _torture("all faults", folder, *DENSE, "--duration", "60", says=faults)
     yield _torture("paused workers", folder, *PAUSED, "--duration", "12", says=[" worker-pause"])
     no_guard = ("--without-guard", *PAUSED, "--duration", "12")
     yield _torture("no guard", folder, *no_guard, breaks="lost update")
@@ -147,7 +147,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
         yield _torture(f"a naive table in {name}", folder, *naive, breaks="P1")
     for store in stores():
         faults = _faults(store, "postgresql")
-        run = ("--authority", store, *STORE, "--every", "1", "--duration", "30")
+        run = ("--authority", store, *STORE, "--every", "1", "--duration", "40")
         yield _torture(f"{store} grants leases", folder, *run, says=faults)
         yield _torture(
             f"naive tokens of {store}", folder, *naive_store(store), "--duration", "15", breaks="P2"
