@@ -135,7 +135,7 @@ class Leader:
         ...
     ```
 
-    If an election gets no answer of the authority, `run` logs the error and tries again; `with` raises it.
+    If the authority does not answer an election, `run` logs the error and tries again; `with` raises it.
     """
 
     def __init__(self, name: str, ttl: float, authority: Authority | None) -> None:

@@ -77,7 +77,7 @@ def too_slow(
 
 
 class GivenUp(BaseException):
-    """Raised to end an acquisition that was cancelled; a BaseException, as for an interruption."""
+    """Raised to end a cancelled acquisition; a BaseException, because it is handled like an interruption."""
 
 
 #: Event loops for which the log has warned of a waiting blocking lock.

@@ -276,7 +276,7 @@ def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     rows is not changed.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
-    # Exclusive, because two transactions that share a lock and then write deadlock.
+    # Exclusive: two transactions that share a lock and then write would deadlock.
     return query if is_as_wanted else query.with_for_update()
 
 

@@ -37,7 +37,7 @@ from fencelock.guard.trigger_sql import Form
 __all__ = ["FenceDDL", "FenceTrigger", "create", "drop", "installed", "knows"]
 
 _LONGEST_NAME: Final = 60
-"""The most bytes of a trigger's name. PostgreSQL cuts names that are too long, MariaDB refuses them."""
+"""The most bytes of a trigger's name. PostgreSQL cuts names that are too long; MariaDB refuses them."""
 
 _REFUSED: Final = re.compile(
     r"fencelock: (?:token (?P<token>-?\d+) < (?P<current>\d+)|(?P<stale>a token below the fence)"

@@ -161,7 +161,7 @@ class Metrics:
             _events.on_event(self._count_by_textbook)
 
     def _start_over(self) -> None:
-        """Make the mutex with which one thread counts; in a forked child again, where it may be locked."""
+        """Make the mutex for counting; a forked child needs a new one, because its copy may be locked."""
         self._mutex = threading.Lock()
 
     def __call__(self, event: Event) -> None:

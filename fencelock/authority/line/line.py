@@ -46,7 +46,7 @@ from fencelock.tokens import MAX_TOKEN, check
 # `init(above=…)` raises it. `proof/line` is the model.
 
 
-#: The most and the least seconds that an answer may take.
+#: The longest and the shortest time limit of an answer, in seconds.
 ANSWER: Final = (2.0, 0.5)
 #: Seconds for which an acquisition keeps trying while servers elect a leader, within its timeout.
 _ELECTION: Final = 5.0
@@ -77,7 +77,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint, and return tokens, if the place is first in all lines, else a `View`; it may `extend`."""
+        """Mint and return tokens if the place is first in all lines, else a `View`; `extend` its lease."""
 
     @abc.abstractmethod
     def _giving_back(
@@ -107,7 +107,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _evict(self, head: Head) -> Steps[None]:
-        """Delete the entries of a holder."""
+        """Free the line of `head` from its holder."""
 
     @abc.abstractmethod
     def _raise_base(self, least: int) -> Steps[None]:

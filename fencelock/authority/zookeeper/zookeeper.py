@@ -191,7 +191,7 @@ class ZooKeeper(LineAuthority):
                 continue
             if self._has_changed(made, lines):
                 continue
-            place.granted = self._lasts(place.ttl)  # before the next line, because it may clear `_paths`
+            place.granted = self._lasts(place.ttl)  # first, because `_lasts` may clear `_paths`
             self._paths[place.nonce], self._ttls[place.nonce] = made[: len(lines)], place.ttl
             if not mints:
                 return (yield from self._mint_if_first(place, seen, until))

@@ -116,7 +116,7 @@ def remint(
             yield Sleep(pause)
     except (FencelockError, GeneratorExit):
         raise
-    except BaseException:  # a signal handler's error, or a cancellation: nothing else would release it
+    except BaseException:  # a signal handler's error, or a cancellation: only this releases the attempt
         yield from acquisition.abandon_latest()
         raise
     raise LockLostError(

@@ -45,7 +45,7 @@ class Patched(Selected):
     """
 
     def poll(self, timeout: float) -> list[tuple[int, int]]:
-        # A poll without a timeout is called with the mutex held, so no other greenlet may run meanwhile.
+        # A poll with timeout 0 is called under its caller's mutex, so no other greenlet may run meanwhile.
         gevent: Any = sys.modules["gevent.monkey"]
         poll = select.poll() if timeout else gevent.get_original("select", "poll")()
         for descriptor, events in self._events.items():
