@@ -97,7 +97,7 @@ def execute_fenced(
     Raises:
         StaleTokenError: if a row matches the statement, and its fence is above the token.
         UnfencedWriteError: if no token is given and the needed lease is not held; or if
-            `execution_options(fencelock="bypass")` switches the guard off.
+            `execution_options(fencelock="bypass")` meets a token, or the condition of `fenced_update`.
         LockLostError: if no token is given and the lease is known to be lost.
         ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.
         TypeError: if the token is no int, the statement is no UPDATE, DELETE or INSERT, or the connection is

@@ -272,7 +272,7 @@ def instrument(
 def watch_nodes(
     authority: Redlock, every: float = 15.0, *, registry: CollectorRegistry = REGISTRY
 ) -> Callable[[], None]:
-    """Ask the nodes for their state in a thread, each `every` seconds; return a function to end the thread.
+    """Ask the nodes for their state in a thread, pausing `every` seconds; return a function to end it.
 
     ```python
     end = watch_nodes(Redlock("redis://r1:6379"), every=15)

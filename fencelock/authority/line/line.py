@@ -33,7 +33,7 @@ from fencelock.tokens import MAX_TOKEN, check
 
 # The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
 # the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
-# same everywhere, and no two can wait for each other. An acquisition that has minted holds when it is the
+# same everywhere, and no two can wait for each other. An acquisition holds when it has minted and is the
 # first in all its lines. Its token is `max((mark >> 10) + 1, base + now) << 10`, where `now` is the Unix time
 # of the client in milliseconds.
 #
