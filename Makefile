@@ -18,7 +18,7 @@ BY_FILE := --dist loadfile --max-worker-restart 0
 help:
 	@echo "make demo       watch a stale writer being turned away by a real database (ten seconds)"
 	@echo "make check      lint, and the lock and the guard on SQLite: the inner loop (under two minutes)"
-	@echo "make test       the test suite, on real servers (nine minutes on two cores; LONG=1 takes in storms, failovers and whole programs: twice as long)"
+	@echo "make test       the test suite, on real servers (ten minutes on two cores; LONG=1 takes in storms, failovers and whole programs: twice as long)"
 	@echo "make test-sqlalchemy  SQLAlchemy's own tests, with the guard in place (a quarter of an hour)"
 	@echo "make durations  what the tests cost by file, from the last run of .ci/run"
 	@echo "make lint       ruff and mypy --strict"
@@ -38,7 +38,7 @@ help:
 	@echo "make retries    orders are paid by the retry policy of docs/errors.md while everything breaks, and a control that must fail (ten minutes; RETRIES='--seconds 60')"
 	@echo "make spec       check the model of the protocol: every schedule of its bounds, every rule left out (five minutes; g++; CHECK=--write puts the results into proof/spec/README.md)"
 	@echo "make spec-long  the same with larger bounds (hours, 12 GB)"
-	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (eleven minutes; PROOF='torture' for some, PROOF=--long for a release)"
+	@echo "make proof      a short form of model, simulation, mutants, torture with its controls, and retries (thirteen minutes; PROOF='torture' for some, PROOF=--long for a release)"
 	@echo "make mutation   change the library in 300 places and see which the tests notice, a portion at a time; writes proof/mutation/results.md (hours in all; MUTATION='--minutes 20', '--help')"
 	@echo "make dist       build wheel and sdist into dist/"
 	@echo "make release-check  build both, and check them as a user meets them: alone, with the lowest versions, types (ten minutes; RELEASE='types files' for some)"

@@ -1,4 +1,4 @@
-"""Every proof in short, in eleven minutes on two cores; `--long` makes those of a release, in hours.
+"""Every proof in short, in thirteen minutes on two cores; `--long` makes those of a release, in hours.
 
     python -m proof
     python -m proof torture model      # those whose name contains one of these words

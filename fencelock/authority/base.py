@@ -139,6 +139,7 @@ class Authority(abc.ABC):
 
     - `close()` closes its connections; the next use opens them again. The authorities in `in_use` are closed
       when the interpreter exits, after leases were released.
+    - `connect_here(until)` connects in the calling thread; it is called before leases are released at exit.
     - `settle()` sends the releases that are owed; it is called before `close()` when the interpreter exits.
     - `keep_gen(grant, until)` moves the end of the leases to `until`, on the clock of `time.monotonic`,
       earlier or later, even if this process ends. It returns as `release_gen` does. `at_least=` needs it.

@@ -96,7 +96,8 @@ def _give_back_everything() -> None:
     here = threading.get_ident()  # an acquisition of this thread cannot go on
     for authority in {hold.authority for hold in everything_held()}:
         if (connect_here := getattr(authority, "connect_here", None)) is not None:
-            connect_here(deadline)
+            with contextlib.suppress(Exception):  # the end of the process must not raise
+                connect_here(deadline)
     while (held := everything_held()) or any(block.thread != here for block in list(under_way)):
         for hold in held:
             if time.monotonic() > deadline:

@@ -331,7 +331,7 @@ def test_tasks_share_calls_unless_it_is_switched_off(
 
     calls = run(main())
     client.close()
-    assert calls < 200 if batches else calls >= 400
+    assert calls < 100 if batches else calls >= 400
 
 
 def test_tasks_hear_of_nodes_whose_memory_is_full(authority: Redlock, nodes: Nodes, run: Run) -> None:
