@@ -251,7 +251,7 @@ NOT_INHERITED: Final = (
 
 
 _SEEDS: Final = (
-    "What no worker races with, such as a seed, may go around the guard: fencelock.bypass(session)"
+    "What no worker races with, such as a seed, may go around the guard: with fencelock.bypass(session): …"
 )
 
 
