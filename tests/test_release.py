@@ -456,6 +456,29 @@ def test_a_blocking_lock_in_a_loop_does_not_stop_it(
     asyncio.run(main())
 
 
+def test_a_loop_releases_by_itself_if_no_thread_can_be_started(
+    authority: Redlock, rival: Redlock, accounts: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process at its limit of threads does not keep the lock until its max_hold."""
+
+    start = threading.Thread.start
+
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "fencelock-release":
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    async def main() -> None:
+        with Session(accounts) as session:
+            with authority.lock("account:1"):
+                withdraw(session)
+            monkeypatch.setattr(threading.Thread, "start", refuse)
+            session.commit()
+            assert is_free(rival)
+
+    asyncio.run(main())
+
+
 @pytest.mark.timed
 @pytest.mark.parametrize("pause", [0.0, 0.02])
 def test_a_task_locks_again_right_after_its_commit(

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import sys
 import threading
 import time
 from typing import Any, NamedTuple, cast
@@ -101,8 +102,11 @@ def _release_in_loop(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
 
 def _release_in_thread(hold: Hold) -> None:
     """Release in a new thread, which the interpreter joins before it exits."""
-    with contextlib.suppress(RuntimeError):  # the interpreter ends, and releases everything
+    try:
         _threads.start(threading.Thread(target=_release_logged, args=(hold,), name="fencelock-release"))
+    except RuntimeError:
+        if not sys.is_finalizing():  # too many threads; an interpreter that exits releases everything
+            _release_logged(hold)
 
 
 def _release_logged(hold: Hold) -> None:
@@ -212,7 +216,7 @@ def _lost_lease(hold: Hold) -> LostLease:
     tell(hold.calls_when_lost())
     leases = hold.leases
     is_over = hold.grant.expires_at <= time.monotonic()
-    hold.note_loss("found when it was given back", "expired" if is_over else "gone")
+    hold.note_loss("found at its release", "expired" if is_over else "gone")
     ended = f"the lease of {hold.name} (token {hold.grant.tokens[0]}) ended before the work did"
     if reason := leases[0].why_lost:
         ended += f" ({reason})"
