@@ -21,8 +21,8 @@ def check_ttl(value: object) -> float:
     ttl = check_seconds("ttl", value)
     if ttl > MAX_TTL:
         raise ValueError(
-            f"a ttl of {ttl:g} s is longer than a week, and a lock whose process has died is held for it. "
-            "However short the ttl is, a lease is renewed while its block lasts (max_hold)"
+            f"a ttl of {ttl:g} s is longer than a week, and after a crash the lock stays held for that "
+            "time. Use a shorter ttl: the lease is renewed while its block lasts, up to max_hold"
         )
     if ttl < MIN_TTL:
         raise ValueError(f"a ttl of {ttl:g} s leaves no time to work: use at least {MIN_TTL:g} s")
@@ -39,7 +39,8 @@ def check_at_least(value: object) -> float:
     seconds = check_seconds("at_least", value, more=", or None")
     if seconds > MAX_TTL:
         raise ValueError(
-            f"at_least of {seconds:g} s is longer than a week: no block would end the lease before"
+            f"at_least of {seconds:g} s is longer than a week, and for that time no other worker can have "
+            "the lock: use a shorter one"
         )
     return seconds
 

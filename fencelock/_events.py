@@ -258,7 +258,7 @@ def on_event(listener: _L) -> _L:
     """
     global listeners  # noqa: PLW0603 - the list of this process is what this module is about
     if not callable(listener):
-        raise TypeError(f"events are told to a function, and {listener!r} is none")
+        raise TypeError(f"on_event takes a function, not {listener!r}")
     listeners = (*listeners, listener)
     return listener
 

@@ -94,8 +94,9 @@ def fenced_once(
     """
     if not resources:
         raise TypeError(
-            'fenced_once needs the name of what to lock: write @fenced_once("deposit:{request_id}", '
-            '"account:{account}"). For a receipt without a lock, call once(session, key)'
+            "fenced_once needs the resource to lock, after the key: write "
+            '@fenced_once("deposit:{request_id}", "account:{account}"). For a receipt without a lock, call '
+            "once(session, key)"
         )
     fenced_lock("checks the settings", **settings)
 

@@ -105,7 +105,7 @@ class Term:
         """
         given: object = callback
         if not callable(given) or inspect.iscoroutinefunction(given):
-            raise TypeError(f"on_end calls a plain function with the term, and {callback!r} is none")
+            raise TypeError(f"on_end takes a plain function of the term, not {callback!r}")
         self._callbacks.append(callback)
         if self._over.is_set():
             self._end()
@@ -231,7 +231,9 @@ class Leader:
         if term is None:
             if not isinstance(error, QuorumError):
                 raise error
-            logger.warning("%s: no election, and another try soon: %s", self._name, error)
+            logger.warning(
+                "%s: could not take part in the election, and tries again soon: %s", self._name, error
+            )
         elif isinstance(error, LockLostError) or (isinstance(error, FenceError) and not term._was_current):
             logger.warning("%s: the term with token %d is over: %s", self._name, term.token, error)
         else:

@@ -90,8 +90,8 @@ def configure(authority: Any, **options: Any) -> Any:
     made = authority if ready else _make(authority, options)
     if (url := os.environ.get("FENCELOCK_URL", "")) and url != authority and _place(url) != _place(made):
         logger.warning(
-            "configure() has named %r, and FENCELOCK_URL something else: it counts for commands, such as "
-            "`fencelock run`, and not for this process",
+            "configure() has named %r, and FENCELOCK_URL names another authority: this process uses the "
+            "first, and commands such as `fencelock run` use FENCELOCK_URL",
             made,
         )
     with _lock:
@@ -127,7 +127,7 @@ def factory_of(url: str) -> Callable[..., Shipped]:
     if scheme not in _FACTORIES:
         shown = repr(scheme) if mark else "a text without ://"  # the text may have a password
         raise ValueError(
-            f"{shown} names nothing that grants leases: write a URL such as sqlite:///app.db, "
+            f"{shown} names no authority that fencelock knows: write a URL such as sqlite:///app.db, "
             "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name, redis://host:6379, "
             "etcd://host:2379 or zookeeper://host:2181"
         )
@@ -166,11 +166,11 @@ def default_authority() -> Authority:
             url = os.environ.get("FENCELOCK_URL", "")
             if not url.strip():
                 raise AuthorityError(
-                    "nothing is configured that grants leases. Add one line, with the database of this "
-                    "project: fencelock.configure(engine), or fencelock.configure('sqlite:///app.db') where "
-                    "all workers are on one machine. Nodes of Redis or Valkey do it, too: "
-                    "fencelock.configure('redis://host:6379,…'). Or set the environment variable "
-                    "FENCELOCK_URL to such a URL"
+                    "no authority is configured, so no lock can be granted. Add one line with the database "
+                    "of this project: fencelock.configure(engine), or "
+                    "fencelock.configure('sqlite:///app.db') if all workers are on one machine. Nodes of "
+                    "Redis or Valkey work, too: fencelock.configure('redis://host:6379,…'). Or set the "
+                    "environment variable FENCELOCK_URL to such a URL"
                 )
             _default = _make(url, {})
         return _default
@@ -291,7 +291,9 @@ def fenced_semaphore(
         TypeError, ValueError: as `fenced_lock` does.
     """
     if given := {"shared", "readers"} & settings.keys():
-        raise TypeError(f"a semaphore has no {', '.join(sorted(given))}: each holder has a slot of its own")
+        raise TypeError(
+            f"fenced_semaphore takes no {', '.join(sorted(given))}: each holder has a slot of its own"
+        )
     find_authority = default_authority if authority is None else lambda: authority
     return FencedSemaphore(check_name(name), check_slots("slots", slots), find_authority, **settings)
 
@@ -322,10 +324,15 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
     try:
         grant, proof, by, ttl = _read(text, authority)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise ValueError(f"this is no text of hand_over: {str(text)[:80]!r} ({str(error)[:200]})") from error
+        raise ValueError(
+            f"this text was not made by hand_over: {str(text)[:80]!r} ({str(error)[:200]})"
+        ) from error
     settings.setdefault("ttl", ttl)
     if authority.dump(grant) != proof:
-        raise ValueError(f"{str(by)[:200]!r} has granted this lease, and {authority!r} cannot take it over")
+        raise ValueError(
+            f"{str(by)[:200]!r} has granted this lease, and {authority!r} cannot take it over: name the "
+            "same authority here"
+        )
     lock: FencedLock[Any] = fenced_lock(*grant.resources, **settings)
     lock._handed = grant  # noqa: SLF001 - the modules of a lock share private names
     return lock

@@ -19,7 +19,7 @@ def start(thread: threading.Thread) -> None:
     If a signal handler raises meanwhile, its error is raised here. `Thread.start` may hide it.
     """
     if sys.is_finalizing():  # Python 3.11 would wait for ever until the thread begins
-        raise RuntimeError("the interpreter ends: no thread can be started any more")
+        raise RuntimeError("the interpreter is exiting, so no thread can be started")
     try:
         thread.start()
     except (KeyError, RuntimeError) as error:

@@ -63,8 +63,8 @@ __all__ = [
 
 #: Advice for a stale holder whose next tokens may be refused as well.
 _OF_ANOTHER_LIFE = (
-    ". Where new tokens are refused, too, what grants them has forgotten how far it had come: "
-    "fencelock init --after-loss --database URL"
+    ". If new tokens are refused, too, the authority has lost its data: fencelock init --after-loss "
+    "--database URL"
 )
 #: A distance between two tokens that one authority never reaches in practice.
 _FAR = 1 << (COUNTER_BITS - 4)
@@ -268,8 +268,8 @@ class StaleReadError(StaleTokenError):
             what = "was deleted since this object was loaded: roll back, and look for it again"
         elif self.loaded is not None and self.loaded < 0:
             what = (
-                "is of two versions: it was loaded in parts, merged, or filled from a form that shows an "
-                "older row; roll back, and load all of it again"
+                "has parts of two versions: it was loaded in parts, merged, or filled from a form that "
+                "shows an older row; roll back, and load all of it again"
             )
         else:
             what = "was written since it was loaded: roll back, and load it again"

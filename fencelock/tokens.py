@@ -51,5 +51,5 @@ def epoch_above(highest: int) -> int:
     """
     epoch = split(check(highest))[0] + 1 if highest else 0
     if epoch > MAX_EPOCH:
-        raise ValueError(f"token {highest} is of the last epoch, and no larger ones can be given out")
+        raise ValueError(f"token {highest} is of the last epoch, and there are no larger tokens")
     return epoch

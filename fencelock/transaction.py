@@ -67,7 +67,7 @@ class _Plan(Generic[_Made]):
 
     def __post_init__(self) -> None:
         if operator.index(self.retries) < 0:
-            raise ValueError(f"retries is how often to run again, from 0, not {self.retries}")
+            raise ValueError(f"retries is a number from 0, not {self.retries}")
         self.lock()  # checks the resources and the settings
         # Sorted, so that two transactions with the same gates wait for each other instead of deadlocking.
         object.__setattr__(self, "gates", tuple(sorted({*self.resources})) if self.gate else ())
@@ -198,7 +198,7 @@ class _Blocks(Generic[_Block]):
         if not ours:
             raise RuntimeError(
                 "several threads or tasks are inside this fenced transaction, and this one has not entered "
-                "it: which one's block is left here cannot be told; give each an object of its own"
+                "it, so it is unclear whose block ends here: give each thread or task an object of its own"
             )
         self._open.remove(ours[-1])
         return ours[-1][1]
@@ -238,9 +238,9 @@ def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
         names = ", ".join(map(repr, resources))
         raise CommitInDoubtError(
             f"the outcome of the COMMIT is unknown ({str(error).splitlines()[0]}). The lock of {names} is "
-            f"being released: lock again, and look at the row before you write it again. Where an outer "
-            f"block still holds the lock, call its remint() first. To have all that done: "
-            f"fenced_transaction(…, retries=2).run(body)"
+            "being released: lock again, and look at the row before you write it again. Where an outer "
+            "block still holds the lock, call its remint() first. To do all this automatically: "
+            "fenced_transaction(…, retries=2).run(body)"
         ) from error
 
 

@@ -342,7 +342,7 @@ def test_a_blocking_lock_that_keeps_the_loop_waiting_says_so_once(
         assert not caplog.messages
         run(main)
     (said,) = caplog.messages
-    assert said.startswith("'r': a blocking lock waits for its holder inside an event loop")
+    assert said.startswith("'r': a blocking lock is waiting inside an event loop")
     assert "`async with`" in said
 
 

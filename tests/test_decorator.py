@@ -225,7 +225,7 @@ def test_what_cannot_be_fenced_is_refused_where_it_is_decorated() -> None:
     for thing, said in bad:
         with pytest.raises(TypeError, match=said):
             fenced("r")(thing)
-    with pytest.raises(TypeError, match="name of what to lock"):
+    with pytest.raises(TypeError, match="needs the resource to lock"):
         fenced()
     bare: Any = fenced(lambda order_id: f"order:{order_id}")  # as `@fenced` without parentheses makes it
     with pytest.raises(TypeError, match="fenced decorates a function, not 7"):

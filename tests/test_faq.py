@@ -71,6 +71,6 @@ def test_page_has_messages() -> None:
 
 def test_other_messages_are_noticed() -> None:
     """A word that differs, and parts in another order."""
-    assert re.search(pattern_of("this write to … needs the lease of …, and held are …"), said())
-    assert not re.search(pattern_of("this write to … needs a lease of …, and held are …"), said())
-    assert not re.search(pattern_of("and held are …, this write to …"), said())
+    assert re.search(pattern_of("this write to … needs the lease of …, and the held leases are …"), said())
+    assert not re.search(pattern_of("this write to … needs a lease of …, and the held leases are …"), said())
+    assert not re.search(pattern_of("and the held leases are …, this write to …"), said())

@@ -161,14 +161,14 @@ def test_callback_that_fails_is_logged(authority: Redlock, caplog: pytest.LogCap
     async def wrong(term: Term) -> None:
         """Be no plain function."""
 
-    with pytest.raises(TypeError, match="on_end calls a plain function"):
+    with pytest.raises(TypeError, match="on_end takes a plain function"):
         term.on_end(wrong)
 
 
 def test_threads_share_an_object(authority: Redlock) -> None:
     """Each has its own term, one after the other; the same thread does not enter twice."""
     candidate = leader("r", authority=authority)
-    with candidate, pytest.raises(LockTimeoutError, match="this very thread"), candidate:
+    with candidate, pytest.raises(LockTimeoutError, match="this same thread"), candidate:
         pass
     tokens: list[int] = []
 
@@ -284,7 +284,7 @@ def test_nodes_that_are_away_do_not_end_a_campaign(nodes: Nodes, caplog: pytest.
         with caplog.at_level(logging.WARNING, "fencelock.leader"):
             assert leader("r", authority=quorum).run(lambda term: term.is_current)
         timer.join()
-    assert "r: no election, and another try soon: " in caplog.text
+    assert "r: could not take part in the election, and tries again soon: " in caplog.text
 
 
 def test_nodes_that_need_an_operator_end_a_campaign(nodes: Nodes) -> None:

@@ -88,7 +88,7 @@ def test_two_callers_in_one_thread_exclude_each_other(
         with ThreadPoolExecutor(1) as executor:
             lease, said = await serve(take, take_too, executor)
         assert threads[0] == threads[1]
-        assert f"this very thread has taken it, in {__file__}:" in said
+        assert f"this same thread has acquired it, in {__file__}:" in said
         assert lock(authority).try_acquire() is None
         one.release()
         assert lease.released

@@ -197,7 +197,7 @@ def test_reentrant_false_does_not_wait_for_itself(pair: tuple[Any, Any]) -> None
     mine, _ = pair
     once = mine.lock("r", timeout=None, reentrant=False)
     with once as token:
-        with pytest.raises(LockTimeoutError, match=r"this very thread.* holds it.*reentrant=True"), once:
+        with pytest.raises(LockTimeoutError, match=r"this same thread.* holds it.*reentrant=True"), once:
             pass
         with pytest.raises(LockTimeoutError, match="holds it"):
             once.acquire(timeout=0)
@@ -217,7 +217,7 @@ def test_reentrant_false_waits_for_others_as_any(pair: tuple[Any, Any]) -> None:
     mine, other = pair
     with other.lock("r"), pytest.raises(LockTimeoutError) as caught:
         mine.lock("r", timeout=0, reentrant=False).acquire()
-    assert "this very thread" not in str(caught.value)
+    assert "this same thread" not in str(caught.value)
     got: list[int] = []
 
     def work() -> None:
@@ -428,9 +428,9 @@ def test_an_open_transaction_keeps_it(authority: Redlock, tmp_path: Path) -> Non
 @pytest.mark.parametrize("garbage", ["", "x", "[]", "{}", "null", "1", '{"fencelock lease 2": {}}'])
 def test_garbage_is_refused(garbage: str, authority: Redlock) -> None:
     """In a sentence that shows it."""
-    with pytest.raises(ValueError, match="this is no text of hand_over"):
+    with pytest.raises(ValueError, match="this text was not made by hand_over"):
         take_over(garbage, authority=authority)
-    with pytest.raises(ValueError, match="this is no text of hand_over"):
+    with pytest.raises(ValueError, match="this text was not made by hand_over"):
         take_over(None, authority=authority)  # type: ignore[arg-type]
 
 

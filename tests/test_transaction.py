@@ -243,7 +243,7 @@ def test_a_block_may_be_left_by_another_thread(authority: Redlock, accounts: Eng
         stayed = threads.submit(stay)
         assert entered.wait(10)
         session = threads.submit(shared.__enter__).result()
-        with pytest.raises(RuntimeError, match="cannot be told"):
+        with pytest.raises(RuntimeError, match="unclear whose block"):
             shared.__exit__(None, None, None)
         leave.set()
         stayed.result()

@@ -129,7 +129,7 @@ class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
         """
         if trigger not in (False, True):
             raise ValueError(
-                f"op.add_fence makes no {trigger!r} trigger, because that looks at last_write_id: call "
+                f"op.add_fence cannot make a {trigger!r} trigger, because that needs last_write_id: call "
                 f"op.add_write_id({table_name!r}), then op.create_fence_trigger({table_name!r}, strict=True)"
             )
         operations.invoke(cls(table_name, schema=schema, trigger=trigger))

@@ -89,9 +89,8 @@ def warn_of_blocked_loop(key: str) -> None:
     if (loop := running_loop()) is not None and loop not in _warned_of:
         _warned_of.add(loop)
         logger.warning(
-            "%s: a blocking lock waits for its holder inside an event loop, which runs nothing meanwhile: no "
-            "task of it, and not the holder's either. In coroutines write `async with`, or `await "
-            "lock.aio.acquire()`",
+            "%s: a blocking lock is waiting inside an event loop, so none of its tasks can run, not even "
+            "the holder's. In coroutines write `async with`, or `await lock.aio.acquire()`",
             key,
         )
 

@@ -55,22 +55,24 @@ def parse(url: object, schemes: Collection[str], port: int, options: Collection[
         raise TypeError(f"a URL is a str such as {form!r}, not {type(url).__name__}")
     match = _URL.fullmatch(url.strip())
     if url.count("@") > (match is not None and match[2] is not None):  # before a message shows a password
-        raise ValueError("in what a URL names, write % as %25, @ as %40, / as %2F, ? as %3F and : as %3A")
+        raise ValueError(
+            "in the names and passwords of a URL, write % as %25, @ as %40, / as %2F, ? as %3F and : as %3A"
+        )
     if match is None or match[1] not in schemes:
-        raise ValueError(f"the URL is none of {', '.join(schemes)}: write {form}")
+        raise ValueError(f"the URL begins with none of {', '.join(schemes)}: write {form}")
     scheme, login, hosts, root, query = match.groups()
     user, _, password = map(unquote, (login or "").partition(":"))
     addresses = []
     for host in (hosts or "").split(","):
         found = _HOST.fullmatch(host)
         if found is None or not 0 < int(found[2] or port) <= _MAX_PORT:
-            raise ValueError(f"{host!r} is no host with a port: write {form}")
+            raise ValueError(f"{host!r} is not a host with a port: write {form}")
         addresses.append((found[1].strip("[]"), int(found[2] or port)))
     if twice := next((each for each in addresses if addresses.count(each) > 1), None):
         raise ValueError(f"{shown(twice)} is named twice")
     if root and not _ROOT.fullmatch(root):
-        raise ValueError(f"the path {root!r} names no root: use letters, digits, - and _, with / between")
+        raise ValueError(f"the path {root!r} is no valid root: use letters, digits, - and _, with / between")
     its = dict(parse_qsl(query or "", keep_blank_values=True))
     if unknown := its.keys() - set(options):
-        raise ValueError(f"{', '.join(sorted(unknown))} is no setting: these are {', '.join(options)}")
+        raise ValueError(f"{', '.join(sorted(unknown))} is no setting; the settings are {', '.join(options)}")
     return Hosts(scheme, tuple(addresses), root or DEFAULT_ROOT, user, password, its)

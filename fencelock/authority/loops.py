@@ -265,4 +265,4 @@ def _seconds_of(step: Wait) -> float:
 
 
 def _note_left(error: FencelockError) -> None:
-    logger.warning("what an interrupted operation has left ends by itself: %s", error)
+    logger.warning("an interrupted operation could not be undone, and its lease ends with its ttl: %s", error)

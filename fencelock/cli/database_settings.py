@@ -23,7 +23,7 @@ _IDLE: Final = "idle_in_transaction_session_timeout"
 #: The smallest number of nodes that survive the loss of one node.
 _CLUSTER: Final = 3
 _FLUSH: Final = "innodb_flush_log_at_trx_commit"
-_MIXES: Final = "what a transaction locks and reads is new, beside older rows that it has read"
+_MIXES: Final = "a transaction sees new versions of the rows that it locks, beside old versions of others"
 
 
 class _Setting(NamedTuple):
@@ -127,7 +127,7 @@ def _of_postgresql(connection: Connection, where: str, url: URL) -> Iterator[Fin
         yield note(
             where,
             f"has {them} and waits for none: a failover may lose the last locks, and grant them again",
-            "tokens are larger afterwards, so the guard refuses the old holder; what has no guard needs "
+            "tokens are larger afterwards, so the guard refuses the old holder; work without a guard needs "
             "synchronous_standby_names, and synchronous_mode of Patroni",
         )
     if len(_hosts(url)) == 1:

@@ -126,12 +126,12 @@ def _of_nodes(authority: Redlock, urls: list[str]) -> Iterator[Finding]:
 
 def _of_url(url: str, name: str) -> list[Finding]:
     if "+" in url.partition("://")[0]:
-        return [note(name, "is behind Sentinel or a cluster", "ask its servers themselves")]
+        return [note(name, "is behind Sentinel or a cluster", "check its servers one by one")]
     try:
         with Redis.from_url(as_redis(url), socket_timeout=5, socket_connect_timeout=5) as node:
             return list(_of_node(node, name))
     except RedisError as error:
-        return [Finding(name, f"cannot be asked: {error}", "see that it runs, and its ACL has +info")]
+        return [Finding(name, f"cannot be asked: {error}", "check that it runs, and that its ACL has +info")]
 
 
 def _of_node(node: Redis, name: str) -> Iterator[Finding]:
@@ -164,7 +164,11 @@ def _of_clock(node: Redis, name: str) -> Iterator[Finding]:
     second, ended = _time_of(node), time.monotonic()
     off = (second - first) / (ended - began) - 1
     if abs(off) > _MOST_DRIFT + 0.02 / _CLOCK_LOOK:  # 0.02 s, because the round trips differ
-        yield Finding(name, f"its clock is {100 * off:+.1f} % off ours", "mend the clocks: NTP that slews")
+        yield Finding(
+            name,
+            f"its clock is {100 * off:+.1f} % off ours",
+            "correct the clocks, with an NTP client that slews",
+        )
 
 
 def _time_of(node: Redis) -> float:
@@ -187,11 +191,11 @@ def _of_line(url: str) -> Iterator[Finding]:
                 one.inspect(_PROBE)
                 version = str(getattr(one, "version", str)())
             except FencelockError as error:
-                yield Finding(host, f"cannot be used: {error}", "see that it runs, and reaches the others")
+                yield Finding(host, f"cannot be used: {error}", "check that it runs, and reaches the others")
                 continue
         if version and _is_old(version):
             what = f"is etcd {version}: a lease that was revoked may be renewed (etcd issue 20813)"
-            yield note(host, what, "3.5.23 or 3.6.5; a forced release is heard of late until then")
+            yield note(host, what, "use 3.5.23 or 3.6.5; until then a holder notices a forced release late")
 
 
 def _is_old(version: str) -> bool:
@@ -209,7 +213,7 @@ def _look_into(url: str, look: Callable[[Connection, str], Iterable[Finding]]) -
         with shared.database_at(url) as engine, engine.connect() as connection:
             return list(look(connection, shown))
     except typer.Exit:  # the reason was printed
-        return [Finding(shown, "cannot be read", "see that it runs, and that the URL is right")]
+        return [Finding(shown, "cannot be read", "check that it runs, and that the URL is right")]
 
 
 def _is_above_nodes(seen: int, token: int) -> bool:
@@ -237,7 +241,7 @@ def _of_database(
         )
     if token is not None and is_above(highest, token):
         what = f"has seen token {highest}, and {token} is granted now: writes are refused"
-        yield Finding(shown, what, "the memory of what grants is lost: fencelock init --after-loss")
+        yield Finding(shown, what, "the authority has lost its data: fencelock init --after-loss")
     of_models = list(_of_models(connection, metadata))
     named = {found.where for found in of_models}
     for each in fenced_tables(connection):
@@ -255,7 +259,7 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
         what = f"has no column {WRITE_COLUMN}: a write that was made meanwhile is not noticed"
         yield Finding(name, what, "op.add_write_id in a migration adds it")
     if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
-        what = "has no trigger: SQL that names no fence, of other programs, is not refused"
+        what = "has no trigger: SQL of other programs that sets no fence is not refused"
         yield note(name, what, "op.create_fence_trigger, where others write: docs/triggers.md")
 
 
@@ -272,7 +276,7 @@ def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Fi
         if fenced.fence.name not in {column["name"] for column in inspector.get_columns(name, **where)}:
             yield Finding(name, f"has no column {fenced.fence.name}", "op.add_fence in a migration")
         elif trigger_of(each) and not triggers.installed(connection, name, schema=each.schema):
-            yield Finding(name, "has not the trigger that its model wants", "alembic autogenerate adds it")
+            yield Finding(name, "lacks the trigger that its model wants", "alembic autogenerate adds it")
         wanted = [column.name for column in fenced.template.columns.values()]
         indexed = [[*inspector.get_pk_constraint(name, **where)["constrained_columns"]]]
         indexed += [[*filter(None, its["column_names"])] for its in inspector.get_indexes(name, **where)]

@@ -44,7 +44,7 @@ def init(
         typer.Option(
             "--after-loss",
             help="Start above all tokens that the database has seen: after the loss of all data, or before "
-            "something else grants the locks.",
+            "another authority grants the locks.",
         ),
     ] = False,
     database: Annotated[
@@ -98,7 +98,7 @@ def init(
             if count == 1:
                 _warn_of_restarts(urls[0])
     if above:
-        shared.say(f"New tokens are above all that was granted up to {above}")
+        shared.say(f"New tokens are larger than all tokens up to {above}")
     shared.tell_programs(urls, namespace)
 
 
@@ -110,8 +110,8 @@ def _warn_of_restarts(url: str) -> None:
     with suppress(RedisError), Redis.from_url(as_redis(url), **patience) as node:
         if node.info("persistence").get("aof_enabled") == 0:
             shared.say(
-                "It writes no append-only file, so after a restart it is blank, and grants nothing until you "
-                "type `fencelock init --after-loss`: set appendonly yes"
+                "It writes no append-only file, so after a restart it is blank, and grants nothing until "
+                "you run `fencelock init --after-loss`: set appendonly yes"
             )
 
 
@@ -128,12 +128,12 @@ def _clear(quorum: Redlock, *, yes: bool) -> None:
     left = quorum.remains()
     if not left:
         return
-    shared.say(f"{', '.join(left)} still {'holds' if len(left) == 1 else 'hold'} what is left")
+    shared.say(f"{', '.join(left)} still {'holds' if len(left) == 1 else 'hold'} keys of the former use")
     others = sorted({address for addresses in left.values() for address in addresses} - set(quorum.nodes))
     if others:
         shared.say(f"{', '.join(others)} must be gone for good", "yellow")
     if not yes:
-        question = "Delete it, and no other key? No program may use these nodes now (--yes does not ask)"
+        question = "Delete these, and no other key? No program may use these nodes now (--yes does not ask)"
         typer.confirm(question, abort=True, err=True)
     shared.say(f"{quorum.clear()} keys deleted")
 

@@ -142,10 +142,10 @@ def leaks(
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     longest: Annotated[
-        float, typer.Option(help="Report leases, too, that last longer than so many seconds.")
+        float, typer.Option(help="Also report leases that last longer than this number of seconds.")
     ] = 3600.0,
     pattern: Annotated[
-        str, typer.Option(help="Report keys of other programs without a ttl, too: such as 'lock:*'.")
+        str, typer.Option(help="Also report keys of other programs without a ttl, such as 'lock:*'.")
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
@@ -160,11 +160,11 @@ def leaks(
     if as_json:
         shared.print_json({"locks": [_as_json(info) for info in found], "keys": foreign})
     elif not found and not keys:
-        console.print("no lock is left that nothing ends")
+        console.print("no lock was found that would never end")
     else:
         if found:
             console.print(_table(found), markup=True)
-            console.print("fencelock release RESOURCE --force --reason … gives one back")
+            console.print("fencelock release RESOURCE --force --reason … releases a lock")
         for key in keys[:_MOST_ROWS]:
             on = ", ".join(node for node, its in foreign.items() if key in its)
             console.print(f"{key} has no end on {on}")
@@ -200,7 +200,7 @@ def history(
             shown.add_row(*map(shared.shown, its))
         shared.console().print(shown)
     else:
-        shared.console().print(f"nothing is known of {resource!r}", markup=False)
+        shared.console().print(f"the history has no entry for {resource!r}", markup=False)
     if not found:
         raise typer.Exit(shared.FOUND_NOTHING)
 
@@ -263,7 +263,7 @@ def release(
     with --claim, that row does, too. Other rows refuse it after the next holder has written or claimed them.
     """
     if not force or not reason.strip():
-        shared.fail("this takes the lock from whoever works under it: add --force, and --reason 'why'")
+        shared.fail("this takes the lock away from its holder: add --force, and --reason 'why'")
     rows = [_row_of(each) for each in claim or ()]
     if rows and not database:
         shared.fail("--claim needs the database that has the row: add --database URL")
@@ -283,7 +283,8 @@ def release(
             logger.warning("%r was taken from %s: %s", resource, holder, reason, extra=facts)
             if engine is None:
                 shared.say(
-                    "its holder may still write until the next one has: --database and --claim refuse it now"
+                    "its old holder may write until a new holder has written; --database and --claim "
+                    "refuse it at once"
                 )
             elif sqlalchemy.inspect(engine).has_table(EVENT_TABLE):
                 note(engine, "forced", resource, was.token, f"from {holder}: {reason}")
@@ -321,7 +322,7 @@ def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> Non
     for name in (FENCE_TABLE, *(name for name, _ in rows)):
         schema, _, table = name.rpartition(".")
         if not tables.has_table(table, schema=schema or None):
-            shared.fail(f"the database has no table {name}; nothing was taken")
+            shared.fail(f"the database has no table {name}; nothing was released")
 
 
 def _raise_fences(

@@ -29,7 +29,9 @@ FOUND_NOTHING = 3
 Url = Annotated[
     str,
     typer.Option(
-        "--url", help="What grants the locks: nodes, a database, etcd or ZooKeeper; FENCELOCK_URL by default."
+        "--url",
+        help="The authority, which grants the locks: nodes, a database, etcd or ZooKeeper; FENCELOCK_URL by "
+        "default.",
     ),
 ]
 Namespace = Annotated[str, typer.Option(help="Prefix of every key on the nodes.")]
@@ -109,7 +111,7 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Shipp
     """Open the authority of a URL, or of FENCELOCK_URL; print an error as a sentence, and exit."""
     url = url or os.environ.get("FENCELOCK_URL", "")
     if not url.strip():
-        fail("what grants the locks? Set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
+        fail("no authority is named: set FENCELOCK_URL, or add --url redis://r1:6379,redis://r2:6379,…")
     with (
         errors_as_sentences(),
         refusing_databases(without_password(url), "used"),

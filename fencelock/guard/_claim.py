@@ -121,8 +121,8 @@ def claim(
             asked = template.render(values)
             if template.in_key and (actual := template.render(_resource_values_in(fenced, loaded))) != asked:
                 raise UnfencedWriteError(  # the column's type changes values, for instance to lower case
-                    f"{asked!r} was asked for and led to the row of {fenced.name!r} that {actual!r} guards; "
-                    f"lock it by the name that the row itself has"
+                    f"the claimed row of {fenced.name!r} is guarded by {actual!r}, not by {asked!r}: lock "
+                    "the name that the row itself gives"
                 )
             note_claimed(session, [found])
             report_claim(fenced.name, key, asked, token)

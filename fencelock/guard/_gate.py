@@ -179,7 +179,7 @@ def _only_resource(connection: Connection) -> str:
     held = leases_on(connection).candidates(connection)
     if not held:
         raise UnfencedWriteError(
-            f"no lease is held to pass a gate with; acquire a fenced_lock around it. {NOT_INHERITED}"
+            f"no lease is held, and a gate needs one; acquire a fenced_lock around it. {NOT_INHERITED}"
         )
     if len(held) > 1:
         raise UnfencedWriteError(f"{', '.join(map(repr, held))} are held; say which one's gate to pass")

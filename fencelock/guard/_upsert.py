@@ -172,17 +172,17 @@ def _by_key(
         if made := [name for name, value in row.items() if _sql_of(value) is not None]:
             raise ValueError(
                 f"{made[0]!r} of a row to upsert is SQL, and a new row has nothing to compute it from: give "
-                f"the value of a new row, and set_={{{made[0]!r}: …}} for one that is there"
+                "the value of a new row, and set_={{made[0]!r}: …} for an existing row"
             )
         if mapper.polymorphic_on is not None and mapper.polymorphic_on.key in fenced.table.c:
             values.setdefault(mapper.polymorphic_on.key, mapper.polymorphic_identity)
         found = [values.get(column.key) for column in key]
         if None in found:
             names = ", ".join(mapper.get_property_by_column(column).key for column in key)
-            raise ValueError(f"a row to upsert needs its whole key ({names}), and this has not: {row!r}")
+            raise ValueError(f"a row to upsert needs its whole key ({names}), and this row lacks it: {row!r}")
         named = tuple([spelling(column, value) for column, value in zip(key, found, strict=True)])
         if named in known:
-            raise ValueError(f"{mapper.class_.__name__} {named!r} is given twice; which of them is it to be?")
+            raise ValueError(f"{mapper.class_.__name__} {named!r} is given twice: give each row once")
         known[named] = values
     return known
 
@@ -192,7 +192,7 @@ def _token(tokens: TokenLookup, row: Mapping[str, Any]) -> int:
     for name, column in template.columns.items():
         if row.get(column.key) is None:
             raise ValueError(
-                f"which lease guards a row of {tokens.fenced.name!r} hangs on {name}: give it in each row"
+                f"the lease of a row of {tokens.fenced.name!r} depends on {name}: give {name} in each row"
             )
     return tokens.of_row(tuple([row[column.key] for column in template.columns.values()]))
 
@@ -258,8 +258,8 @@ def _check(
             asked = {resources[named]} if named in resources else tokens
             if actual not in asked:  # compared before the fence, which may be equal by chance
                 raise UnfencedWriteError(
-                    f"{fenced.name}{identity!r} is guarded by {actual!r}, and not by what the row to "
-                    f"upsert names; nothing was written"
+                    f"{fenced.name}{identity!r} is guarded by {actual!r}, not by the resource that the "
+                    "given row names; nothing was written"
                 )
             if current is None:
                 raise without_fence(fenced, identity)
@@ -269,6 +269,6 @@ def _check(
         written = {tuple([row[at] for at in texts]) for row in found}
         if len(found) < len(some) or not written <= {tuple([each[at] for at in texts]) for each in some}:
             raise FenceError(
-                f"not all rows were written to {fenced.name!r}: others have the same values in a unique "
-                f"column, or keys that the database takes for the same"
+                f"not all rows were written to {fenced.name!r}: other rows have the same values in a unique "
+                "column, or keys that the database considers equal"
             )

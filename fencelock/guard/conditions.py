@@ -162,8 +162,8 @@ def refuse_moving(fenced: FencedTable, keys: Container[str], names: Container[st
     for name, column in template.columns.items():
         if column.key in keys or name in names:
             raise UnfencedWriteError(
-                f"{name} of {fenced.name!r} must not change: {template.text!r} is made of it, and "
-                f"no one lease guards a row both before and after; delete the row and insert another"
+                f"{name} of {fenced.name!r} must not change: {template.text!r} is made of it, and no single "
+                "lease guards a row before and after the change; delete the row and insert another"
             )
 
 
@@ -173,8 +173,8 @@ def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClaus
         isinstance(each, sa.UpdateBase) and each is not statement for each in visitors.iterate(statement)
     ):
         raise UnfencedWriteError(
-            f"a write to {fenced.name!r} takes no prefix_with(), and no other write inside it, in a WITH "
-            f"clause for instance: make that a statement of its own"
+            f"a write to {fenced.name!r} takes no prefix_with(), and no other write inside it, for example "
+            "in a WITH clause: write that as a statement of its own"
         )
     own = hash(source), hash(fenced.table)
     for column, _ in values_in(statement) if isinstance(statement, sa.Update) else ():

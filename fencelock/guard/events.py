@@ -147,12 +147,12 @@ def _place() -> str:
         if frame is None and worker is not None and worker.parent is not None:  # the coroutine's greenlet
             worker = worker.parent
             frame = worker.gr_frame
-    return "a line that is not known"
+    return "an unknown line"
 
 
 def _add(name: str, kind: type[GuardEvent], callback: _C) -> _C:
     if not callable(callback):
-        raise TypeError(f"{name} calls a function with the event, and {callback!r} is none")
+        raise TypeError(f"{name} takes a function of the event, not {callback!r}")
     _events.on_event(_Only(kind, callback))
     return callback
 

@@ -99,7 +99,7 @@ def begin_immediate(engine: Engine | AsyncEngine) -> None:
     if is_async_engine(engine):
         engine = engine.sync_engine
     if engine.dialect.name != "sqlite":
-        raise ValueError(f"BEGIN IMMEDIATE is SQLite's, and this engine speaks to {engine.dialect.name}")
+        raise ValueError(f"BEGIN IMMEDIATE is for SQLite, and this engine is for {engine.dialect.name}")
 
     def on_begin(connection: Connection) -> None:
         connection.exec_driver_sql("BEGIN IMMEDIATE")

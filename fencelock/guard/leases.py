@@ -251,13 +251,13 @@ NOT_INHERITED: Final = (
 
 
 _SEEDS: Final = (
-    "What no worker races with, such as a seed, may go around the guard: with fencelock.bypass(session): …"
+    "Writes without rivals, such as seeds, may bypass the guard: with fencelock.bypass(session): …"
 )
 
 
 _OLD_SNAPSHOT: Final = (
-    "this transaction began before the lease of {!r} was granted, and its isolation has it read all rows as "
-    "they were then: roll back before you lock, or open the session inside the lock"
+    "this transaction began before the lease of {!r} was granted, and its isolation level reads all rows "
+    "as they were then: roll back before you lock, or open the session inside the lock"
 )
 
 
@@ -322,7 +322,7 @@ class TokenLookup:
         if resource is not None:
             lock = f"fenced_lock({resource!r})"
             if was_left(resource):
-                hint = "Where its block was left before this write was sent, flush or commit inside the block"
+                hint = "Its block was left before this write was sent: flush or commit inside the block"
         raise UnfencedWriteError(
             f"no lease is held for this write to {self.fenced.name!r}; acquire {lock} around it. {hint}"
         )
@@ -369,9 +369,9 @@ class TokenLookup:
             if any(name.rpartition("#")[0] == resource for name in self._candidates):
                 how = f"a shared lock is for reading: leave it, and take fenced_lock({resource!r}, readers=…)"
             raise UnfencedWriteError(
-                f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and held are "
-                f"{', '.join(map(repr, self._candidates))}; {how}"
-                f"{self.leases.bound_instead and '. '}{self.leases.bound_instead}"
+                f"this write to {self.fenced.name!r} needs the lease of {resource!r}, and the held leases "
+                f"are {', '.join(map(repr, self._candidates))}; "
+                f"{how}{self.leases.bound_instead and '. '}{self.leases.bound_instead}"
             )
         token = lease.token_to_write()
         if self._claiming and began(self._connection) < lease.granted_at and keeps_snapshot(self._connection):

@@ -132,8 +132,8 @@ class FencedModel:
         ):
             raise TypeError(
                 f"{cls.__name__} is a model of pydantic, which takes Mapped columns for fields: leave "
-                f"FencedModel away, and write last_fencing_token: ClassVar[Any] = fence_column() and "
-                f"last_write_id: ClassVar[Any] = write_id_column()"
+                "FencedModel out, and write last_fencing_token: ClassVar[Any] = fence_column() and "
+                "last_write_id: ClassVar[Any] = write_id_column()"
             )
         super().__init_subclass__(**options)
 
@@ -261,13 +261,13 @@ def _refuse_another_name(mapper: Mapper[Any], base: Table) -> None:
         name = each.class_.__name__
         if each is not mapper:
             raise ValueError(
-                f"{mapper.class_.__name__} is to be fenced, and shares the table {base.name!r} with {name}, "
-                f"which it inherits from and which has no {FENCE_COLUMN}: have {name} inherit FencedModel, "
-                f"or give it the column by fence_column(), for what guards a table guards all its rows"
+                f"{mapper.class_.__name__} is to be fenced, but its base class {name}, which has the table "
+                f"{base.name!r}, has no {FENCE_COLUMN}: let {name} inherit FencedModel, or give {name} the "
+                "column by fence_column(), because a fence guards all rows of a table"
             )
         raise ValueError(
-            f"{name} maps the column {FENCE_COLUMN!r} under another name, or not at all; the guard "
-            f"stamps objects through the attribute of this very name"
+            f"{name} maps the column {FENCE_COLUMN!r} under another name, or not at all; the guard needs an "
+            "attribute with exactly this name"
         )
 
 
@@ -281,8 +281,8 @@ def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> N
         raise ValueError(
             f"{model.__name__} names its rows by {[column.key for column in mapper.primary_key]!r}, and the "
             f"primary key of its fenced table {base.name!r} is {[each.key for each in base.primary_key]!r}; "
-            f"by it the guard knows what was loaded of a row, so have both be the same, in the same order "
-            f"(see primary_key in __mapper_args__)"
+            "the guard finds loaded objects by their key, so make both the same, in the same order (see "
+            "primary_key in __mapper_args__)"
         )
 
 

@@ -212,8 +212,8 @@ class _Watch:
         loaded = current.get(WRITE_COLUMN)
         if loaded is None and any(_was_loaded(state, key) for key in self._aging):
             error = UnfencedWriteError(
-                f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so that its age is "
-                f"not known: load that with the rest, or load it again"
+                f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so the guard "
+                "cannot tell its version: load that column with the others, or load the object again"
             )
             report(error, table=self._fenced.name)
             raise error

@@ -139,11 +139,13 @@ class Receipt:
     @result.setter
     def result(self, value: Any) -> None:
         if self.done:
-            raise ValueError(f"the work of the receipt {self.key!r} was done before, and its result stays")
+            raise ValueError(
+                f"the work of the receipt {self.key!r} was done before, and its result cannot change"
+            )
         try:
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
-            raise TypeError(f"the result of {self.key!r} is no plain data of JSON: {error}") from None
+            raise TypeError(f"the result of {self.key!r} cannot be written as JSON: {error}") from None
         if len(text) > MAX_RESULT:
             raise ValueError(
                 f"the result of {self.key!r} takes {len(text)} bytes of JSON, and a receipt keeps 64 KiB: "

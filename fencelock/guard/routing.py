@@ -56,8 +56,8 @@ def target_of(
         connection = session.connection(bind_arguments={**arguments})
     except UnboundExecutionError as error:
         raise TypeError(
-            "this session has no one database, for instance because of binds=: say which, with "
-            "bind_arguments={'mapper': <a model of the same database>}"
+            "it is unclear which database of this session is meant, for example because of binds=: name it "
+            "with bind_arguments={'mapper': <a model of the same database>}"
         ) from error
     join(connection, session)
     return Target(session, connection, arguments)
@@ -74,7 +74,7 @@ def _shard_of(session: ShardedSession, mapper: Any, identities: Iterable[tuple[A
     if len(shards) != 1:
         found = f", and these rows may be in {', '.join(sorted(map(str, shards)))}" if shards else ""
         raise TypeError(
-            f"this session has several shards{found}: say which, bind_arguments={{'shard_id': …}}"
+            f"this session has several shards{found}: name one with bind_arguments={{'shard_id': …}}"
         )
     return shards.pop()
 

@@ -186,7 +186,7 @@ def is_bypassed(options: Mapping[str, Any], connection: Connection) -> bool:
     """Tell whether a statement with these execution options bypasses the guard on a connection."""
     choice = options.get("fencelock")
     if choice not in (None, BYPASS):
-        raise ValueError(f"the execution option fencelock is {BYPASS!r} or left away, not {choice!r}")
+        raise ValueError(f"the execution option fencelock is {BYPASS!r} or left out, not {choice!r}")
     if choice is not None or not _blocks:
         return choice is not None
     here = current_owner()
@@ -200,5 +200,6 @@ def refuse_bypass(options: Mapping[str, Any], connection: Connection) -> None:
     if is_bypassed(options, connection):
         raise UnfencedWriteError(
             f"nothing can be claimed or written with a token under execution_options(fencelock={BYPASS!r}), "
-            f"where no fence is raised or compared; use an engine, a connection and a statement without it"
+            "because no fence is raised or compared there; use an engine, a connection and a statement "
+            "without it"
         )

@@ -250,7 +250,9 @@ def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) ->
     if missing := [column for column, value in key.items() if value is None]:
         raise ValueError(f"no row has {missing[0]} = NULL; the key needs a value for it")
     if not {FENCE_COLUMN, WRITE_COLUMN}.isdisjoint({*values, *key}):
-        raise ValueError(f"{FENCE_COLUMN} and {WRITE_COLUMN} are not set or compared by hand")
+        raise ValueError(
+            f"{FENCE_COLUMN} and {WRITE_COLUMN} belong to the guard: leave them out of the values and the key"
+        )
 
 
 class _RawWrite:

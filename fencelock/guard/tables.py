@@ -293,7 +293,7 @@ def check_trigger(wanted: object) -> FenceTrigger:
 def check_lease(wanted: object) -> FenceLease:
     if wanted == "required" or wanted == "optional":  # noqa: PLR1714  mypy understands only this form
         return wanted
-    raise ValueError(f"whether a write needs a lease is 'required' or 'optional', not {wanted!r}")
+    raise ValueError(f"__fence_lease__ is 'required' or 'optional', not {wanted!r}")
 
 
 def registered(table: Table | None) -> FencedTable | None:

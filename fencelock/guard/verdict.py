@@ -141,8 +141,9 @@ class Verdict:
             actual = fenced.template.render(named)
             if asked != actual:
                 return UnfencedWriteError(
-                    f"{fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r} as this write has "
-                    f"it; nothing was written, so roll back, and lock what the row names"
+                    f"{fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r}, which this "
+                    "write names; nothing was written, so roll back, and lock the resource that the row "
+                    "names"
                 )
         if current is None:
             return without_fence(fenced, identity)

@@ -58,13 +58,14 @@ def exit_on_signals(*signals: signal.Signals) -> None:
     for number, handler in handlers.items():
         if handler not in {signal.SIG_IGN, signal.SIG_DFL, _exit}:
             raise RuntimeError(
-                f"{signal.Signals(number).name} has a handler already: have it call sys.exit(), which leaves "
-                "the blocks and gives back the leases"
+                f"{signal.Signals(number).name} has a handler already: make it call sys.exit(), which "
+                "leaves the blocks and releases the leases"
             )
     for number, handler in handlers.items():
         if handler is signal.SIG_IGN:
             logger.warning(
-                "%s stays ignored, as this process was started (nohup does that): it ends nothing",
+                "%s stays ignored, because this process was started so (nohup does that): it does not end "
+                "the process",
                 signal.Signals(number).name,
             )
         else:
@@ -101,7 +102,7 @@ def _give_back_everything() -> None:
     while (held := everything_held()) or any(block.thread != here for block in list(under_way)):
         for hold in held:
             if time.monotonic() > deadline:
-                logger.warning("leases are left that were not released; they end by themselves")
+                logger.warning("some leases could not be released, and end with their ttl")
                 return
             try:
                 hold.authority.run(release_hold_gen(hold))

@@ -47,8 +47,8 @@ else:  # before Python 3.13, only checkers know of defaults
     Token = TypeVar("Token")
 
 _ITSELF: Final = (
-    "this very thread, task or greenlet holds it, and reentrant=False forbids to enter it again. Leave the "
-    "outer block first, or write reentrant=True"
+    "this same thread, task or greenlet holds it, and reentrant=False does not allow to enter it again. "
+    "Leave the outer block first, or write reentrant=True"
 )
 
 _NOT_SKIPPED: Final = (
@@ -332,7 +332,7 @@ class BaseLock(Generic[Token]):
     def _innermost(self, *, to_leave: bool = False) -> Block:
         """Return the block that `last_of_ours` chooses; raise NotHeldError if the lock is not held."""
         if (block := last_of_ours(self._entered, to_leave=to_leave)) is None:
-            raise NotHeldError(f"{self!r}: acquire it first")
+            raise NotHeldError(f"{self!r} is not held: acquire it first")
         return block
 
     def _block_to_leave(self) -> Block | None:
@@ -397,7 +397,7 @@ def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if _UNFILLED.search(name) or OBJECT_IN_NAME.search(name):
             raise ValueError(
-                f"{name!r} names no one thing to lock: fill its braces with a value, as "
-                "fenced_lock(f'order:{order.id}') does"
+                f"{name!r} still has braces: fill them with a value, as fenced_lock(f'order:{{order.id}}') "
+                "does"
             )
     return names

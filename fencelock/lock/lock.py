@@ -177,7 +177,7 @@ class FencedLock(BaseLock[Token]):
         """
         given: object = callback
         if not callable(given) or inspect.iscoroutinefunction(given):
-            raise TypeError(f"on_lost calls a plain function with the lease, and {callback!r} is none")
+            raise TypeError(f"on_lost takes a plain function of the lease, not {callback!r}")
         self._listeners = (*self._listeners, callback)
         for hold in dict.fromkeys(hold for block in self._entered for hold in block.holds):
             hold.tell_when_lost([callback])

@@ -260,7 +260,7 @@ class ThreadRenewer(BatchRenewer):
             _threads.start(thread)
         except RuntimeError as error:  # too many threads, or the interpreter ends
             self._thread = None
-            logger.warning("leases are not extended, for no thread can be started: %s", error)
+            logger.warning("leases are not extended, because no thread can be started: %s", error)
 
     def _work(self) -> None:
         while due := self._await_due():

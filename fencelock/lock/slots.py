@@ -53,9 +53,12 @@ def make_lock(
     if not shared and readers is None:
         return FencedLock(resources, find_authority, **settings)
     if len(resources) != 1:
-        raise TypeError(f"a lock with readers is of one resource, not of {len(resources)}")
+        raise TypeError(f"a lock with readers has one resource, not {len(resources)}")
     if readers is None:
-        raise ValueError("how many may read at once? Write shared=True, readers=16, in all programs the same")
+        raise ValueError(
+            "readers= is missing, the number that may read at once: write shared=True, readers=16, the "
+            "same in all programs"
+        )
     kind = ReaderLock if shared else WriterLock
     return kind(check_name(resources[0]), check_slots("readers", readers), find_authority, **settings)
 
@@ -63,7 +66,7 @@ def make_lock(
 def check_name(name: object) -> str:
     resource = check_resource(name)
     if re.search(r"#\d+$", resource):
-        raise ValueError(f"{resource!r} is the name of a slot: leave the # and the number away")
+        raise ValueError(f"{resource!r} is the name of a slot: leave out the # and the number")
     return resource
 
 
@@ -91,7 +94,8 @@ def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
         elif time.monotonic() >= end:
             raise LockTimeoutError(
                 f"{higher[0].resource!r} is held, and this program has {count} slots of {name!r}: give all "
-                "programs the same number (slots=, readers=), or wait until those with more have ended",
+                "programs the same number (slots=, readers=), or wait until the programs with more slots "
+                "have ended",
                 holder_ttl=higher[0].remaining,
             )
         else:
@@ -224,8 +228,8 @@ class WriterLock(FencedLock[int]):
     ) -> Steps[tuple[str, ...]]:
         if self._names[0] not in held[0].grant.resources:
             raise LockError(
-                f"{self!r}: this thread, task or greenlet reads under a shared lock of it, and would wait "
-                "for itself: leave that first, then lock, and read again"
+                f"{self!r}: this thread, task or greenlet holds a shared lock of it, and would wait for "
+                "itself: leave that first, then lock, and read again"
             )
         return (yield from super()._enter_again_gen(block, held, names))
 

@@ -30,8 +30,8 @@ _UNDECIDED: Final = 10.0
 _CONTEST: Final = 0.1
 
 _OTHER_CALLER: Final = (
-    "this very thread has taken it, {}, for a caller of another context. A lock is entered again only where "
-    "its lease is held: take and leave it within one call, or hand the lease over"
+    "this same thread has acquired it, {}, in another context. A lock is entered again only where its "
+    "lease is held: acquire and release it within one call, or hand the lease over"
 )
 
 _KEPT: Final = (
@@ -40,8 +40,8 @@ _KEPT: Final = (
 )
 
 _PARENT: Final = (
-    "the task or thread that started this one holds it, and waits in vain if it waits for this one: take the "
-    "lock in one of the two only. What the holder starts may write under its lease"
+    "the task or thread that started this one holds it, and if it waits for this one, both wait in vain: "
+    "take the lock in only one of them. A task that the holder starts may write under its lease"
 )
 
 
@@ -81,9 +81,9 @@ def _warn_of_connection(resources: tuple[str, ...]) -> None:
     if session is not None and session.in_transaction() and not _warned:
         _warned.append(resources)
         logger.warning(
-            "%s: a session of this thread or task has begun a transaction, and keeps a connection while the "
-            "lock is waited for; so waiting callers can use up the pool. Call session.rollback() before the "
-            "lock, or read inside it. This is told once",
+            "%s: a session of this thread or task has begun a transaction, and keeps a connection while "
+            "the lock is waited for; so waiting callers can use up the pool. Call session.rollback() "
+            "before the lock, or read inside it. This warning comes once",
             named(resources),
         )
 
@@ -123,7 +123,7 @@ def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: Loc
             said, by = str(error), f"is held by {error.holder}"
             if error.holder is None:
                 free = shlex.join(["fencelock", "release", name, "--force", "--reason", "why"])
-                by = f"is held by something that is no fencelock lease (`{free}` frees it)"
+                by = f"is held by a key that is no lease of fencelock (`{free}` frees it)"
             one = len(resources) == 1
             error.args = (said.replace("is held by another", by) if one else f"{said}. {name!r} {by}",)
             return

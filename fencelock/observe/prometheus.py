@@ -130,12 +130,14 @@ class Metrics:
         self._late = seconds("renewal_lateness_seconds", "From planned to begun")
         self._stale = made(Counter, "stale_writes_refused", "Writes with an old token", "table")
         self._unfenced = made(Counter, "unfenced_writes_refused", "Writes without a lease", "table")
-        self._without = made(Counter, "writes_without_lease", "Writes under no lease that may be", "table")
+        self._without = made(
+            Counter, "writes_without_lease", "Writes without a lease, to models that allow it", "table"
+        )
         self._claims = made(Counter, "claims", "Rows claimed and gates passed", "table")
         self._doubts = made(Counter, "commits_in_doubt", "COMMITs whose outcome is not known")
         self._remints = made(Counter, "remints", "Tokens exchanged for larger ones", "authority")
         self._errors = made(Counter, "authority_errors", "Undecided operations", "authority", "error")
-        self._opened = made(Counter, "connections_opened", "Connections to what grants leases", "authority")
+        self._opened = made(Counter, "connections_opened", "Connections opened to the authority", "authority")
         self._notes: dict[type[Event], Callable[[Any], object]] = {
             LockWaiting: lambda event: self._of(event).count(1, 0),
             LockAcquired: self._on_acquired,
@@ -296,7 +298,7 @@ def watch_nodes(
             try:
                 found = authority.status()
             except FencelockError as error:
-                logger.warning("the nodes could not be asked how they stand: %s", error)
+                logger.warning("the nodes could not be asked for their state: %s", error)
                 found = ()
             for node in found:
                 for each in NodeState:

@@ -368,7 +368,7 @@ def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> 
         }
     assert authority.acquire(("free",), ttl=60, timeout=0).tokens > long_ago.tokens
     for seconds in (60, math.inf):
-        with pytest.raises(ValueError, match="an hour at least"):
+        with pytest.raises(ValueError, match="at least an hour"):
             authority.prune(seconds)
     leases.dispose()
 

@@ -110,7 +110,7 @@ def is_refused(stage: Stage, text: str) -> bool:
     try:
         take_over(text, authority=cast("Any", stage.new_client()))
     except ValueError as error:
-        return "text of hand_over" in str(error)
+        return "made by hand_over" in str(error)
     return False
 
 

@@ -138,7 +138,7 @@ def test_release_that_meets_a_silence_comes_when_it_ends(face: Face, silence: Si
     """Long before the end of the lease; the caller does not wait for it."""
 
     def release() -> None:
-        with pytest.raises(QuorumError, match="released when they answer"):
+        with pytest.raises(QuorumError, match="released when the servers answer"):
             face.release(grant)
 
     grant = face.acquire("r", ttl=60.0 if silence.url.startswith("etcd") else 4.0)

@@ -116,7 +116,7 @@ def test_a_part_of_another_version_is_refused(
     key = 2 if model is Joined else 1
     change(leader, model, key)
     first, later = (leader, follower) if order == "older" else (follower, leader)
-    with pytest.raises(StaleReadError, match="is of two versions"):
+    with pytest.raises(StaleReadError, match="has parts of two versions"):
         play(first, later, leader, part)
 
 
@@ -138,7 +138,7 @@ def test_sub_tables_by_a_select_of_their_own(leader: Engine, follower: Engine, *
         assert isinstance(row, Joined)
         row.extra -= 30
         if is_behind:
-            with pytest.raises(StaleReadError, match="is of two versions"):
+            with pytest.raises(StaleReadError, match="has parts of two versions"):
                 session.commit()
         else:
             session.commit()
@@ -153,7 +153,7 @@ def test_a_part_from_before_ones_own_commit_is_refused(leader: Engine, follower:
         session.commit()
         session.reads = [follower]
         row.note += "A"
-        with pytest.raises(StaleReadError, match="is of two versions"):
+        with pytest.raises(StaleReadError, match="has parts of two versions"):
             session.commit()
 
 

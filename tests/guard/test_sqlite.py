@@ -80,5 +80,5 @@ def test_connection_of_aiosqlite_that_commits_by_itself_is_refused(aengine: Asyn
 @pytest.mark.parametrize("url", ["postgresql+asyncpg://h/x", "postgresql+psycopg://h/x"])
 def test_other_databases_are_refused(url: str) -> None:
     engine = create_async_engine(url) if "asyncpg" in url else create_engine(url)
-    with pytest.raises(ValueError, match="this engine speaks to postgresql"):
+    with pytest.raises(ValueError, match="this engine is for postgresql"):
         begin_immediate(engine)

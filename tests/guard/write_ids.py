@@ -21,7 +21,7 @@ from fencelock.guard import fence_column, write_id_column
 from tests.guard.rows import Keyed, bypassed, contents, holding
 
 FENCE, OTHER, MINE = 5, 7, 9
-WRITTEN, NO_VERSION, DELETED = "was written since", "is of two versions", "was deleted since"
+WRITTEN, NO_VERSION, DELETED = "was written since", "has parts of two versions", "was deleted since"
 
 
 class Base(orm.DeclarativeBase):

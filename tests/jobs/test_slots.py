@@ -412,7 +412,7 @@ def test_cancelled_task_leaves_nothing(kind_for_tasks: Kind) -> None:
 
 
 def test_reader_cannot_become_a_writer(client: Any) -> None:
-    with reader(client), pytest.raises(LockError, match="reads under a shared lock of it"):
+    with reader(client), pytest.raises(LockError, match="holds a shared lock of it"):
         writer(client).acquire()
     with writer(client) as token, writer(client) as again, reader(client) as inner:
         assert again == token
@@ -460,7 +460,7 @@ def test_settings_are_checked_at_once() -> None:
             fenced_semaphore("gpu", wrong)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="shared=True, readers=16"):
         fenced_lock("order:1", shared=True)
-    with pytest.raises(TypeError, match="of one resource, not of 2"):
+    with pytest.raises(TypeError, match="has one resource, not 2"):
         fenced_lock("order:1", "order:2", readers=3)
     with pytest.raises(ValueError, match="readers is a number from 1"):
         fenced_lock("order:1", readers=0)
@@ -468,5 +468,5 @@ def test_settings_are_checked_at_once() -> None:
         fenced_semaphore("g" * 254, 4)
     with pytest.raises(ValueError, match="is the name of a slot"):
         fenced_semaphore("gpu#1")
-    with pytest.raises(TypeError, match="a semaphore has no shared"):
+    with pytest.raises(TypeError, match="fenced_semaphore takes no shared"):
         fenced_semaphore("gpu", shared=True)

@@ -519,7 +519,7 @@ def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: lis
         "full_page_writes = on",
     }
     wanting = fencelock("doctor", *url, *database, "--models", "tests.observe.test_commands:Wanting")
-    assert "has not the trigger that its model wants" in wanting.stdout.replace("\n        ", " ")
+    assert "lacks the trigger that its model wants" in wanting.stdout.replace("\n        ", " ")
     assert "has no trigger" not in wanting.stdout
     with engine.begin() as connection:
         connection.execution_options(fencelock="bypass").execute(
@@ -653,7 +653,7 @@ def test_prune_deletes_what_was_locked_long_ago(tmp_path: Path) -> None:
     found = fencelock("prune", "--url", url, "--older-than", "12h")
     assert (found.returncode, found.stderr) == (0, "0 rows of free resources deleted\n")
     assert not (tmp_path / "app.db").exists()
-    for older, said in (("soon", "is no time such as 30d"), ("0h", "an hour at least")):
+    for older, said in (("soon", "is no time such as 30d"), ("0h", "at least an hour")):
         found = fencelock("prune", "--url", url, "--older-than", older)
         assert found.returncode == 1
         assert said in found.stderr

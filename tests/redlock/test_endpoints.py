@@ -54,11 +54,11 @@ def test_url_of_a_node_that_moves_is_understood(url: str, name: str) -> None:
         ("redis+sentinel://s1,,s2/main", "names no host"),
         ("redis+sentinel://s1:port/main", "no URL"),
         ("redis+sentinel://s1/main/database", "number of a database"),
-        ("redis+sentinel://u:secret@s1/main?no_such_setting=1", "setting that is unknown"),
-        ("redis+sentinel://s1/main?sentinel_secret=1", "setting that is unknown"),
+        ("redis+sentinel://u:secret@s1/main?no_such_setting=1", "unknown setting"),
+        ("redis+sentinel://s1/main?sentinel_secret=1", "unknown setting"),
         ("redis+cluster://", "names no host"),
-        ("redis+cluster://:secret@c1:6379/1", "one only: leave it out"),
-        ("redis+cluster://c1?db=1", "one only: leave it out"),
+        ("redis+cluster://:secret@c1:6379/1", "only one: leave the number out"),
+        ("redis+cluster://c1?db=1", "only one: leave the number out"),
         ("redis+cluster://:secret@c1:6379,c2:x", "no URL"),
         ("sentinel://s1:26379/main", "redis\\+sentinel://"),
         ("redis+proxy://:secret@h", "redis\\+sentinel://"),
@@ -124,7 +124,7 @@ def test_client_of_a_service_that_connects_in_its_own_way_is_refused() -> None:
 
     world: Any = redis.sentinel
     manager = world.Sentinel([("s1", 26379)])
-    with pytest.raises(TypeError, match="in a way of its own"):
+    with pytest.raises(TypeError, match="cannot repeat how this client connects"):
         Redlock(manager.master_for("main", connection_class=Mine))
 
 

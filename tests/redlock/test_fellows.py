@@ -248,7 +248,7 @@ def test_status_says_why_a_node_gets_no_seat() -> None:
     """The fellow whose data it has votes, and its address is unknown; or a renamed one has its seat."""
     for names, told, words in (
         (("A", "X", "C"), ("a", "a", "c"), "has the data of A; its address is none of the list's: A, B, C"),
-        (("A", "B", "X"), ("a", "", "b"), "another has its seat"),
+        (("A", "B", "X"), ("a", "", "b"), "another node has its seat"),
     ):
         standings = {node: voter(said) for node, said in enumerate(told)} | {1: standing(told[1])}
         status = statuses(names, standings, dict.fromkeys(range(3), SILENT))[1]

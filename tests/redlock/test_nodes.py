@@ -543,7 +543,7 @@ def test_error_about_blank_nodes_names_both_commands(nodes: Nodes) -> None:
                 likely, words = complaint(newcomer)
                 assert (likely, "2 of 3 nodes are blank" in words) == (True, True)
         likely, words = complaint(authority)
-        assert (likely, "lost their memory in use" in words) == (True, True)
+        assert (likely, "lost their data while in use" in words) == (True, True)
         with Redlock(urls) as stranger:
             assert not complaint(stranger)[0]
 

@@ -66,7 +66,9 @@ class Acquiring(Releasing):
         at_least: float = 0.0,  # noqa: ARG002 - `keep_gen` needs nothing in advance
     ) -> Steps[Grant]:
         if fair:
-            raise ValueError(f"{self!r} keeps no waiting line: fair=True needs nodes of Redis or Valkey")
+            raise ValueError(
+                f"{self!r} has no fair queue: fair=True needs nodes of Redis or Valkey, etcd or ZooKeeper"
+            )
         nonce = secrets.token_hex(16)
         queues: Queues = yield HERE
         end = math.inf if timeout is None else time.monotonic() + timeout

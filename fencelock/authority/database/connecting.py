@@ -189,12 +189,13 @@ class Connecting(WithLoops):
             unseen = " (or the role has no USAGE on its schema)" if self._dialect == "postgresql" else ""
             return LeaseTableMissingError(
                 f"{self._shown} has no table {self._table}{unseen}: call lease_table(metadata) before "
-                f"create_all, or op.create_lease_table() in a migration, or type once: fencelock init URL"
+                "create_all, or op.create_lease_table() in a migration, or run once: fencelock init URL"
             )
         if lacks_column(error):
             return AuthorityError(
-                f"the table {self._table} of {self._shown} is of an earlier version and has no column queue: "
-                f"type once: fencelock init URL, or add it in a migration, a VARCHAR(255)"
+                f"the table {self._table} of {self._shown} was made by an earlier version and lacks the "
+                "column queue: run once: fencelock init URL, or add the column, a VARCHAR(255), in a "
+                "migration"
             )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
         if is_elsewhere(error) and self._dialect == "postgresql":
@@ -209,8 +210,8 @@ class Connecting(WithLoops):
         self._check_process()
         if self._engine.dialect.is_async:
             raise AuthorityError(
-                f"the driver of {self._shown} is for coroutines, where `async with` uses it; for blocking "
-                f"code, write {for_blocking(self.url)}"
+                f"the driver of {self._shown} is for coroutines: use `async with`, or in blocking code the "
+                f"URL {for_blocking(self.url)}"
             )
         if (connections := self._connections) is None:
             connections = self._connections = self._connect()

@@ -77,7 +77,7 @@ def engine_of(source: URL | Engine) -> Engine:
     if isinstance(source, Engine):
         if isinstance(source.pool, StaticPool | SingletonThreadPool):
             shares = type(source.pool).__name__
-            raise ValueError(f"several connections are needed, and {shares} shares one: take another pool")  # noqa: TRY004 - it is the engine's setting, not its type
+            raise ValueError(f"locks need several connections, and {shares} has only one: use another pool")  # noqa: TRY004 - it is the engine's setting, not its type
         return source
     try:
         source.get_dialect().import_dbapi()

@@ -117,7 +117,7 @@ class Database(Acquiring):
 
     def pruning(self, older_than: float) -> Steps[int]:
         if not _HOUR <= older_than * 1000 < math.inf:
-            raise ValueError(f"rows are pruned after an hour at least, 3600, not after {older_than!r} s")
+            raise ValueError(f"older_than is at least an hour, 3600 s, not {older_than!r}")
         age = {"age": int(older_than * 1000)}
         work = Work(lambda connection: connection.execute(self._says.prune, age).changed, seconds=60.0)
         return self.asking(work)
@@ -155,7 +155,7 @@ class Database(Acquiring):
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
         if "database" in data and not re.fullmatch("[0-9a-f]{32}", data["nonce"]):
-            raise ValueError("its nonce is none of Database's")
+            raise ValueError("its nonce has another form than those of Database")
         return Grant(resources, tokens, 0.0, data["nonce"])
 
     def extend_gen(self, wishes: Sequence[Wish]) -> Steps[list[Grant | FencelockError]]:

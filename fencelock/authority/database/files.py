@@ -33,7 +33,7 @@ def file_of(url: URL, engine: object) -> URL:
     if not path or ":memory:" in path or url.query.get("mode") == "memory":
         return url.set(database=_temporary(engine), query={})
     if path.startswith("file:"):
-        raise ValueError(f"leases need a plain path, as in sqlite:///app.db, and not {url}")
+        raise ValueError(f"leases need a plain path such as sqlite:///app.db, not {url}")
     return url.set(database=f"{Path(path).resolve()}-leases", query={})
 
 
@@ -96,7 +96,9 @@ def _make_file(path: str) -> None:
         AuthorityError: the path is a symbolic link, which another user of the folder may have made.
     """
     if Path(path).is_symlink():
-        raise AuthorityError(f"{path} is a symbolic link, and the leases need a file of their own: delete it")
+        raise AuthorityError(
+            f"{path} is a symbolic link, and the leases need a file of their own: delete the link"
+        )
     if not hasattr(os, "fchown"):  # Windows, where a file has the rights of its folder
         return
     with suppress(OSError):  # SQLite reports the error, or makes the file itself

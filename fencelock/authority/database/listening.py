@@ -91,7 +91,9 @@ class Ear:
         try:
             _lent, driver = await sa_util.greenlet_spawn(connections.detached, self._listen)
         except Exception as error:  # noqa: BLE001 - whatever a driver says of a server that is away
-            logger.info("no calls are heard: %s", error)
+            logger.info(
+                "cannot listen for released locks (NOTIFY), so waiting callers ask again and again: %s", error
+            )
             return
         loop = asyncio.get_running_loop()
         libpq = None if hasattr(driver, "add_listener") else driver.fileno()
@@ -122,7 +124,10 @@ class Ear:
 
     def _note_loss(self, error: Exception) -> None:
         if not self._is_over:
-            logger.info("no calls are heard any more: %s", error)
+            logger.info(
+                "listening for released locks (NOTIFY) has ended, so waiting callers ask again and again: %s",
+                error,
+            )
 
     def _listen(self, cursor: Any) -> None:
         cursor.execute(f'LISTEN "{self._channel}"')
@@ -130,7 +135,7 @@ class Ear:
     def _goes_on(self, run: Callable[[Steps[Any]], object]) -> bool:
         now = time.monotonic()
         if not self._heard and now > self._called_at + _PROOF:
-            logger.info("no calls arrive, as behind PgBouncer: a caller that waits looks again and again")
+            logger.info("no NOTIFY arrives, as behind PgBouncer, so waiting callers ask again and again")
             return False
         if self._is_over or self._queues.is_idle(_IDLE):
             return False

@@ -171,7 +171,7 @@ class Releasing(Connecting):
                     return
                 except AuthorityError as error:
                     name = named(owed.resources)
-                    logger.warning("%s could not be released and ends by itself: %s", name, error)
+                    logger.warning("%s could not be released, and ends with its ttl: %s", name, error)
                 else:
                     if owed.in_doubt and not found:
                         continue

@@ -227,7 +227,7 @@ class Channel:
         while len(stream.buffer) >= 5:
             length = int.from_bytes(stream.buffer[1:5], "big")
             if stream.buffer[0] or length > _LONGEST_MESSAGE:
-                raise ChannelError("a message that is packed, or far too long, has come")
+                raise ChannelError("the server has sent a message that is compressed or far too long")
             if len(stream.buffer) < 5 + length:
                 break
             stream.answer.messages.append(bytes(stream.buffer[5 : 5 + length]))

@@ -208,7 +208,7 @@ class LineAuthority(WithLoops):
             ValueError: for less than an hour, and for infinity.
         """
         if not _HOUR <= older_than < math.inf:
-            raise ValueError(f"marks are pruned after an hour at least, 3600, not after {older_than!r} s")
+            raise ValueError(f"older_than is at least an hour, 3600 s, not {older_than!r}")
         return self.run(self.pruning(older_than))
 
     def initialising(self, above: int | None) -> Steps[None]:
@@ -350,7 +350,9 @@ class LineAuthority(WithLoops):
             return (yield from self._giving_back(grant.resources, grant.proof, grant.expires_at))
         except QuorumError as error:
             self._owe(place, in_doubt=False)
-            raise QuorumError(f"{error}; it is released when they answer", nodes=error.nodes) from error
+            raise QuorumError(
+                f"{error}; it is released when the servers answer", nodes=error.nodes
+            ) from error
         except (AuthorityError, GeneratorExit):
             raise
         except BaseException:
@@ -423,7 +425,7 @@ class LineAuthority(WithLoops):
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
         if not _NONCE.fullmatch(data["nonce"]):
-            raise ValueError(f"its nonce is none of {type(self).__name__}'s")
+            raise ValueError(f"its nonce has another form than those of {type(self).__name__}")
         return Grant(resources, tokens, 0.0, data["nonce"])
 
     def _minted(self, mark: Mark, base: int) -> int:

@@ -26,8 +26,8 @@ from fencelock.tokens import MAX_COUNTER, compose
 
 _CONNECT_TIMEOUT: Final = 3.0
 _AGAINST_EVICTION: Final = (
-    "Type there: CONFIG SET maxmemory-policy noeviction (and keep that in its configuration). Where there is "
-    "no CONFIG, set it in the provider's parameter group"
+    "Run there: CONFIG SET maxmemory-policy noeviction (and keep that in its configuration). If CONFIG is "
+    "not allowed, set it in the provider's parameter group"
 )
 _MOST_RISES: Final = 3
 
@@ -86,7 +86,7 @@ def initialise(
 ) -> Steps[bool]:
     """Initialise blank nodes: see `Redlock.init`; return False if they were initialised before."""
     if not 0 <= base < MAX_COUNTER:
-        raise ValueError(f"counters start between 0 and {MAX_COUNTER - 1}, and {base} does not lie there")
+        raise ValueError(f"counters start from a number between 0 and {MAX_COUNTER - 1}, not from {base}")
     if max_ttl is not None:
         check_ttl(max_ttl)
     if not allow_eviction:
@@ -102,8 +102,8 @@ def initialise(
             return done
     if epoch:
         raise QuorumError(
-            f"too few of these nodes vote or answer to bring them to epoch {epoch}, above what the "
-            "storage has seen: run the same command again; `fencelock nodes` tells how they stand"
+            f"too few of these nodes answered to bring them to epoch {epoch}, which is above all tokens "
+            "that the storage has seen: run the same command again; `fencelock nodes` shows their state"
         )
     return done
 
@@ -117,8 +117,8 @@ def _check_eviction(group: NodeGroup, view: MembershipView) -> Steps[None]:
             continue
         if identity.eviction is not None:
             raise AuthorityError(
-                f"{name} {_what_eviction_does(identity.eviction)}. {_AGAINST_EVICTION}. Or take a Redis that "
-                "nothing else uses. --allow-eviction (allow_eviction=True) initialises it as it is"
+                f"{name} {_what_eviction_does(identity.eviction)}. {_AGAINST_EVICTION}. Or use a Redis that "
+                "no other program uses. --allow-eviction (allow_eviction=True) initialises it as it is"
             )
         logger.warning(
             "%s: its INFO does not tell whether it evicts keys: its maxmemory-policy must be noeviction", name
@@ -203,15 +203,15 @@ def _state(node: int, name: str, report: NodeReport, census: Census | None) -> t
     if seat is not None and not census.has_quorum and not census.complete:
         away = len(census.reports) < len(listed.seats)
         first = "bring back the nodes that are away; if they are lost, too: " if away else ""
-        why = f"too few nodes remember what was promised: {first}fencelock init --after-loss"
+        why = f"too few nodes remember the granted tokens: {first}fencelock init --after-loss"
     elif seat is not None:
         state = NodeState.RECOVERING if report.ticket else state
         why = "waits for a client that uses it"
     elif not report.blank and report.fingerprint != listed.fingerprint:
-        why = f"belongs to {_addresses(report.members)}, and not to {addresses}"
+        why = f"belongs to {_addresses(report.members)}, not to {addresses}"
         return NodeState.OTHER_MEMBERSHIP, why
     elif name in listed.addresses:
-        why = "another has its seat"
+        why = "another node has its seat"
     else:
         why = f"its address is none of the list's: {addresses}"
     if not report.blank and report.node_id != seat:

@@ -233,7 +233,7 @@ class Redlock(GeneratorAuthority):
 
     def load(self, resources: tuple[str, ...], tokens: tuple[int, ...], data: dict[str, Any]) -> Grant:
         if "namespace" in data and not attempts.NONCE.fullmatch(data["nonce"]):
-            raise ValueError("its nonce is none of Redlock's")
+            raise ValueError("its nonce has another form than those of Redlock")
         names, halves = tuple(sorted(resources)), dict(zip(resources, map(split, tokens), strict=True))
         attempt = Attempt(names, data["nonce"], 0.0, *names_of(self._node_key, names))
         counters = tuple(halves[name][1] for name in names)

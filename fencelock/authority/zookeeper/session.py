@@ -264,7 +264,7 @@ def _end(client: KazooClient) -> None:
 
 def _outcomes(results: Sequence[Any]) -> list[Any]:
     if not results:
-        raise ConnectionError("no server is connected to")
+        raise ConnectionError("not connected to any server")
     outcomes = [result.value if result.successful() else result.exception for result in results]
     for outcome in outcomes:
         for each in outcome if isinstance(outcome, list) else [outcome]:  # a transaction has several

@@ -184,13 +184,13 @@ def _make_list(
             ids[node] = seats.get(node, report.node_id)  # a node may name another's id: see Census.of
         elif node in seats or report.node_id in old.ids:
             raise MembershipError(
-                f"{name} does not vote at the moment, and a node that stays must: wait until clients have "
-                "admitted it again (`fencelock nodes` tells when), or leave it out"
+                f"{name} does not vote now, but a node that stays must vote: wait until clients have "
+                "admitted it again (`fencelock nodes` shows when), or leave it out"
             )
         elif not report.blank:
             raise MembershipError(
-                f"{name} is in use in another list: {_addresses(report.members)}. If nothing needs that any "
-                f"more, delete the key {group.node_key} there; or name another"
+                f"{name} is in use in another list: {_addresses(report.members)}. If no program needs that "
+                f"list any more, delete the key {group.node_key} there; otherwise name another node"
             )
         else:
             begin = ("", group.new_word(), round(max_ttl * 1000), "")
@@ -200,7 +200,7 @@ def _make_list(
             ids[node] = answer.facts[0]
     if len(set(ids.values())) < len(ids):
         raise MembershipError(
-            "two of the nodes that are to stay say the same id: name each as in the present list "
+            "two of the nodes that stay have the same id: name each as in the present list "
             f"({', '.join(old.addresses)}), or leave one of them out"
         )
     seats_now = tuple(sorted((ids[node], group.names[node]) for node in wanted))
@@ -212,8 +212,8 @@ def _check_closable(old: Membership, reports: Reports, told: dict[str, str]) -> 
     members = sum(report.admitted and report.fingerprint == old.fingerprint for report in reports.values())
     if members < old.quorum:
         raise QuorumError(
-            f"{members} of the {len(old.seats)} nodes in use vote, and a majority of them must agree to "
-            "be replaced: bring the others back, and name all of them as the present nodes "
+            f"{members} of the {len(old.seats)} nodes in use vote, and a majority must agree to the change: "
+            "bring the others back, and name all of them as the present nodes "
             f"({', '.join(sorted(old.addresses))})",
             nodes=told,
         )
@@ -259,7 +259,7 @@ def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], No
             cursor, left_ms = answer.facts
             longest = max(longest, int(left_ms) / 1000)
     if longest:
-        tell(f"waiting {longest:.0f} s for the leases that are held")
+        tell(f"waiting {longest:.0f} s until the held leases have ended")
         yield Sleep(longest)
 
 
@@ -271,9 +271,9 @@ def _open(group: NodeGroup, target: Membership, epoch: int, wanted: Sequence[int
     if len(promised) < target.quorum:
         silent = [group.names[node] for node in wanted if node not in promised]
         raise QuorumError(
-            f"too few of the new nodes are ready: bring back {', '.join(silent)} as they were, and run the "
-            "same command again; until then no lock is granted. What has restarted meanwhile cannot come "
-            "back as it was: then fencelock init --after-loss",
+            f"too few of the new nodes are ready: bring back {', '.join(silent)} without a restart, and run "
+            "the same command again; until then no lock is granted. If one of them has restarted "
+            "meanwhile: fencelock init --after-loss",
             nodes=dict.fromkeys(silent, "not ready"),
         )
     new_first = sorted(before, key=lambda node: not before[node].blank)

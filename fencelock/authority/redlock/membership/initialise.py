@@ -54,7 +54,9 @@ def initialise(group: NodeGroup, *, base: int, max_ttl: float | None, epoch: int
             yield from _open(group, membership, ids, epoch, base)
             yield from group.synced(blank)
             return True
-    raise QuorumError("others are at work on these nodes, or they restart: run the same command again")
+    raise QuorumError(
+        "another client is initialising these nodes, or they are restarting: run the same command again"
+    )
 
 
 def _max_ttl_of(answer: Reply) -> float:
@@ -80,7 +82,7 @@ def _look_again(
         if round(ttls[node] * 1000) != round(membership.max_ttl * 1000):
             raise MembershipError(
                 f"{name} {'is being' if report.blank else 'was'} initialised with a longest ttl of "
-                f"{ttls[node]:g} s, and not {membership.max_ttl:g} s: use the same"
+                f"{ttls[node]:g} s, not {membership.max_ttl:g} s: use the same --max-ttl (max_ttl=)"
             )
     return reports
 
@@ -88,9 +90,9 @@ def _look_again(
 def _check_member(name: str, report: NodeReport, membership: Membership) -> None:
     if not report.admitted:
         raise MembershipError(
-            f"{name} was initialised before and has restarted since. It does not vote until a client "
-            "that uses it has admitted it again, which takes as long as the longest lease; "
-            "`fencelock nodes` tells when. There is nothing to initialise"
+            f"{name} was initialised before and has restarted since. It does not vote until a client that "
+            "uses it has admitted it again, which takes as long as the longest lease; `fencelock nodes` "
+            "shows when. There is nothing to initialise"
         )
     theirs = Membership.from_json(report.members)
     if theirs.ids != membership.ids:
@@ -172,6 +174,6 @@ def _read(group: NodeGroup) -> Steps[Reports]:
 def _unfit(group: NodeGroup, node: int, answer: Reply) -> QuorumError:
     name, count = group.names[node], len(group.names)
     return QuorumError(
-        f"to be initialised, all {count} nodes must answer, and {name} is not fit: {answer}",
+        f"init needs a usable answer from all {count} nodes; {name}: {answer}",
         nodes={name: str(answer)},
     )

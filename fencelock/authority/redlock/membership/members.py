@@ -80,8 +80,8 @@ class Membership:
             raise MembershipError(f"a node's list of members cannot be read: {text[:100]!r}") from error
         if spoken != _SPOKEN:
             raise MembershipError(
-                f"the nodes speak protocol {spoken}, and this client {_SPOKEN}: use the version of fencelock "
-                "that initialised them"
+                f"the nodes speak protocol {spoken}, and this client speaks {_SPOKEN}: use the version of "
+                "fencelock that initialised them"
             )
         return membership
 

@@ -33,9 +33,9 @@ def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
         )
     if holder_ttl == math.inf:
         raise LockTimeoutError(
-            f"{outcome.attempt.name} is held for ever: something else than fencelock has written its key "
-            f"({', '.join(outcome.attempt.keys[1:])}) without an end; `fencelock release NAME "
-            "--force --reason why` removes it",
+            f"{outcome.attempt.name} is held for ever: another program than fencelock has written its key "
+            f"({', '.join(outcome.attempt.keys[1:])}) without an expiry; `fencelock release NAME --force "
+            "--reason why` removes it",
             holder_ttl=holder_ttl,
         )
     raise held_by_another(outcome.attempt.resources, holder_ttl)
@@ -55,13 +55,13 @@ def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
         )
     if said[ReplyKind.FULL] > spare:
         raise CountersExhaustedError(
-            f"no more tokens can be counted in this epoch: {report}; begin the next, which takes no restart: "
-            f"`{node_set.init_command} --after-loss --database URL` (docs/recover.md)"
+            f"no tokens are left in this epoch: {report}; begin the next epoch, for which no restart is "
+            f"needed: `{node_set.init_command} --after-loss --database URL` (docs/recover.md)"
         )
     voters = sum(answer.kind in VOTING for answer in answers.values())
-    advice = "bring the others back, or mend their URLs"
+    advice = "bring the others back, or correct their URLs"
     if said[ReplyKind.AMNESIA] or said[ReplyKind.RESTARTED]:
-        advice = f"{_when_back(node_set, answers)}; `fencelock nodes` tells more (docs/redis.md)"
+        advice = f"{_when_back(node_set, answers)}; `fencelock nodes` shows more (docs/redis.md)"
     elif any(MISSING_RIGHT in answer.detail for answer in answers.values()):
         advice = "give the user that right"
     raise QuorumError(
@@ -80,11 +80,11 @@ def _why_blank(node_set: NodeSet, blank: int, report: str) -> str:
     )
     if blank < len(node_set.names):
         return (
-            f"{blank} of {len(node_set.names)} nodes are blank, and may have forgotten tokens that they gave "
-            f"out ({report}). {used}. {new}"
+            f"{blank} of {len(node_set.names)} nodes are blank, and may have forgotten tokens that they "
+            f"granted ({report}). {used}. {new}"
         )
     if node_set.fingerprint:
-        return f"no node is initialised any more: they have lost their memory in use. {used}. {new}"
+        return f"no node is initialised any more: all have lost their data while in use. {used}. {new}"
     return f"no node is initialised. {new}. {used}"
 
 
@@ -92,18 +92,26 @@ def _when_back(node_set: NodeSet, answers: NodeReplies) -> str:
     """Return a text that says when restarted nodes vote again, as far as their answers tell."""
     waits = [answer.ttl for answer in answers.values() if answer.kind is ReplyKind.RESTARTED]
     if waits and not max(waits):
-        return "what restarted votes again as soon as a client has admitted it, which begins now: try again"
+        return (
+            "nodes that restarted vote again as soon as a client has admitted them, which begins now: try "
+            "again"
+        )
     if waits and max(waits) < math.inf:
-        return f"what restarted votes again in {math.ceil(max(waits))} s, when the next client admits it"
+        return (
+            f"nodes that restarted vote again in {math.ceil(max(waits))} s, when the next client admits them"
+        )
     longest = f", {node_set.max_ttl:g} s," if node_set.max_ttl < math.inf else ""
-    return f"what restarted votes again when the longest lease{longest} has passed since a client met it"
+    return (
+        f"nodes that restarted vote again when the longest lease{longest} has passed since a client met them"
+    )
 
 
 def raise_ttl_too_long(ttl: float, node_set: NodeSet) -> NoReturn:
     """Raise ValueError for a ttl above `max_ttl`: a node that lost its memory stays out for no longer."""
     raise ValueError(
-        f"a ttl (or at_least) of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes allow: "
-        "one that lost its memory stays out for no longer. Use a shorter one (a ttl is renewed), or type: "
+        f"a ttl (or at_least) of {ttl:g} s is longer than the {node_set.max_ttl:g} s that these nodes "
+        "allow, because a node that restarts stays out only for that time. Use a shorter one (leases are "
+        "renewed), or run: "
         + node_set.init_command.replace("init", f"nodes set --max-ttl {math.ceil(ttl)}", 1)
     )
 

@@ -59,8 +59,8 @@ class LoopConnections(Connections):
     ) -> None:
         if type(loop).add_reader is asyncio.AbstractEventLoop.add_reader:
             raise RuntimeError(
-                f"{type(loop).__name__} does not tell when a socket can be read, and locks on nodes of Redis "
-                "wait for that: asyncio.run(main(), loop_factory=asyncio.SelectorEventLoop), from Python 3.12"
+                f"{type(loop).__name__} cannot tell when a socket is readable, which locks on Redis nodes "
+                "need: use asyncio.run(main(), loop_factory=asyncio.SelectorEventLoop), from Python 3.12"
             )
         super().__init__(nodes, node_key, **options)
         self._sockets: dict[int, socket.socket] = {}

@@ -217,7 +217,7 @@ def _open(server: Server, node_key: str, *, verify_votes: bool) -> Opened:
 def _joined(failures: list[tuple[str, UnusableError]]) -> UnusableError:
     """Return the error to report for a node behind Sentinel or in a cluster."""
     if not failures:
-        return UnusableError(ReplyKind.UNREACHABLE, "the servers of its cluster send to one another")
+        return UnusableError(ReplyKind.UNREACHABLE, "the servers of its cluster redirect to each other")
     passing = [error for _, error in failures if error.answer.kind is not ReplyKind.ERROR]
     said = passing[0].answer.kind if passing else ReplyKind.ERROR
     return UnusableError(said, "; ".join(f"{address}: {error}" for address, error in failures))
@@ -240,13 +240,13 @@ def _why(error: Exception) -> UnusableError:
 def _why_refused(error: ResponseError) -> UnusableError:
     if isinstance(error, ClusterDownError) or str(error).startswith("CLUSTERDOWN"):
         return UnusableError(
-            ReplyKind.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` tells: {error}"
+            ReplyKind.UNREACHABLE, f"its cluster is down, as `redis-cli --cluster check` shows: {error}"
         )
     if is_moved(error):  # not followed, because the node is not named as a cluster
         return UnusableError(
             ReplyKind.ERROR,
-            "it is a server of a cluster, in which another one has the keys: name the node by its hosts, "
-            "redis+cluster://host1:6379,host2:6379",
+            "it is one server of a cluster, and another server has the keys: name the whole cluster as the "
+            "node, redis+cluster://host1:6379,host2:6379",
         )
     passing = isinstance(error, _PASSING_EXCEPTIONS) or str(error).startswith(PASSING_ERRORS)
     return UnusableError(ReplyKind.UNREACHABLE if passing else ReplyKind.ERROR, str(error))

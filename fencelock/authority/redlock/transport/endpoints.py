@@ -234,7 +234,7 @@ def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
     try:
         server.new_connection()  # opens nothing yet, but raises for an unknown setting
     except TypeError as error:
-        raise ValueError(f"has a setting that is unknown: {error}") from None
+        raise ValueError(f"has an unknown setting: {error}") from None
     return server
 
 
@@ -266,7 +266,7 @@ def _of_url(url: str, timeout: float) -> Endpoint:
     servers = [_server_of(pool, timeout) for pool in pools]
     if kind == "cluster":
         if path not in {"", "0"} or servers[0].settings.get("db"):
-            raise ValueError("names a database, and a cluster has one only: leave it out")
+            raise ValueError("names a database, but a cluster has only one: leave the number out")
         return Endpoint(kind, servers[0], servers)
     if not service:
         raise ValueError(
@@ -290,11 +290,13 @@ def _of_pool(pool: Any, timeout: float) -> Endpoint:
         server = _server_of(pool, timeout)
         return Endpoint("", server, [server])
     if not pool.is_master:
-        raise TypeError("this client is for replicas, only primaries grant locks: make it with `master_for`")
+        raise TypeError(
+            "this client is for replicas, but only primaries grant locks: make it with `master_for`"
+        )
     if pool.connection_class not in _PLAIN:
         raise TypeError(
-            f"this client connects in a way of its own ({pool.connection_class.__name__}), which cannot be "
-            "repeated here: name the node by its URL"
+            f"fencelock cannot repeat how this client connects ({pool.connection_class.__name__}): name the "
+            "node by its URL"
         )
     manager, name = pool.sentinel_manager, pool.service_name
     server = _server_of(pool, timeout)

@@ -208,9 +208,9 @@ class NodeConnections:
         unanswered = connection.unanswered
         owes_for = now - unanswered[0].sent_at
         if owes_for > self._patience:
-            return Reply(ReplyKind.SILENT, detail=f"it owes an answer for {owes_for:.1f} s")
+            return Reply(ReplyKind.SILENT, detail=f"it has not answered for {owes_for:.1f} s")
         if len(unanswered) >= _MOST_UNANSWERED:
-            return Reply(ReplyKind.SILENT, detail=f"it owes {len(unanswered)} answers")
+            return Reply(ReplyKind.SILENT, detail=f"{len(unanswered)} commands to it are unanswered")
         return None
 
     def listen(self, now: float) -> bool:
