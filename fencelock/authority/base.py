@@ -47,7 +47,7 @@ def named(resources: Iterable[str]) -> str:
 
 
 _LEAST_SHOWN: Final = 0.001
-"""Seconds; if a holder has less left, the error does not mention a holder."""
+"""Seconds; if a holder has less left, the message does not mention a holder."""
 
 
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
@@ -162,8 +162,8 @@ class Authority(abc.ABC):
         """Acquire all resources, or none, and return the grant.
 
         Raises:
-            LockTimeoutError: another holder kept one until the timeout.
-            AuthorityError: the authority did not answer, or must not grant now.
+            LockTimeoutError: the resources were not acquired before the timeout.
+            AuthorityError: the authority did not answer in time, or refuses.
             ValueError: the authority does not allow these terms.
         """
 

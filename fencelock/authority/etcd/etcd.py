@@ -399,7 +399,7 @@ def _first_lease(nonce: str) -> int:
 
 
 def _is_empty(line: bytes, *, before: int = 1) -> bytes:
-    """Return the comparison that a line is empty; with `before`, that it has no older entry."""
+    """Return the comparison that a line is empty, or has no entry from a revision earlier than `before`."""
     if before > 1:
         return messages.compare(line, messages.CREATE, messages.GREATER, before - 1, end=messages.after(line))
     return messages.compare(line, messages.CREATE, messages.EQUAL, 0, end=messages.after(line))

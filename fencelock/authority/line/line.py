@@ -1,4 +1,4 @@
-"""The line: how etcd and ZooKeeper grant leases, first come, first served."""
+"""How etcd and ZooKeeper grant leases: by a line for each resource, first come, first served."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Enter the lines, if `alone` only empty ones; return tokens if the place holds, else a `View`."""
+        """Enter the lines; if `alone`, only empty ones. Return tokens if the place holds, else a `View`."""
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
