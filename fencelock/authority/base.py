@@ -47,7 +47,7 @@ def named(resources: Iterable[str]) -> str:
 
 
 _LEAST_SHOWN: Final = 0.001
-"""Seconds; if a holder has less left, the message does not mention a holder."""
+"""Seconds; if a holder has less left, the error does not mention a holder."""
 
 
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:

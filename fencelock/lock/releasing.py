@@ -101,7 +101,7 @@ def _release_in_loop(hold: Hold, loop: asyncio.AbstractEventLoop) -> None:
 
 def _release_in_thread(hold: Hold) -> None:
     """Release in a new thread, which the interpreter joins before it exits."""
-    with contextlib.suppress(RuntimeError):  # the interpreter ends, and releases everything
+    with contextlib.suppress(RuntimeError):  # too many threads, or the interpreter ends
         _threads.start(threading.Thread(target=_release_logged, args=(hold,), name="fencelock-release"))
 
 

@@ -70,7 +70,7 @@ class Place:
     """An acquisition, and what the store has granted to it.
 
     Attributes:
-        began: when its lease was asked for or extended (`time.monotonic`); for a release, when the lease ends.
+        began: when its lease was asked for or extended (`time.monotonic`); for a release, when it ends.
         granted: seconds that the lease lasts from then on.
         revision: etcd's revision of its entries; 0 if unknown.
     """

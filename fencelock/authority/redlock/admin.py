@@ -109,7 +109,7 @@ def initialise(
 
 
 def _check_eviction(group: NodeGroup, view: MembershipView) -> Steps[None]:
-    """Raise AuthorityError for a blank node that drops keys when its memory is full; warn if this is unknown."""
+    """Raise AuthorityError for a blank node that drops keys when its memory is full; warn if unknown."""
     reports, _ = yield from group.read()
     for node, report in reports.items():
         name, identity = group.names[node], view.identities.get(node)

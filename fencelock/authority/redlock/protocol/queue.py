@@ -8,7 +8,7 @@ differ about the order of two contenders that come at the same time. So a conten
 called its place. If only some nodes have called, it tries after a short moment, because perhaps no place gets
 a majority. If this attempt fails, it passes on the locks that were kept for it.
 
-All of this is hints. A lost, late or false call costs time, but cannot make two holders.
+These are only hints: a lost, late or false call costs time, but cannot make two holders.
 """
 
 from __future__ import annotations

@@ -153,7 +153,7 @@ class NodeConnections:
     def worth_waiting_until(self, began: float, request: Broadcast, now: float) -> float:
         """Return until when connections are worth waiting for before a request is sent.
 
-        This is until there is a majority, and a moment longer before the very first exchange.
+        This is mostly until there is a majority; before the very first exchange, a moment longer.
         """
         if not self.absent or request.patience <= 0.0:
             return now
