@@ -85,7 +85,7 @@ _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def warn_of_blocked_loop(key: str) -> None:
-    """Log, once for each event loop, that a blocking acquisition keeps it from running."""
+    """Log, once for each event loop, that a blocking acquisition keeps the loop from running."""
     if (loop := running_loop()) is not None and loop not in _warned_of:
         _warned_of.add(loop)
         logger.warning(
@@ -103,7 +103,7 @@ class Terms(TypedDict):
         ttl: seconds that the leases last.
         timeout: seconds to wait for other holders; None for ever, 0 one try.
         fair: the client that has waited longest acquires first, as far as the authority can tell.
-        go_on: called after each wait; may raise `GivenUp`.
+        go_on: called while waiting; may raise `GivenUp`.
         at_least: for how many seconds from its grant `keep_gen` may keep the lease.
     """
 

@@ -30,7 +30,7 @@ class ThreadWakeup:
     """Wakes a thread that sleeps; a `wake` before the sleep counts, too. Any thread may call `wake`."""
 
     def __init__(self) -> None:
-        # Not an Event, because a signal handler that interrupts `set` and calls it again would wait for ever.
+        # Not an Event, because a signal handler that interrupts `set` and calls it again could wait for ever.
         self._asleep = threading.Lock()
         self._asleep.acquire()
 

@@ -90,7 +90,7 @@ class Acquiring(Releasing):
             raise
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
-        """Run `steps`, with a place in the queue of this world's callers if it may wait for one resource."""
+        """Run `steps`; if the caller may wait for a single resource, with a place in this world's queue."""
         resources, end, queues, place, *_ = waiting
         try:
             if len(resources) == 1 and end > time.monotonic():
@@ -114,7 +114,7 @@ class Acquiring(Releasing):
         looked_free = False
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         if len(resources) > 1:
-            place.queue.put_off()  # so that nothing is kept at once for a caller that needs several resources
+            place.queue.put_off()  # so that no resource is kept at first for a caller that needs several
         waited = yield from self._standing(waiting)
         # If one of several resources is held, an attempt would lock the rows of the others in vain.
         if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
@@ -203,12 +203,13 @@ class Acquiring(Releasing):
     def _pause(self, waiting: _Waiting) -> float:
         """Return how many seconds to wait before the next check.
 
-        Without calls, it grows with the number of worlds ahead; for the first world, with its time as first.
+        Without calls, the pause of the first world grows with the time since it became the first. The pause
+        of another world grows with the number of worlds ahead.
         """
         if waiting.is_called:
             return _HEARING
         shortest, longest = _PAUSES[self._dialect]
-        if len(waiting.resources) > 1:  # all must be free at one check, and each is kept only 0.1 s
+        if len(waiting.resources) > 1:  # all must be free at one check, and each is kept for 0.1 s only
             longest = min(longest, _SEVERAL)
         place = waiting.place
         pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2

@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 #: Advice for the errors of a standby.
 STANDBY: Final = "; this server is a standby: name all hosts in the URL, and target_session_attrs=read-write"
-#: The most tries for work that meets errors that may pass.
+#: The most tries for one `Work`.
 _TRIES: Final = 3
-#: The most and the least seconds that a work of one statement may take by default.
+#: The most and the least seconds that work of one statement may take by default.
 ANSWER: Final = (2.0, 1.0)
 #: Connections of a parent process. A child keeps a reference, because freeing them would close them.
 _of_parents: list[object] = []
@@ -68,7 +68,7 @@ class Work(NamedTuple):
     durable: bool = True
     #: How many statements the work takes, roughly.
     statements: int = 1
-    #: Seconds that the work may take; `asking` raises them to its own limit.
+    #: Seconds that the work may take; `asking` raises them if its own limit is higher.
     seconds: float = 0.0
     #: Until when a connection has to be open, on the clock of `time.monotonic`.
     until: float = 0.0

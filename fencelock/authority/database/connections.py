@@ -1,6 +1,6 @@
 """The connections of a database that grants leases: a bounded pool, and a time limit for work.
 
-No connection is pinged before use. If a statement finds one lost, the pool also drops all older ones.
+No connection is pinged before use. If one is found lost, the pool drops it and all older ones.
 """
 
 from __future__ import annotations
@@ -202,7 +202,6 @@ class Lent:
                 raise self._wrapped(error, cursor) from error
 
     def scalar(self, statement: Statement, values: dict[str, Any] | None = None) -> Any:
-        """Return the first value of the first row, or None."""
         rows = self.execute(statement, values).rows
         return rows[0][0] if rows else None
 

@@ -56,7 +56,7 @@ class Place:
         self.is_late = False
         #: How many worlds are known to come before this one.
         self.worlds_ahead = 0
-        #: Since when no world comes before, on the clock of `time.monotonic`.
+        #: Since when no world comes before this one, on the clock of `time.monotonic`.
         self.next_since: float = time.monotonic()
         #: Whether the caller has to make an attempt now.
         self.is_due = False
@@ -117,7 +117,7 @@ class Queue:
 
     @property
     def has_to_queue(self) -> bool:
-        """Whether to join the queue of worlds now; after True it is False for a while."""
+        """Whether to join the queue of worlds now; after True, it is False for a while."""
         if (now := time.monotonic()) < self._queued_at + _KEPT:
             return False
         self._queued_at = now
@@ -152,7 +152,7 @@ class Queues:
         return Place(self.new_wakeup(), ttl)
 
     def join(self, resource: str, place: Place) -> None:
-        """Append a place to the queue, unless a signal handler that interrupted a caller in it asks."""
+        """Append a place to the queue; not for a signal handler that has interrupted a caller in it."""
         with self._mutex:
             queue = self._queues.setdefault(resource, place.queue)
             if queue is place.queue:
@@ -221,7 +221,7 @@ class Queues:
 
     @property
     def has_to_listen(self) -> bool:
-        """Whether to begin to listen now; after True it is False for a while."""
+        """Whether to begin to listen now; after True, it is False for a while."""
         now = self._last_wait = time.monotonic()
         if self.hears or now < self._listens_again:
             return False

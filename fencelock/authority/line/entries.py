@@ -30,7 +30,7 @@ class Mark(NamedTuple):
 
     token: int = 0
     nonce: str = ""
-    #: Until when the holder keeps the resource without an entry, in Unix milliseconds; 0 if it has not to.
+    #: Until when the holder keeps the resource without an entry, in Unix milliseconds; 0 if not at all.
     kept_until: int = 0
     #: The text that the holder's deleted entry had; empty if the resource is not kept.
     text: str = ""
@@ -70,7 +70,7 @@ class Place:
     """An acquisition, and what the store has granted to it.
 
     Attributes:
-        began: when its lease was asked for or extended (`time.monotonic`); for a release, when it ends.
+        began: the time from which `granted` counts, on the clock of `time.monotonic`.
         granted: seconds that the lease lasts from then on.
         revision: etcd's revision of its entries; 0 if unknown.
     """

@@ -71,7 +71,6 @@ class NodeStatus:
 
 
 def group_of(names: tuple[str, ...], node_key: str, patience: float) -> NodeGroup:
-    """Return the group of nodes for a procedure, with random numbers of this process."""
     return NodeGroup(names, node_key, patience, lambda: secrets.token_hex(16), random.random)
 
 

@@ -87,7 +87,7 @@ class Session:
         client = self._new_client()
         while (work := self._to_do.get()) is not None:
             if self._is_over:
-                # Servers that have lost their data would refuse this client for ever, as it has seen more.
+                # Servers that have lost their data would refuse this client for ever: it has seen newer data.
                 threading.Thread(target=_end, args=(client,), daemon=True).start()
                 self.renewals += 1
                 client = self._new_client()

@@ -174,7 +174,7 @@ class Acquisition:
         except (FencelockError, GeneratorExit):  # the last attempt is abandoned already
             self.leave_queue()
             raise
-        except BaseException:  # mostly of a signal handler, or a cancellation: nothing else would release it
+        except BaseException:  # mostly a signal handler's error, or a cancellation: only this releases it
             yield from self.abandon_latest()
             self.leave_queue()
             raise

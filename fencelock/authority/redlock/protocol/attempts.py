@@ -35,7 +35,7 @@ class NodeSet:
     Attributes:
         names: the nodes' addresses without passwords, for messages.
         node_key: key of each node's hash, `{namespace}`. Its braces keep all keys in one slot.
-        fingerprint: that of the membership; commands name it, and nodes compare it.
+        fingerprint: that of the membership; commands name it, nodes compare it.
         order: the nodes' indexes in the fixed order that all clients agree on.
         max_ttl: longest lease in seconds that this membership allows.
         patience: seconds to wait for a silent node before deciding without it.

@@ -92,7 +92,7 @@ def remint(
     """Exchange a grant for one with larger tokens; no other holder gets a grant in between.
 
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
-    decided and confirmed as any other. Some nodes may have forgotten the old nonce already. So it is
+    decided and confirmed as any other. Some nodes may have forgotten the old nonce. So it is
     repeated, until the validity is over, or other clients have too many locks.
 
     Raises:
@@ -176,7 +176,7 @@ def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
 def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
     """Return whether a majority has had a grant's lock all the time; None if a later round may confirm it.
 
-    A lock that was made again counts from the next round on; on a blank node, once the node is admitted.
+    A lock that was made again counts from the next round on; on a blank node, after its admission.
     """
     extended = missed = 0
     for answer in answers.values():

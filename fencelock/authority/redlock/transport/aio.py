@@ -1,6 +1,6 @@
 """The asyncio driver: all tasks of a loop share one connection to each node, which the loop reads.
 
-The requests of one turn of the loop mostly leave in one write for each node. A loop refers to its connections
+Requests of one turn of the loop mostly leave in one write for each node. A loop refers to its connections
 by its readers and timers. The connections refer to the loop weakly, so that an abandoned loop can be freed.
 They are closed when it is freed, or when the next loop uses the authority.
 """
@@ -241,7 +241,7 @@ class LoopConnections(Connections):
                 self._write(index)
 
     def _write(self, index: int) -> None:
-        """Write as much as the socket takes; the loop says when it takes more."""
+        """Write as much as the socket takes; the loop calls this again when the socket takes more."""
         connection = self._nodes.connection(index)
         if connection is None:
             return

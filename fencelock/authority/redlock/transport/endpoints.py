@@ -1,6 +1,6 @@
 """Where a node is: its URL or client, and the servers to connect to at the moment.
 
-Behind Sentinel and in a Redis Cluster another server may take over. So each new connection asks where to go.
+Behind Sentinel and in a Redis Cluster another server may take over. So each connection asks where to go.
 A server process that was not admitted to the quorum never votes: it can only refuse.
 """
 
@@ -125,7 +125,7 @@ class Endpoint:
         for sentinel in self.named:
             try:
                 services = _services_of(sentinel)
-            except Exception as error:  # noqa: BLE001 - whatever a stranger on that port says
+            except Exception as error:  # noqa: BLE001 - whatever another program on that port says
                 failures.append(f"{sentinel.address}: {error}")
                 continue
             if self.service not in services:
@@ -157,7 +157,7 @@ class Endpoint:
 
 
 def is_moved(error: Exception) -> bool:
-    """Return whether an error says that another server has the keys; redis-py cuts off MOVED."""
+    """Return whether an error says that another server has the keys; redis-py cuts off the word MOVED."""
     return isinstance(error, MovedError) or str(error).startswith("MOVED ")
 
 

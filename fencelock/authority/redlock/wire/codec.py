@@ -187,7 +187,7 @@ def read_reply(reply: Any) -> Reply | None:
 def read_answer(reply: Any) -> Reply:
     if isinstance(reply, hiredis.ReplyError):
         text = str(reply)
-        # Before version 7, an error in a script is quoted in another error.
+        # Before Redis 7, an error in a script is quoted in another error.
         reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
         if reason.startswith(PASSING_ERRORS):
             return Reply(ReplyKind.UNREACHABLE, detail=reason)
