@@ -146,8 +146,8 @@ class Authority(abc.ABC):
     - `is_held_gen(resources)` returns whether one of the resources is known to have a holder; False while
       contenders have divided the votes. `if_held="skip"` needs it.
     - `dump(grant)` returns plain data for a grant. `load(resources, tokens, data)` returns the grant of such
-      data, whose end is unknown until it is extended. `vouch_gen(grant)` returns whether its tokens are those
-      that were granted.
+      data, whose end is unknown until it is extended. `vouch_gen(grant)` returns whether its locks are held
+      with its tokens.
     """
 
     #: The same authority for coroutines.

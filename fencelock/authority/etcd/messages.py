@@ -69,7 +69,7 @@ def _bytes(field: int, content: bytes) -> bytes:
 
 
 def fields_of(message: bytes) -> dict[int, list[Any]]:
-    """Return the fields of a message by their numbers: ints, or the bytes of texts and messages.
+    """Return the fields of a message by their numbers: ints or bytes; for fixed-length ones, empty bytes.
 
     Raises:
         ValueError: the message ends too early.

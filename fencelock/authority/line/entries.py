@@ -70,7 +70,7 @@ class Place:
     """An acquisition, and what the store has granted to it.
 
     Attributes:
-        began: the time from which `granted` counts, on the clock of `time.monotonic`.
+        began: the time from which `granted` counts (`time.monotonic`).
         granted: seconds that the lease lasts from then on.
         revision: etcd's revision of its entries; 0 if unknown.
     """

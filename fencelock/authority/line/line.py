@@ -77,7 +77,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Return new tokens if the place is first in all lines, else a `View`; maybe `extend` its lease."""
+        """Return new tokens if the place is first in all lines, else a `View`; may `extend` its lease."""
 
     @abc.abstractmethod
     def _giving_back(
@@ -132,7 +132,7 @@ class LineAuthority(WithLoops):
     def asking(
         self, requests: Sequence[Any], until: float, again: list[str] | None = None
     ) -> Steps[list[Any]]:
-        """Return the answers to requests, which may be sent several times; `again` collects the reasons.
+        """Return the answers to requests, which may be sent again; `again` collects the reasons for that.
 
         Raises:
             QuorumError: no server could answer them in time.

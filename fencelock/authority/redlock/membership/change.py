@@ -122,7 +122,7 @@ def _present_list(reports: Reports) -> Membership | None:
 
 
 def _epoch_of_stragglers(group: NodeGroup, present: Membership, reports: Reports) -> int:
-    """Return an epoch for nodes that an interrupted change has not opened; 0 if they cannot be opened.
+    """Return an epoch for nodes that an interrupted change has not opened; 0 if none can be opened.
 
     These nodes have not voted in this list yet. The epoch is above all that they and the voters know.
     """

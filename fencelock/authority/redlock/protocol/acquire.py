@@ -394,7 +394,7 @@ def _enough_confirmed(needed: int, asked: int) -> Callable[[NodeReplies], bool]:
 
 
 def next_pause(outcome: Failed, tries: int, random: float) -> float:
-    """Return the seconds until the next try: longer with each try, and random, so that contenders differ."""
+    """Return the seconds until the next try: mostly longer than before; random, so that contenders differ."""
     if tries == 1 and outcome.contended and not outcome.split and not outcome.attempt.place:
         return 0.0  # the next attempt waits in line
     ends = [answer.ttl for answer in outcome.answers.values() if answer.kind is ReplyKind.HELD]

@@ -250,7 +250,7 @@ class NodeConnections:
         return connection
 
     def failed(self, index: int, failure: Reply, now: float) -> None:
-        """Note why a node could not be connected to, and put off the next try: longer after each failure."""
+        """Note why a node could not be connected to, and put off the next try: mostly longer than before."""
         node = self._nodes[index]
         node.failure = failure
         node.pause = min(LONGEST_BACKOFF, 2 * node.pause)
