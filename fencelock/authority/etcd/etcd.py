@@ -1,4 +1,7 @@
-"""The class `Etcd`: its requests to the members of a cluster, and how it reads their answers."""
+"""The class `Etcd`: its requests to the members of a cluster, and how it reads their answers.
+
+A comment in `line.py` explains lines, entries, marks and the base.
+"""
 
 from __future__ import annotations
 

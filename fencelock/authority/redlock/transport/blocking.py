@@ -279,7 +279,7 @@ class SharedConnections(Connections):
                 return
 
     def _clean_up(self, waiting: Wait) -> None:
-        """End a wait that an exception has interrupted, and drop dirty connections."""
+        """End a wait that an exception has interrupted; drop connections whose answers could be mixed up."""
         self._nodes.drop_dirty()
         self._end(waiting)
 

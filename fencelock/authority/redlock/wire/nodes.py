@@ -132,7 +132,7 @@ class NodeConnections:
         self._introduction = introduction
 
     def connection(self, node: int) -> Connection | None:
-        """Return the connection to a node, or None; a dirty connection is given up."""
+        """Return the connection to a node, or None; give up one on which answers could be mixed up."""
         connection = self._nodes[node].connection
         if connection is not None and connection.changing:
             self.drop_dirty()
@@ -259,7 +259,7 @@ class NodeConnections:
     def receive(self, index: int, read: Callable[[], bytes | None], now: float) -> Sequence[str]:
         """Pass on the answers that `read` returns; return the places in line that were called.
 
-        If this is interrupted, the connection stays dirty.
+        If this is interrupted, `drop_dirty` gives up the connection later.
         """
         node = self._nodes[index]
         if (connection := self.connection(index)) is None:
