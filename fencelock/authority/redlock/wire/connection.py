@@ -131,7 +131,7 @@ class Connection:
         outgoing: bytes still to be written.
         published: messages on the channel of this client, until `NodeConnections.receive` handles them.
         changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
-            While it is not 0, answers could be mixed up. An interrupted change is never taken back.
+            While it is not 0, answers could be mixed up. An interrupted change is counted for ever.
     """
 
     __slots__ = (
