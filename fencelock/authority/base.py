@@ -85,7 +85,7 @@ _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
 def warn_of_blocked_loop(key: str) -> None:
-    """Log, once for each event loop, that a blocking acquisition keeps it from running."""
+    """Log, once for each event loop, that a blocking acquisition keeps the loop from running."""
     if (loop := running_loop()) is not None and loop not in _warned_of:
         _warned_of.add(loop)
         logger.warning(
@@ -102,7 +102,7 @@ class Terms(TypedDict):
         ttl: seconds that the leases last.
         timeout: seconds to wait for other holders; None for ever, 0 one try.
         fair: the client that has waited longest acquires first, as far as the authority can tell.
-        go_on: called after each wait; may raise `GivenUp`.
+        go_on: called while waiting; may raise `GivenUp`.
         at_least: for how many seconds from its grant `keep_gen` may keep the lease.
     """
 
@@ -145,8 +145,8 @@ class Authority(abc.ABC):
     - `is_held_gen(resources)` returns whether one of the resources is known to have a holder; False while
       contenders have divided the votes. `if_held="skip"` needs it.
     - `dump(grant)` returns plain data for a grant. `load(resources, tokens, data)` returns the grant of such
-      data, whose end is unknown until it is extended. `vouch_gen(grant)` returns whether its tokens are those
-      that were granted.
+      data, whose end is unknown until it is extended. `vouch_gen(grant)` returns whether its locks are held
+      with its tokens.
     """
 
     #: The same authority for coroutines.
@@ -161,8 +161,8 @@ class Authority(abc.ABC):
         """Acquire all resources, or none, and return the grant.
 
         Raises:
-            LockTimeoutError: another holder kept one until the timeout.
-            AuthorityError: the authority did not answer, or must not grant now.
+            LockTimeoutError: the resources were not acquired before the timeout.
+            AuthorityError: the authority did not answer in time, or refuses.
             ValueError: the authority does not allow these terms.
         """
 

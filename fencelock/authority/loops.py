@@ -1,4 +1,4 @@
-"""Steps that differ between threads and loops: waits, cleaning up after interruptions, the end of a loop."""
+"""Steps that threads and event loops execute in different ways, and the classes that execute them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class ThreadWakeup:
     """Wakes a thread that sleeps; a `wake` before the sleep counts, too. Any thread may call `wake`."""
 
     def __init__(self) -> None:
-        # Not an Event, because a signal handler that interrupts its `set` would wait for itself.
+        # Not an Event, because a signal handler that interrupts `set` and calls it again could wait for ever.
         self._asleep = threading.Lock()
         self._asleep.acquire()
 
@@ -43,7 +43,7 @@ class ThreadWakeup:
 
 
 class LoopWakeup:
-    """Wakes a task of the running loop."""
+    """Wakes a task of the event loop in which it was made. Any thread may call `wake`."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -106,9 +106,9 @@ _SLEEP: Final = 1.0
 
 
 class LoopEnd:
-    """Waits at the end of an event loop until `tasks` have ended, and then calls `close`.
+    """Waits until `tasks` have ended, and then calls `close`: when its event loop ends, or at `end`.
 
-    It has an asynchronous generator, because `asyncio.run` closes those of its loop.
+    It has an asynchronous generator, because `asyncio.run` closes such generators when its loop ends.
     """
 
     def __init__(
@@ -185,7 +185,7 @@ class WithLoops(GeneratorAuthority):
         loop = asyncio.get_running_loop()
         if (end := self._loop_ends.get(loop)) is None or end.over:
             for each in list(self._loop_ends):
-                if each.is_closed():  # it was closed before its `LoopEnd` was over
+                if each.is_closed():
                     self._loop_ends.pop(each, None)  # another loop may remove it, too
             end = self._loop_ends[loop] = self.open_in_loop()
         return end
@@ -253,7 +253,7 @@ class AsyncWithLoops(AsyncView):
             if latest is not None:
                 await asyncio.wait([latest])
             await self.run(step.giving_back())
-        except asyncio.CancelledError:  # a loop that ends cancels all tasks, and waits for a new one
+        except asyncio.CancelledError:  # a loop that ends cancels all tasks; `LoopEnd` waits for a new one
             self._authority.loop_end().begin(self._abandon(step, latest))
             raise
         except FencelockError as error:

@@ -206,7 +206,7 @@ class BaseLock(Generic[Token]):
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
     ) -> Steps[tuple[str, ...]]:
-        """Enter the holds that the owner has already; return the names that are still to be acquired."""
+        """Enter the owner's holds, unless a lease is taken over; return the names still to be acquired."""
         if not self._reentrant:
             raise LockTimeoutError(f"{self!r}: {_ITSELF}")
         if self._handed is not None:

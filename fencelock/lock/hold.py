@@ -57,7 +57,7 @@ class Hold:
         renewer: extends the hold; None without renewal.
         loop: returns the event loop whose task acquired the hold; returns None for blocking code.
         leases: one for each resource. All of them end together.
-        itself: a weak reference to the hold, because a lock object that is freed must not be extended.
+        itself: a weak reference to the hold, because the renewer must not keep an abandoned lock alive.
         blocks: marks of the blocks that have entered the hold; it is released when the last one is left.
         last_error: why the last extension failed; empty if it did not.
         renew_at: when the renewer looks at the hold next.

@@ -172,7 +172,7 @@ def leave_gen(block: Block) -> Steps[LostLease | None]:
 def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
     """Release a hold; if its lease was lost before, return the loss, else None.
 
-    The authority keeps the lease until `at_least` has passed. This process takes it for released at once.
+    The authority keeps the lease until `at_least` has passed. This process treats it as released at once.
     """
     if hold.given_back:
         return None

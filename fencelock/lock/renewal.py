@@ -8,7 +8,7 @@ as a newer holder has claimed the row.
 
 A release first stops the renewal, and waits for an extension that is under way, so that nothing is extended
 after its release. Only the loop's own thread can wait for an extension of the loop. For other threads, the
-extension may make locks again after the release, so the later one of the two releases once more.
+extension may make locks again after the release, so whichever ends later sends another release.
 
 `BatchRenewer` plans when holds are due, and handles the outcomes. `ThreadRenewer` extends them in one thread
 for each authority, which ends after a while without holds. `LoopRenewer` uses timers and tasks of the loop.

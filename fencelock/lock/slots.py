@@ -83,7 +83,7 @@ def slot_names(name: str, first: int, end: int) -> tuple[str, ...]:
 
 
 def _wait_for_higher_gen(block: Block, name: str, count: int) -> Steps[None]:
-    """Wait for slots above this program's, unless they were once free: programs with more may hold them."""
+    """Wait until the slots above this program's were free once: programs with more slots may hold them."""
     checked = _checked.setdefault(block.authority, set())
     end = math.inf if block.timeout is None else time.monotonic() + block.timeout
     while (name, count) not in checked:
@@ -134,7 +134,7 @@ class OneOf(FencedLock[Token]):
         yield from _wait_for_higher_gen(block, self._name, len(missing))
         full = _full_at.setdefault(block.authority, {})
         timeout, end = block.timeout, math.inf if block.timeout is None else time.monotonic() + block.timeout
-        # The hash gives each owner its first slot. If all slots were held a moment ago, it waits at once.
+        # The hash gives each owner its first slot. The owner waits at once if all were held a moment ago.
         name = missing[hash((os.getpid(), block.owner)) % len(missing)]
         is_full = time.monotonic() < full.get(self._name, -math.inf) + _MOMENT
         block.timeout = min(_PATIENCE, end - time.monotonic()) if is_full and timeout != 0 else 0
@@ -234,7 +234,7 @@ class WriterLock(FencedLock[int]):
         return (yield from super()._enter_again_gen(block, held, names))
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
-        """Try to acquire all at once; else acquire the resource, to keep other writers out, and each slot."""
+        """Try to acquire all at once; else acquire the resource, to keep writers out, and then each slot."""
         yield from _wait_for_higher_gen(block, self._names[0], len(self._resources) - 1)
         timeout, block.timeout = block.timeout, 0
         end = math.inf if timeout is None else time.monotonic() + timeout

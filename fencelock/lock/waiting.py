@@ -1,4 +1,4 @@
-"""Waiting acquisitions: tells listeners of them, and explains why some wait in vain."""
+"""Waiting acquisitions: tells listeners of them, ends those that must not wait, and explains failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Acquires leases: at once, or after a wait in the queues. `queues` says what worlds and calls are."""
+"""Acquires leases: at once, or after a wait in the queues. `queues` explains worlds and calls."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from fencelock.authority.loops import HERE, Abandon, Later, Wait
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.lease import validity
 
-#: The most queues that a caller joins if it waits for many resources at once.
+#: The most queues that a caller joins at one check, if several resources are wanted at once.
 _FEW: Final = 10
-#: Seconds between two checks of a held resource, if the database calls this world.
+#: The most seconds between two checks of a held resource, if the database calls this world.
 _HEARING: Final = 0.25
 #: Seconds between two checks without calls, for each world that is ahead in the queue.
 _BEHIND: Final = 0.01
 #: The most seconds between two checks, if several resources are wanted at once.
 _SEVERAL: Final = 0.03
-#: The least and the most seconds between two checks without calls.
+#: The least and the most seconds between two checks without calls, before a random factor.
 _PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.002, 0.05), "sqlite": (0.001, 0.05)}
 
 
 class _Waiting(NamedTuple):
-    """An acquisition that waits: for which resources, until when, and at which place."""
+    """An acquisition, and its place in the queue."""
 
     resources: tuple[str, ...]
     end: float
@@ -80,7 +80,7 @@ class Acquiring(Releasing):
         except GeneratorExit:
             raise
         except BaseException as error:
-            queues.leave(resources[0], waiting.place)  # again, because the first call may be interrupted
+            queues.leave(resources[0], waiting.place)  # again: `_in_queue` may be interrupted
             until = time.monotonic() + ttl
             nonces = [] if isinstance(error, FencelockError) else [nonce]
             if not nonces and (waiting.place.is_late or is_in_doubt(error.__cause__)):
@@ -92,7 +92,7 @@ class Acquiring(Releasing):
             raise
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
-        """Run `steps`, with a place in the queue of this world's callers if it may wait for one resource."""
+        """Run `steps`; if the caller may wait for a single resource, with a place in this world's queue."""
         resources, end, queues, place, *_ = waiting
         try:
             if len(resources) == 1 and end > time.monotonic():
@@ -116,7 +116,7 @@ class Acquiring(Releasing):
         looked_free = False
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         if len(resources) > 1:
-            place.queue.put_off()  # because other worlds would wait for a caller that checks seldom
+            place.queue.put_off()  # so that no resource is kept at first for a caller that needs several
         waited = yield from self._standing(waiting)
         # If one of several resources is held, an attempt would lock the rows of the others in vain.
         if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
@@ -150,7 +150,6 @@ class Acquiring(Releasing):
     def _mint(
         self, connection: Lent, resources: tuple[str, ...], nonce: str, ttl: float, world: str
     ) -> Iterator[int]:
-        """Acquire the resources for this nonce; return a token for each."""
         asked = {"nonce": nonce, "ttl": ttl, "holder": holder(), "world": world}
         tokens = {}
         for resource in sorted(resources):
@@ -161,7 +160,10 @@ class Acquiring(Releasing):
         return map(tokens.__getitem__, resources)
 
     def _standing(self, waiting: _Waiting) -> Steps[bool]:
-        """Wait while callers of this world are ahead, and then for the resource; return whether any were."""
+        """Wait while callers of this world are ahead, and after that for the resource.
+
+        Returns whether a caller was ahead. Otherwise there is no wait.
+        """
         place, was_first = waiting.place, waiting.place.is_first
         while not place.is_first and place.error is None:
             if time.monotonic() >= waiting.end:
@@ -176,7 +178,7 @@ class Acquiring(Releasing):
         return not was_first
 
     def _waiting(self, waiting: _Waiting) -> Steps[bool]:
-        """Wait until all resources look free, or an attempt is due; return whether there was a wait."""
+        """Wait before an attempt, mostly until all resources look free; return whether there was a wait."""
         waited = False
         if self._says.can_call and waiting.queues.has_to_listen:
             with suppress(RuntimeError):  # no thread can be started
@@ -193,7 +195,7 @@ class Acquiring(Releasing):
         return waited
 
     def _pausing(self, waiting: _Waiting, seconds: float) -> Steps[None]:
-        """Wait for `seconds`, or until this place is woken."""
+        """Wait for `seconds`; end earlier at the timeout, or if an attempt or a check is due."""
         place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
         while time.monotonic() < until and not place.is_due and not place.looks:
             yield Wait(until, named(waiting.resources), place.wakeup)
@@ -203,12 +205,13 @@ class Acquiring(Releasing):
     def _pause(self, waiting: _Waiting) -> float:
         """Return how many seconds to wait before the next check.
 
-        The first world checks often: it waits half of the time since it became first. Others check seldom.
+        Without calls, the pause of the first world grows with the time since it became the first. The pause
+        of another world grows with the number of worlds ahead.
         """
         if waiting.is_called:
             return _HEARING
         shortest, longest = _PAUSES[self._dialect]
-        if len(waiting.resources) > 1:  # all must be found free while the first ones are still kept
+        if len(waiting.resources) > 1:  # all must be free at one check, and each is kept for 0.1 s only
             longest = min(longest, _SEVERAL)
         place = waiting.place
         pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2
@@ -220,7 +223,7 @@ class Acquiring(Releasing):
         raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
     def _listening(self, queues: Queues) -> Steps[None]:
-        """Return the steps that listen to the calls for a world, until no caller has waited for a while."""
+        """Return the steps that listen to the calls for a world."""
 
         def calling(channel: str) -> Steps[Any]:
             return self.asking(

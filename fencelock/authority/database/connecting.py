@@ -1,4 +1,4 @@
-"""Runs work on connections of a database, in threads or event loops; repeats it after a loss or a lock."""
+"""Runs work on connections of a database; repeats work after errors that may pass."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 #: Advice for the errors of a standby.
 STANDBY: Final = "; this server is a standby: name all hosts in the URL, and target_session_attrs=read-write"
-#: The most tries for work whose connection is lost, or that meets a lock.
+#: The most tries for one `Work`.
 _TRIES: Final = 3
-#: The most and the least seconds that a statement may take by default.
+#: The most and the least seconds that work of one statement may take by default.
 ANSWER: Final = (2.0, 1.0)
 #: Connections of a parent process. A child keeps a reference, because freeing them would close them.
 _of_parents: list[object] = []
@@ -66,9 +66,9 @@ class Work(NamedTuple):
     atomic: bool = False
     #: Whether the changes must outlive a crash of the machine.
     durable: bool = True
-    #: How many statements the work takes.
+    #: How many statements the work takes, roughly.
     statements: int = 1
-    #: Seconds in which the connection has to answer; `asking` sets them.
+    #: Seconds that the work may take; `asking` raises them if its own limit is higher.
     seconds: float = 0.0
     #: Until when a connection has to be open, on the clock of `time.monotonic`.
     until: float = 0.0
@@ -129,7 +129,7 @@ class Connecting(WithLoops):
         self._check_process()
         super().close()
         if (ear := self._queues.ear) is not None:
-            ear.close()  # first, because it would connect again
+            ear.close()  # first, because its thread could connect again
         connections, self._connections = self._connections, None
         threads, self._threads = self._threads, None
         if connections is not None:
@@ -145,9 +145,9 @@ class Connecting(WithLoops):
         patient: bool = True,
         again: list[BaseException] | None = None,
     ) -> Steps[Any]:
-        """Do work, and try again if its connection was lost or another transaction has a lock.
+        """Do work, and try again after errors that may pass, such as the loss of the connection.
 
-        The work may be done several times; `again` collects the errors of failed tries. Unless `patient`, a
+        The work may be done several times; `again` collects the errors of repeated tries. Unless `patient`, a
         lock of another transaction raises RefusedError.
         """
         most, least = ANSWER
@@ -268,7 +268,7 @@ class Connecting(WithLoops):
                 with contextlib.suppress(SQLAlchemyError):
                     connection.execute("ROLLBACK")
             raise
-        except BaseException as error:  # perhaps of a signal handler, in the middle of an exchange
+        except BaseException as error:  # perhaps a signal handler's, in the middle of an exchange
             traceback.clear_frames(error.__traceback__)  # frees cursors
             with contextlib.suppress(Exception):
                 connection.invalidate()
@@ -288,7 +288,7 @@ class Connecting(WithLoops):
 
 
 def is_in_doubt(error: BaseException | None) -> bool:
-    """Return whether the statement may have been executed, or may still be on its way."""
+    """Return whether a statement with this error may have been executed, or may still be on its way."""
     return is_lost(error) or isinstance(error, TimeoutError)
 
 

@@ -1,6 +1,6 @@
 """The connections of a database that grants leases: a bounded pool, and a time limit for work.
 
-No connection is pinged before use. If one is lost, the pool drops older ones, and the work is repeated.
+No connection is pinged before use. If one is found lost, the pool drops it and all older ones.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ _LONGEST: Final = 5.0
 _GRACE: Final = 0.2
 #: Seconds for which the thread of `Watch` stays when no statement is under way.
 _IDLE: Final = 60.0
-#: The connect arguments of each driver, unless the URL has them.
+#: The supported drivers, each with default connect arguments.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "psycopg": {"connect_timeout": 2},
     "psycopg_async": {"connect_timeout": 2},
@@ -112,8 +112,8 @@ def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
     return engine
 
 
-#: Pools of programs that `_begin_in_turn` has joined with a pool of ours. With a driver for coroutines, it
-#: joins only one pool of ours, because the mutex belongs to one loop.
+#: Pools of programs that share a mutex with a pool of ours. With a driver for coroutines, each shares it with
+#: only one pool of ours, because the mutex belongs to one loop.
 _in_turn: Final[WeakSet[Pool]] = WeakSet()
 
 
@@ -121,7 +121,7 @@ def _begin_in_turn(theirs: Pool, own: Pool) -> None:
     """Make the first connections of two pools use one mutex.
 
     The first connection reads the server's version, and initialises the dialect of both pools. Without the
-    mutex, the other pool would use the dialect before it is initialised.
+    mutex, the other pool could use the dialect before it is initialised.
     """
     is_async = isinstance(own, AsyncAdaptedQueuePool)
     if is_async and theirs in _in_turn:
@@ -129,12 +129,12 @@ def _begin_in_turn(theirs: Pool, own: Pool) -> None:
     _in_turn.add(theirs)
     its: Any = theirs.dispatch.connect.for_modify(theirs.dispatch)
     ours: Any = own.dispatch.connect.for_modify(own.dispatch)
-    make = getattr(its, "_get_exec_once_mutex", None)  # older SQLAlchemy makes it when it is read
+    make = getattr(its, "_get_exec_once_mutex", None)  # older SQLAlchemy makes the mutex when it is read
     ours._exec_once_mutex = its._exec_once_mutex if make is None else make()  # noqa: SLF001
 
 
 def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a function that opens a connection in a new thread, and waits for it a limited time."""
+    """Return a function that opens a connection in a new thread, if possible, and waits a limited time."""
     # A server may accept a connection and never answer. No driver limits all of its waits in this case, and
     # an engine of the program may have no limit at all.
 
@@ -167,7 +167,7 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class Answer(NamedTuple):
-    """The result of a statement; `changed` is the number of rows."""
+    """The result of a statement; `changed` is the driver's `rowcount`."""
 
     rows: Sequence[Any]
     changed: int
@@ -202,7 +202,6 @@ class Lent:
                 raise self._wrapped(error, cursor) from error
 
     def scalar(self, statement: Statement, values: dict[str, Any] | None = None) -> Any:
-        """Return the first value of the first row, or None."""
         rows = self.execute(statement, values).rows
         return rows[0][0] if rows else None
 
@@ -215,7 +214,7 @@ class Lent:
         is_lost = dialect.is_disconnect(error, self.lent.dbapi_connection if cursor else None, cursor)
         if is_lost and cursor is not None:
             pool: Any = self._pool
-            pool._invalidate(self.lent, error)  # noqa: SLF001 - it is what SQLAlchemy does
+            pool._invalidate(self.lent, error)  # noqa: SLF001 - as SQLAlchemy does
         return DBAPIError.instance(
             None, None, error, self._error, connection_invalidated=is_lost, dialect=dialect
         )
@@ -254,7 +253,7 @@ class Connections:
         except self._expected:
             raise
         except BaseException:
-            # A signal handler may have interrupted the pool, which then counts one connection too many.
+            # A signal handler may have interrupted the pool, which may then count one connection too many.
             if not self._engine.dialect.is_async:
                 self._engine.dispose()
             raise

@@ -1,4 +1,4 @@
-"""The class `Database`: its public methods, and the generators for leases that are already granted."""
+"""The class `Database`, which keeps leases in a table."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ class Database(Acquiring):
         return made
 
     def _create(self, lent: Lent) -> bool:
-        """Make the table, or add the column that an earlier version lacks; return whether it was made."""
+        """Make the table, or add the column that an old table lacks; return whether the table was made."""
 
         def is_there() -> bool:
             return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
@@ -265,7 +265,7 @@ def _lost(grant: Grant) -> LockLostError:
 
 
 def _batches(grants: Iterable[Grant]) -> Iterator[list[Grant]]:
-    """Yield the grants in parts, one for each statement, because drivers limit the parameters."""
+    """Yield the grants in parts of at most `BATCH` resources, or of one grant: drivers limit parameters."""
     part: list[Grant] = []
     for grant in grants:
         if part and sum(len(each.resources) for each in [*part, grant]) > BATCH:

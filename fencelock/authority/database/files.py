@@ -17,7 +17,7 @@ from sqlalchemy.exc import DisconnectionError
 from fencelock.authority.database.table import LEASE_TABLE
 from fencelock.errors import AuthorityError
 
-#: By the id of the process that made it: the folder of the lease files for databases in memory.
+#: The folder of the lease files for databases in memory, by the id of the process that made the folder.
 _folder: dict[int, Path] = {}
 _of_engines: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
 _NUMBER: Final = "fencelock.file"
@@ -90,7 +90,7 @@ def watch_file(engine: Engine) -> None:
 
 
 def _make_file(path: str) -> None:
-    """Make the file with the mode and the owner of its database, because it names locks and their holders.
+    """Make a missing file with the mode and the owner of its database: it names locks and their holders.
 
     Raises:
         AuthorityError: the path is a symbolic link, which another user of the folder may have made.

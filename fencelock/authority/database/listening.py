@@ -1,6 +1,6 @@
 """Hears PostgreSQL's calls for a waiting world (see `queues`), on a connection that executes LISTEN.
 
-PgBouncer in transaction mode passes no calls on, so a world calls itself at times to know that it hears.
+PgBouncer in transaction mode passes no calls on, so a world calls itself at times to check that it hears.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ _IDLE: Final = 60.0
 _PROOF: Final = 2.0
 #: Seconds until a world calls itself again.
 _AGAIN: Final = 20.0
-#: Seconds between two checks whether listening is over.
+#: The most seconds between two checks whether listening is over.
 _LOOK: Final = 1.0
 
 
 class Ear:
-    """A step: hear the calls for a world, until no caller has waited for a while."""
+    """A step: hear the calls for a world, until it is idle, closed, or receives none."""
 
     def __init__(
         self, queues: Queues, calling: Callable[[str], Steps[Any]], passing_on: Callable[[str], Steps[Any]]

@@ -18,23 +18,23 @@ from fencelock.authority.base import Grant
 from fencelock.authority.loops import Wakeup
 from fencelock.errors import QuorumError
 
-# A world is the blocking code of a process, or an event loop. Only the first caller of its queue asks the
-# database, so a thousand callers cost as little as one. During a short turn, a holder transfers its lease to
-# the next caller of its own world.
+# A world is the blocking code of a process, or an event loop. Of its callers that wait for one resource, only
+# the first asks the database. During a short turn, a holder transfers its lease to the next caller of its own
+# world.
 #
 # The column `queue` has the names of the worlds that wait. After a turn, the resource is kept for the first
-# of them for a moment, and PostgreSQL calls that world by NOTIFY. All of this is hints: a lost, late or false
+# of them for a moment, and PostgreSQL calls that world by NOTIFY. These are only hints: a lost, late or false
 # hint costs time, but cannot make two holders.
 
-#: Seconds for which the callers of a world transfer a lock to each other while other worlds wait.
+#: Seconds for which the callers of a world transfer a lock to each other.
 _TURN: Final = 0.01
-#: The same if waiting worlds are not called, and have to check.
+#: The same in a world that hears no calls.
 _LONG_TURN: Final = 0.05
 #: Seconds after which a world joins the queue of worlds again.
 _KEPT: Final = 0.25
-#: Seconds until a world that could not be called tries to listen again.
+#: Seconds until a world that hears no calls tries to listen again.
 _DEAF: Final = 30.0
-#: Characters of a name in the column `queue`.
+#: Characters of a name in the column `queue`, with its comma.
 NAME_LENGTH: Final = 8
 
 
@@ -46,21 +46,21 @@ class Place:
     """A caller's place in a queue: at first in a queue of its own."""
 
     def __init__(self, wakeup: Wakeup, ttl: float) -> None:
-        #: Wakes the caller when one of the following has changed.
+        #: Wakes the caller when it has to look at its place again.
         self.wakeup = wakeup
         #: Ttl of the wanted lease, in seconds.
         self.ttl = ttl
         #: The grant that the previous holder has transferred to the caller.
         self.grant: Grant | None = None
-        #: Whether a statement, whose connection was lost, may still grant the resource to this caller.
+        #: Whether an unanswered statement may still grant the resource to this caller.
         self.is_late = False
         #: How many worlds are known to come before this one.
         self.worlds_ahead = 0
-        #: Since when no world comes before, on the clock of `time.monotonic`.
+        #: Since when no world comes before this one, on the clock of `time.monotonic`.
         self.next_since: float = time.monotonic()
-        #: Whether the resource has been released, or the database keeps it for this world.
+        #: Whether the caller has to make an attempt now.
         self.is_due = False
-        #: Whether the caller has to check now, because the database keeps the resource for another world.
+        #: Whether the caller has to check now, because the database may keep the resource for another world.
         self.looks = False
         #: The error of the first caller, which could not ask the database.
         self.error: QuorumError | None = None
@@ -88,7 +88,7 @@ class Queue:
 
     @property
     def first(self) -> Place | None:
-        # Do not remove dead places: if another thread removed one meanwhile, a living one would be lost.
+        # Do not remove dead places: if another thread removed one meanwhile, a living one could be lost.
         return next((place for each in list(self.places) if (place := each()) is not None), None)
 
     def alive(self) -> Iterator[Place]:
@@ -117,7 +117,7 @@ class Queue:
 
     @property
     def has_to_queue(self) -> bool:
-        """Whether to join the queue of worlds now; after True it is False for a while."""
+        """Whether to join the queue of worlds now; after True, it is False for a while."""
         if (now := time.monotonic()) < self._queued_at + _KEPT:
             return False
         self._queued_at = now
@@ -137,7 +137,7 @@ class Queues:
         self.name: str = new_name()
         #: Whether PostgreSQL's calls arrive.
         self.hears: bool = False
-        #: Whether the last acquisition had to wait; then the next one mostly has to wait, too.
+        #: Whether the last successful acquisition had to wait; then the next one mostly has to wait, too.
         self.waited = False
         #: The `Ear` that hears the calls.
         self.ear: Any = None
@@ -152,7 +152,7 @@ class Queues:
         return Place(self.new_wakeup(), ttl)
 
     def join(self, resource: str, place: Place) -> None:
-        """Append a place to the queue, unless a signal handler asks, which interrupted a waiting caller."""
+        """Append a place to the queue; not for a signal handler that has interrupted a caller in it."""
         with self._mutex:
             queue = self._queues.setdefault(resource, place.queue)
             if queue is place.queue:
@@ -221,7 +221,7 @@ class Queues:
 
     @property
     def has_to_listen(self) -> bool:
-        """Whether to begin to listen now; after True it is False for a while."""
+        """Whether to begin to listen now; after True, it is False for a while."""
         now = self._last_wait = time.monotonic()
         if self.hears or now < self._listens_again:
             return False

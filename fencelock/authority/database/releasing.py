@@ -26,11 +26,11 @@ from fencelock.lease import validity
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Stands for the `name` of any other `Queues`.
+#: Stands for the name of an unknown world, for which a resource may be kept.
 _ANOTHER: Final = "another"
 #: Seconds after the confirmation of a release in which a failover may undo it.
 _MAY_BE_LOST: Final = 5.0
-#: The most resources in one statement.
+#: The most resources in one statement; to extend a grant, there may be more.
 BATCH: Final = 500
 
 
@@ -40,7 +40,7 @@ class Owed(NamedTuple):
     resources: tuple[str, ...]
     #: When the lease ends without a release, on the clock of `time.monotonic`.
     until: float
-    #: The acquisition may still be on its way to the server, so a release that finds nothing came too early.
+    #: The acquisition may still be on its way to the server; a release that finds nothing may be too early.
     in_doubt: bool
 
 
@@ -153,7 +153,7 @@ class Releasing(Connecting):
                 yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
 
     def _settling(self) -> Steps[None]:
-        """Send the releases that are owed, until each is done or its lease has ended."""
+        """Send the releases that are owed, until none is left."""
         looks = pauses(0.1, 1.0)
         try:
             while self._owed:

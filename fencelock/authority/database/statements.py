@@ -1,13 +1,13 @@
 """The SQL statements for each database. Within a statement, the clock of the database stands still.
 
-A token is the time at which it was minted, in Unix milliseconds above a base, and ten bits of the server:
+A token is the time at which it was minted, in Unix milliseconds plus a base, and ten bits of the server:
 
     token = GREATEST((own >> 10) + 1, base + now) << 10 | server
 
 `own` is the last token of the resource, so the tokens of a resource rise whatever clocks say. The time makes
-a token larger than the tokens that a failover or a restore has lost, if clocks differ by less than the time
-that it took. The ten bits distinguish servers that grant at the same time in a split brain. `base` is 0 until
-`init` stores another in the row with an empty resource. `proof/minting.py` is the model.
+a token larger than the tokens that a failover or a restore has lost, if clocks differ by less than the
+failover or restore took. The ten bits distinguish servers that grant at the same time in a split brain.
+`base` is 0 until `init` stores another in the row with an empty resource. `proof/minting.py` is the model.
 
 The statements for MySQL and MariaDB use only what both have: no RETURNING and no SET STATEMENT. A server of
 Galera repeats a statement after a conflict. Then it sends the rows of both tries, although the first one was
@@ -26,7 +26,7 @@ from fencelock.authority.database.table import LEASE_TABLE
 #: Bits of the server, by which the time is shifted.
 SERVER_BITS: Final = 10
 
-# Acquisitions and releases wait at most a second for a row, or SQLite's file, that another has locked.
+# Acquisitions and releases wait at most a second for a lock of another transaction on a row or SQLite's file.
 _UPSERT: Final = """
 INSERT INTO {table} AS l (resource, token, nonce, expires_at, holder, since)
 SELECT CAST(:resource AS VARCHAR), {first}, CAST(:nonce AS VARCHAR),
@@ -219,7 +219,7 @@ class Statements:
         self.begin: str = words["begin"]
         #: Whether a release calls the next world, by NOTIFY.
         self.can_call: bool = dialect == "postgresql"
-        #: If it acquires the resource, returns the token: in a row, or as `lastrowid`; SQLite returns none.
+        #: Returns the token if it acquires the resource: in a row, or as `lastrowid`. SQLite returns nothing.
         self.acquire: Statement = said(words["acquire"])
         #: A row for each held lock: resource, token, holder, Unix time of the grant, remaining seconds.
         holders = (

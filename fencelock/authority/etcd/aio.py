@@ -22,7 +22,7 @@ class LoopLink(asyncio.Protocol):
         self._channel = members.new_channel(self.address)
         self._transport: asyncio.Transport | None = None
         self._flushes = False
-        #: Why the connection is lost.
+        #: Why the connection is lost; empty if it is not.
         self.lost: str = ""
 
     @classmethod

@@ -1,4 +1,4 @@
-"""Asks the members of a cluster, one after the other, until one of them answers."""
+"""Asks one member of a cluster at a time, and the next one after a failure."""
 
 from __future__ import annotations
 

@@ -28,6 +28,7 @@ class Link:
 
     Raises:
         OSError: the member cannot be reached.
+        AuthorityError: etcd refuses the login.
     """
 
     def __init__(self, members: Members, seconds: float) -> None:
@@ -39,7 +40,7 @@ class Link:
         self._works = False
         self._reader: ThreadWakeup | None = None
         self._waiting: dict[ThreadWakeup, None] = {}
-        #: Why the connection is lost.
+        #: Why the connection is lost; empty if it is not.
         self.lost: str = ""
         self._socket = socket.create_connection(self.address, timeout=seconds)
         try:
@@ -201,7 +202,7 @@ class Link:
 
 
 class _Tls:
-    """TLS without a socket, because two threads must not use one `SSLSocket` at a time."""
+    """TLS without a socket, because two threads must not use one `SSLSocket` at the same time."""
 
     def __init__(self, context: ssl.SSLContext, host: str) -> None:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()

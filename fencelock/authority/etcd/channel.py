@@ -137,7 +137,7 @@ class Channel:
         return stream.answer
 
     def _is_full(self) -> bool:
-        """Return whether the server allows no more streams; h2, which is slow, counts only under a limit."""
+        """Return whether the server allows no more streams; h2 counts slowly, so only if there is a limit."""
         limit = self._h2.remote_settings.max_concurrent_streams
         return limit < _LAST_STREAM and self._h2.open_outbound_streams >= limit
 
@@ -176,7 +176,7 @@ class Channel:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether half of the allowed streams are open: the rest is for calls that are not watches."""
+        """Whether at least half of the allowed streams are open: the rest is for other calls than watches."""
         return len(self._streams) * 2 >= self._h2.remote_settings.max_concurrent_streams
 
     def data_to_send(self) -> bytes:

@@ -1,4 +1,7 @@
-"""The class `Etcd`: its requests to the members of a cluster, and how it reads their answers."""
+"""The class `Etcd`: its requests to the members of a cluster, and how it reads their answers.
+
+A comment in `line.py` explains lines, entries, marks and the base.
+"""
 
 from __future__ import annotations
 
@@ -249,7 +252,7 @@ class Etcd(Asking):
         return lasts
 
     def _moving(self, grant: Grant, ttl: float, until: float) -> Steps[float]:
-        """Put the entries of a grant under another lease; return its seconds, or 0 if the entries are gone.
+        """Put the entries of a grant under another lease; return its seconds, or 0 if they cannot be moved.
 
         If etcd does not answer, both leases are remembered, and the same move is repeated: the request may
         arrive late.
@@ -399,7 +402,7 @@ def _first_lease(nonce: str) -> int:
 
 
 def _is_empty(line: bytes, *, before: int = 1) -> bytes:
-    """Return the comparison that a line is empty; with `before`, that it has no older entry."""
+    """Return the comparison that a line is empty; with `before`, that no entry is of an earlier revision."""
     if before > 1:
         return messages.compare(line, messages.CREATE, messages.GREATER, before - 1, end=messages.after(line))
     return messages.compare(line, messages.CREATE, messages.EQUAL, 0, end=messages.after(line))

@@ -1,4 +1,4 @@
-"""The messages of etcd that a lock needs, in protobuf; the numbers are of etcd's `rpc.proto`."""
+"""The messages of etcd that a lock needs, in protobuf; the numbers are those of etcd's `rpc.proto`."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Call(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Answer:
-    """The messages that a call has received, and its status; None before the call is over."""
+    """The messages that a call has received, and its status, which is None before the call is over."""
 
     messages: list[bytes]
     status: int | None = None
@@ -69,7 +69,7 @@ def _bytes(field: int, content: bytes) -> bytes:
 
 
 def fields_of(message: bytes) -> dict[int, list[Any]]:
-    """Return the fields of a message by their numbers: ints, or the bytes of texts and messages.
+    """Return the fields of a message by their numbers: ints or bytes; for fixed-length ones, empty bytes.
 
     Raises:
         ValueError: the message ends too early.
@@ -190,7 +190,7 @@ def watch(key: bytes, revision: int) -> Call:
 
 
 def has_ended(message: bytes) -> bool:
-    """Return whether a watch reports that its key was deleted, or that it was cancelled, as by compaction."""
+    """Return whether a watch reports that its key was deleted, or that the watch was cancelled."""
     its = fields_of(message)
     return 11 in its or 4 in its
 

@@ -28,7 +28,7 @@ class Due(NamedTuple):
     resources: tuple[str, ...]
     at: float
     until: float
-    #: The acquisition may still be on its way, so a release that finds nothing came too early.
+    #: The acquisition may still be on its way, so a release that finds nothing may be too early.
     in_doubt: bool
 
 
@@ -59,7 +59,7 @@ class DueReleases(dict[str, Due]):
     def _run(self) -> None:
         while True:
             for nonce, due in list(self.items()):
-                # `get` finds another release if an extension has replaced this one meanwhile.
+                # `get` finds another release, or none, if this one was replaced or removed meanwhile.
                 if due.at <= time.monotonic() and self.get(nonce) is due and self._has_to_go_on(nonce, due):
                     self.setdefault(nonce, due._replace(at=time.monotonic() + _PAUSE))
             first = min((due.at for due in list(self.values())), default=math.inf)

@@ -30,21 +30,21 @@ class Mark(NamedTuple):
 
     token: int = 0
     nonce: str = ""
-    #: Until when its holder keeps the resource without an entry, in Unix milliseconds; 0 if it does not.
+    #: Until when the holder keeps the resource without an entry, in Unix milliseconds; 0 if not at all.
     kept_until: int = 0
-    #: The text of the entry that was deleted then.
+    #: The text that the holder's deleted entry had; empty if the resource is not kept.
     text: str = ""
 
     @classmethod
     def read(cls, text: bytes) -> Mark | None:
-        """Return the mark of a text; None if it is no text of a mark."""
+        """Return the mark of a text; None for a text of another form."""
         found = _MARK.fullmatch(text.decode("utf-8", "replace"))
         if found is None or int(found[1]) > MAX_TOKEN:
             return None
         return cls(int(found[1]), found[2] or "", int(found[3] or 0), found[4] or "")
 
     def __str__(self) -> str:
-        """Return its text. Texts compare as their tokens do, because each token has 20 digits."""
+        """Return the text of the mark. Texts compare as their tokens do, because each token has 20 digits."""
         kept = f" {self.kept_until} {self.text}" if self.kept_until else ""
         return f"{self.token:020d} {self.nonce}{kept}"
 
@@ -70,7 +70,7 @@ class Place:
     """An acquisition, and what the store has granted to it.
 
     Attributes:
-        began: when its lease was asked for or extended (`time.monotonic`).
+        began: the time from which `granted` counts (`time.monotonic`).
         granted: seconds that the lease lasts from then on.
         revision: etcd's revision of its entries; 0 if unknown.
     """

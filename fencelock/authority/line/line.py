@@ -1,4 +1,4 @@
-"""The line: how etcd and ZooKeeper grant leases, first come, first served."""
+"""How etcd and ZooKeeper grant leases: by a line for each resource, first come, first served."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ from fencelock.tokens import MAX_TOKEN, check
 # of the client in milliseconds.
 #
 # The transaction that mints adds its entry to the line, or requires that it is there. It also requires that
-# the base is the one it knows, and that the mark is lower. So the tokens of a resource rise whatever clocks
-# say. The position in the line cannot be the token, because a holder may mint again.
+# the base is the one that the client knows, and that the mark is lower. So the tokens of a resource rise
+# whatever clocks say. The position in the line cannot be the token, because a holder may mint again.
 #
 # A store that is restored from a snapshot loses marks, and nothing in its answers shows it. The time makes
 # new tokens larger than the lost ones, if clocks differ by less than the restore took. `base` is 0 until
@@ -73,11 +73,11 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Enter the lines, if `alone` only empty ones; return tokens if the place holds, else a `View`."""
+        """Enter the lines; if `alone`, only empty ones. Return tokens if the place holds, else a `View`."""
 
     @abc.abstractmethod
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint and return tokens if the place is first in all lines, else a `View`; `extend` its lease."""
+        """Return new tokens if the place is first in all lines, else a `View`; may `extend` its lease."""
 
     @abc.abstractmethod
     def _giving_back(
@@ -107,7 +107,7 @@ class LineAuthority(WithLoops):
 
     @abc.abstractmethod
     def _evict(self, head: Head) -> Steps[None]:
-        """Free the line of `head` from its holder."""
+        """Remove the holder from the line of `head`."""
 
     @abc.abstractmethod
     def _raise_base(self, least: int) -> Steps[None]:
@@ -132,7 +132,7 @@ class LineAuthority(WithLoops):
     def asking(
         self, requests: Sequence[Any], until: float, again: list[str] | None = None
     ) -> Steps[list[Any]]:
-        """Return the answers to requests, which may be sent several times; `again` collects the reasons.
+        """Return the answers to requests, which may be sent again; `again` collects the reasons for that.
 
         Raises:
             QuorumError: no server could answer them in time.

@@ -56,8 +56,8 @@ class NodeStatus:
     Attributes:
         address: the address, without password.
         state: admitted nodes vote; the others do not, or not in this list.
-        epoch: the epoch in which the node votes, or voted last; None if the node is blank.
-        max_ttl: the longest lease in seconds that its list allows; None if the node is blank.
+        epoch: the epoch in which the node votes, or voted last; None if there is none, or it is unknown.
+        max_ttl: the longest lease in seconds that its list allows; None if unknown.
         recovering_for: seconds until it can be admitted again, at the earliest; None unless recovering.
         detail: a text for a person; may be empty.
     """
@@ -71,7 +71,6 @@ class NodeStatus:
 
 
 def group_of(names: tuple[str, ...], node_key: str, patience: float) -> NodeGroup:
-    """Return the group of nodes for a procedure, with random numbers of this process."""
     return NodeGroup(names, node_key, patience, lambda: secrets.token_hex(16), random.random)
 
 
@@ -109,7 +108,7 @@ def initialise(
 
 
 def _check_eviction(group: NodeGroup, view: MembershipView) -> Steps[None]:
-    """Raise AuthorityError for a blank node that drops keys when its memory is full; warn if it may."""
+    """Raise AuthorityError for a blank node that drops keys when its memory is full; warn if unknown."""
     reports, _ = yield from group.read()
     for node, report in reports.items():
         name, identity = group.names[node], view.identities.get(node)

@@ -42,7 +42,7 @@ class Recoverer:
         self._not_before = 0.0
 
     def on_trouble(self) -> None:
-        """Start a recovery, because a node is in trouble. It is cheap, and any thread may call it."""
+        """Start a recovery, because a node is in trouble. The call is cheap, and any thread may make it."""
         if self._is_at_work() or time.monotonic() < self._not_before:
             return
         with self._lock:

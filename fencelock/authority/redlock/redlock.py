@@ -372,7 +372,6 @@ class Redlock(GeneratorAuthority):
         }
 
     def _on_trouble(self) -> None:
-        """Start a recovery in the background, because a node is in trouble; any thread may call this."""
         if self._recover:
             self._recoverer.on_trouble()
 

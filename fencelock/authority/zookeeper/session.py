@@ -87,7 +87,7 @@ class Session:
         client = self._new_client()
         while (work := self._to_do.get()) is not None:
             if self._is_over:
-                # Servers that have lost their data would refuse this client for ever, as it has seen more.
+                # Servers that have lost their data would refuse this client for ever: it has seen newer data.
                 threading.Thread(target=_end, args=(client,), daemon=True).start()
                 self.renewals += 1
                 client = self._new_client()
@@ -156,7 +156,7 @@ class Session:
         self._closed.sleep(_FAREWELL)
 
     def _begin(self, requests: Sequence[Request], done: Callable[[], object]) -> list[Any]:
-        """Send requests; return a list that gets the results. Call `done` then, or without a connection."""
+        """Send requests; return a list that gets the results. Call `done` when all came, or none is sent."""
         results: list[Any] = []
         missing: list[Request] = list(requests)
 
@@ -228,7 +228,7 @@ class Session:
 
 
 class Watch:
-    """The wakeup that ends a step `Wait` when a node is deleted or changed, or the connection is lost."""
+    """The wakeup that ends a step `Wait` when a node is gone or changed, or the connection is lost."""
 
     def __init__(self, do: Callable[[Callable[[KazooClient], Any]], object], path: str, wakeup: Any) -> None:
         self.over: bool = False

@@ -76,7 +76,7 @@ def set_data(path: str, data: bytes, version: int = -1) -> Request:
 
 
 def distance(name: str, other: str) -> int:
-    """Return how far `name` is behind `other` in a line, negative if it is before; 0 for a foreign name.
+    """Return how far `name` is behind `other` in a line, negative if it is before; 0 if a name has no number.
 
     ZooKeeper numbers the entries of a line with 32 bits; after the largest number, negative ones follow.
     """

@@ -1,4 +1,7 @@
-"""The class `ZooKeeper`: its requests to the servers, and how it reads their answers."""
+"""The class `ZooKeeper`: its requests to the servers, and how it reads their answers.
+
+A comment in `line.py` explains lines, entries, marks and the base.
+"""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ class Change:
     """The result of a change of nodes.
 
     Attributes:
-        done: False if there was nothing to do, because the wanted list voted before.
+        done: False if there was nothing to do, because the wanted list was the present one.
         left_out: addresses of wanted nodes that do not vote yet, with the reason of each.
     """
 
@@ -122,9 +122,9 @@ def _present_list(reports: Reports) -> Membership | None:
 
 
 def _epoch_of_stragglers(group: NodeGroup, present: Membership, reports: Reports) -> int:
-    """Return an epoch for nodes that an interrupted change has not opened; 0 if there is nothing to do.
+    """Return an epoch for nodes that an interrupted change has not opened; 0 if none can be opened.
 
-    These nodes have not voted in this list yet. The epoch is above all that they and its voters know.
+    These nodes have not voted in this list yet. The epoch is above all that they and the voters know.
     """
     voters = [report for report in reports.values() if report.votes_in(present.fingerprint)]
     waiting = []
@@ -149,7 +149,7 @@ def _next_lists(old: Membership, reports: Reports) -> list[Membership]:
 
 
 def _chosen(following: list[Membership], addresses: set[str], max_ttl: float | None) -> Membership | None:
-    """Return the list of this change if it is under way, or None; MembershipError if another one is."""
+    """Return the list of this change if it is under way, or None; MembershipError if another change is."""
     for known in following:
         if set(known.addresses) != addresses or max_ttl not in (None, known.max_ttl):
             others = sorted(known.addresses)
@@ -248,7 +248,7 @@ def _closed_still(
 
 
 def _outwait_leases(group: NodeGroup, reports: Reports, tell: Callable[[str], None]) -> Steps[None]:
-    """Wait until the locks on the closed nodes have ended: a majority knows each lease, and extends none."""
+    """Wait until all leases that the nodes know have ended: a majority knows each lease, and extends none."""
     longest = 0.0
     for node in (node for node, report in reports.items() if not report.blank):
         cursor = ""

@@ -30,7 +30,7 @@ def establish(
 ) -> Steps[set[int]]:
     """Bring a list to an epoch above all that it knows; return the nodes that have promised the epoch.
 
-    It returns none if too few could be raised. With fewer nodes than a quorum, do not OPEN or ADMIT any node.
+    It returns none if too few could be raised. If it returns no quorum, do not OPEN or ADMIT any node.
     `before` has the reports of the nodes to ask; those that vote in the list are raised. `tickets` has the
     tickets of the other nodes; in a new list, their ids.
     """

@@ -18,7 +18,7 @@ from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport
 from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
 from fencelock.errors import MembershipError, QuorumError
 
-#: Longest ttl in seconds of nodes that are initialised for the first time.
+#: Longest ttl in seconds of nodes that are initialised for the first time, if no other is given.
 DEFAULT_MAX_TTL: Final = 60.0
 
 _MOST_LOOKS: Final = 3
@@ -108,8 +108,8 @@ def _open(
 ) -> Steps[None]:
     """Open the nodes in the order of their ids, each only after the nodes before it vote in this list.
 
-    So only one of two clients with different lists gets beyond the first shared node. In any other order,
-    each could open a majority.
+    So only one of two clients with different lists gets beyond the first shared node. If their orders
+    differed, each could open a majority.
     """
     for node in sorted(ids, key=ids.__getitem__):
         arguments = (membership.fingerprint, epoch, ids[node], base, membership.to_json())

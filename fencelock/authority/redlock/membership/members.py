@@ -132,7 +132,7 @@ class MembershipView:
         self._node_set = NodeSet(
             names, node_key, "", tuple(range(len(names))), math.inf, patience, init_command
         )
-        #: For each node that ever named a list: its id and that list.
+        #: For each node that ever named a list: its id, and the list that it named last.
         self._said: dict[int, tuple[str, Membership]] = {}
         self._news = object()
         self._seen: tuple[object, NodeSet] | None = None
@@ -196,7 +196,7 @@ class MembershipView:
         for candidate, members in lists.most_common():
             if len(candidate.seats) == len(names):
                 known = known or candidate
-            elif 2 * members >= len(names):  # a stray node does not speak for all
+            elif 2 * members >= len(names):  # fewer nodes than half may be in another list
                 raise MembershipError(
                     f"this client is configured with {len(names)} nodes ({', '.join(names)}), "
                     f"but they were initialised as {len(candidate.seats)}: {', '.join(candidate.addresses)}. "

@@ -3,7 +3,7 @@
 Redlock's "delayed restart" asks operators to keep a crashed node out for one ttl. Here the clients do it.
 They only have to achieve this: *a node that has forgotten its work in an epoch never votes in that epoch
 again*. Then no voter of an epoch has forgotten its votes in it, which the lock algorithm requires. The epoch
-is the upper half of the token. `establish.py` has the steps that all procedures share. The other steps are
+is the upper part of the token. `establish.py` has the steps that all procedures share. The other steps are
 these, each with the schedule in `proof/spec` that it prevents:
 
 1. BEGIN puts a ticket on the node. Without it, an ADMIT that arrives twice would let a node vote that has
@@ -13,8 +13,8 @@ these, each with the schedule in `proof/spec` that it prevents:
 2. Only then the highest epoch is read, from a majority of *other* nodes that vote. The new epoch is above it,
    so that late messages of the old epoch, which no READ can see, do not matter ("no epoch").
 3. ADMIT needs a ticket as old as the longest lease, by the node's own clock. So a program that runs for only
-   a second can admit a node with an old ticket. The wait serves mutual exclusion only, because the locks that
-   the node has forgotten end meanwhile. EXTEND makes locks again if their leases go on, also on such nodes.
+   a second can admit a node with an old ticket. The wait serves mutual exclusion only: the locks that the
+   node has forgotten end meanwhile. EXTEND makes locks again if their leases go on, also on such nodes.
 
 Closed nodes take no part in this, because a second list could vote otherwise ("recovery reads closed nodes").
 
@@ -37,8 +37,8 @@ from fencelock.tokens import MAX_COUNTER, split
 
 #: Programs that waited for one node spread their work over these seconds, or a tenth of max_ttl if less.
 _SPREAD: Final = 5.0
-#: Seconds to wait for another program that seems to be at work. This waits only once, because the other
-#: program may have died, and this one may end soon.
+#: Seconds to wait for another program that seems to be at work. `recover` waits for it only once, because it
+#: may have died, and this program may end soon.
 _COURTESY: Final = 0.5
 #: Seconds to wait after the first failure; longer after the next.
 _PAUSE: Final = 1.0
@@ -78,7 +78,7 @@ def recover(group: NodeGroup) -> Steps[bool]:
 
 
 def rise(group: NodeGroup, token: int) -> Steps[int | None]:
-    """Bring the voters to an epoch with larger tokens than `token`, which a storage has seen.
+    """Let the voters grant larger tokens than `token`, which a storage has seen.
 
     If the token is of an earlier epoch than theirs, or of theirs and not its last, nothing is changed. Else
     they move to the epoch after that of the token, so that all their tokens are larger.
@@ -100,9 +100,9 @@ def rise(group: NodeGroup, token: int) -> Steps[int | None]:
 
 
 def _raise_laggards(group: NodeGroup, census: Census) -> Steps[None]:
-    """Bring all voters to the highest epoch in which any votes, because the next loss may cost the quorum.
+    """Bring all voters to the highest epoch among them, because the next loss may cost the quorum.
 
-    A majority has promised this epoch, because a node votes in it.
+    A majority has promised this epoch, because a node already votes in it.
     """
     epochs = {node: census.reports[node].epoch or 0 for node in census.voters}
     highest = max(epochs.values(), default=0)

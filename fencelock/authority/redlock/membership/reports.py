@@ -142,7 +142,7 @@ class NodeGroup:
     def synced(self, nodes: Iterable[int]) -> Steps[set[int]]:
         """Wait until nodes have the latest changes on their disks; return the nodes that still answer.
 
-        This prevents that one power failure makes a whole majority forget its promise. A node without a disk
+        This prevents one power failure from making a whole majority forget its promise. A node without a disk
         counts, too: if fewer than a majority forget at a time, disks do not matter.
         """
         asked = list(nodes)

@@ -112,7 +112,7 @@ class Acquisition:
             }
         self._latest: tuple[NodeSet, Attempt] | None = None
         self._attempts = 0
-        #: Whether the next attempt asks the first node alone.
+        #: Whether the next attempt asks one node at a time: see `make_attempt`.
         self._is_alone = False
         self._waits = True
         #: The place in line by which the nodes call this acquisition; empty for none.
@@ -174,7 +174,7 @@ class Acquisition:
         except (FencelockError, GeneratorExit):  # the last attempt is abandoned already
             self.leave_queue()
             raise
-        except BaseException:  # a signal handler's error, or a cancellation: nothing else would release it
+        except BaseException:  # mostly a signal handler's error, or a cancellation: only this releases it
             yield from self.abandon_latest()
             self.leave_queue()
             raise
@@ -182,7 +182,7 @@ class Acquisition:
     def _undo(
         self, node_set: NodeSet, outcome: Failed, links_until: float
     ) -> Generator[Broadcast, Replies, None]:
-        """Release the locks that an attempt has left, and ask nodes of another list for it."""
+        """Release the locks that an attempt has left, and ask nodes of another list for that list."""
         if nodes := [node for node, answer in outcome.answers.items() if answer.kind is not ReplyKind.HELD]:
             yield from abandon(node_set, outcome.attempt, nodes, stay=True)
         self._is_alone = outcome.split and not self._is_alone
@@ -262,7 +262,7 @@ def make_attempt(
     """Make one attempt: ACQUIRE, and CONFIRM if the counters disagree.
 
     With `alone`, nodes are asked one by one in the fixed order until one grants (then all the others are
-    asked) or answers HELD. Otherwise two clients could split the votes of an even number of nodes for ever.
+    asked) or answers HELD. Otherwise two clients could split the votes of an even number of voters for ever.
     """
     patience = min(node_set.patience, attempt.ttl)
     command = _acquire_command(attempt, node_set)
@@ -394,13 +394,13 @@ def _enough_confirmed(needed: int, asked: int) -> Callable[[NodeReplies], bool]:
 
 
 def next_pause(outcome: Failed, tries: int, random: float) -> float:
-    """Return the seconds until the next try: longer with each try, and random, so that contenders differ."""
+    """Return the seconds until the next try: mostly longer than before; random, so that contenders differ."""
     if tries == 1 and outcome.contended and not outcome.split and not outcome.attempt.place:
         return 0.0  # the next attempt waits in line
     ends = [answer.ttl for answer in outcome.answers.values() if answer.kind is ReplyKind.HELD]
     if outcome.waits_for_a_call:
         # The nodes will call. Try again in case they do not, or the contender before us never comes. Locks
-        # that end sooner are mostly claims of a called contender, for which all others would try at once.
+        # that end within `_LOOK` are mostly claims of a called contender: all others would try at once.
         pause = min(1.0, _LOOK * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
         ends = [end for end in ends if end > _LOOK]
     else:

@@ -35,7 +35,7 @@ class NodeSet:
     Attributes:
         names: the nodes' addresses without passwords, for messages.
         node_key: key of each node's hash, `{namespace}`. Its braces keep all keys in one slot.
-        fingerprint: that of the membership; commands name it, and nodes compare.
+        fingerprint: that of the membership; commands name it, nodes compare it.
         order: the nodes' indexes in the fixed order that all clients agree on.
         max_ttl: longest lease in seconds that this membership allows.
         patience: seconds to wait for a silent node before deciding without it.
@@ -77,7 +77,7 @@ def largest_epoch(answers: NodeReplies) -> tuple[int, dict[int, tuple[int, ...]]
 def enough_granted(node_set: NodeSet, earlier: NodeReplies) -> Callable[[NodeReplies], bool]:
     """Return a function that tells whether answers to ACQUIRE are enough to decide the next step.
 
-    If too few nodes vote, it waits for every node, because the error has all answers.
+    If too few nodes vote, every node is waited for, because the error lists all answers.
     """
 
     def enough(answers: NodeReplies) -> bool:
@@ -117,8 +117,7 @@ class QueuePosition:
     """A contender's part in the waiting line. It is a hint: no token depends on it.
 
     Attributes:
-        place: its place in line, `client.number`, by which the nodes call it; empty if it will not wait, or
-            cannot hear calls.
+        place: its place in line, `client.number`, by which the nodes call it; empty if it is not in line.
         waited: seconds since it began to wait.
         since: when it began, in Unix time. Nodes order by it, unless it differs by more than a second from
             their own clock minus `waited`.

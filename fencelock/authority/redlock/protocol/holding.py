@@ -64,10 +64,10 @@ def extend(
     """Extend grants, each to its seconds from now; the tokens do not change.
 
     Returns an outcome for each: the grant, which ends no earlier than before; a LockLostError if a majority
-    can no longer hold it for us; a QuorumError if too few nodes answered, and it ends as before.
+    can no longer hold it for us; a QuorumError if too few nodes answered in time.
 
     A node that has made the lock again does not count in this round. Its vote may be needed, if it was
-    admitted a moment ago and another node is blank now. So there is a second round.
+    admitted a moment ago and another node is blank now. Then there is a second round.
     """
     attempts = [replace(grant.proof.attempt, ttl=ttl) for grant, ttl in wishes]
     command = _extend_command(node_set, attempts, [grant.proof.epoch for grant, _ in wishes])
@@ -92,8 +92,8 @@ def remint(
     """Exchange a grant for one with larger tokens; no other holder gets a grant in between.
 
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
-    decided and confirmed as any other. It is repeated until the validity is over, or other clients have
-    too many locks, because some nodes have forgotten the old nonce already.
+    decided and confirmed as any other. Some nodes may have forgotten the old nonce. So it is
+    repeated, until the validity is over, or other clients have too many locks.
 
     Raises:
         LockLostError: there is no new grant, and the old one has ended.
@@ -176,7 +176,7 @@ def _of_one(answers: NodeReplies, index: int) -> NodeReplies:
 def _still_extended(node_set: NodeSet, answers: NodeReplies, index: int) -> bool | None:
     """Return whether a majority has had a grant's lock all the time; None if a later round may confirm it.
 
-    A lock that was made again counts from the next round on; on a blank node, once that is admitted.
+    A lock that was made again counts from the next round on; on a blank node, after its admission.
     """
     extended = missed = 0
     for answer in answers.values():

@@ -114,7 +114,7 @@ NodeReplies = Mapping[int, Reply]
 
 
 class Command(NamedTuple):
-    """A command and its arguments: the same for every node. To a script, each connection adds its own."""
+    """A command and its arguments, the same for every node; each connection adds arguments to a script."""
 
     script: str
     nonce: str

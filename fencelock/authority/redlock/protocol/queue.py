@@ -6,9 +6,9 @@ When a node releases a lock, it keeps the lock for a moment for the first place 
 number of that place on the channel of its client: this is a *call*. One call may be wrong, because nodes can
 differ about the order of two contenders that come at the same time. So a contender tries when a majority has
 called its place. If only some nodes have called, it tries after a short moment, because perhaps no place gets
-a majority. If this attempt fails, it passes on the locks that were kept for it.
+a majority. If this attempt fails, the contender passes on the locks that were kept for it.
 
-All of this is hints. A lost, late or false call costs time, but cannot make two holders.
+These are only hints: a lost, late or false call costs time, but cannot make two holders.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
 
 
 def _why_blank(node_set: NodeSet, blank: int, report: str) -> str:
-    """Return the message if too many nodes are blank: the likelier reason comes first."""
+    """Return the message for too many blank nodes: the likelier reason comes first."""
     new = f"Nodes that are used for the first time: `{node_set.init_command}`"
     used = (
         f"Nodes that were used before: `{node_set.init_command} --after-loss --database URL`, which starts "

@@ -1,8 +1,8 @@
 """The asyncio driver: all tasks of a loop share one connection to each node, which the loop reads.
 
-All requests of one turn of the loop leave in one write for each node. A loop refers to its connections by
-its readers and timers. The connections refer to the loop weakly, so that an abandoned loop can be freed. They
-are closed with it, or when the next loop begins to use the authority.
+Requests of one turn of the loop mostly leave in one write for each node. A loop refers to its connections
+by its readers and timers. The connections refer to the loop weakly, so that an abandoned loop can be freed.
+They are closed when it is freed, or when the next loop uses the authority.
 """
 
 from __future__ import annotations
@@ -190,7 +190,7 @@ class LoopConnections(Connections):
         return now
 
     async def _await_connections(self, request: Broadcast, loop: asyncio.AbstractEventLoop) -> None:
-        """Open missing connections; wait only while less than a majority is open."""
+        """Open missing connections, and wait for them while `worth_waiting_until` says so."""
         began = now = time.monotonic()
         self._nodes.open_absent(now)
         while (left := self._nodes.worth_waiting_until(began, request, now) - now) > 0 and not self.closed:
@@ -241,7 +241,7 @@ class LoopConnections(Connections):
                 self._write(index)
 
     def _write(self, index: int) -> None:
-        """Write as much as the socket takes; the loop says when it takes more."""
+        """Write as much as the socket takes; the loop calls this again when the socket takes more."""
         connection = self._nodes.connection(index)
         if connection is None:
             return

@@ -142,7 +142,7 @@ class SharedConnections(Connections):
     def _check_not_inside(self) -> int:
         """Return the number of this stack; raise RuntimeError if a frame of it uses these connections.
 
-        A frame uses them while its wait goes on. A wait that ends may still hold the mutex.
+        A frame uses them while its wait goes on. A wait that is over may still hold the mutex.
         """
         stack = current_stack()
         waiting = self._inside.get(stack)
@@ -233,7 +233,7 @@ class SharedConnections(Connections):
     # Waiting.
 
     def _wait(self, waiting: Wait) -> float:
-        """Read for all until a wait is over, or sleep while another thread reads; return when it is over."""
+        """Read for all until a wait is over, or sleep while another thread reads; return the time then."""
         ready: Sequence[tuple[int, int]] = ()
         while True:
             with self._mutex:
@@ -279,12 +279,12 @@ class SharedConnections(Connections):
                 return
 
     def _clean_up(self, waiting: Wait) -> None:
-        """End a wait that an exception has interrupted, and drop dirty connections."""
+        """End a wait that an exception has interrupted; drop connections whose answers could be mixed up."""
         self._nodes.drop_dirty()
         self._end(waiting)
 
     def _ask(self, waiting: WaitForAnswers, request: Broadcast) -> float:
-        """Send a command and return the time; wait first while less than a majority can be asked."""
+        """Send a command and return the time; first wait for missing connections, if that is worth it."""
         began = now = time.monotonic()
         wakeup: threading.Lock | None = None
         while True:

@@ -1,6 +1,7 @@
 """Opens connections to nodes, for threads and event loops, and learns which server process answers.
 
-redis-py connects, which blocks, so a new thread does it. Afterwards the bare socket is used without redis-py.
+redis-py blocks while it connects, so mostly a new thread does it. Afterwards the bare socket is used without
+redis-py.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Node:
                 return _open(server, node_key, verify_votes=self._verify_votes)
             except UnusableError as error:
                 failures.append((server.address, error))
-            except Exception as error:  # noqa: BLE001 - a stranger answers, or a user's own class
+            except Exception as error:  # noqa: BLE001 - of a server that is no Redis, or a user's own class
                 if (there := self._endpoint.redirected(server, error)) is None:
                     failures.append((server.address, _why(error)))
                 else:
@@ -175,7 +176,7 @@ class Connections(abc.ABC):
         self._opened(node, opened)
 
     def _use(self, node: int, opened: Opened | UnusableError) -> tuple[socket.socket, Connection] | None:
-        """Use an opened connection, and return it with its socket; None if there is no use for it."""
+        """Use an opened connection, and return it with its socket; None if it failed, or is not needed."""
         now = time.monotonic()
         if isinstance(opened, UnusableError):
             self._nodes.failed(node, opened.answer, now)

@@ -1,6 +1,6 @@
 """Where a node is: its URL or client, and the servers to connect to at the moment.
 
-Behind Sentinel and in a Redis Cluster another server may take over, so both are asked for each connection.
+Behind Sentinel and in a Redis Cluster another server may take over. So each connection asks where to go.
 A server process that was not admitted to the quorum never votes: it can only refuse.
 """
 
@@ -125,7 +125,7 @@ class Endpoint:
         for sentinel in self.named:
             try:
                 services = _services_of(sentinel)
-            except Exception as error:  # noqa: BLE001 - whatever a stranger on that port says
+            except Exception as error:  # noqa: BLE001 - whatever another program on that port says
                 failures.append(f"{sentinel.address}: {error}")
                 continue
             if self.service not in services:
@@ -157,7 +157,7 @@ class Endpoint:
 
 
 def is_moved(error: Exception) -> bool:
-    """Return whether an error says that another server has the keys; redis-py cuts off MOVED."""
+    """Return whether an error says that another server has the keys; redis-py cuts off the word MOVED."""
     return isinstance(error, MovedError) or str(error).startswith("MOVED ")
 
 
@@ -190,7 +190,7 @@ def split_urls(text: str) -> list[str]:
 
 
 def _masked(url: str) -> str:
-    """Return a URL for an error message: without its user and query, or a port that is no number."""
+    """Return a URL for an error message, without the parts that may hold a password."""
     hidden = re.sub(r"(?s)^([^:]*).*@", r"\1://***@", url).partition("?")[0]
     return re.sub(r"(?s)^([^:]*://[^/@]*):(?!\d+(?:/|$)).*", r"\1:***", hidden) if "@" not in url else hidden
 
@@ -204,7 +204,7 @@ def endpoint_of(source: Source, timeout: float) -> Endpoint:
 
     Raises:
         ValueError: for a URL that cannot be understood.
-        TypeError: `source` is neither a URL nor a client, or a client that connects in a way of its own.
+        TypeError: `source` is neither a URL nor a client, or is a client that cannot be used.
     """
     try:
         if isinstance(source, str):

@@ -27,7 +27,7 @@ from fencelock.authority.redlock.protocol.messages import (
     ReplyKind,
 )
 
-#: Error replies of a server that is starting, about to be promoted, or not the right server any more.
+#: First words of error replies that pass with time, or on a new connection.
 PASSING_ERRORS: Final = (
     "LOADING",
     "BUSY",
@@ -156,7 +156,7 @@ def pack_batch(batch: Sequence[Packed]) -> bytes:
 
 
 def pack(command: Command, text: str = "") -> bytes:
-    """Return the bytes of a command that are the same for every node; with `text`, the script itself."""
+    """Return the bytes of a command that are the same for every node; `text` replaces a script's digest."""
     name, _, keys, arguments = command
     if (word := _WORDS.get(name)) is not None:
         return b"*%d\r\n%b" % (1 + len(arguments), pack_words(word, *arguments))
@@ -187,7 +187,7 @@ def read_reply(reply: Any) -> Reply | None:
 def read_answer(reply: Any) -> Reply:
     if isinstance(reply, hiredis.ReplyError):
         text = str(reply)
-        # Before version 7, an error in a script is quoted in another error.
+        # Before Redis 7, an error in a script is quoted in another error.
         reason = text.rpartition(": -")[2] if text.startswith("ERR Error running script") else text
         if reason.startswith(PASSING_ERRORS):
             return Reply(ReplyKind.UNREACHABLE, detail=reason)
@@ -199,7 +199,7 @@ def read_answer(reply: Any) -> Reply:
             return bare
         said = _SAID[word]
         if said in _WITH_TTL:
-            # A lock without an expiry is not of fencelock.
+            # A lock without an expiry was not made by fencelock.
             return Reply(said, ttl=reply[1] / 1000 if reply[1] >= 0 else math.inf)
         if said in _WITH_FACTS:
             return Reply(said, facts=tuple(part.decode(errors="backslashreplace") for part in reply[1:]))

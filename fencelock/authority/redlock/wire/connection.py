@@ -131,7 +131,7 @@ class Connection:
         outgoing: bytes still to be written.
         published: messages on the channel of this client, until `NodeConnections.receive` handles them.
         changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
-            While it is not 0, answers could be mixed up. It is never reset: a dirty connection stays dirty.
+            While it is not 0, answers could be mixed up. An interrupted change is counted for ever.
     """
 
     __slots__ = (
@@ -270,7 +270,7 @@ class Connection:
     def _take_error(self, reply: hiredis.ReplyError, size: int, now: float, news: News) -> None:
         """Pass an error on to each ACQUIRE, whose lock may have been granted; put each RELEASE again.
 
-        If the node does not know the script, put each again; from now on each command is sent alone.
+        If the node lacks the script, put every command again; from now on each command is sent alone.
         """
         self._does_batches = self._does_batches and read_reply(reply) is not None
         for _ in range(size):
@@ -280,7 +280,7 @@ class Connection:
                 self._take(reply, now, news)
 
     def _put_again(self, now: float, packed: bytes | None = None) -> None:
-        """Put the oldest command again, alone, on this connection: another may lead to another process.
+        """Put the oldest command again, alone, on this connection: others may lead to another process.
 
         Other commands than RELEASE are put again only if a caller wants them: an ACQUIRE or EXTEND after its
         RELEASE would leave a lock.

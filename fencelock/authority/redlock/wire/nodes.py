@@ -4,7 +4,7 @@ It moves no bytes, knows no clock and waits for nothing. Inputs are `ask`, `conn
 and `broken`; callers pass in the time. Outputs are the calls of a `Transport`, and the bytes in
 `Connection.outgoing`. Threads, event loops and the simulator run the same code.
 
-No lock may stay that no acquisition wants. A RELEASE follows its ACQUIRE on the same connection. If a RELEASE
+Unwanted locks must be released. A RELEASE follows its ACQUIRE on the same connection. If a RELEASE
 finds no connection or a silent node, or is lost with a connection, it is *owed*: it is sent when the node
 answers again.
 """
@@ -32,7 +32,7 @@ from fencelock.errors import MembershipError
 
 _SHORTEST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 2.0
-#: The most RELEASEs that are owed to a node. Beyond it the oldest are dropped; their locks end with the ttl.
+#: The most RELEASEs that are owed to a node. Of more, the oldest are dropped; their locks end with the ttl.
 MOST_PENDING: Final = 10_000
 #: Seconds to wait, before the first exchange, for connections beyond a majority.
 _OTHERS_GRACE: Final = 0.05
@@ -74,7 +74,7 @@ class _Node:
         self.pending_releases: dict[str, Command] = {}
 
     def remember_release(self, release: Command) -> None:
-        """Keep a RELEASE until the node answers, without its place: its contender may be gone by then."""
+        """Keep a RELEASE until the node answers, without its place in line, which may be gone by then."""
         self.pending_releases[release.nonce] = without_place(release)
         if len(self.pending_releases) > MOST_PENDING:
             del self.pending_releases[next(iter(self.pending_releases))]
@@ -93,7 +93,7 @@ class NodeConnections:
         connect_timeout: seconds that a node may take to accept a connection.
         patience: seconds after which a node that owes an answer is asked no more.
         jitter: returns a random number between 0 and 1.
-        introduction: names this client's process; a node gets it before it is asked for a lock, and again.
+        introduction: names this client's process; nodes get it before requests for locks, if it is due.
         new_connection: makes a connection, as `Connection` does.
     """
 
@@ -132,7 +132,7 @@ class NodeConnections:
         self._introduction = introduction
 
     def connection(self, node: int) -> Connection | None:
-        """Return the connection to a node, or None; a dirty connection is given up."""
+        """Return the connection to a node, or None; give up one on which answers could be mixed up."""
         connection = self._nodes[node].connection
         if connection is not None and connection.changing:
             self.drop_dirty()
@@ -153,7 +153,7 @@ class NodeConnections:
     def worth_waiting_until(self, began: float, request: Broadcast, now: float) -> float:
         """Return until when connections are worth waiting for before a request is sent.
 
-        This is until there is a majority, and a moment longer before the very first exchange.
+        This is mostly until there is a majority; before the very first exchange, a moment longer.
         """
         if not self.absent or request.patience <= 0.0:
             return now
@@ -222,7 +222,7 @@ class NodeConnections:
         return was_deaf
 
     def _put_subscribe(self, index: int, connection: Connection | None, now: float) -> None:
-        """Subscribe to a node's calls, and count on them at once; `_deal_with` handles a refusal."""
+        """Subscribe to a node's calls, and assume at once that they come; `_deal_with` handles a refusal."""
         if connection is not None and connection.pushes:
             connection.put_alone(PendingReply(None, self._subscribe, now), Packed(self._subscribe))
             self.queue.listen(index)
@@ -250,7 +250,7 @@ class NodeConnections:
         return connection
 
     def failed(self, index: int, failure: Reply, now: float) -> None:
-        """Note why a node could not be connected to, and put off the next try: longer after each failure."""
+        """Note why a node could not be connected to, and put off the next try: mostly longer than before."""
         node = self._nodes[index]
         node.failure = failure
         node.pause = min(LONGEST_BACKOFF, 2 * node.pause)
@@ -259,7 +259,7 @@ class NodeConnections:
     def receive(self, index: int, read: Callable[[], bytes | None], now: float) -> Sequence[str]:
         """Pass on the answers that `read` returns; return the places in line that were called.
 
-        If this is interrupted, the connection stays dirty.
+        If this is interrupted, `drop_dirty` gives up the connection later.
         """
         node = self._nodes[index]
         if (connection := self.connection(index)) is None:
