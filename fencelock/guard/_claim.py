@@ -2,7 +2,8 @@
 
 The guard compares only rows that are written. A row that was only read may be out of date, and an act outside
 of the database cannot be undone. After a claim, older holders are refused, and the row cannot change until
-the transaction ends. A second claim locks the row again, because a rollback to a savepoint may release it.
+the transaction ends. A second claim locks the row again, because a rollback to a savepoint may have released
+the lock.
 """
 
 from __future__ import annotations
@@ -126,7 +127,7 @@ def claim(
                 )
             note_claimed(session, [found])
             report_claim(fenced.name, key, asked, token)
-            return found  # else the row was inserted after the UPDATE
+            return found  # else there is no row, or it was inserted after the UPDATE
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
@@ -270,10 +271,10 @@ def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> 
 
 
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Return the query that precedes a claim; on MariaDB and MySQL it locks its rows.
+    """Return the query that precedes a claim, with a lock of its rows on MariaDB and MySQL.
 
-    Otherwise its snapshot would be older than the lock for which the claim waits. A query that itself locks
-    rows is not changed.
+    Without it, the query's snapshot would be older than the lock for which the claim waits. A query that
+    locks rows already is not changed.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
     # Exclusive: two transactions that share a lock and then write would deadlock.
@@ -348,7 +349,7 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
 
 
 def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:
-    """Lock the row without waiting; return True if the row is locked by this transaction, or gone."""
+    """Lock the row without waiting; return True if this transaction has locked it, or if there is no row."""
     row = select(*fenced.table.primary_key).where(*_criteria(fenced))
     locking = row.with_for_update(nowait=not skip_locked, skip_locked=skip_locked, key_share=True)
     is_ours = connection.execute(locking, _parameters(key)).first() is not None

@@ -55,8 +55,8 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two
     columns of a fenced model. The table is itself fenced: each row is guarded by its own resource.
 
-    If all calls of a program name one schema (or their `metadata` does), `gate` looks for the table there.
-    Else it looks in the connection's default schema, as its `schema_translate_map` may translate it.
+    `gate` looks for the table in the schema that all calls of a program, or their `metadata`, name. If they
+    name several, or a `schema_translate_map` has the key None, it looks in the default schema.
 
     Args:
         metadata: the metadata of the models.
@@ -114,7 +114,7 @@ def gate(
         session.commit()
     ```
 
-    It guards what the fences of rows cannot guard: an INSERT, a DELETE followed by an INSERT, and a group of
+    The gate guards what the fences of rows cannot: an INSERT, a DELETE followed by an INSERT, and a group of
     rows that have no fences of their own. No other holder passes the gate of this resource until the
     transaction ends, and no older holder ever passes it again. Pass it before you read, as with `claim`.
     `fence_table(Base.metadata)` adds the fence table to your metadata; then run a migration.
@@ -127,8 +127,8 @@ def gate(
 
     Raises:
         StaleTokenError: if a newer holder has passed the gate.
-        FenceError: if another open transaction of this thread, task or greenlet has passed the gate, because
-            this one would wait for it for ever.
+        FenceError: if another open transaction of this thread, task or greenlet has passed the gate:
+            this transaction would wait for the other for ever.
         UnfencedWriteError: if the resource's lease is not held, or if `resource` is None and several leases
             are held.
         LockLostError: if the lease is known to be lost.

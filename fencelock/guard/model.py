@@ -204,7 +204,7 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     _mark_lease(model, base)
     tables.check_write_column(base, model.__name__)
     fenced = tables.registered(base)
-    if fenced is None or said is not None:  # else another model of the same table has named the resource
+    if fenced is None or said is not None:  # else the table or another model of it has named the resource
         columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure mappers
         attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
         template = tables.template_of(base, model.__name__, attributes, said)

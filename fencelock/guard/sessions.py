@@ -1,4 +1,4 @@
-"""Notes on each connection which sessions use it, because a statement knows only its connection."""
+"""Which sessions use each connection (a statement knows only its connection), and which bypass the guard."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SESSIONS: Final = "_fencelock_sessions"
 """The attribute of a connection with the sessions that have used it; the latest is last."""
 
 _BEGAN: Final = "_fencelock_began"
-"""The attribute of a connection with the time when a session has begun on it."""
+"""The attribute of a connection with the time when a session last began a transaction on it."""
 
 CONNECTIONS: Final = "fencelock.connections"
 """The key in `session.info` of the connections on which the session has begun."""
@@ -89,7 +89,7 @@ def on_begin(session: Session, transaction: SessionTransaction, connection: Conn
 
 
 def began(connection: Connection) -> float:
-    """Return when a session's transaction began on a connection, on the clock of `time.monotonic`."""
+    """Return when a session last began on a connection, by `time.monotonic`; infinity if none has begun."""
     known: float = getattr(connection, _BEGAN, math.inf)
     return known
 
