@@ -117,7 +117,7 @@ def _stop(connection: Connection, *_: Any) -> None:
 
 
 def _stop_release(connection: Connection, name: str, _context: Any) -> None:
-    """Roll back to a refused savepoint, because SQLAlchemy counts it as released even if a listener raises."""
+    """Roll back to a refused savepoint; SQLAlchemy counts it as released even if a listener raises."""
     if is_refused(connection):
         _, message = _refused[connection]
         _free(connection)
