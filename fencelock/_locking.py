@@ -100,7 +100,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
 
 def _place(authority: Any) -> object:
-    """Return a value to compare authorities by, without driver, user and settings; None for a bad URL."""
+    """Return a value to compare authorities by, without driver and user; None if a URL cannot be used."""
     if isinstance(authority, str):
         try:
             authority = _make(authority, {})
@@ -121,7 +121,7 @@ def load(name: str) -> Any:
 
 
 def factory_of(url: str) -> Callable[..., Shipped]:
-    """Return the class of the authority that a URL names; ValueError if none, ImportError without extra."""
+    """Return the authority's class that a URL names; raise ValueError if none, ImportError without extra."""
     before, mark, _ = url.strip().partition("://")
     scheme = before.partition("+")[0].lower()
     if scheme not in _FACTORIES:

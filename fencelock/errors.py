@@ -187,8 +187,8 @@ class StaleTokenError(FenceError):
     """The row has been claimed or written under a larger token, mostly by a newer holder.
 
     If the guard raises it, nothing of the transaction (or of the innermost savepoint) can be committed. Until
-    it is rolled back, every statement and every COMMIT raises SQLAlchemy's `PendingRollbackError`, which
-    names this refusal.
+    the rollback, every statement and every COMMIT raises SQLAlchemy's `PendingRollbackError`, which names
+    this refusal.
 
     Attributes:
         table: name of the table.

@@ -1,7 +1,7 @@
 """`fenced_transaction`: acquires the lock, begins a transaction, passes the gates, commits, and releases.
 
-This module joins the lock and the guard. A lease notes if the outcome of a COMMIT is unknown,
-and `run` can then call its body again.
+This module joins the lock and the guard. A lease notes if the outcome of a COMMIT is unknown, and `run` can
+then call its body again.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ _open: list[_Open] = []
 def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
     """Return the session of the outer block that a new block must join, or None.
 
-    Both have owner, pool and a resource in common. In another session, the new block would wait for ever
-    at the outer block's gate.
+    The two blocks have owner, pool and a resource in common. In another session, the new block would wait
+    for ever at the outer block's gate.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):
@@ -135,7 +135,7 @@ def _noted(session: object, plan: _Plan[Any]) -> Iterator[None]:
 
 @contextmanager
 def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
-    """Run a block in a transaction that has passed the gates; yield its session.
+    """Run a block in a transaction, or in a savepoint of an outer block; pass the gates; yield the session.
 
     Coroutines enter and leave this context by `AsyncSession.run_sync`.
     """

@@ -168,7 +168,7 @@ class _Command:
 
 
 def _dying_with_this_process() -> Callable[[], None]:
-    """Return a function for a new process. It makes Linux kill the new process when this one is killed."""
+    """Return a function for a new process: it makes Linux kill the new process when this process ends."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:
