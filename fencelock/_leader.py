@@ -238,7 +238,7 @@ class Leader:
             raise error
 
     def _next_pause(self, term: Term | None, last: float) -> float:
-        """Return a random pause: its limit rises to 5 s with each election, unless a term lasted over a ttl."""
+        """Return a random pause; its limit rises with each election, unless a term lasted over a ttl."""
         has_lasted = term is not None and time.monotonic() - term.lease.granted_at > self._ttl
         longest = _FIRST_PAUSE if has_lasted else min(_LONGEST_PAUSE, _FIRST_PAUSE + 2 * last)
         return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

@@ -71,17 +71,18 @@ def configure(authority: Any, **options: Any) -> Any:
 
     Args:
         authority: the URL of a database (`sqlite:///app.db`, `postgresql+psycopg://user@host/name`,
-            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy; URLs of nodes (`redis://host:6379`,
-            with commas between) or clients of redis-py; `etcd://host:2379,…`, `zookeeper://host:2181,…`; or a
-            ready authority.
+            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy; URLs of nodes
+            (`redis://host:6379,…`) or clients of redis-py; `etcd://host:2379,…`, `zookeeper://host:2181,…`;
+            or a ready authority.
         **options: settings of `Database`, `Redlock`, `Etcd` or `ZooKeeper`.
 
     Returns:
         The authority.
 
     Raises:
-        ValueError: for a URL or a setting that cannot be understood.
+        ValueError: for a bad URL or setting.
         TypeError: for other arguments, and for options with a ready authority.
+        ImportError: if a library is missing.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
     ready = hasattr(authority, "acquire_gen")
@@ -222,8 +223,8 @@ def fenced_lock(
         max_hold: seconds after which a lease is lost instead of renewed, because a worker that hangs must
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
-        reentrant: let a thread, task or greenlet enter again what it holds; if not, LockTimeoutError at once.
-            A shared lock then takes one more slot.
+        reentrant: let a thread, task or greenlet enter a lock that it holds; if not, LockTimeoutError at
+            once. A shared lock that is entered again takes one more slot.
         if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
             used if the body raised an error, or if work was committed and no transaction is open or in doubt.
         if_held: "wait" for another holder, or "skip". Then `timeout` is not used. As soon as a holder is

@@ -74,8 +74,8 @@ def claim(
         session.commit()
     ```
 
-    From then on older holders are refused, and no other transaction changes the row until this one ends. The
-    row gets a new write id, so objects that others have loaded from it are stale.
+    Older holders are then refused, and no other transaction changes the row until this one ends. The row
+    gets a new write id, so objects that others have loaded from it are stale.
     Claim before the transaction reads anything. Under REPEATABLE READ (MariaDB's default), *other* rows are
     read as they were at its first read. On SQLite, a transaction that has read before cannot wait until it
     may write (see `fencelock.guard.begin_immediate`). A claim that returns None (`skip_locked`) has read, so
@@ -87,17 +87,18 @@ def claim(
         session: the session that gets the object.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
-        nowait: raise the database's error at once if the row is locked (not on SQLite, which locks no rows).
+        nowait: raise the database's error at once if the row is locked (not on SQLite).
         skip_locked: return None at once if the row is locked (not on SQLite).
         bind_arguments: chooses the database if the model and the key do not, as in `Session.connection`, such
             as `{"shard_id": "asia"}`. If the claim needs a SELECT, a session that reads from another database
             than it writes to is refused.
 
     Returns:
-        The object; None if `skip_locked` is set and the row is locked.
+        The object; None if `skip_locked` has found the row locked.
 
     Raises:
-        StaleTokenError: if a newer holder has claimed or written the row.
+        StaleTokenError: if a newer holder has claimed or written the row; `StaleReadError` if the
+            transaction keeps a snapshot that is older than the lease.
         UnfencedWriteError: if the row's lease is not held.
         LockLostError: if the lease is known to be lost.
         sqlalchemy.exc.NoResultFound: if there is no such row.
@@ -142,9 +143,9 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         session.commit()
     ```
 
-    The rows are claimed in the order of their primary keys, so that two holders of overlapping sets wait for
-    each other instead of deadlocking. The result has the query's order. Rows that begin to match during the
-    call are neither claimed nor returned.
+    The rows are claimed in the order of their primary keys, so that two holders of overlapping sets do not
+    deadlock. The result has the query's order. Rows that begin to match during the call are neither claimed
+    nor returned.
 
     As with `claim`, call it before the transaction reads anything. On MariaDB and MySQL the query locks each
     row that it scans, so that later reads are as new as the claim. Without an index for its rows, it locks
@@ -160,7 +161,8 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         The objects that still match, in the order of the query.
 
     Raises:
-        StaleTokenError: if a newer holder has claimed or written one of the rows.
+        StaleTokenError: if a newer holder has claimed or written one of the rows; `StaleReadError` as for
+            `claim`.
         UnfencedWriteError: if the lease of one of the rows is not held.
         LockLostError: if a lease is known to be lost.
         sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
@@ -349,7 +351,7 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
 
 
 def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:
-    """Lock the row without waiting; return True if this transaction has locked it, or if there is no row."""
+    """Try to lock the row without waiting; return False if `skip_locked` has found it locked by another."""
     row = select(*fenced.table.primary_key).where(*_criteria(fenced))
     locking = row.with_for_update(nowait=not skip_locked, skip_locked=skip_locked, key_share=True)
     is_ours = connection.execute(locking, _parameters(key)).first() is not None

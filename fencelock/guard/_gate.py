@@ -114,19 +114,19 @@ def gate(
         session.commit()
     ```
 
-    The gate guards what the fences of rows cannot: an INSERT, a DELETE followed by an INSERT, and a group of
-    rows that have no fences of their own. No other holder passes the gate of this resource until the
+    The fences of rows cannot guard an INSERT, a DELETE followed by an INSERT, or a group of rows that have no
+    fences; the gate can. No other holder passes the gate of this resource until the
     transaction ends, and no older holder ever passes it again. Pass it before you read, as with `claim`.
     `fence_table(Base.metadata)` adds the fence table to your metadata; then run a migration.
 
     Args:
         session: the session whose transaction passes the gate.
-        resource: the resource whose gate to pass; by default, the resource of the only lease held.
+        resource: the resource of the gate; by default, that of the only lease held.
         bind_arguments: chooses the database of a session that has several, as in `Session.connection`, such
             as `{"mapper": Order}` or `{"shard_id": "asia"}`.
 
     Raises:
-        StaleTokenError: if a newer holder has passed the gate.
+        StaleTokenError: if a newer holder has passed the gate; `StaleReadError` as for `claim`.
         FenceError: if another open transaction of this thread, task or greenlet has passed the gate:
             this transaction would wait for the other for ever.
         UnfencedWriteError: if the resource's lease is not held, or if `resource` is None and several leases

@@ -176,7 +176,7 @@ def _populators(
 def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], Any]) -> None:
     """Call `heard(context, state, before, found)` if a row and its loaded object differ in an attribute.
 
-    None stands for a missing value. If the query refreshes the attribute, it becomes what `heard` returns.
+    None stands for a missing value. If the query refreshes the attribute, it gets the result of `heard`.
     """
     setup = ColumnProperty.setup
     create: Any = ColumnProperty.create_row_processor

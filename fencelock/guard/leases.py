@@ -297,8 +297,8 @@ class TokenLookup:
     def does_without(self, resource: str | None) -> bool:
         """Tell whether a row may be written without a lease, and report the write if so.
 
-        If a lease of another row of the table is held, it may not: most likely the resource's name is wrong.
-        It also may not if the block of the row's lease was left during this transaction.
+        A row may not if a lease of another row is held: most likely the resource's name is wrong. It also may
+        not if the block of its lease was left during this transaction.
         """
         is_free = (
             self.is_optional

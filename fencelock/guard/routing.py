@@ -22,7 +22,7 @@ from fencelock.guard.tables import FencedTable
 
 
 class Target(NamedTuple):
-    """The connection on which a session writes; with `bind_arguments`, its queries use the same database."""
+    """The connection on which a session writes; `bind_arguments` lead its queries to the same database."""
 
     session: Session
     connection: Connection

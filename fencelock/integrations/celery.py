@@ -47,7 +47,8 @@ class FencedTask(_Task):
         """Call the task under the held leases, and return what Celery returns.
 
         Raises:
-            LockLostError: a lease has ended. The task is not called.
+            LockLostError, CommitInDoubtError, ValueError: as for the header of HTTP (`held`). The task is
+                not called.
         """
         return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
 
