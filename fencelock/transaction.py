@@ -463,7 +463,7 @@ def fenced_transaction(
 def transaction_of(
     source: Any, resources: tuple[str, ...], *, retries: int, gate: bool, settings: AllLockSettings
 ) -> FencedTransaction[Any] | AsyncFencedTransaction[Any]:
-    """Return a fenced transaction in a session that `source` makes. A session as `source` is not closed."""
+    """Return a fenced transaction. A session or a scoped session as `source` is not closed."""
     make, shared = source, isinstance(source, scoped_session) or is_async_scoped(source)
     if isinstance(source, Session) or is_async_session(source):
         make, shared = (lambda: source), True

@@ -27,7 +27,7 @@ _MIXES: Final = "what a transaction locks and reads is new, beside older rows th
 
 
 class _Setting(NamedTuple):
-    """A setting with its bad values, what they cause, and what to do about them."""
+    """A setting, its bad values, their effect, and advice."""
 
     dialect: str
     name: str

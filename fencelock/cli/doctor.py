@@ -1,4 +1,4 @@
-"""`fencelock doctor`: problems of nodes and databases, and what to do about each."""
+"""`fencelock doctor`: problems of servers, databases and models, with advice."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def key_of(mapper: Mapper[Any], identity: object) -> _Key:
 
 
 def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
-    """Return the values that name a row's resource; None if they must be read from a row that is gone."""
+    """Return the values that name a row's resource; None if the row must be read, and does not exist."""
     if fenced.template.in_key:
         return _resource_values_in(fenced, key)
     query = select(*fenced.template.columns.values()).where(*_criteria(fenced))

@@ -1,7 +1,7 @@
 """Private names and replaced methods of SQLAlchemy, each under a name that tells its purpose.
 
-Because of them, the version of SQLAlchemy is capped. `tests/guard/test_private_names.py` tests that each
-behaves as the guard expects.
+Because of these, the version of SQLAlchemy has an upper bound. `tests/guard/test_private_names.py` tests that
+each behaves as the guard expects.
 """
 
 from __future__ import annotations

@@ -91,7 +91,7 @@ class TransactionLeases:
         self._mark = object()
 
     def __del__(self) -> None:
-        """Let go of the leases of an abandoned connection; in a new thread, because this may run anywhere."""
+        """Let go of an abandoned transaction's leases in a new thread: `__del__` may run anywhere."""
         if calls := self._let_go(committed=False):
             with suppress(RuntimeError):  # the interpreter is exiting, and releases everything
                 _thread.start_new_thread(_call_each, (calls,))
