@@ -87,8 +87,8 @@ def begin_immediate(engine: Engine | AsyncEngine) -> None:
     ```
 
     Transactions then wait for each other at their first statement, instead of failing at a later one. They
-    wait up to the connection's `timeout`: 5 seconds, or `connect_args={"timeout": …}`. For work that only reads,
-    use another engine.
+    wait up to the connection's `timeout`: 5 seconds, or `connect_args={"timeout": …}`. For work that only
+    reads, use another engine.
 
     Args:
         engine: an engine of SQLite, or an `AsyncEngine`.
