@@ -223,8 +223,8 @@ def fenced_lock(
         max_hold: seconds after which a lease is lost instead of renewed, because a worker that hangs must
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
-        reentrant: let a thread, task or greenlet enter a lock that it holds; if not, LockTimeoutError at
-            once. A shared lock that is entered again takes one more slot.
+        reentrant: let a thread, task or greenlet enter again a lock it holds; else LockTimeoutError at once.
+            A shared lock then takes one more slot.
         if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
             used if the body raised an error, or if work was committed and no transaction is open or in doubt.
         if_held: "wait" for another holder, or "skip". Then `timeout` is not used. As soon as a holder is

@@ -102,7 +102,7 @@ def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
     """Return the session of the outer block that a new block must join, or None.
 
     The two blocks have owner, pool and a resource in common. In another session, the new block would wait
-    for ever at the outer block's gate.
+    for ever at the outer gate.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):
@@ -274,8 +274,8 @@ class FencedTransaction(Generic[_S]):
     def run(self, body: Callable[[_S], _R]) -> _R:
         """Call `body` with the session, commit, and return what it returned.
 
-        If the outcome of the COMMIT is unknown, a new token is minted, and the gates are passed with it. Then
-        the body is called again, up to `retries` times. The first call's work may have been committed, so the
+        If the outcome of the COMMIT is unknown, a new token is minted, and passes the gates. Then the body is
+        called again, up to `retries` times. The first call's work may have been committed, so the
         body must check this, most simply with `once`. Without gates, the first COMMIT may come after the
         second call has loaded an object. `StaleReadError` refuses this object.
 

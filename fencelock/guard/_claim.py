@@ -2,8 +2,7 @@
 
 The guard compares only rows that are written. A row that was only read may be out of date, and an act outside
 of the database cannot be undone. After a claim, older holders are refused, and the row cannot change until
-the transaction ends. A second claim locks the row again, because a rollback to a savepoint may have released
-the lock.
+the transaction ends. A second claim locks the row again: a rollback to a savepoint may release the lock.
 """
 
 from __future__ import annotations
@@ -97,8 +96,8 @@ def claim(
         The object; None if `skip_locked` has found the row locked.
 
     Raises:
-        StaleTokenError: if a newer holder has claimed or written the row; `StaleReadError` if the
-            transaction keeps a snapshot that is older than the lease.
+        StaleTokenError: if a newer holder has claimed or written the row; `StaleReadError` for a snapshot
+            that is older than the lease.
         UnfencedWriteError: if the row's lease is not held.
         LockLostError: if the lease is known to be lost.
         sqlalchemy.exc.NoResultFound: if there is no such row.
@@ -275,8 +274,7 @@ def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> 
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
     """Return the query that precedes a claim, with a lock of its rows on MariaDB and MySQL.
 
-    Without it, the query's snapshot would be older than the lock for which the claim waits. A query that
-    locks rows already is not changed.
+    Without a lock, its snapshot would be older than the claim. A query that locks rows is not changed.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
     # Exclusive: two transactions that share a lock and then write would deadlock.

@@ -55,8 +55,8 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two
     columns of a fenced model. The table is itself fenced: each row is guarded by its own resource.
 
-    `gate` looks for the table in the schema that all calls of a program, or their `metadata`, name. If they
-    name several, or a `schema_translate_map` has the key None, it looks in the default schema.
+    `gate` looks in the schema that all calls of a program, or their `metadata`, name. If they name several,
+    or a `schema_translate_map` has the key None, `gate` looks in the default schema.
 
     Args:
         metadata: the metadata of the models.

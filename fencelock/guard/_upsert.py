@@ -1,8 +1,8 @@
 """`upsert`: INSERT, or UPDATE if the row exists, guarded and in one statement.
 
 PostgreSQL and SQLite have `INSERT … ON CONFLICT DO UPDATE … WHERE fence <= new fence`. MariaDB and MySQL have
-no WHERE there, so columns are assigned `IF(fence <= new fence, new value, old value)`. These databases assign
-from left to right, so the fence comes last. A query afterwards finds the rows that were refused.
+no WHERE there, so columns are assigned `IF(fence <= new fence, new value, old value)`, from left to right. So
+the fence comes last. A query afterwards finds the rows that were refused.
 """
 
 from __future__ import annotations

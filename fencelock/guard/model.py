@@ -78,7 +78,7 @@ class FencedModel:
 
     It adds the columns `last_fencing_token` and `last_write_id`, each BIGINT NOT NULL DEFAULT 0. From then on
     every UPDATE and DELETE that SQLAlchemy sends for the model's table has the condition
-    `AND last_fencing_token <= :token`. The token is that of the lease held (`fenced_lock`, `bind`). An UPDATE
+    `AND last_fencing_token <= :token`. The token is the held lease's (`fenced_lock`, `bind`). An UPDATE
     raises the fence to the token. Without a lease, the write is refused. Each write gives the row a new write
     id. The unit of work writes an object only if the row was not written since the object was loaded; else it
     raises `StaleReadError`. Both columns belong to the guard, which replaces or refuses assigned values.

@@ -173,7 +173,7 @@ def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None)
     Args:
         engine: an engine of the database; the table is created there if it is missing.
         keep: seconds after which an entry is deleted.
-        schema: the schema of the table; by default the connection's.
+        schema: the table's; by default the connection's.
 
     Returns:
         The recorder; its `close()` ends the recording.
