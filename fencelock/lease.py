@@ -38,11 +38,11 @@ _LONGEST_ENTRY: Final = MAX_RESOURCE_LENGTH * 12 + len("=") + 19
 def check_resource(resource: object) -> str:
     """Return `resource`, as a plain string, if it can name a lock.
 
-    A name has 1 to 255 characters, no control characters, and no white space at either end. Every supported
-    database can store and compare it exactly.
+    A name has 1 to 255 characters, no control characters or surrogates, and no white space at either end.
+    Every supported database stores and compares it exactly.
 
     Raises:
-        TypeError: the name is not a string.
+        TypeError: the name is no string.
         ValueError: the name is empty, too long, or has characters that a database would change.
     """
     if not isinstance(resource, str):

@@ -97,7 +97,7 @@ def claim(
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row; `StaleReadError` for a snapshot
-            that is older than the lease.
+            older than the lease.
         UnfencedWriteError: if the row's lease is not held.
         LockLostError: if the lease is known to be lost.
         sqlalchemy.exc.NoResultFound: if there is no such row.

@@ -2,7 +2,7 @@
 
 The context variable of held leases is not enough: it does not reach other threads, leaks out of generators,
 and is empty after the block. The lease of the first write stays in use even if a newer lease is held then.
-Another holder may have written between the two, and only the older token makes the database refuse.
+Another holder may have written between the grants, and only the older token makes the database refuse.
 """
 
 from __future__ import annotations
