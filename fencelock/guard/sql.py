@@ -86,7 +86,7 @@ def execute_fenced(
 
     Args:
         connection: a connection or session. In coroutines: `await session.run_sync(execute_fenced, …)`.
-        statement: an UPDATE, DELETE or INSERT of a fenced table, also a plain one.
+        statement: an UPDATE, DELETE or INSERT of a fenced table.
         parameters: the parameters of the statement. With a list, it is executed once for each element.
         token: the fencing token to write with, whatever leases are held.
 
