@@ -34,10 +34,10 @@ _SQLITE_BUSY: Final = frozenset({5, 6})
 #: Codes of servers that refuse writes: a standby, a former primary, a node of Galera outside its group.
 _ELSEWHERE_STATES: Final = frozenset({"25006"})
 _ELSEWHERE_NUMBERS: Final = frozenset({1047, 1180, 1290, 1792, 1836})
-#: Codes of servers that start, stop, have too many connections, or refuse writes.
+#: Codes of servers that start, stop, end a connection, have too many connections, or refuse writes.
 _AWAY_STATES: Final = frozenset({"57P01", "57P02", "57P03", "57P05", "53300", *_ELSEWHERE_STATES})
 _AWAY_NUMBERS: Final = frozenset({1040, 1053, 1158, 1159, 1160, 1161, 1203, *_ELSEWHERE_NUMBERS})
-#: Codes of these that only a new connection gets: the server starts, or has too many connections.
+#: Codes that only a new connection gets: the server starts, or has too many connections.
 _TURNED_AWAY: Final = frozenset({"57P03", "53300", 1040, 1203})
 #: SQLSTATEs, their classes, and numbers with which a database says that it has rolled back at a COMMIT. In
 #: class 40, 40003 says that the outcome is unknown; 57014 says that a statement was cancelled.
@@ -87,13 +87,13 @@ def is_lost(error: BaseException | None) -> bool:
 def leaves_doubt(error: BaseException) -> bool:
     """Return whether the outcome of a COMMIT is unknown after this error.
 
-    It is, after any error of a driver or of the network, unless the database says that the transaction is
-    rolled back.
+    The outcome is unknown after any error of a driver or of the network, unless the database says that the
+    transaction is rolled back.
     """
     if not (isinstance(error, DBAPIError | OSError) or is_driver_error(error)):
         return False
     number = error_number(error)
-    if isinstance(number, int):  # first, because some drivers of MariaDB give the SQLSTATE HY000 for most
+    if isinstance(number, int):  # first, because some drivers of MariaDB mostly give the SQLSTATE HY000
         return number not in _ROLLED_BACK_NUMBERS
     if (state := sqlstate(error)) is not None:
         return state == "40003" or _ROLLED_BACK_CLASSES.isdisjoint({state, state[:2]})
@@ -102,12 +102,12 @@ def leaves_doubt(error: BaseException) -> bool:
 
 
 def is_elsewhere(error: BaseException) -> bool:
-    """Return whether this server refuses writes now; a new connection may reach one that accepts them."""
+    """Return whether this server refuses writes now; a new connection may reach a server that takes them."""
     return _says(error, _ELSEWHERE_STATES, _ELSEWHERE_NUMBERS)
 
 
 def is_away(error: BaseException) -> bool:
-    """Return whether this server says that it starts, stops, is full, or refuses writes now."""
+    """Return whether the server says that it cannot serve now, for instance because it starts or stops."""
     return _says(error, _AWAY_STATES, _AWAY_NUMBERS)
 
 
@@ -117,11 +117,11 @@ def is_turned_away(error: BaseException) -> bool:
 
 
 def is_unavailable(error: BaseException) -> bool:
-    """Return whether a server was lost, away or busy, so that another try may succeed."""
+    """Return whether a server was lost, away, busy or out of reach, so that another try may succeed."""
     if is_lost(error) or is_busy(error) or is_away(error) or isinstance(error, OSError | PoolTimeoutError):
         return True
     number = error_number(error)
-    if isinstance(number, int):  # first, because some drivers of MariaDB give the SQLSTATE HY000 for most
+    if isinstance(number, int):  # first, because some drivers of MariaDB mostly give the SQLSTATE HY000
         return number in _CLIENT_NUMBERS
     if (state := sqlstate(error)) is not None:
         return state.startswith("08")

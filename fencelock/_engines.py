@@ -15,7 +15,7 @@ from sqlalchemy.exc import ArgumentError
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 
-#: The blocking driver of each database.
+#: The blocking drivers; for SQLite, SQLAlchemy's default is one.
 _FOR_BLOCKING = {"postgresql": "postgresql+psycopg", "mysql": "mysql+pymysql", "mariadb": "mariadb+pymysql"}
 _MODULE = "sqlalchemy.ext.asyncio"
 
@@ -53,7 +53,7 @@ def blocking_engine(url: str) -> Engine:
 
 
 def url_of(source: object) -> URL:
-    """Return the URL of an engine, or the URL that a text is.
+    """Return the URL of an engine, or `source` itself as a URL.
 
     Raises:
         TypeError: `source` is neither an engine nor a URL.

@@ -1,9 +1,9 @@
 """The events of fencelock, and the list of the functions that listen to them.
 
 Users import them from `fencelock.observe`. Without a listener they cost almost nothing: most callers check
-`listeners` before they make an event. A listener is called in the thread, task or greenlet of the event, and
-in one thread for one event at a time: events that it causes itself, or that a signal handler causes, are told
-afterwards. If a listener raises an `Exception`, this is logged, and changes nothing.
+`listeners` before they make an event. A listener is called in the thread, task or greenlet of the event. If
+listeners or signal handlers cause events meanwhile in this thread, these are told afterwards. If a listener
+raises an `Exception`, this is logged, and changes nothing.
 
 The events are not frozen, because a frozen dataclass takes several times as long to make.
 """

@@ -97,8 +97,8 @@ class Term:
     def on_end(self, callback: Callable[[Term], object]) -> None:
         """Call a plain function with the term when its end is found; now if it was found already.
 
-        `is_current`, `wait` and the end of the block find it. Otherwise renewal does, at the end of the
-        lease, and calls the function in a new thread, or by the event loop.
+        `is_current`, `wait` and the end of the block find the end. Otherwise renewal finds it when the lease
+        ends, and calls the function in a new thread, or by the event loop.
 
         Raises:
             TypeError: `callback` is not a plain function.
@@ -240,7 +240,7 @@ class Leader:
             raise error
 
     def _next_pause(self, term: Term | None, last: float) -> float:
-        """Return the seconds until the next election: longer each time, unless a term lasted over a ttl."""
+        """Return a random pause; its limit rises with each election, unless a term lasted over a ttl."""
         has_lasted = term is not None and time.monotonic() - term.lease.granted_at > self._ttl
         longest = _FIRST_PAUSE if has_lasted else min(_LONGEST_PAUSE, _FIRST_PAUSE + 2 * last)
         return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret

@@ -71,17 +71,18 @@ def configure(authority: Any, **options: Any) -> Any:
 
     Args:
         authority: the URL of a database (`sqlite:///app.db`, `postgresql+psycopg://user@host/name`,
-            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy; URLs of nodes (`redis://host:6379`,
-            with commas between) or clients of redis-py; `etcd://host:2379,…`, `zookeeper://host:2181,…`; or a
-            ready authority.
+            `mysql+pymysql://user@host/name`) or an engine of SQLAlchemy; URLs of nodes
+            (`redis://host:6379,…`) or clients of redis-py; `etcd://host:2379,…`, `zookeeper://host:2181,…`;
+            or a ready authority.
         **options: settings of `Database`, `Redlock`, `Etcd` or `ZooKeeper`.
 
     Returns:
         The authority.
 
     Raises:
-        ValueError: for a URL or a setting that cannot be understood.
+        ValueError: for a bad URL or setting.
         TypeError: for other arguments, and for options with a ready authority.
+        ImportError: if a library is missing.
     """
     global _default  # noqa: PLW0603 - the process default is what this module is about
     ready = hasattr(authority, "acquire_gen")
@@ -100,7 +101,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
 
 def _place(authority: Any) -> object:
-    """Return a value to compare authorities by, without driver, user and settings; None for a bad URL."""
+    """Return a value to compare authorities by, without driver and user; None if a URL cannot be used."""
     if isinstance(authority, str):
         try:
             authority = _make(authority, {})
@@ -121,7 +122,7 @@ def load(name: str) -> Any:
 
 
 def factory_of(url: str) -> Callable[..., Shipped]:
-    """Return the class of the authority that a URL names; ValueError if none, ImportError without extra."""
+    """Return the authority's class that a URL names; raise ValueError if none, ImportError without extra."""
     before, mark, _ = url.strip().partition("://")
     scheme = before.partition("+")[0].lower()
     if scheme not in _FACTORIES:
@@ -222,7 +223,7 @@ def fenced_lock(
         max_hold: seconds after which a lease is lost instead of renewed, because a worker that hangs must
             not hold for ever. None for no limit.
         fair: wait in line: first come, first served, as far as a quorum can tell.
-        reentrant: let a thread, task or greenlet enter again what it holds; if not, LockTimeoutError at once.
+        reentrant: let a thread, task or greenlet enter again a lock it holds; else LockTimeoutError at once.
             A shared lock then takes one more slot.
         if_lost: "raise" LockLostError or "warn" in the log, when a block is left whose lease was lost. Not
             used if the body raised an error, or if work was committed and no transaction is open or in doubt.

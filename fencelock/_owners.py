@@ -22,7 +22,7 @@ from fencelock.holder import printable
 
 
 class _Thread(threading.local):
-    """Identifies a thread; its ident cannot, because a later thread may get the same ident.
+    """Identifies a thread. Its ident does not, because a later thread may get the same ident.
 
     Attributes:
         itself: an object that only this thread has.
@@ -39,7 +39,7 @@ def running_loop() -> asyncio.AbstractEventLoop | None:
 
 
 def current_owner() -> object:
-    """Return the owner of the running code: equal for the same owner only; it keeps nothing alive."""
+    """Return a value for the owner of the running code; it is equal for the same owner only."""
     loop = running_loop()
     task = asyncio.current_task(loop) if loop is not None else None
     current = _current_greenlet()

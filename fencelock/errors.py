@@ -20,8 +20,8 @@ FencelockError
     └── UnfencedWriteError                     no lease guards this write, or it cannot be guarded
 ```
 
-"Held by another", "too few nodes answered" and "the nodes refuse" are different errors, because a caller does
-different things after them: wait, call an operator, fix the configuration.
+"Held by another", "too few nodes answered" and "the nodes refuse" are different errors, because a caller
+reacts differently: wait, call an operator, fix the configuration.
 
 Every error has `written`. False: after a rollback, nothing of the transaction is written. None: this is
 unknown. docs/errors.md says what to do after each error.
@@ -187,8 +187,8 @@ class StaleTokenError(FenceError):
     """The row has been claimed or written under a larger token, mostly by a newer holder.
 
     If the guard raises it, nothing of the transaction (or of the innermost savepoint) can be committed. Until
-    it is rolled back, every statement and every COMMIT raises SQLAlchemy's `PendingRollbackError`, which
-    names this refusal.
+    the rollback, every statement and every COMMIT raises SQLAlchemy's `PendingRollbackError`, which names
+    this refusal.
 
     Attributes:
         table: name of the table.
@@ -283,8 +283,8 @@ class CommitInDoubtError(FenceError):
 
     Nothing more is written under a lease with this token. In this order: roll back; mint a new token with
     `lock.remint()`; load the objects again. If the transaction is still under way, its row locks block your
-    write until it ends, and then objects that you loaded before its end are refused. A statement without
-    objects has nothing to compare, so claim the row, or pass the gate, before you send it.
+    write until it ends. Then objects that you loaded before its end are refused. A statement without objects
+    has nothing to compare, so claim the row, or pass the gate, before you send it.
     If the lock was released, as after `fenced_transaction`, acquire it again, and read the row.
     """
 

@@ -38,11 +38,11 @@ _LONGEST_ENTRY: Final = MAX_RESOURCE_LENGTH * 12 + len("=") + 19
 def check_resource(resource: object) -> str:
     """Return `resource`, as a plain string, if it can name a lock.
 
-    A name has 1 to 255 characters, no control characters, and no white space at either end. Every supported
-    database can store and compare it exactly.
+    A name has 1 to 255 characters, no control characters or surrogates, and no white space at either end.
+    Every supported database stores and compares it exactly.
 
     Raises:
-        TypeError: the name is not a string.
+        TypeError: the name is no string.
         ValueError: the name is empty, too long, or has characters that a database would change.
     """
     if not isinstance(resource, str):
@@ -198,14 +198,14 @@ class Lease:
 
     @property
     def inherited(self) -> bool:
-        """Whether this is a forked child's copy of its parent's lease, which it must not release."""
+        """Whether this is a forked child's copy of a lease, which only the parent process may release."""
         return self._process is not _process[0]
 
     def check(self) -> None:
         """Raise an error if a loss was noted; the end by the clock does not count.
 
         Raises:
-            LockLostError: the loss of the lease was noted, or it belongs to the parent process.
+            LockLostError: a loss was noted, or the lease belongs to the parent process.
         """
         parent = "it belongs to the process that this one was forked from"
         if reason := parent if self._process is not _process[0] else self.why_lost:

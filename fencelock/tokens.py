@@ -1,7 +1,7 @@
 """Fencing tokens; those of Redis nodes have an epoch and a counter: `token = epoch << 44 | counter`.
 
-In epoch 0 the token equals the counter, so that it is readable. Only this module puts epoch and counter
-together. A node's script never sees the whole token, because Lua's numbers are exact only below 2**53.
+In epoch 0 a token equals its counter, and so is readable. Only this module puts epoch and counter together. A
+node's script never sees the whole token, because Lua's numbers are exact only below 2**53.
 
 A token fits a signed BIGINT: 44 bits of counter and 19 bits of epoch. Counters start at Unix milliseconds by
 default, which fit until the year 2527. A larger value is refused, because a token that wrapped around would

@@ -1,7 +1,7 @@
 """`fenced_transaction`: acquires the lock, begins a transaction, passes the gates, commits, and releases.
 
-This module joins the lock and the guard. A lease notes if the outcome of a COMMIT is unknown,
-and `run` can then call its body again.
+This module joins the lock and the guard. A lease notes if the outcome of a COMMIT is unknown, and `run` can
+then call its body again.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ _open: list[_Open] = []
 def _outer(plan: _Plan[_Made], session: _Made) -> _Made | None:
     """Return the session of the outer block that a new block must join, or None.
 
-    Both have owner, pool and a resource in common. In another session, the new block would wait for ever
-    at the outer block's gate.
+    The two blocks have owner, pool and a resource in common. In another session, the new block would wait
+    for ever at the outer gate.
     """
     owner = current_owner()
     for other in reversed(tuple(_open)):
@@ -135,7 +135,7 @@ def _noted(session: object, plan: _Plan[Any]) -> Iterator[None]:
 
 @contextmanager
 def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
-    """Run a block in a transaction that has passed the gates; yield its session.
+    """Run a block in a transaction, or in a savepoint of an outer block; pass the gates; yield the session.
 
     Coroutines enter and leave this context by `AsyncSession.run_sync`.
     """
@@ -274,8 +274,8 @@ class FencedTransaction(Generic[_S]):
     def run(self, body: Callable[[_S], _R]) -> _R:
         """Call `body` with the session, commit, and return what it returned.
 
-        If the outcome of the COMMIT is unknown, a new token is minted, the gates are passed with it, and the
-        body is called again, up to `retries` times. The first call's work may have been committed, so the
+        If the outcome of the COMMIT is unknown, a new token is minted, and passes the gates. Then the body is
+        called again, up to `retries` times. The first call's work may have been committed, so the
         body must check this, most simply with `once`. Without gates, the first COMMIT may come after the
         second call has loaded an object. `StaleReadError` refuses this object.
 
@@ -463,7 +463,7 @@ def fenced_transaction(
 def transaction_of(
     source: Any, resources: tuple[str, ...], *, retries: int, gate: bool, settings: AllLockSettings
 ) -> FencedTransaction[Any] | AsyncFencedTransaction[Any]:
-    """Return a fenced transaction in a session that `source` makes. A session as `source` is not closed."""
+    """Return a fenced transaction. A session or a scoped session as `source` is not closed."""
     make, shared = source, isinstance(source, scoped_session) or is_async_scoped(source)
     if isinstance(source, Session) or is_async_session(source):
         make, shared = (lambda: source), True

@@ -75,7 +75,7 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
 
 
 def _wanted(table: Table) -> FoundTrigger:
-    """Return the trigger that a table should have. Without `last_write_id`, it sets no write ids."""
+    """Return the trigger that a table should have: without `last_write_id`, one that sets no write ids."""
     wanted = trigger_of(table)
     return "fence" if wanted is True and WRITE_COLUMN not in table.c else wanted
 

@@ -1,6 +1,6 @@
 """The entry point for Alembic.
 
-It imports Alembic and `operations` only when it is called, because Alembic loads it during its own import.
+Alembic loads this module during its own import. So Alembic and `operations` are imported only in functions.
 """
 
 from __future__ import annotations

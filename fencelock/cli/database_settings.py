@@ -27,7 +27,7 @@ _MIXES: Final = "a transaction sees new versions of the rows that it locks, besi
 
 
 class _Setting(NamedTuple):
-    """A setting with its bad values, what they cause, and what to do about them."""
+    """A setting, its bad values, their effect, and advice."""
 
     dialect: str
     name: str
@@ -146,7 +146,7 @@ def _dialect(connection: Connection) -> str:
 
 
 def _values(connection: Connection) -> dict[str, str]:
-    """Return all settings of the server. MySQL lacks some of MariaDB's."""
+    """Return the server's settings that the role may see; none for SQLite."""
     ask = _VALUES.get(_dialect(connection))
     return {} if ask is None else {str(name): str(value or "") for name, value in _ask(connection, ask)}
 

@@ -1,4 +1,4 @@
-"""`fencelock doctor`: problems of nodes and databases, and what to do about each."""
+"""`fencelock doctor`: problems of servers, databases and models, with advice."""
 
 from __future__ import annotations
 
@@ -286,7 +286,7 @@ def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Fi
 
 
 def _metadata(name: str) -> MetaData | None:
-    """Return the metadata that `shop.models:Base` names."""
+    """Return the metadata that a text such as `shop.models:Base` names; None for an empty text."""
     if not name:
         return None
     sys.path.insert(0, "")  # the current folder is mostly the program's

@@ -9,7 +9,7 @@ from typing import Final
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A place, a fact, and what to do. It is a problem if locks or data are in danger, else a note."""
+    """A place, a fact, and advice: a problem if locks or data are in danger, else a note."""
 
     where: str
     what: str

@@ -100,7 +100,7 @@ def _run(command: _Command, lock: FencedLock[int], *, skips: bool) -> int:
 
 
 class _Command:
-    """The command to run. It gets signals from its start on; before that, they end this process."""
+    """The command to run. After its start it gets our signals; before, a signal ends this process."""
 
     def __init__(self, arguments: list[str], *, keep_url: bool) -> None:
         self._arguments = arguments
@@ -131,7 +131,7 @@ class _Command:
                     os.killpg(self._program.pid, number)
 
     def end_what_is_left(self) -> None:
-        """Kill, after some seconds, the remaining processes of the command: others may hold the lock."""
+        """Kill the command's remaining process group after some seconds: others may hold the lock."""
         until = time.monotonic() + _GRACE
         with suppress(ProcessLookupError, PermissionError):
             while self._program is not None and self._group is not None:
@@ -168,7 +168,7 @@ class _Command:
 
 
 def _dying_with_this_process() -> Callable[[], None]:
-    """Return a function for a new process. It makes Linux kill the new process when this one is killed."""
+    """Return a function for a new process: it makes Linux kill the new process when this process ends."""
     prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
 
     def prepare() -> None:

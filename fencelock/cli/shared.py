@@ -87,7 +87,7 @@ def check_file(url: str) -> None:
 
 
 def file_of_sqlite(url: str) -> str:
-    """Return the file of an SQLite database; an empty text for a database in memory, and for others."""
+    """Return the file of an SQLite database; an empty text if it is in memory, or of another kind."""
     file = make_url(url).database if url.startswith("sqlite") else ""
     return "" if file in {None, ":memory:"} else str(file)
 
@@ -121,7 +121,6 @@ def authority_of(url: str, namespace: str = DEFAULT_NAMESPACE) -> Iterator[Shipp
 
 
 def new_authority(url: str, namespace: str = DEFAULT_NAMESPACE) -> Shipped:
-    """Return a client of the authority that a URL names."""
     factory = factory_of(url)
     if factory is Database:
         check_file(url)

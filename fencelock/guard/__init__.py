@@ -2,7 +2,7 @@
 
 `UPDATE … SET …, last_fencing_token = :token, last_write_id = :new WHERE … AND last_fencing_token <= :token`,
 and for objects `AND last_write_id = :loaded`: check and write are one statement. The guard adds this
-condition to an UPDATE or DELETE, or refuses it. No module here depends on what grants the leases.
+condition to an UPDATE or DELETE, or refuses the statement. No module here depends on an authority.
 """
 
 from fencelock.guard._claim import claim, claim_all, claim_all_async, claim_async

@@ -2,7 +2,7 @@
 
 The guard compares only rows that are written. A row that was only read may be out of date, and an act outside
 of the database cannot be undone. After a claim, older holders are refused, and the row cannot change until
-the transaction ends. A second claim locks the row again, because a rollback to a savepoint may release it.
+the transaction ends. A second claim locks the row again: a rollback to a savepoint may release the lock.
 """
 
 from __future__ import annotations
@@ -73,8 +73,8 @@ def claim(
         session.commit()
     ```
 
-    From then on older holders are refused, and no other transaction changes the row until this one ends. The
-    row gets a new write id, so objects that others have loaded from it are stale.
+    Older holders are then refused, and no other transaction changes the row until this one ends. The row
+    gets a new write id, so objects that others have loaded from it are stale.
     Claim before the transaction reads anything. Under REPEATABLE READ (MariaDB's default), *other* rows are
     read as they were at its first read. On SQLite, a transaction that has read before cannot wait until it
     may write (see `fencelock.guard.begin_immediate`). A claim that returns None (`skip_locked`) has read, so
@@ -86,17 +86,18 @@ def claim(
         session: the session that gets the object.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
-        nowait: raise the database's error at once if the row is locked (not on SQLite, which locks no rows).
+        nowait: raise the database's error at once if the row is locked (not on SQLite).
         skip_locked: return None at once if the row is locked (not on SQLite).
         bind_arguments: chooses the database if the model and the key do not, as in `Session.connection`, such
             as `{"shard_id": "asia"}`. If the claim needs a SELECT, a session that reads from another database
             than it writes to is refused.
 
     Returns:
-        The object; None if `skip_locked` is set and the row is locked.
+        The object; None if `skip_locked` has found the row locked.
 
     Raises:
-        StaleTokenError: if a newer holder has claimed or written the row.
+        StaleTokenError: if a newer holder has claimed or written the row; `StaleReadError` for a snapshot
+            older than the lease.
         UnfencedWriteError: if the row's lease is not held.
         LockLostError: if the lease is known to be lost.
         sqlalchemy.exc.NoResultFound: if there is no such row.
@@ -126,7 +127,7 @@ def claim(
                 )
             note_claimed(session, [found])
             report_claim(fenced.name, key, asked, token)
-            return found  # else the row was inserted after the UPDATE
+            return found  # else there is no row, or it was inserted after the UPDATE
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
@@ -141,9 +142,9 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         session.commit()
     ```
 
-    The rows are claimed in the order of their primary keys, so that two holders of overlapping sets wait for
-    each other instead of deadlocking. The result has the query's order. Rows that begin to match during the
-    call are neither claimed nor returned.
+    The rows are claimed in the order of their primary keys, so that two holders of overlapping sets do not
+    deadlock. The result has the query's order. Rows that begin to match during the call are neither claimed
+    nor returned.
 
     As with `claim`, call it before the transaction reads anything. On MariaDB and MySQL the query locks each
     row that it scans, so that later reads are as new as the claim. Without an index for its rows, it locks
@@ -159,7 +160,8 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
         The objects that still match, in the order of the query.
 
     Raises:
-        StaleTokenError: if a newer holder has claimed or written one of the rows.
+        StaleTokenError: if a newer holder has claimed or written one of the rows; `StaleReadError` as for
+            `claim`.
         UnfencedWriteError: if the lease of one of the rows is not held.
         LockLostError: if a lease is known to be lost.
         sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
@@ -261,7 +263,7 @@ def key_of(mapper: Mapper[Any], identity: object) -> _Key:
 
 
 def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> _Key | None:
-    """Return the values that name a row's resource; None if they must be read from a row that is gone."""
+    """Return the values that name a row's resource; None if the row must be read, and does not exist."""
     if fenced.template.in_key:
         return _resource_values_in(fenced, key)
     query = select(*fenced.template.columns.values()).where(*_criteria(fenced))
@@ -270,10 +272,9 @@ def _resource_values(connection: Connection, fenced: FencedTable, key: _Key) -> 
 
 
 def _reading_now(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Return the query that precedes a claim; on MariaDB and MySQL it locks its rows.
+    """Return the query that precedes a claim, with a lock of its rows on MariaDB and MySQL.
 
-    Otherwise its snapshot would be older than the lock for which the claim waits. A query that itself locks
-    rows is not changed.
+    Without a lock, its snapshot would be older than the claim. A query that locks rows is not changed.
     """
     is_as_wanted = locks_rows(query) or connection.dialect.name not in MYSQL
     # Exclusive: two transactions that share a lock and then write would deadlock.
@@ -348,7 +349,7 @@ def _raise_fences(connection: Connection, fenced: FencedTable, rows: Sequence[_K
 
 
 def _try_lock(connection: Connection, fenced: FencedTable, key: _Key, *, skip_locked: bool) -> bool:
-    """Lock the row without waiting; return True if the row is locked by this transaction, or gone."""
+    """Try to lock the row without waiting; return False if `skip_locked` has found it locked by another."""
     row = select(*fenced.table.primary_key).where(*_criteria(fenced))
     locking = row.with_for_update(nowait=not skip_locked, skip_locked=skip_locked, key_share=True)
     is_ours = connection.execute(locking, _parameters(key)).first() is not None

@@ -1,7 +1,7 @@
 """`fenced_text`: textual SQL whose author has written the condition into it.
 
-The text is not parsed. The guard fills in its parameters: the token and, unless it is a DELETE, a new write
-id. If a row was not written, a query of the resource's rows tells whether a newer holder has fenced one.
+The text is not parsed. The guard fills in the token and the new write id. If fewer rows were written than
+expected, a query of the resource's rows tells whether a newer holder has fenced one of them.
 """
 
 from __future__ import annotations

@@ -55,8 +55,8 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     Its columns are `resource VARCHAR(255) PRIMARY KEY` (compared exactly, on MariaDB too), and the two
     columns of a fenced model. The table is itself fenced: each row is guarded by its own resource.
 
-    If all calls of a program name one schema (or their `metadata` does), `gate` looks for the table there.
-    Else it looks in the connection's default schema, as its `schema_translate_map` may translate it.
+    `gate` looks in the schema that all calls of a program, or their `metadata`, name. If they name several,
+    or a `schema_translate_map` has the key None, `gate` looks in the default schema.
 
     Args:
         metadata: the metadata of the models.
@@ -114,21 +114,21 @@ def gate(
         session.commit()
     ```
 
-    It guards what the fences of rows cannot guard: an INSERT, a DELETE followed by an INSERT, and a group of
-    rows that have no fences of their own. No other holder passes the gate of this resource until the
+    The fences of rows cannot guard an INSERT, a DELETE followed by an INSERT, or a group of rows that have no
+    fences; the gate can. No other holder passes the gate of this resource until the
     transaction ends, and no older holder ever passes it again. Pass it before you read, as with `claim`.
     `fence_table(Base.metadata)` adds the fence table to your metadata; then run a migration.
 
     Args:
         session: the session whose transaction passes the gate.
-        resource: the resource whose gate to pass; by default, the resource of the only lease held.
+        resource: the resource of the gate; by default, that of the only lease held.
         bind_arguments: chooses the database of a session that has several, as in `Session.connection`, such
             as `{"mapper": Order}` or `{"shard_id": "asia"}`.
 
     Raises:
-        StaleTokenError: if a newer holder has passed the gate.
-        FenceError: if another open transaction of this thread, task or greenlet has passed the gate, because
-            this one would wait for it for ever.
+        StaleTokenError: if a newer holder has passed the gate; `StaleReadError` as for `claim`.
+        FenceError: if another open transaction of this thread, task or greenlet has passed the gate:
+            this transaction would wait for the other for ever.
         UnfencedWriteError: if the resource's lease is not held, or if `resource` is None and several leases
             are held.
         LockLostError: if the lease is known to be lost.

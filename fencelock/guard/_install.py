@@ -1,8 +1,8 @@
 """Installs the guard, once, when a program first defines or uses something that needs it.
 
-The guard replaces the private method by which UPDATE, DELETE and INSERT execute themselves, because a
-listener for executions would make every statement of every engine 4 to 30 % slower. The events of the dialect
-cost almost nothing, and see textual SQL.
+The guard replaces the private method by which UPDATE, DELETE and INSERT execute themselves. A listener for
+executions would make every statement of every engine 4 to 30 % slower. The events of the dialect cost almost
+nothing, and see textual SQL.
 """
 
 from __future__ import annotations

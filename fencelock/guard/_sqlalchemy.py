@@ -1,7 +1,7 @@
 """Private names and replaced methods of SQLAlchemy, each under a name that tells its purpose.
 
-Because of them, the version of SQLAlchemy is capped. `tests/guard/test_private_names.py` tests that each
-behaves as the guard expects.
+Because of these, the version of SQLAlchemy has an upper bound. `tests/guard/test_private_names.py` tests that
+each behaves as the guard expects.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def hear_ends(heard: Callable[..., object]) -> None:
 
 
 def execute_by(kind: Any, around: Callable[[Any], Any]) -> None:
-    """Replace the method by which statements of a class execute themselves with `around(method)`."""
+    """Let `around(method)` replace the method by which statements of a class execute themselves."""
     kind._execute_on_connection = around(kind._execute_on_connection)
 
 
@@ -174,9 +174,9 @@ def _populators(
 
 
 def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], Any]) -> None:
-    """Call `heard(context, state, before, found)` when a row and an object differ in an attribute.
+    """Call `heard(context, state, before, found)` if a row and its loaded object differ in an attribute.
 
-    None stands for a missing value. If the query refreshes the attribute, it becomes what `heard` returns.
+    None stands for a missing value. If the query refreshes the attribute, it gets the result of `heard`.
     """
     setup = ColumnProperty.setup
     create: Any = ColumnProperty.create_row_processor

@@ -1,8 +1,8 @@
 """`upsert`: INSERT, or UPDATE if the row exists, guarded and in one statement.
 
 PostgreSQL and SQLite have `INSERT … ON CONFLICT DO UPDATE … WHERE fence <= new fence`. MariaDB and MySQL have
-no WHERE there, so columns are assigned `IF(fence <= new fence, new value, old value)`. They assign from
-left to right, so the fence comes last. A query afterwards finds the rows that were refused.
+no WHERE there, so columns are assigned `IF(fence <= new fence, new value, old value)`, from left to right. So
+the fence comes last. A query afterwards finds the rows that were refused.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ def _statement(
     may_pass = and_(passes(fenced.fence, token, optional=fenced.is_optional), *same)
     written = {name: new[name] for name in row if name not in kept} if changes is None else {**changes}
     written[fenced.write.key] = new[fenced.write.key]
-    # The fence comes last, because MariaDB assigns from left to right.
+    # The fence comes last, because MariaDB and MySQL assign from left to right.
     written[fenced.fence.key] = raised(fenced.fence, token, optional=fenced.is_optional)
     if dialect not in MYSQL:
         return made.on_conflict_do_update(  # type: ignore[no-any-return]

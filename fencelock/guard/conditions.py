@@ -1,7 +1,7 @@
-"""Adds the guard's condition to an UPDATE or DELETE of a fenced table, once for each statement.
+"""Adds the guard's condition to an UPDATE or DELETE of a fenced table.
 
-The token and the write ids are parameters, never parts of the statement, so that SQLAlchemy's compiled cache,
-executemany and insertmanyvalues work.
+The token and the write ids are parameters, so that SQLAlchemy's compiled cache, executemany and
+insertmanyvalues work.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def reads_more(parts: Iterable[Any], source: sa.FromClause) -> bool:
 
 
 def unchanged_by_raising(table: sa.Table) -> dict[sa.Column[Any], sa.Column[Any]]:
-    """Return the assignments that keep an UPDATE that only raises a fence from triggering `onupdate`."""
+    """Return assignments `column = column`, so that `onupdate` has no effect if an UPDATE raises a fence."""
     return {
         column: column
         for column in table.c
@@ -193,7 +193,7 @@ def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClaus
 
 
 def refuse_cutting_off(clauses: Iterable[Any]) -> None:
-    """Refuse text that could end a statement before the guard's condition."""
+    """Refuse text that could end a statement before the guard's condition, or write by itself."""
     for clause in clauses:
         for text in _texts_in(clause):
             # Backslashes escape quotes only in some modes, so the end of a string is unknown.
@@ -280,7 +280,7 @@ def form_of(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedState
 
 
 def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> GuardedStatement:
-    """Add the condition to a statement: the fence is not above the token; an object has its loaded write id.
+    """Add the condition: the fence is not above the token, and a flushed object has its loaded write id.
 
     The row must also belong to the token's resource. If the WHERE clause does not ensure this, a criterion is
     added: `SameText` for text, and a comparison with `looked_up` for rows named only by their key.

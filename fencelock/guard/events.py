@@ -1,8 +1,8 @@
 """The guard's events: callbacks, and records in the log.
 
-A refused write is reported once, in its thread and task, before the transaction is rolled back. The
-records of the logger `fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`,
-`.fence`). A refusal is a WARNING, a write under no lease is INFO, and a claim is DEBUG.
+A refused stale or unfenced write is reported once, in its thread and task. The records of the logger
+`fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`, `.fence`). A refusal is
+a WARNING, a write under no lease is INFO, and a claim is DEBUG.
 """
 
 from __future__ import annotations

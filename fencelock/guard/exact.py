@@ -59,7 +59,7 @@ TOKEN_BIND: Final = "fencelock_token"  # noqa: S105  no password
 
 
 def newest(query: Select[Any], connection: Connection) -> Select[Any]:
-    """Return the query; on MariaDB and MySQL it then reads the rows as committed now, not the snapshot."""
+    """Return the query; on MariaDB and MySQL it locks the rows (shared), and so reads the newest ones."""
     return query.with_for_update(read=True) if connection.dialect.name in MYSQL else query
 
 
@@ -86,9 +86,9 @@ def begin_immediate(engine: Engine | AsyncEngine) -> None:
     begin_immediate(writing)
     ```
 
-    Transactions then wait for each other at their first statement, and do not fail at a later one. They wait
-    up to the connection's `timeout`: 5 seconds, or `connect_args={"timeout": …}`. For work that only reads,
-    use another engine.
+    Transactions then wait for each other at their first statement, instead of failing at a later one. They
+    wait up to the connection's `timeout`: 5 seconds, or `connect_args={"timeout": …}`. For work that only
+    reads, use another engine.
 
     Args:
         engine: an engine of SQLite, or an `AsyncEngine`.

@@ -2,7 +2,7 @@
 
 The context variable of held leases is not enough: it does not reach other threads, leaks out of generators,
 and is empty after the block. The lease of the first write stays in use even if a newer lease is held then.
-Another holder may have written between the two, and only the older token makes the database refuse.
+Another holder may have written between the grants, and only the older token makes the database refuse.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TransactionLeases:
         self.shard: object = None  # the shard of the objects that are being written
         self.used: dict[str, Lease] = {}  # by resource
         self.gates: set[tuple[str, object]] = set()  # the passed gates: resource and owner
-        # Resources of rows that the transaction has inserted, and whose keys the database has made.
+        # Resources of rows that the transaction has inserted with the fence 0.
         self.unlockable: set[str] = set()
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
@@ -91,7 +91,7 @@ class TransactionLeases:
         self._mark = object()
 
     def __del__(self) -> None:
-        """Let go of the leases of an abandoned connection; in a new thread, because this may run anywhere."""
+        """Let go of an abandoned transaction's leases in a new thread: `__del__` may run anywhere."""
         if calls := self._let_go(committed=False):
             with suppress(RuntimeError):  # the interpreter is exiting, and releases everything
                 _thread.start_new_thread(_call_each, (calls,))
@@ -125,7 +125,7 @@ class TransactionLeases:
         """Note a lease under which the transaction writes; UnfencedWriteError if the lease was released."""
         if self.used.get(resource) is not lease:
             self.need(lease)
-            if not lease.usable:  # the lease was usable when the flush began
+            if not lease.usable:  # the lease was usable when `candidates` found it
                 raise UnfencedWriteError(
                     f"the lease of {resource!r} has been released meanwhile, before anything was written "
                     f"under it in this transaction; release it after the flush"
@@ -297,8 +297,8 @@ class TokenLookup:
     def does_without(self, resource: str | None) -> bool:
         """Tell whether a row may be written without a lease, and report the write if so.
 
-        It may not if a lease of another row of the table is held, because most likely the resource's name is
-        wrong. It also may not if the block of the row's lease was left during this transaction.
+        A row may not if a lease of another row is held: most likely the resource's name is wrong. It also may
+        not if the block of its lease was left during this transaction.
         """
         is_free = (
             self.is_optional

@@ -18,7 +18,7 @@ _MOST: Final = 1000
 
 
 def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> GuardedStatement:
-    """Return the form; if a list in its WHERE clause names the rows, with a token for each of them."""
+    """Return the form, with a token for each row if a list in its WHERE clause names the rows."""
     if form.origin != "core" or form.resource_binds is not None or len(rows) != 1 or not tokens.hold_some:
         return form
     listed = _listed(form, rows[0])

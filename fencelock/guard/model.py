@@ -76,16 +76,16 @@ def write_id_column() -> Column[int]:
 class FencedModel:
     """Mixin for a model whose rows refuse writers with a stale fencing token.
 
-    It adds the columns `last_fencing_token` and `last_write_id`, each BIGINT NOT NULL DEFAULT 0. From then on
-    every UPDATE and DELETE that SQLAlchemy sends for the model's table has the condition
-    `AND last_fencing_token <= :token`, with the token of the lease held (`fenced_lock`, `bind`). An UPDATE
+    It adds the columns `last_fencing_token` and `last_write_id`, each BIGINT NOT NULL DEFAULT 0. Every UPDATE
+    and DELETE that SQLAlchemy sends for the model's table has the condition
+    `AND last_fencing_token <= :token`. The token is the held lease's (`fenced_lock`, `bind`). An UPDATE
     raises the fence to the token. Without a lease, the write is refused. Each write gives the row a new write
     id. The unit of work writes an object only if the row was not written since the object was loaded; else it
     raises `StaleReadError`. Both columns belong to the guard, which replaces or refuses assigned values.
 
     `__fence_resource__` says which lease guards a row. It is a format string over columns of the fenced
     table. The values of these columns must never change, and the database must return them exactly as they
-    were written (not in lower case, for instance). Text without braces is one resource for the whole table.
+    were written (not in lower case). Text without braces is one resource for the whole table.
 
     With `__fence_trigger__ = True`, a trigger refuses UPDATEs that lower a fence, from any program. With
     `"strict"` it also refuses an UPDATE that changes neither column. `create_all` makes the trigger, and
@@ -110,13 +110,14 @@ class FencedModel:
         ```
 
     Raises:
-        FenceError: when the class is mapped, if it has no `__fence_resource__`.
+        FenceError: when the class is mapped, if it has no `__fence_resource__`, or its table no
+            `last_write_id`.
         ValueError: when the class is mapped, if `__fence_resource__` names no column of its table, or one
             whose equal values can be written in several ways; if the table has no `last_fencing_token`, or
-            the model gives it another name; if a setting has an unknown value; or if another model of the
-            table has another setting.
-        TypeError: if the class is a `MappedAsDataclass`, which needs `FencedDataclassModel`; or a SQLModel,
-            in which the two columns must be class variables: see docs/sqlmodel.md.
+            the model gives it another name or has another primary key; if a setting has an unknown value; or
+            if another model of the table has another setting.
+        TypeError: if the class is a `MappedAsDataclass`, which needs `FencedDataclassModel`; or a SQLModel
+            without the columns as class variables (docs/sqlmodel.md).
     """
 
     __fence_resource__: ClassVar[str]
@@ -204,7 +205,7 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     _mark_lease(model, base)
     tables.check_write_column(base, model.__name__)
     fenced = tables.registered(base)
-    if fenced is None or said is not None:  # else another model of the same table has named the resource
+    if fenced is None or said is not None:  # else the table or another model of it has named the resource
         columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure mappers
         attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
         template = tables.template_of(base, model.__name__, attributes, said)

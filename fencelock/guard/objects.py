@@ -76,7 +76,7 @@ def on_undone(_session: Session, instance: object) -> None:
 def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> TokenLookup | None:
     """Return the tokens of the flush that executes this statement; None without a flush, or if bypassed.
 
-    Bulk operations are no flush, nor is what the program's listeners execute during one.
+    Bulk operations are no flush. Statements that the program's listeners execute belong to no flush.
     """
     cache, session = options.get("compiled_cache"), owner_of(connection)
     if cache is None or session is None or not executes_flush(session):
@@ -135,7 +135,7 @@ def _aging_of(mapper: Mapper[Any]) -> set[str]:
 
 
 class _Watch:
-    """Gives each object of one mapper its token and write id before it is written."""
+    """Gives the objects of one mapper their tokens and write ids before they are written."""
 
     __slots__ = ("_aging", "_fenced", "_resource_names")
 
@@ -147,7 +147,7 @@ class _Watch:
         self._resource_names = tuple(own[column] for column in fenced.template.columns.values())
 
     def on_configured(self, mapper: Mapper[Any], model: Any) -> None:
-        """Move our listener for UPDATEs behind all others, because the others may change more columns."""
+        """Move our listener for UPDATEs behind all others, which may change more columns; watch write ids."""
         event.remove(mapper, "before_update", self.before_update)
         event.listen(mapper, "before_update", self.before_update, raw=True, retval=True)
         always_load(mapper, mapper.columns[WRITE_COLUMN])
@@ -246,7 +246,7 @@ class _Watch:
 
 
 def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | None:
-    """Return the values of attributes as they were loaded; None if one of them is unknown."""
+    """Return the values of attributes as they were loaded; None if one of them is unknown or NULL."""
     assigned = state.committed_state if state.key is not None else {}
     current = state.dict
     values = []
@@ -291,7 +291,7 @@ def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a co
 
 
 def _on_set(_target: object, value: Any, old: Any, _initiator: object) -> Any:
-    """Return the assigned or merged write id; `NO_VERSION` if the object has another, or it is no int."""
+    """Return the assigned write id; `NO_VERSION` if it is no int, or if the object has another one."""
     if not isinstance(value, int):
         return NO_VERSION
     return value if value == old or not isinstance(old, int) else NO_VERSION
@@ -314,7 +314,7 @@ def on_row(context: Any, state: _State, before: int | None, found: int | None) -
 
 
 def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
-    """Give an object `NO_VERSION` if a part of another version was loaded; shift its id after an UPDATE."""
+    """Set the write id of a loaded object: `NO_VERSION` if it mixes versions; shifted after an UPDATE."""
     current = state.dict
     if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
         by = None if state.session is None else state.session.info.get(SHIFTED)

@@ -260,7 +260,7 @@ async def once_async(
 
 
 def _token(connection: Connection) -> int | None:
-    """Return the token of the first lease held here; the transaction needs that lease from now on."""
+    """Return the token of the first held lease, and note the lease as needed; None if no lease is held."""
     leases = leases_on(connection)
     refuse_autocommit(leases, connection, connection.get_execution_options(), RECEIPT_TABLE)
     for resource, lease in leases.candidates(connection).items():

@@ -81,7 +81,7 @@ def _resource_of(connections: Collection[Connection], refusal: FencelockError) -
 
 
 def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
-    """Wrap a function of a session: if it raises a refusal, the transaction can only be rolled back."""
+    """Wrap a function: if it raises a refusal, its session's savepoint or transaction is refused."""
 
     @wraps(function)
     def wrapped(*args: _P.args, **kwargs: _P.kwargs) -> _R:
@@ -102,7 +102,7 @@ def is_refused(connection: Connection) -> bool:
 
 
 def _roll_back_driver(connection: Connection) -> None:
-    """Roll the driver's transaction back, because a listener for "commit" that raises leaves it open."""
+    """Roll the driver's transaction back at once; SQLAlchemy would leave it open until `rollback()`."""
     if not (connection.invalidated or isinstance(connection.get_transaction(), TwoPhaseTransaction)):
         with suppress(Exception):
             connection.dialect.do_rollback(connection.connection)
@@ -117,7 +117,7 @@ def _stop(connection: Connection, *_: Any) -> None:
 
 
 def _stop_release(connection: Connection, name: str, _context: Any) -> None:
-    """Roll back to a refused savepoint: SQLAlchemy counts it as released even if a listener raises."""
+    """Roll back to a refused savepoint; SQLAlchemy counts it as released even if a listener raises."""
     if is_refused(connection):
         _, message = _refused[connection]
         _free(connection)

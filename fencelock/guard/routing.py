@@ -1,7 +1,7 @@
-"""Sends a claim, a gate or an upsert to the database in which the session would write the rows.
+"""Sends a claim, gate, upsert or receipt to the database in which the session would write the rows.
 
 The application's `get_bind` may send reads to a follower, or each row to its shard. A claim must read from
-the database in which it has claimed. If the session reads from another one, the claim is refused.
+the database in which it has claimed. If its SELECT would read from another database, the claim is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from fencelock.guard.tables import FencedTable
 
 
 class Target(NamedTuple):
-    """The connection on which a session writes; with `bind_arguments`, its queries use the same database."""
+    """The connection on which a session writes; `bind_arguments` lead its queries to the same database."""
 
     session: Session
     connection: Connection

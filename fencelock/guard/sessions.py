@@ -1,4 +1,4 @@
-"""Notes on each connection which sessions use it, because a statement knows only its connection."""
+"""Which sessions use each connection (a statement knows only its connection), and which bypass the guard."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def blocking(target: object) -> Session | Connection:
 
 
 def session_of(target: Any, function: str, *, or_connection: bool = False) -> Session:
-    """Return the session or connection behind a scoped facade; for asyncio the error says what to call."""
+    """Return the session or connection behind a scoped facade; for asyncio, raise an error with advice."""
     found: Any = target.registry() if hasattr(target, "registry") else target
     if isinstance(found, Session) or (or_connection and isinstance(found, Connection)):
         return found  # type: ignore[return-value]
@@ -89,7 +89,7 @@ def on_begin(session: Session, transaction: SessionTransaction, connection: Conn
 
 
 def began(connection: Connection) -> float:
-    """Return when a session's transaction began on a connection, on the clock of `time.monotonic`."""
+    """Return when a session last began on a connection, by `time.monotonic`; infinity if none has begun."""
     known: float = getattr(connection, _BEGAN, math.inf)
     return known
 
@@ -103,7 +103,7 @@ def join(connection: Connection, session: Session) -> None:
 
 
 def owner_of(connection: Connection) -> Session | None:
-    """Return the session that uses a connection: the one that flushes, else the last that used it."""
+    """Return the session with a transaction on a connection: the flushing one, else the latest; or None."""
     known: tuple[ReferenceType[Session], ...] = getattr(connection, _SESSIONS, ())
     users = [
         each

@@ -81,13 +81,12 @@ def execute_fenced(
         execute_fenced(connection, statement, token=token)
     ```
 
-    If no row matches, the rowcount is 0, and no error is raised. If a newer holder has fenced a row,
-    `StaleTokenError` is raised, and nothing of the transaction (or of the innermost savepoint) can be
-    committed any more.
+    If no row matches, no error is raised. If a newer holder has fenced a row, `StaleTokenError` is raised,
+    and nothing of the transaction (or of the innermost savepoint) can be committed any more.
 
     Args:
         connection: a connection or session. In coroutines: `await session.run_sync(execute_fenced, …)`.
-        statement: an UPDATE, DELETE or INSERT of a fenced table, by `fenced_update` or otherwise.
+        statement: an UPDATE, DELETE or INSERT of a fenced table.
         parameters: the parameters of the statement. With a list, it is executed once for each element.
         token: the fencing token to write with, whatever leases are held.
 
@@ -96,8 +95,9 @@ def execute_fenced(
 
     Raises:
         StaleTokenError: if a row matches the statement, and its fence is above the token.
-        UnfencedWriteError: if no token is given and the needed lease is not held; or if
-            `execution_options(fencelock="bypass")` meets a token, or the condition of `fenced_update`.
+        UnfencedWriteError: if no token is given and the needed lease is not held; if the statement cannot be
+            guarded; or if `execution_options(fencelock="bypass")` meets a token, or the condition of
+            `fenced_update`.
         LockLostError: if no token is given and the lease is known to be lost.
         ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.
         TypeError: if the token is no int, the statement is no UPDATE, DELETE or INSERT, or the connection is

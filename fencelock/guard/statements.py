@@ -1,6 +1,6 @@
 """Executes UPDATE, DELETE and INSERT of a fenced table under the guard.
 
-The rows that a statement may write decide which lease it needs. If its WHERE clause compares every column of
+The rows that a statement may write decide which lease it needs. If the WHERE clause compares every column of
 `__fence_resource__` with a value, by `==` or in a list, the resource is known before anything is sent.
 Objects bring their tokens. An UPDATE or DELETE whose resource is unknown is refused, unless it has an
 explicit token, or its model makes leases optional.

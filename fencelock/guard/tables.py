@@ -57,7 +57,7 @@ NO_VERSION: Final = -1
 def schema_of(connection: Connection, named: set[str | None]) -> str | None:
     """Return the only schema that the program has named for one of fencelock's tables, else None.
 
-    None stands for the default schema; it is also returned if a `schema_translate_map` translates that.
+    None stands for the default schema. It is also returned if a `schema_translate_map` has the key None.
     """
     translated = connection.get_execution_options().get(TRANSLATED) or {}
     return next(iter(named)) if len(named) == 1 and None not in translated else None
@@ -169,7 +169,7 @@ def _has_many_spellings(kind: TypeEngine[Any]) -> bool:
 
 
 def spelling(column: Column[Any], value: Any) -> Any:
-    """Return a value as the database returns it, so that each row has one resource name.
+    """Return a value as the database returns it; UnfencedWriteError if that form is not known.
 
     A database may take "01", 1.0 and True for the key 1, but "order:01" is not the lease of "order:1".
     """

@@ -1,7 +1,7 @@
 """Refuses SQL that may write to a fenced table, unless it is guarded, or bypasses the guard.
 
-`do_execute` sees every statement first, looks for words, and parses nothing. If it cannot tell strings from
-code, the words in strings count.
+`do_execute` looks for words, and parses nothing. If it cannot tell strings from code, the words in strings
+count.
 """
 
 from __future__ import annotations

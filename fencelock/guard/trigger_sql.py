@@ -57,7 +57,7 @@ BEGIN
     RETURN NEW;
 END $fencelock$
 """,
-        # If this transaction has written a row, and another trigger changes the row now, it keeps its id.
+        # A row keeps its id if this transaction has written the row, and another trigger changes it now.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (

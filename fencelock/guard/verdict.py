@@ -53,7 +53,7 @@ class Verdict:
         return self._missing_rows(present) if is_missed else None
 
     def check_before(self) -> FenceError | None:
-        """Return the error of a statement that cannot be judged by its result, before it is executed.
+        """Before a statement is executed, return its error if the result could not show it.
 
         One case is a statement whose writes may change which rows match. The other is a DELETE of objects if
         the driver does not count. The query locks the rows, so the verdict stays true. SQLite has no such

@@ -21,7 +21,7 @@ ANSWERED: Final[tuple[type[Exception], ...]] = (
 
 
 def answer_to(error: Exception, path: str) -> tuple[str, int, dict[str, str]]:
-    """Return body, status and headers, without the error's text, because this names hosts and processes.
+    """Return body, status and headers, without the error's text, which may name hosts and processes.
 
     An error with the status 500 is raised again. The text of others is logged.
     """

@@ -37,8 +37,7 @@ class FencedTask(_Task):
         ship.apply_async([1])                    # or ship.delay(1)
     ```
 
-    It is no signal handler, because Celery only logs the error of a handler, and would run the task without
-    its token.
+    A signal handler cannot do this: Celery only logs its error, and would run the task without the token.
     """
 
     abstract: bool = True
@@ -47,7 +46,8 @@ class FencedTask(_Task):
         """Call the task under the held leases, and return what Celery returns.
 
         Raises:
-            LockLostError: a lease has ended. The task is not called.
+            LockLostError, CommitInDoubtError, ValueError: see `fencelock.integrations.header.held`. The task
+                is not called.
         """
         return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
 

@@ -21,7 +21,7 @@ def send_tokens(request: Request) -> None:
     ```
 
     Raises:
-        LockLostError: a lease has ended. The request is not sent.
+        LockLostError, CommitInDoubtError, ValueError: see `held`. The request is not sent.
     """
     request.headers.update(held())
 

@@ -173,12 +173,13 @@ def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None)
     Args:
         engine: an engine of the database; the table is created there if it is missing.
         keep: seconds after which an entry is deleted.
-        schema: the schema of the table, if it is not the connection's default schema.
+        schema: the table's; by default the connection's.
 
     Returns:
         The recorder; its `close()` ends the recording.
 
     Raises:
+        TypeError: `engine` is no blocking engine.
         sqlalchemy.exc.SQLAlchemyError: the table is missing and cannot be created.
     """
     return Recorder(engine, keep, schema)

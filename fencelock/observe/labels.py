@@ -1,4 +1,4 @@
-"""Names of locks in metrics and of spans: by default not the resource, because there are too many."""
+"""Names of locks for metrics and spans: by default not the resources, because these are too many."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def kind_of_lock(event: LockEvent) -> str:
 
 
 class Labels:
-    """Names locks; after 200 names, each further one is "other". Templates do not count.
+    """Gives names to locks: "other" for each new name after the first 200. Templates do not count.
 
     Args:
         function: returns the name of a lock.

@@ -167,7 +167,7 @@ class Metrics:
         self._mutex = threading.Lock()
 
     def __call__(self, event: Event) -> None:
-        """Note an event to be counted later; with an error, at once: a traceback keeps objects alive."""
+        """Note an event; count when a batch is full, or after an error: its traceback keeps objects alive."""
         self._later.append(event)
         if len(self._later) < _BATCH and getattr(event, "error", None) is None:
             return

@@ -84,7 +84,7 @@ class FencedFile:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the folder against other writers."""
+        """Create the folder if it is missing, and lock it against other writers."""
         import fcntl  # noqa: PLC0415 - Windows has no fcntl, but can read
 
         with suppress(FileExistsError):

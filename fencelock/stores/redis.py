@@ -1,7 +1,7 @@
 """A value in one Redis or Valkey that refuses stale writers.
 
-A server that loses data (in a failover to a replica that lacks the last write, by eviction, or by a restart
-without `appendfsync always`) loses the fence, too.
+A server that loses data loses the fence, too: in a failover to a replica that lacks the last write, by
+eviction, or by a restart without `appendfsync always`.
 """
 
 from __future__ import annotations
