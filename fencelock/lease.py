@@ -163,7 +163,7 @@ class Lease:
         """
         entry = _ENTRY.fullmatch(text) if len(text) <= _LONGEST_ENTRY else None
         if entry is None:
-            raise ValueError(f"a lease is written as 'order:1=123', not as {text[:80]!r}")
+            raise ValueError(f"a fencing token is written as 'order:1=123', not as {text[:80]!r}")
         return Lease(unquote(entry[1], errors="strict"), int(entry[2]))
 
     @property

@@ -460,7 +460,6 @@ def test_a_loop_releases_by_itself_if_no_thread_can_be_started(
     authority: Redlock, rival: Redlock, accounts: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process at its limit of threads does not keep the lock until its max_hold."""
-
     start = threading.Thread.start
 
     def refuse(thread: threading.Thread) -> None:

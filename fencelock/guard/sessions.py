@@ -37,7 +37,7 @@ _SESSIONS: Final = "_fencelock_sessions"
 """The attribute of a connection with the sessions that have used it; the latest is last."""
 
 _BEGAN: Final = "_fencelock_began"
-"""The attribute of a connection with the time when a session has begun on it."""
+"""The attribute of a connection with the time when a session last began on it."""
 
 CONNECTIONS: Final = "fencelock.connections"
 """The key in `session.info` of the connections on which the session has begun."""

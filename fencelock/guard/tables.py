@@ -51,7 +51,7 @@ TRANSLATED: Final = "schema_translate_map"
 LIMIT: Final = 2**53
 """Write ids are below this number, so that JSON and web forms return them unchanged."""
 NO_VERSION: Final = -1
-"""The write id of an object that mixes two versions of its row. No row has this id."""
+"""The write id of an object whose version is mixed or unknown. No row has this id."""
 
 
 def schema_of(connection: Connection, named: set[str | None]) -> str | None:

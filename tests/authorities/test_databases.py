@@ -507,7 +507,7 @@ def test_shared_connection_is_refused(on_server: Engine) -> None:
 def test_driver_for_coroutines_names_the_other(tmp_path: Path) -> None:
     """In blocking code."""
     url = f"sqlite+aiosqlite:///{tmp_path}/app.db"
-    with Database(url) as authority, pytest.raises(AuthorityError, match="write sqlite:///"):
+    with Database(url) as authority, pytest.raises(AuthorityError, match="the URL sqlite:///"):
         authority.acquire(("r",), ttl=5, timeout=0)
 
 

@@ -151,7 +151,7 @@ def test_callback_that_fails_changes_nothing(
 
 @pytest.mark.parametrize("listen", [on_claim, on_stale, on_unfenced])
 def test_what_is_no_function_is_refused(listen: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match=f"{listen.__name__} calls a function"):
+    with pytest.raises(TypeError, match=f"{listen.__name__} takes a function"):
         listen("print")
 
 

@@ -126,7 +126,7 @@ MISTAKES: dict[str, tuple[Callable[[], object], type[Exception], str]] = {
     "a plain parent": (
         a_parent_in_the_same_table,
         ValueError,
-        r"shares the table 'mo_staff' with Employee.* inherit FencedModel",
+        r"base class Employee, which has the table 'mo_staff'.* inherit FencedModel",
     ),
     "a key in another order": (with_key("place", "listed", "id"), ValueError, "primary key"),
     "a key of its own": (with_key("text"), ValueError, "primary key"),

@@ -84,7 +84,7 @@ def test_second_call_gets_the_result_and_does_nothing(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
         again = once(session, "k")
         assert (again.key, again.done, repr(again)) == ("k", True, "<Receipt 'k' done>")
-        with pytest.raises(ValueError, match="its result stays"):
+        with pytest.raises(ValueError, match="its result cannot change"):
             again.result = 1
     assert (value(engine), [row.key for row in receipts(engine)]) == (1, ["k"])
 

@@ -214,9 +214,9 @@ UNQUOTED: list[Any] = [
 BAD: list[tuple[Callable[[], object], type[Exception], str | None]] = [
     (lambda: conditional_update("t", {"a": 1}, {}, 1), ValueError, "every row"),
     (lambda: conditional_update("t", {"a": 1}, {"id": None}, 1), ValueError, "NULL"),
-    (lambda: conditional_update("t", {"last_fencing_token": 9}, ROW, 1), ValueError, "by hand"),
-    (lambda: conditional_update("t", {"a": 1}, {"last_fencing_token": 9}, 1), ValueError, "by hand"),
-    (lambda: conditional_update("t", {"last_write_id": 9}, ROW, 1), ValueError, "by hand"),
+    (lambda: conditional_update("t", {"last_fencing_token": 9}, ROW, 1), ValueError, "belong to the guard"),
+    (lambda: conditional_update("t", {"a": 1}, {"last_fencing_token": 9}, 1), ValueError, "belong to the guard"),
+    (lambda: conditional_update("t", {"last_write_id": 9}, ROW, 1), ValueError, "belong to the guard"),
     (lambda: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),
     (lambda: conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),
     (lambda: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "needs quotes"),

@@ -220,7 +220,7 @@ MISTAKES: list[tuple[Any, dict[str, Any], dict[str, Any], type[Exception], str]]
     (Order, {"id": None, "status": "x"}, {}, ValueError, "whole key"),
     (Order, {"id": 1, "nonsense": 2}, {}, ValueError, "'nonsense' is no column"),
     (Order, {"id": 1, "last_fencing_token": 2}, {}, ValueError, "the guard's"),
-    (Item, {"id": 1, "line": 1}, {}, ValueError, "hangs on order_id"),
+    (Item, {"id": 1, "line": 1}, {}, ValueError, "depends on order_id"),
     (Page, {"id": 1, "path": "/", "hits": Page.hits + 1}, {}, ValueError, "'hits' of a row to upsert is SQL"),
     (Page, {"path": "/"}, {"index_elements": ["title"]}, ValueError, "one unique constraint or index"),
     (Page, {"path": "/"}, {"index_elements": ["path", "title"]}, ValueError, "one unique constraint"),

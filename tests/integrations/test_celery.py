@@ -114,7 +114,7 @@ def test_tokens_travel_to_workers(nodes: Nodes, tmp_path: Path, pool: str) -> No
     assert calls.returncode == 0, calls.stderr + (tmp_path / "log").read_text()
     tokens = {"Fencing-Token": "order:%C3%A9=7;b=8"}
     answers: dict[str, Any] = json.loads(calls.stdout)
-    assert "a lease is written as" in answers.pop("broken")
+    assert "a fencing token is written as" in answers.pop("broken")
     assert answers == {
         "none": {},
         "one": tokens,

@@ -93,6 +93,6 @@ def test_the_command_line(url: str) -> None:
 def test_configure() -> None:
     """It shows what it was given when that is no URL."""
     for url in ("redis//:s3cr3t@h", "s3cr3t", "https://u:s3cr3t@h", "postgres://u:s3cr3t@h/x"):
-        with pytest.raises(ValueError, match="names nothing") as caught:
+        with pytest.raises(ValueError, match="names no authority") as caught:
             fencelock.configure(url)
         assert clean(caught.value)
