@@ -126,7 +126,7 @@ def create(
     Args:
         table: the table's name, a `Table` or a model.
         dialect: the name of the engine's dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`.
-        strict: refuse an UPDATE that changes neither fence nor write id. Not for the fence table.
+        strict: refuse an UPDATE that changes neither fence nor write id.
         ids: if not strict, an UPDATE without a write id gives its row a new one. On SQLite, the table must
             have rowids.
         schema: the schema of a table that is given by its name.

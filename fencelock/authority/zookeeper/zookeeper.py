@@ -1,7 +1,4 @@
-"""The class `ZooKeeper`: its requests to the servers, and how it reads their answers.
-
-A comment in `line.py` explains lines, entries, marks and the base.
-"""
+"""The class `ZooKeeper`: its requests and the answers. `line.py` explains lines, entries, marks and bases."""
 
 from __future__ import annotations
 
