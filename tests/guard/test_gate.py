@@ -13,6 +13,7 @@ from sqlalchemy.orm import Session
 from sqlalchemy.schema import CreateSchema, DropSchema
 
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, fence_table, gate
+from fencelock.guard import triggers
 from fencelock.guard._gate import _at_gate_here, note_gate
 from tests.guard import claims
 from tests.guard.claims import NEW, OLD, Account, balance, fence, fences
@@ -47,6 +48,23 @@ def test_gate_in_the_schema_that_the_models_are_in(engine: Engine, monkeypatch: 
     with holding(elsewhere, Lease("account:1", NEW)) as session, session.begin():
         gate(session)
     assert found("cl_other") == ["account:1"]
+
+
+def test_gate_passes_a_strict_trigger(engine: Engine) -> None:
+    """Each passage changes the write id, also the second one with the same token."""
+    with engine.begin() as connection:
+        for statement in triggers.create(fences, engine.dialect.name, strict=True):
+            connection.execute(statement)
+    try:
+        for _ in range(2):
+            with holding(engine, Lease("account:1", NEW)) as session, session.begin():
+                gate(session)
+        with holding(engine, Lease("account:1", OLD)) as session, pytest.raises(StaleTokenError):
+            gate(session)
+    finally:
+        with engine.begin() as connection:
+            for statement in triggers.drop(fences, engine.dialect.name):
+                connection.execute(statement)
 
 
 @on_sqlite_alone

@@ -215,7 +215,11 @@ BAD: list[tuple[Callable[[], object], type[Exception], str | None]] = [
     (lambda: conditional_update("t", {"a": 1}, {}, 1), ValueError, "every row"),
     (lambda: conditional_update("t", {"a": 1}, {"id": None}, 1), ValueError, "NULL"),
     (lambda: conditional_update("t", {"last_fencing_token": 9}, ROW, 1), ValueError, "belong to the guard"),
-    (lambda: conditional_update("t", {"a": 1}, {"last_fencing_token": 9}, 1), ValueError, "belong to the guard"),
+    (
+        lambda: conditional_update("t", {"a": 1}, {"last_fencing_token": 9}, 1),
+        ValueError,
+        "belong to the guard",
+    ),
     (lambda: conditional_update("t", {"last_write_id": 9}, ROW, 1), ValueError, "belong to the guard"),
     (lambda: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),
     (lambda: conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),

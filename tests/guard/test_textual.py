@@ -80,7 +80,9 @@ def test_lease_is_asked_for(engine: Engine) -> None:
     statement = fenced_text(UPDATED, Order)
     with pytest.raises(UnfencedWriteError, match=r"no lease is held.*fenced_lock\('order:1'\)"):
         execute(engine, statement, PAID)
-    with pytest.raises(UnfencedWriteError, match="needs the lease of 'order:1', and the held leases are 'order:2'"):
+    with pytest.raises(
+        UnfencedWriteError, match="needs the lease of 'order:1', and the held leases are 'order:2'"
+    ):
         execute(engine, statement, PAID, leases=(Lease("order:2", 7),))
     both = (Lease("order:1", 7), Lease("order:2", 7))
     by_number = fenced_text(UPDATED.replace(":id", ":number"), Order)
