@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import math
+from typing import Final
 
 MIN_TTL = 0.01
 MAX_TTL = 604_800.0
+IN_URLS: Final = (
+    "in the names and passwords of a URL, write % as %25, @ as %40, / as %2F, ? as %3F and : as %3A"
+)
 
 
 def check_seconds(name: str, value: object, *, zero: bool = False, more: str = "") -> float:

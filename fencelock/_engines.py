@@ -7,10 +7,13 @@ has an `AsyncEngine` has imported it.
 from __future__ import annotations
 
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sqlalchemy import URL, Engine, NullPool, create_engine, make_url
 from sqlalchemy.exc import ArgumentError
+
+from fencelock._checks import IN_URLS
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
@@ -46,10 +49,11 @@ def blocking_engine(url: str) -> Engine:
     """Return an engine for short work on a database; it keeps no connection open.
 
     Raises:
-        SQLAlchemyError: the URL cannot be understood.
+        ValueError: the text is no URL.
+        SQLAlchemyError: the URL names no known database or driver.
         ImportError: the driver is not installed.
     """
-    return create_engine(with_blocking_driver(make_url(url)), poolclass=NullPool)
+    return create_engine(with_blocking_driver(url_of(url)), poolclass=NullPool)
 
 
 def url_of(source: object) -> URL:
@@ -63,11 +67,14 @@ def url_of(source: object) -> URL:
         return source.url
     if not isinstance(source, str | URL):
         raise TypeError(f"a database is named by a URL or an Engine, not by {type(source).__name__}")
-    try:
-        return make_url(source.strip() if isinstance(source, str) else source)
-    except ArgumentError as error:
-        example = "postgresql+psycopg://user@host/name or sqlite:///app.db"
-        raise ValueError(f"this is no URL of a database, such as {example}: {error}") from None
+    with suppress(ArgumentError, ValueError):  # whose text could show a part of a password
+        url = make_url(source.strip() if isinstance(source, str) else source)
+        if "@" not in (url.host or ""):
+            return url
+    raise ValueError(
+        "this is no URL of a database, such as postgresql+psycopg://user@host:5432/name or sqlite:///app.db; "
+        f"{IN_URLS}"
+    )
 
 
 def for_blocking(url: URL) -> URL:

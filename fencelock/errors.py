@@ -63,8 +63,8 @@ __all__ = [
 
 #: Advice for a stale holder whose next tokens may be refused as well.
 _OF_ANOTHER_LIFE = (
-    ". If new tokens are refused, too, the authority has lost its data: fencelock init --after-loss "
-    "--database URL"
+    ". If new tokens are refused, too, the authority does not grant tokens above this fence: fencelock "
+    "init --after-loss --database URL"
 )
 #: A distance between two tokens that one authority never reaches in practice.
 _FAR = 1 << (COUNTER_BITS - 4)

@@ -256,7 +256,7 @@ def test_init_after_loss_starts_above_the_database(three: list[str], database_ur
     for url in three:
         with redis.Redis.from_url(url) as client:
             client.flushall()
-    words = f"New tokens are larger than all tokens up to {high}"
+    words = f"New tokens are larger than {high}, the largest that the databases have seen"
     for plain_first in (False, True):
         if plain_first:
             for url in three:

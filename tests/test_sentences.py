@@ -185,7 +185,7 @@ def test_the_wrong_kind_of_session(sqlite: Engine, wrong: object) -> None:
 )
 def test_a_name_that_was_never_filled(name: str) -> None:
     """An f-string without its f, or with the wrong thing in it, would be one lock for all."""
-    with pytest.raises(ValueError, match="still has braces"):
+    with pytest.raises(ValueError, match="no value where one belongs"):
         fenced_lock(name)
     fenced_lock("{1}:{}", "{order-1}")
 

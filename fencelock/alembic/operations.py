@@ -1,7 +1,7 @@
 """`op.add_fence` and the other operations of migrations.
 
-An operation does the same in every version of fencelock, so that old migrations keep their effect. If a later
-version needs another effect, it gets a new operation, which autogenerate finds.
+Do not change the effect of a released operation, because old migrations must keep theirs. If a later version
+needs another effect, add a new operation, which autogenerate finds.
 
 Alembic loads plugins during its own import, so only Alembic's innermost modules are imported here.
 """

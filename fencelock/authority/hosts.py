@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from typing import Final
 from urllib.parse import parse_qsl, unquote
 
+from fencelock._checks import IN_URLS
+
 DEFAULT_ROOT: Final = "fencelock"
 _URL: Final = re.compile(r"(?s)([a-z]+)://(?:([^/?@]*)@)?([^/?@]*)(?:/([^?]*?)/?)?(?:\?(.*))?")
 _HOST: Final = re.compile(r"(\[[0-9A-Fa-f:.]+\]|[^\s:,\[\]]+)(?::([0-9]{1,5}))?")
@@ -55,9 +57,7 @@ def parse(url: object, schemes: Collection[str], port: int, options: Collection[
         raise TypeError(f"a URL is a str such as {form!r}, not {type(url).__name__}")
     match = _URL.fullmatch(url.strip())
     if url.count("@") > (match is not None and match[2] is not None):  # before a message shows a password
-        raise ValueError(
-            "in the names and passwords of a URL, write % as %25, @ as %40, / as %2F, ? as %3F and : as %3A"
-        )
+        raise ValueError(IN_URLS)
     if match is None or match[1] not in schemes:
         raise ValueError(f"the URL begins with none of {', '.join(schemes)}: write {form}")
     scheme, login, hosts, root, query = match.groups()

@@ -265,4 +265,6 @@ def _seconds_of(step: Wait) -> float:
 
 
 def _note_left(error: FencelockError) -> None:
-    logger.warning("an interrupted operation could not be undone, and its lease ends with its ttl: %s", error)
+    logger.warning(
+        "an interrupted operation could not be undone; a lease that it has left ends by itself: %s", error
+    )

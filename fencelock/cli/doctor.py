@@ -241,7 +241,7 @@ def _of_database(
         )
     if token is not None and is_above(highest, token):
         what = f"has seen token {highest}, and {token} is granted now: writes are refused"
-        yield Finding(shown, what, "the authority has lost its data: fencelock init --after-loss")
+        yield Finding(shown, what, "start the authority above this token: fencelock init --after-loss")
     of_models = list(_of_models(connection, metadata))
     named = {found.where for found in of_models}
     for each in fenced_tables(connection):
@@ -259,7 +259,10 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
         what = f"has no column {WRITE_COLUMN}: a write that was made meanwhile is not noticed"
         yield Finding(name, what, "op.add_write_id in a migration adds it")
     if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
-        what = "has no trigger: SQL of other programs that sets no fence is not refused"
+        what = (
+            "has no trigger: other programs can lower the fence by SQL, and the guard does not notice "
+            "their changes"
+        )
         yield note(name, what, "op.create_fence_trigger, where others write: docs/triggers.md")
 
 

@@ -9,9 +9,8 @@ from typing import Annotated
 import typer
 from redis import Redis
 from redis.exceptions import RedisError
-from sqlalchemy import make_url
 
-from fencelock._engines import with_blocking_driver
+from fencelock._engines import url_of, with_blocking_driver
 from fencelock._locking import factory_of
 from fencelock.authority.database.database import Database
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
@@ -98,7 +97,7 @@ def init(
             if count == 1:
                 _warn_of_restarts(urls[0])
     if above:
-        shared.say(f"New tokens are larger than all tokens up to {above}")
+        shared.say(f"New tokens are larger than {above}, the largest that the databases have seen")
     shared.tell_programs(urls, namespace)
 
 
@@ -117,7 +116,7 @@ def _warn_of_restarts(url: str) -> None:
 
 def _init_database(url: str, above: int | None) -> None:
     with shared.refusing_databases(shared.without_password(url), "used"):
-        authority = Database(with_blocking_driver(make_url(url)))
+        authority = Database(with_blocking_driver(url_of(url)))
     with authority:
         made = authority.init(above=above)
     shared.say(f"the table of leases {'was made' if made else 'is there'}")
@@ -128,12 +127,12 @@ def _clear(quorum: Redlock, *, yes: bool) -> None:
     left = quorum.remains()
     if not left:
         return
-    shared.say(f"{', '.join(left)} still {'holds' if len(left) == 1 else 'hold'} keys of the former use")
+    shared.say(f"{', '.join(left)} still {'holds' if len(left) == 1 else 'hold'} keys from before")
     others = sorted({address for addresses in left.values() for address in addresses} - set(quorum.nodes))
     if others:
         shared.say(f"{', '.join(others)} must be gone for good", "yellow")
     if not yes:
-        question = "Delete these, and no other key? No program may use these nodes now (--yes does not ask)"
+        question = "Delete these keys, and no others? No program may use these nodes now (--yes does not ask)"
         typer.confirm(question, abort=True, err=True)
     shared.say(f"{quorum.clear()} keys deleted")
 

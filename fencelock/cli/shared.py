@@ -12,10 +12,10 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 from rich.markup import escape
-from sqlalchemy import Engine, make_url
+from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
-from fencelock._engines import blocking_engine, with_blocking_driver
+from fencelock._engines import blocking_engine, url_of, with_blocking_driver
 from fencelock._locking import Shipped, factory_of
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.files import file_of
@@ -82,13 +82,13 @@ def without_password(urls: str) -> str:
 def check_file(url: str) -> None:
     """Refuse a missing file of SQLite, because SQLite would create an empty file."""
     file = file_of_sqlite(url)
-    if file and not any(map(os.path.exists, (file, str(file_of(make_url(url), None).database)))):
+    if file and not any(map(os.path.exists, (file, str(file_of(url_of(url), None).database)))):
         fail(f"there is no file {file}; for a new one: fencelock init {url}")
 
 
 def file_of_sqlite(url: str) -> str:
     """Return the file of an SQLite database; an empty text if it is in memory, or of another kind."""
-    file = make_url(url).database if url.startswith("sqlite") else ""
+    file = url_of(url).database if url.startswith("sqlite") else ""
     return "" if file in {None, ":memory:"} else str(file)
 
 
@@ -124,7 +124,7 @@ def new_authority(url: str, namespace: str = DEFAULT_NAMESPACE) -> Shipped:
     factory = factory_of(url)
     if factory is Database:
         check_file(url)
-        return Database(with_blocking_driver(make_url(url)))
+        return Database(with_blocking_driver(url_of(url)))
     return Redlock(url, namespace=namespace, recover=False) if factory is Redlock else factory(url)
 
 

@@ -172,7 +172,7 @@ def _by_key(
         if made := [name for name, value in row.items() if _sql_of(value) is not None]:
             raise ValueError(
                 f"{made[0]!r} of a row to upsert is SQL, and a new row has nothing to compute it from: give "
-                "the value of a new row, and set_={{made[0]!r}: …} for an existing row"
+                f"the value of a new row, and set_={{{made[0]!r}: …}} for an existing row"
             )
         if mapper.polymorphic_on is not None and mapper.polymorphic_on.key in fenced.table.c:
             values.setdefault(mapper.polymorphic_on.key, mapper.polymorphic_identity)

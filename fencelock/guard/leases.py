@@ -1,8 +1,8 @@
 """The leases under which a transaction writes: those of its first writes, noted on its connection.
 
 The context variable of held leases is not enough: it does not reach other threads, leaks out of generators,
-and is empty after the block. The lease of the first write stays in use even if a newer lease is held then.
-Another holder may have written between the grants, and only the older token makes the database refuse.
+and is empty after the block. Later writes use the lease of the first write, even if a newer lease is held by
+then. Another holder may have written between the grants, and only the older token makes the database refuse.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class TransactionLeases:
 
     def __init__(self, transaction: Transaction) -> None:
         self.transaction: ref[Transaction] = ref(transaction)
-        self.has_transaction = False  # whether the driver is known to have a transaction open
+        self.has_transaction = False  # whether the connection is known not to commit each statement
         self.shard: object = None  # the shard of the objects that are being written
         self.used: dict[str, Lease] = {}  # by resource
         self.gates: set[tuple[str, object]] = set()  # the passed gates: resource and owner
@@ -93,7 +93,7 @@ class TransactionLeases:
     def __del__(self) -> None:
         """Let go of an abandoned transaction's leases in a new thread: `__del__` may run anywhere."""
         if calls := self._let_go(committed=False):
-            with suppress(RuntimeError):  # the interpreter is exiting, and releases everything
+            with suppress(RuntimeError):  # too many threads; or an exit, which releases everything
                 _thread.start_new_thread(_call_each, (calls,))
 
     def candidates(self, connection: Connection) -> dict[str, Lease]:

@@ -32,7 +32,7 @@ class Verdict:
     options: Mapping[str, Any]
 
     def of(self, result: CursorResult[Any]) -> FenceError | None:
-        """Return the error to raise for an executed statement; None if the guard has refused no row."""
+        """Return the error of an executed statement: a row was refused, or a flushed object has none."""
         dialect: Any = self.connection.dialect
         is_counted = self._counts() and (dialect.supports_sane_rowcount_returning or not result.returns_rows)
         if not self.form.key:

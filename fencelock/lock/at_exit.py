@@ -64,8 +64,8 @@ def exit_on_signals(*signals: signal.Signals) -> None:
     for number, handler in handlers.items():
         if handler is signal.SIG_IGN:
             logger.warning(
-                "%s stays ignored, because this process was started so (nohup does that): it does not end "
-                "the process",
+                "%s stays ignored, because the process was started with this signal ignored (nohup does "
+                "that): it does not end the process",
                 signal.Signals(number).name,
             )
         else:
@@ -102,7 +102,7 @@ def _give_back_everything() -> None:
     while (held := everything_held()) or any(block.thread != here for block in list(under_way)):
         for hold in held:
             if time.monotonic() > deadline:
-                logger.warning("some leases could not be released, and end with their ttl")
+                logger.warning("some leases could not be released, and end by themselves")
                 return
             try:
                 hold.authority.run(release_hold_gen(hold))

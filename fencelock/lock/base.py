@@ -47,7 +47,7 @@ else:  # before Python 3.13, only checkers know of defaults
     Token = TypeVar("Token")
 
 _ITSELF: Final = (
-    "this same thread, task or greenlet holds it, and reentrant=False does not allow to enter it again. "
+    "this same thread, task or greenlet holds it, and with reentrant=False it cannot be entered again. "
     "Leave the outer block first, or write reentrant=True"
 )
 
@@ -397,7 +397,6 @@ def _check_resources(resources: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if _UNFILLED.search(name) or OBJECT_IN_NAME.search(name):
             raise ValueError(
-                f"{name!r} still has braces: fill them with a value, as fenced_lock(f'order:{{order.id}}') "
-                "does"
+                f"{name!r} has no value where one belongs: write fenced_lock(f'order:{{order.id}}')"
             )
     return names

@@ -41,7 +41,8 @@ _KEPT: Final = (
 
 _PARENT: Final = (
     "the task or thread that started this one holds it, and if it waits for this one, both wait in vain: "
-    "take the lock in only one of them. A task that the holder starts may write under its lease"
+    "take the lock in only one of them. A task or an asyncio.to_thread call that the holder starts may "
+    "write under its lease"
 )
 
 

@@ -461,6 +461,8 @@ def test_words_for_mysql_are_those_that_mysql_documents() -> None:
         ("sqlite:///file:app.db?uri=true", ValueError, "plain path"),
         ("oracle://h/x", ValueError, "PostgreSQL, MariaDB, MySQL and SQLite"),
         ("nonsense", ValueError, "no URL of a database, such as"),
+        ("postgresql+psycopg://h:abc/x", ValueError, "^this is no URL of a database.*%40"),
+        ("postgresql+psycopg://u:hid@den@h/x", ValueError, "^this is no URL of a database.*%40"),
         ("postgresql+psycopg2://h/x", ImportError, "install the driver of .*: pip install psycopg2$"),
         ("postgresql+pg8000://h/x", ValueError, "pg8000 cannot be used for leases; use one of aiomysql"),
         (5, TypeError, "URL or an Engine"),

@@ -354,7 +354,7 @@ def test_writer_that_gives_up_leaves_nothing(client: Any, other: Any) -> None:
     with reader(other):
         with pytest.raises(LockTimeoutError, match=r"'order:1#[0-3]' is held by py.+ \(process") as caught:
             writer(client).acquire(timeout=0.4)
-        assert "this very thread" not in str(caught.value)
+        assert "this same thread" not in str(caught.value)
         assert [info.resource for info in client.inspect()] == [reader_slot(other)]
     with writer(client), pytest.raises(NotHeldError):
         writer(client).release()

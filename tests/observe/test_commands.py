@@ -291,7 +291,7 @@ def test_release_by_force_looks_for_the_fences_first(
     with authority.lock("order:1"):
         refused = fencelock(*force)
         assert refused.returncode == 1
-        assert "nothing was taken" in refused.stderr
+        assert "nothing was released" in refused.stderr
         assert authority.inspect("order:1") is not None
 
 

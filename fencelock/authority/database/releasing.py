@@ -26,7 +26,7 @@ from fencelock.lease import validity
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Stands for the name of an unknown world, for which a resource may be kept.
+#: Stands for the name of an unknown world (see `queues.py`), for which a resource may be kept.
 _ANOTHER: Final = "another"
 #: Seconds after the confirmation of a release in which a failover may undo it.
 _MAY_BE_LOST: Final = 5.0

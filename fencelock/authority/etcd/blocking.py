@@ -74,7 +74,7 @@ class Link:
             raise
         if not in_time:
             raise TimeoutError(f"{shown(self.address)} did not answer in time")
-        # A message may have come without the status that follows it.
+        # An answer counts only if both its message and its status came before the connection was lost.
         if self.lost and not all(answer.is_over and answer.messages for answer in answers):
             raise ChannelError(self.lost)
         return answers

@@ -70,7 +70,8 @@ class Etcd(Asking):
 
     def _start_over(self) -> None:
         super()._start_over()
-        #: The last marks and base read. If others have changed them, etcd refuses the transaction.
+        #: The last marks and base read. etcd refuses a transaction if the base has changed, or if a mark is
+        #: not below the new token.
         self._known: OrderedDict[str, Mark] = OrderedDict()
         self._base = 0
         #: The leases that entries may be under, by nonce.

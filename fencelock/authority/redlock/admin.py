@@ -101,8 +101,9 @@ def initialise(
             return done
     if epoch:
         raise QuorumError(
-            f"too few of these nodes answered to bring them to epoch {epoch}, which is above all tokens "
-            "that the storage has seen: run the same command again; `fencelock nodes` shows their state"
+            f"too few of these nodes vote or answer, so they could not be brought to epoch {epoch}, whose "
+            "tokens are above all that the storage has seen: run the same command again; `fencelock nodes` "
+            "shows their state"
         )
     return done
 

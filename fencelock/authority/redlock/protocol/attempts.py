@@ -198,7 +198,7 @@ class Failed:
     Attributes:
         attempt: the attempt itself.
         answers: the last answer of each node.
-        began: when it began, on the driver's clock.
+        began: when it began, on the clock of the code that executes the requests.
         ended: when it was over.
         contended: whether enough nodes vote, so that only other clients or slow answers prevented a grant.
         split: whether the votes are divided, so that perhaps no client has a majority.
@@ -215,7 +215,7 @@ class Failed:
 
     @property
     def waits_for_a_call(self) -> bool:
-        """Whether all voters answered HELD, and the nodes know which place to call."""
+        """Whether all voters answered HELD, and nodes will call this attempt's place (`queue.py`)."""
         voted = {answer.kind for answer in self.answers.values() if answer.kind in VOTING}
         return self.attempt.place != "" and self.contended and voted == {ReplyKind.HELD}
 
@@ -277,7 +277,8 @@ def release(current: Callable[[], NodeSet], proof: Proof) -> Generator[Broadcast
         done = yield Broadcast(command, node_set.all_nodes, enough_released(node_set), node_set.patience)
         if sum(answer.kind is ReplyKind.RELEASED for answer in done.answers.values()) >= node_set.quorum:
             return True
-        # RELEASE is never refused. Do not add up the LOST and the AMNESIA answers: see `extend.lua`.
+        # RELEASE is never refused. LOST and AMNESIA are not added up, because a blank node, which answers
+        # AMNESIA, may have had the lock: EXTEND makes locks there, too.
         gone = max(count_of(ReplyKind.LOST, done.answers), count_of(ReplyKind.AMNESIA, done.answers))
         return None if len(node_set.names) - gone >= node_set.quorum else False
     except (FencelockError, GeneratorExit):

@@ -73,7 +73,7 @@ class Node:
 
     Args:
         source: a URL (`redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `redis+cluster://`), or a
-            client of redis-py, whose settings are kept.
+            client of redis-py, whose address, login and TLS are used.
         connect_timeout: seconds for connecting and for each answer while doing so.
         verify_votes: whether every vote proves which process gave it, even if no replica may take over.
 
@@ -132,7 +132,7 @@ class Connections(abc.ABC):
         options: those of `NodeConnections`.
 
     Attributes:
-        queue: hears on that channel.
+        queue: this client's places in line.
     """
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
@@ -292,7 +292,8 @@ def _read_info(connection: Any) -> dict[str, str]:
 
 
 def _identify(connection: Any, info: dict[str, str], *, verify_votes: bool) -> Identity:
-    # Before the role is checked, because a replica in a cluster answers with the address of its primary.
+    # Read before the role is checked: a replica in a cluster answers by an error with its primary's address,
+    # which `Node.open` follows.
     node_id, members = connection.read_response()
     if info.get("role") not in {"master", None}:
         # If a sentinel has named this server, a failover is under way.
