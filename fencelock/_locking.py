@@ -101,7 +101,7 @@ def configure(authority: Any, **options: Any) -> Any:
 
 
 def _place(authority: Any) -> object:
-    """Return a value to compare authorities by, without driver and user; None if a URL cannot be used."""
+    """Return a value to compare authorities by, without driver, user and options; None for a bad URL."""
     if isinstance(authority, str):
         try:
             authority = _make(authority, {})
@@ -160,7 +160,12 @@ def as_default(authority: Authority) -> Iterator[None]:
 
 
 def default_authority() -> Authority:
-    """Return the default authority of this process; raise AuthorityError if none is configured."""
+    """Return the default authority of this process.
+
+    Raises:
+        AuthorityError: none is configured.
+        ValueError, ImportError: FENCELOCK_URL cannot be used.
+    """
     global _default  # noqa: PLW0603 - the process default is what this module is about
     with _lock:
         if _default is None:
@@ -319,7 +324,10 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
         **settings: as for `fenced_lock`. The default ttl is that of the text, and max_hold begins again.
 
     Raises:
-        ValueError: for any other text, also of another kind of authority or another namespace.
+        ValueError: for any other text, also of another kind of authority or another namespace; and for
+            settings out of range.
+        TypeError: for settings of the wrong kind.
+        AuthorityError: if no authority is configured.
     """
     settings["authority"] = authority = cast("Any", settings.get("authority") or default_authority())
     try:

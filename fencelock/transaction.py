@@ -284,7 +284,7 @@ class FencedTransaction(Generic[_S]):
 
         Raises:
             CommitInDoubtError: the outcome of the COMMIT is unknown, and no retries are left.
-            LockLostError: no new token could be minted.
+            LockLostError, AuthorityError: no new token could be minted.
         """
         lock = self._plan.lock()
         with lock:

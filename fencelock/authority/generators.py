@@ -91,6 +91,7 @@ class GeneratorAuthority(Authority):
 
         Raises:
             AuthorityError: the release failed, or its outcome is unknown.
+            TypeError, ValueError: `resource` cannot name a lock.
         """
         return self.run(self.force_gen(check_resource(resource), token))
 
@@ -103,6 +104,7 @@ class GeneratorAuthority(Authority):
 
         Raises:
             AuthorityError: the authority did not answer, or cannot tell.
+            TypeError, ValueError: `resource` cannot name a lock.
         """
         found = self.run(self.inspect_gen(() if resource is None else (check_resource(resource),)))
         return found if resource is None else next(iter(found), None)

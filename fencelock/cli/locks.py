@@ -317,7 +317,7 @@ def _row_of(text: str) -> tuple[str, dict[str, str]]:
 
 
 def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> None:
-    """Fail if the fence table or a table of these rows is missing, before the lock is taken."""
+    """Fail if the fence table or a table of these rows is missing, before the holder loses the lock."""
     tables = sqlalchemy.inspect(engine)
     for name in (FENCE_TABLE, *(name for name, _ in rows)):
         schema, _, table = name.rpartition(".")

@@ -98,8 +98,10 @@ def claim(
     Raises:
         StaleTokenError: if a newer holder has claimed or written the row; `StaleReadError` for a snapshot
             older than the lease.
-        UnfencedWriteError: if the row's lease is not held.
+        UnfencedWriteError: if the row's lease is not held, or each statement commits by itself.
         LockLostError: if the lease is known to be lost.
+        CommitInDoubtError: if an earlier transaction with the same token may still be committed.
+        TypeError, ValueError: if the model is not fenced, or `identity` is no primary key of it.
         sqlalchemy.exc.NoResultFound: if there is no such row.
         sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
     """
@@ -162,8 +164,10 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows; `StaleReadError` as for
             `claim`.
-        UnfencedWriteError: if the lease of one of the rows is not held.
+        UnfencedWriteError: if the lease of one of the rows is not held, or each statement commits by itself.
         LockLostError: if a lease is known to be lost.
+        CommitInDoubtError: as for `claim`.
+        TypeError: if the statement is no SELECT of one fenced model.
         sqlalchemy.exc.InvalidRequestError: if autoflush is off, and the session has changes of the model.
     """
     session = session_of(session, "claim_all")

@@ -129,10 +129,12 @@ def gate(
         StaleTokenError: if a newer holder has passed the gate; `StaleReadError` as for `claim`.
         FenceError: if another open transaction of this thread, task or greenlet has passed the gate:
             this transaction would wait for the other for ever.
-        UnfencedWriteError: if the resource's lease is not held, or if `resource` is None and several leases
-            are held.
+        UnfencedWriteError: if the resource's lease is not held, if `resource` is None and several leases are
+            held, or if each statement commits by itself.
         LockLostError: if the lease is known to be lost.
+        CommitInDoubtError: if an earlier transaction with the same token may still be committed.
         TypeError: if the session has several databases, and `bind_arguments` does not choose one.
+        ValueError: if `resource` cannot name a lock.
     """
     install()
     connection = begin_claim(session_of(session, "gate"), FENCES, None, bind_arguments).connection

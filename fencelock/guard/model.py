@@ -112,12 +112,12 @@ class FencedModel:
     Raises:
         FenceError: when the class is mapped, if it has no `__fence_resource__`, or its table no
             `last_write_id`.
-        ValueError: when the class is mapped, if `__fence_resource__` names no column of its table, or one
-            whose equal values can be written in several ways; if the table has no `last_fencing_token`, or
-            the model gives it another name or has another primary key; if a setting has an unknown value; or
-            if another model of the table has another setting.
-        TypeError: if the class is a `MappedAsDataclass`, which needs `FencedDataclassModel`; or a SQLModel
-            without the columns as class variables (docs/sqlmodel.md).
+        ValueError: when the class is mapped, if `__fence_resource__` is malformed, names no column of its
+            table, or one whose equal values can be written in several ways; if the table has no
+            `last_fencing_token`, or the model gives it another name or has another primary key; if a setting
+            has an unknown value; or if another model of the table has another setting.
+        TypeError: if `__fence_resource__` is no text; if the class is a `MappedAsDataclass`, which needs
+            `FencedDataclassModel`; or a SQLModel without the columns as class variables (docs/sqlmodel.md).
     """
 
     __fence_resource__: ClassVar[str]

@@ -71,7 +71,7 @@ def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     ```
 
     A row has the `key` of `once`, the SHA-256 of its `fingerprint`, the fencing `token` of the work (NULL
-    without a lease), its `result`, and in `at` the time when it was made (on MariaDB and SQLite in UTC).
+    without a lease), its `result`, and in `at` the time when it was made (except on PostgreSQL, in UTC).
 
     Args:
         metadata: the metadata of the models. If all calls of a program name one schema, `once` looks for the
@@ -210,10 +210,11 @@ def once(
         ReceiptMismatchError: the key belongs to another request. The transaction can only be rolled back.
         LockTimeoutError: another transaction with the key is still open, and the database's timeout is over.
         LockLostError: the lease is known to be lost.
+        CommitInDoubtError: an earlier transaction with the lease's token may still be committed.
         UnfencedWriteError: each statement of the connection commits by itself.
         sqlalchemy.exc.DBAPIError: another transaction with the key has committed, and this one cannot see it
             because of its isolation (a serialization failure): begin again.
-        TypeError, ValueError: the key is no text or has a wrong length, or the fingerprint is no plain data.
+        TypeError, ValueError: the key is not allowed as the name of a lock, or the fingerprint is no plain data.
     """
     install()
     its = session_of(session, "once")

@@ -99,6 +99,8 @@ def execute_fenced(
             guarded; or if `execution_options(fencelock="bypass")` meets a token, or the condition of
             `fenced_update`.
         LockLostError: if no token is given and the lease is known to be lost.
+        CommitInDoubtError: if no token is given, and an earlier transaction with the lease's token may still
+            be committed.
         ValueError: if the table has no fence, or the token is not 1 … 2**63 - 1.
         TypeError: if the token is no int, the statement is no UPDATE, DELETE or INSERT, or the connection is
             an asyncio one.

@@ -110,7 +110,10 @@ FenceLease: TypeAlias = Literal["required", "optional"]
 """Whether a write without a lease is refused, or allowed if its row has the loaded version."""
 
 NO_LEASE: Final = 0
-"""The token of a write under no lease, which keeps the fence; also the fence of a new row without a key."""
+"""The token of a write under no lease, which keeps the fence.
+
+Also the fence of a new row whose key the database makes.
+"""
 
 
 @dataclass(frozen=True, slots=True)

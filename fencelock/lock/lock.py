@@ -72,7 +72,9 @@ class FencedLock(BaseLock[Token]):
             LockLostError: a lease that the caller held before, or one that was handed over, has ended.
             AuthorityError: the authority did not answer, or must not grant a lease now.
             LockError: the process ends, or the caller would wait for itself.
-            ValueError: the authority cannot be `fair`, or does not allow this ttl or so many names.
+            ValueError: the authority cannot be `fair`, or does not allow this ttl or so many names; or the
+                timeout is negative.
+            TypeError: the timeout is no number.
         """
         return self._enter(self._new_block(timeout))  # type: ignore[no-any-return]
 
@@ -99,6 +101,7 @@ class FencedLock(BaseLock[Token]):
             NotHeldError: the lock is not held.
             LockLostError: the lease has ended; it stays lost.
             AuthorityError: the authority did not answer, or refused; the lease ends as before this call.
+            TypeError, ValueError: the ttl is no number, or out of range.
         """
         block = self._innermost()
         block.authority.run(self._extend_gen(block, ttl))
@@ -158,7 +161,7 @@ class FencedLock(BaseLock[Token]):
         Raises:
             NotHeldError: the lock is not held.
             LockLostError: the lease had ended before. With `if_lost="warn"`, or if work was committed under
-                it and no transaction is open, a warning is logged instead.
+                it and no transaction is open or in doubt, a warning is logged instead.
         """
         block = self._innermost(to_leave=True)
         if (lost := block.authority.run(self._leave_gen(block))) is not None:

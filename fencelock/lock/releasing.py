@@ -128,7 +128,7 @@ async def _end_releases(owner: object) -> None:
 
 
 def wait_for_releases(owner: object) -> Call:
-    """Return a step in which a task waits for the releases after its owner's transactions.
+    """Return a step (see `_generators.py`): a task waits for the releases after its owner's transactions.
 
     Blocking code does not wait: outside of a loop, the thread that ends a transaction has released by then.
     """
@@ -136,7 +136,7 @@ def wait_for_releases(owner: object) -> Call:
 
 
 def stop_renewal_gen(hold: Hold) -> Steps[None]:
-    """Stop extending a hold; a step is needed only if an extension is under way."""
+    """Stop extending a hold; wait for an extension that is under way."""
     renewer = hold.renewer
     if renewer is not None and not renewer.cancel(hold):
         yield Call(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))

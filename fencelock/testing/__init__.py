@@ -197,7 +197,7 @@ def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWri
         A context manager for `with` or `async with`.
 
     Raises:
-        TypeError: the model is not fenced.
+        TypeError: the model is not fenced; at the beginning of the block, if `target` is of another kind.
         ValueError: `identity` is no primary key of the model.
         sqlalchemy.exc.NoResultFound: at the beginning of the block, if there is no such row.
     """

@@ -90,7 +90,7 @@ def watch_file(engine: Engine) -> None:
 
 
 def _make_file(path: str) -> None:
-    """Make a missing file with the mode and the owner of its database: it names locks and their holders.
+    """Make a missing file with its database's mode and, if possible, owner: it names locks and holders.
 
     Raises:
         AuthorityError: the path is a symbolic link, which another user of the folder may have made.

@@ -30,7 +30,10 @@ _of_parents: list[object] = []
 
 
 class Watching(NamedTuple):
-    """A step: watch until `ended(answer)`; its result is a wakeup, or None if there are too many watches."""
+    """A step (see `_generators.py`): watch until `ended(answer)`.
+
+    Its result is a wakeup, or None if there are too many watches.
+    """
 
     call: Call
     ended: Callable[[Answer], bool]

@@ -47,7 +47,7 @@ class DueReleases(dict[str, Due]):
             self._thread = threading.Thread(target=self._run, daemon=True)
             try:
                 _threads.start(self._thread)
-            except RuntimeError:  # no thread can be started, as when the interpreter ends
+            except RuntimeError:  # no thread can be started now: the next call of `plan` tries again
                 self._thread = None
         self._wakeup.wake()
 

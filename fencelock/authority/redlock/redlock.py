@@ -77,7 +77,7 @@ class Redlock(GeneratorAuthority):
 
     Raises:
         ValueError: for a URL that cannot be understood, a node named twice, or settings out of range.
-        TypeError: for a node that is neither a URL nor a client.
+        TypeError: for a node that is neither a URL nor a client, and for seconds that are no number.
     """
 
     aio: AsyncRedlock
@@ -270,9 +270,9 @@ class Redlock(GeneratorAuthority):
             True, or False if these nodes had been initialised already.
 
         Raises:
-            QuorumError: a node did not answer, or too few vote to bring them above the token.
+            QuorumError: a node gave no usable answer, another client is at work, or too few vote for `above`.
             AuthorityError: a blank node drops keys when its memory is full.
-            MembershipError: a node is in use in another list, has lost its memory, or has another max_ttl.
+            MembershipError: a node is in another list, has forgotten, has another max_ttl, or has two names.
             ValueError: for a base, ttl or token out of range.
         """
         epoch = 0 if above is None else epoch_above(above)
@@ -282,7 +282,8 @@ class Redlock(GeneratorAuthority):
         """Return the nodes that remember a list which has lost its majority, with the addresses of that list.
 
         Raises:
-            QuorumError: a node did not answer.
+            QuorumError: a node gave no usable answer.
+            MembershipError: this version cannot read a node's list.
         """
         return self._run_apart(initialise.remains(self._group()))
 
@@ -295,7 +296,7 @@ class Redlock(GeneratorAuthority):
             How many keys were deleted.
 
         Raises:
-            QuorumError: a node did not answer.
+            QuorumError: a node gave no usable answer.
         """
         return self._run_apart(initialise.clear(self._group()))
 

@@ -97,6 +97,7 @@ def remint(
 
     Raises:
         LockLostError: there is no new grant, and the old one has ended.
+        MembershipError, ValueError: as `current` and `Acquisition.next_attempt` raise.
     """
     try:
         while True:

@@ -164,7 +164,7 @@ class Sleep(NamedTuple):
     Attributes:
         seconds: how many.
         waits_for: the resources for which a contender waits. A call (see `queue`) may resume it earlier.
-        place: its place in line, by which they call it; empty for none.
+        place: the contender's place in line, by which the nodes call it; empty for none.
     """
 
     seconds: float

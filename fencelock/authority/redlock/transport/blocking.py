@@ -1,4 +1,4 @@
-"""The blocking driver: threads share one connection to each node, and one waiting thread reads for all.
+"""The blocking driver, which moves the bytes: all threads share one connection to each node.
 
 No thread stays in the background. Of the threads that wait for answers, or in line for a lock, one reads for
 all and wakes the others. When its own wait is over, another waiting thread reads. So no thread has to be
