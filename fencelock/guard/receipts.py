@@ -214,7 +214,7 @@ def once(
         UnfencedWriteError: each statement of the connection commits by itself.
         sqlalchemy.exc.DBAPIError: another transaction with the key has committed, and this one cannot see it
             because of its isolation (a serialization failure): begin again.
-        TypeError, ValueError: the key is not allowed as the name of a lock, or the fingerprint is no plain data.
+        TypeError, ValueError: the key could not name a lock, or the fingerprint is no plain data.
     """
     install()
     its = session_of(session, "once")

@@ -28,7 +28,7 @@ MAX_SLOTS: Final = 1000
 _PATIENCE: Final = 0.1
 """Seconds to wait for one slot before all slots are checked again."""
 _MOMENT: Final = 1.0
-"""Seconds after a wait for a slot in which all slots are still taken to be held."""
+"""Seconds for which all slots are taken to be held after an acquisition has waited for one."""
 _MOST_NAMES: Final = 10_000
 """The most entries of `_checked`, and of `_full_at`, for each authority."""
 _LOOKED_AT: Final = 64

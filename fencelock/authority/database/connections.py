@@ -321,7 +321,7 @@ class Watch:
             self._under_way[key] = until, hang_up
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._look, name="fencelock-watch", daemon=True)
-                with suppress(RuntimeError):  # too many threads, or the interpreter ends
+                with suppress(RuntimeError):  # too many threads, or the interpreter ends: no limit then
                     _threads.start(self._thread)
 
         def end() -> None:
