@@ -136,7 +136,7 @@ def wait_for_releases(owner: object) -> Call:
 
 
 def stop_renewal_gen(hold: Hold) -> Steps[None]:
-    """Stop extending a hold; wait for an extension that is under way."""
+    """Stop extending a hold; mostly wait for the end of an extension that is under way."""
     renewer = hold.renewer
     if renewer is not None and not renewer.cancel(hold):
         yield Call(lambda: renewer.stop(hold), lambda: renewer.stop_soon(hold))
