@@ -258,8 +258,9 @@ def instrument(
     Args:
         registry: the registry of the metrics; by default, the default registry of `prometheus_client`.
         label: returns the value of the label `lock` for an event. By default this is the template that
-            `@fenced` was given, or else the part of the resource before the first `:` (`other` without a
-            `:`). After 200 values, each further one is `other`.
+            `@fenced` was given, or else the part of the resource before the first `:`. Without a `:`, it
+            is the name of a semaphore, and `other` for other locks. After 200 values, each further one is
+            `other`.
         textbook_names: count also as `distributed_lock_wait_seconds` and `distributed_lock_failures_total`.
 
     Returns:
