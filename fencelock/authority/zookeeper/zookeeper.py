@@ -59,7 +59,7 @@ class ZooKeeper(LineAuthority):
         session_timeout: seconds to ask for; also in the query of the URL. The servers have limits.
 
     Raises:
-        ValueError: for a URL or a session timeout that cannot be used.
+        ValueError, TypeError: for a URL or a session timeout that cannot be used.
         ImportError: on its import, without `fencelock[zookeeper]`.
     """
 

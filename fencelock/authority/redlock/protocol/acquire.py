@@ -171,7 +171,7 @@ class Acquisition:
                 if current() == node_set:  # otherwise nodes answered for the first time, or have another list
                     yield from self._sleep(node_set, outcome, jitter)
                     go_on()
-        except (FencelockError, GeneratorExit):  # the last attempt is abandoned already
+        except (FencelockError, GeneratorExit):  # abandoned already, or nothing can be sent any more
             self.leave_queue()
             raise
         except BaseException:  # mostly a signal handler's error, or a cancellation: only this releases it
