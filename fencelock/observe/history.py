@@ -1,4 +1,4 @@
-"""A history of locks in a table: grants, losses, refusals and releases by force, with their times.
+"""A history of locks in a table: grants, losses, refused stale writes, `fencelock release --force`.
 
 ```python
 from fencelock.observe import history

@@ -135,7 +135,7 @@ class Acquisition:
 
         Args:
             current: returns the nodes as they are known at the moment.
-            began: when the caller began, on the driver's clock.
+            began: when the caller began, on the clock of the code that runs the generator.
             since: the same moment in Unix time, which is about the same for all clients.
             timeout: seconds to wait for another holder; None for ever, 0 one try.
             grace: seconds to keep trying without a quorum, so that a short outage is survived.
