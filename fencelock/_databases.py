@@ -37,7 +37,7 @@ _ELSEWHERE_NUMBERS: Final = frozenset({1047, 1180, 1290, 1792, 1836})
 #: Codes of servers that start, stop, end a connection, have too many connections, or refuse writes.
 _AWAY_STATES: Final = frozenset({"57P01", "57P02", "57P03", "57P05", "53300", *_ELSEWHERE_STATES})
 _AWAY_NUMBERS: Final = frozenset({1040, 1053, 1158, 1159, 1160, 1161, 1203, *_ELSEWHERE_NUMBERS})
-#: Codes that only a new connection gets: the server starts, or has too many connections.
+#: Codes that only a new connection gets: the server starts or stops, or has too many connections.
 _TURNED_AWAY: Final = frozenset({"57P03", "53300", 1040, 1203})
 #: SQLSTATEs, their classes, and numbers with which a database says that it has rolled back at a COMMIT. In
 #: class 40, 40003 says that the outcome is unknown; 57014 says that a statement was cancelled.

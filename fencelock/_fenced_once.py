@@ -90,7 +90,7 @@ def fenced_once(
     Raises:
         TypeError: for arguments of the wrong kind, and for a method. Calling raises the errors of
             `fenced_transaction` and `once`.
-        ValueError: for arguments out of range.
+        ValueError: for arguments out of range, and for malformed templates.
     """
     if not resources:
         raise TypeError(

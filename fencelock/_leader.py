@@ -188,8 +188,9 @@ class Leader:
     def run(self, work: Callable[[Term], Any]) -> Any:
         """Call `work(term)` in each term, until it returns while its term is current; return its result.
 
-        `work` is called again if it raised LockLostError, or if its term was over when it returned or raised
-        a FenceError. A QuorumError of the election is logged, and another election follows.
+        `work` is called again after a LockLostError, which it has raised or which the release raises, or if
+        its term was over when it returned or raised a FenceError. A QuorumError of the election is logged,
+        and another election follows.
 
         Returns:
             What `work` returned in a current term.

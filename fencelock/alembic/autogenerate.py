@@ -152,7 +152,7 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
 
 
 def _restored(context: AutogenContext, op: ModifyTableOps) -> Iterator[FenceOperation]:
-    """Yield the operations that create a trigger again after a batch has copied its table, as on SQLite.
+    """Yield the operations that create a trigger again after a batch has copied its table on SQLite.
 
     They are also put before the batch, because the downgrade reverses the order, and copies the table, too.
     """

@@ -188,11 +188,18 @@ class Authority(abc.ABC):
         """Release the leases.
 
         Returns True if they were still ours, False if they had ended before, None if this is unknown.
+
+        Raises:
+            AuthorityError: the authority did not answer, or refuses.
         """
 
     @abc.abstractmethod
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
-        """Return the held locks among these resources; of all resources, if none is named."""
+        """Return the held locks among these resources; of all resources, if none is named.
+
+        Raises:
+            AuthorityError: the authority did not answer, or cannot tell.
+        """
 
 
 #: The authorities that have a `close()`, which is called when the interpreter exits.

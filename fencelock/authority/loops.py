@@ -1,4 +1,4 @@
-"""Steps that threads and event loops execute in different ways, and the classes that execute them."""
+"""Steps (see `_generators`) that threads and event loops execute in different ways, and how they do so."""
 
 from __future__ import annotations
 

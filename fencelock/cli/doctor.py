@@ -217,7 +217,7 @@ def _look_into(url: str, look: Callable[[Connection, str], Iterable[Finding]]) -
 
 
 def _is_above_nodes(seen: int, token: int) -> bool:
-    """Compare epochs only, because nodes have a counter for each resource."""
+    """Compare epochs only, because counters of other resources may be higher."""
     return split(seen)[0] > split(token)[0]
 
 

@@ -67,9 +67,11 @@ def fenced_text(
         token: the fencing token to write with, whatever leases are held.
 
     Raises:
-        ValueError: a parameter is missing; the target has no fence; the token is not 1 … 2**63 - 1. An
-            execution raises `StaleTokenError`, `UnfencedWriteError` and `LockLostError`, as `execute_fenced`.
-        TypeError: the token is no int.
+        ValueError: a parameter is missing; the target has no fence; the token is not 1 … 2**63 - 1; the name
+            of the resource is invalid. An execution raises `StaleTokenError`, `UnfencedWriteError` and
+            `LockLostError`, as `execute_fenced`.
+        FenceError: the target does not say which resource guards a row, or has no `last_write_id`.
+        TypeError: the token is no int, or the resource no str.
     """
     statement = FencedText(sql)
     binds = private.parameters_of(statement)

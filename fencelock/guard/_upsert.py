@@ -73,14 +73,16 @@ def upsert(
 
     Raises:
         StaleTokenError: if a newer holder has claimed or written one of the rows.
-        UnfencedWriteError: if the lease of one of the rows is not held, or an existing row is guarded by
-            another resource.
+        UnfencedWriteError: if the lease of one of the rows is not held, an existing row is guarded by another
+            resource, or the connection is in AUTOCOMMIT.
         LockLostError: if a lease is known to be lost.
-        FenceError: (MariaDB, MySQL) if another row has the same value in another unique column, or an equal
-            key by the collation. Other databases raise their own IntegrityError.
+        FenceError: if the fence of a row is NULL. (MariaDB, MySQL) If another row has the same value in
+            another unique column, or an equal key by the collation. Other databases raise their own
+            IntegrityError.
         ValueError: if a row lacks its key, names the fence or an unknown column, has SQL as a value, or is
             given twice; or if no constraint or index makes `index_elements` unique.
-        TypeError: if the model has no fence, or its rows are in several tables.
+        TypeError: if the model has no fence, or its rows are in several tables; for an asyncio session; or if
+            it is unclear which database is meant.
         NotImplementedError: on a database other than PostgreSQL, SQLite, MariaDB and MySQL.
     """
     install()

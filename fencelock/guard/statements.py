@@ -137,7 +137,8 @@ def _unpack_stamps(
     fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
     assigns, origin = isinstance(statement, Update), "objects"
     if assigns and write not in rows[0] and fenced.is_strict:
-        # A `post_update` after an UPDATE of the same flush, which has given the row the flush's id.
+        # A `post_update` after an UPDATE of the same flush, which has given the row the flush's id. A strict
+        # trigger refuses an UPDATE that leaves the id unchanged.
         write_id = new_write_id()
     for row in rows:
         stamp = row.get(write)

@@ -325,7 +325,8 @@ class BaseLock(Generic[Token]):
                 return None
             return (yield from leave_gen(block))
         except (Exception, KeyboardInterrupt, SystemExit):
-            # A signal handler may raise at any line; leaving twice does no harm. A cancelled release is sent.
+            # A signal handler may raise at any line; leaving twice does no harm. After a cancellation this is
+            # not needed, because the release was sent.
             yield from leave_gen(block)
             raise
 

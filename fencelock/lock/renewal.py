@@ -316,7 +316,7 @@ class LoopRenewer(BatchRenewer):
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__()
         self._loop = ref(loop)
-        #: Weak, because a timer refers to its loop, which must not be kept alive: see `_of_loops`.
+        #: Weak, because a timer refers to its loop, which `_of_loops` would keep alive by this renewer.
         self._timer: ref[asyncio.TimerHandle] | None = None
         self._wakes_at = math.inf
         self._round: asyncio.Task[None] | None = None

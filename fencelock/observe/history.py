@@ -1,4 +1,4 @@
-"""A history of locks in a table: grants, losses, refusals and releases by force, with their times.
+"""A history of locks in a table: grants, losses, refused stale writes, `fencelock release --force`.
 
 ```python
 from fencelock.observe import history
@@ -52,7 +52,7 @@ _TIME: Final = DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb")
 _DAY: Final = 86_400.0
 #: Seconds between two writes, and between two deletions of old entries.
 _PAUSE, _PRUNING_PAUSE = 0.5, 3600.0
-#: The most entries that wait for a database that does not answer; the oldest are dropped.
+#: The most entries that wait for a database that does not answer. Of more, the oldest are dropped unlogged.
 _MOST_WAITING: Final = 10_000
 
 
@@ -180,7 +180,7 @@ def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None)
 
     Raises:
         TypeError: `engine` is no blocking engine.
-        sqlalchemy.exc.SQLAlchemyError: the table is missing and cannot be created.
+        sqlalchemy.exc.SQLAlchemyError: the database does not answer, or the table cannot be created.
     """
     return Recorder(engine, keep, schema)
 

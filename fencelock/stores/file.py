@@ -54,8 +54,9 @@ class FencedFile:
 
         Raises:
             StaleTokenError: a version has a larger token.
-            NotHeldError: the lock is not held here.
-            LockLostError: the lease has ended.
+            NotHeldError: the lock is not held.
+            LockLostError, CommitInDoubtError: as `Lease.token_to_write`.
+            TypeError, ValueError: for a bad argument.
         """
         if not isinstance(content, bytes):
             raise TypeError(f"a fenced file has bytes, not {type(content).__name__}: encode it")

@@ -59,7 +59,7 @@ _of_parents: list[object] = []
 
 
 class Work(NamedTuple):
-    """A step: call `body` with a connection."""
+    """A step (see `_generators`): call `body` with a connection."""
 
     body: Callable[[Lent], Any]
     #: Whether the work is one transaction; otherwise each statement commits.
@@ -75,7 +75,7 @@ class Work(NamedTuple):
 
 
 class RefusedError(Exception):
-    """Another holder has one of the resources, or another transaction has a lock on its row or file."""
+    """Another holder has one of the resources, or the database was busy: see `is_busy`."""
 
 
 _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
@@ -147,8 +147,8 @@ class Connecting(WithLoops):
     ) -> Steps[Any]:
         """Do work, and try again after errors that may pass, such as the loss of the connection.
 
-        The work may be done several times; `again` collects the errors of repeated tries. Unless `patient`, a
-        lock of another transaction raises RefusedError.
+        The work may be done several times; `again` collects the errors that led to another try. Unless
+        `patient`, an error of `is_busy` becomes RefusedError.
         """
         most, least = ANSWER
         began = time.monotonic()

@@ -36,7 +36,8 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Milliseconds. `init` raises the base a day above foreign tokens; own tokens may be an hour ahead.
+#: Milliseconds. `init` raises the base a day above tokens of another authority. The largest stored token
+#: counts as such if its time is at least an hour ahead.
 _DAY: Final = 86_400_000
 _HOUR: Final = 3_600_000
 
@@ -69,6 +70,7 @@ class Database(Acquiring):
         ValueError: for a database, driver or pool that cannot grant leases, and a text that is no URL.
         TypeError: `source` is neither a URL nor an engine.
         ImportError: the driver is not installed.
+        sqlalchemy.exc.NoSuchModuleError: SQLAlchemy knows no driver of this name.
     """
 
     aio: AsyncDatabase
@@ -94,7 +96,7 @@ class Database(Acquiring):
 
         Raises:
             AuthorityError: the database cannot be used.
-            ValueError: `above` is neither 0 nor a token.
+            ValueError, TypeError: `above` is neither 0 nor a token.
         """
         return self.run(self.initialising(above))
 

@@ -36,7 +36,7 @@ _LOOK: Final = 1.0
 
 
 class Ear:
-    """A step: hear the calls for a world, until it is idle, closed, or receives none."""
+    """A step (see `_generators`): hear a world's calls until it is idle, closed, or hears none."""
 
     def __init__(
         self, queues: Queues, calling: Callable[[str], Steps[Any]], passing_on: Callable[[str], Steps[Any]]

@@ -124,7 +124,7 @@ class LoopLink(asyncio.Protocol):
     def cancel(self, answer: Answer) -> None:
         if not self.lost and not answer.is_over:
             self._channel.cancel(answer)
-            with contextlib.suppress(RuntimeError):  # the loop has ended
+            with contextlib.suppress(RuntimeError):  # no loop runs in this thread, so it is not sent
                 self.flush_soon()
 
 

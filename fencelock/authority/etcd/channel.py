@@ -137,7 +137,7 @@ class Channel:
         return stream.answer
 
     def _is_full(self) -> bool:
-        """Return whether the server allows no more streams; h2 counts slowly, so only if there is a limit."""
+        """Return whether the server allows no more streams; h2 is slow, and asked only if it has a limit."""
         limit = self._h2.remote_settings.max_concurrent_streams
         return limit < _LAST_STREAM and self._h2.open_outbound_streams >= limit
 

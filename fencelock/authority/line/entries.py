@@ -1,4 +1,4 @@
-"""The entries of a waiting line, the mark with its last token, and their texts in the store."""
+"""The entries of a line (see `line.py`), the mark with its last token, and their texts in the store."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ class Place:
 
 
 class Exchange(NamedTuple):
-    """A step: send requests to one server, which has to answer within `seconds`."""
+    """A step (see `_generators`): send requests to one server, which has to answer within `seconds`."""
 
     requests: Sequence[Any]
     seconds: float

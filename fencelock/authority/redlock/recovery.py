@@ -26,7 +26,7 @@ _FAREWELL = 0.2
 
 
 class Recoverer:
-    """Starts a recovery after trouble, unless one is running or the last one ended a short time ago.
+    """Starts a recovery after trouble, unless one is running, or the pause after the last one goes on.
 
     `connect` opens connections to the nodes; `work` makes the procedure, which returns whether all is done.
     """

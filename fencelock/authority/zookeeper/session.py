@@ -56,7 +56,7 @@ Request = Callable[[KazooClient], Any]
 
 
 class Watching(NamedTuple):
-    """A step: begin to watch for the deletion of a node; its result is a wakeup."""
+    """A step (see `_generators`): begin to watch for the deletion of a node; its result is a wakeup."""
 
     path: str
 

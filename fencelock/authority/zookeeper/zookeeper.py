@@ -55,11 +55,11 @@ class ZooKeeper(LineAuthority):
     Args:
         url: `zookeeper://host1:2181,host2:2181/root`, or with TLS and login
             `zookeepers://user:password@host:2281/root?ca=ca.pem&cert=client.pem&key=client-key.pem`. All
-            nodes are below `/root`, by default `/fencelock`.
+            znodes are below `/root`, by default `/fencelock`.
         session_timeout: seconds to ask for; also in the query of the URL. The servers have limits.
 
     Raises:
-        ValueError: for a URL or a session timeout that cannot be used.
+        ValueError, TypeError: for a URL or a session timeout that cannot be used.
         ImportError: on its import, without `fencelock[zookeeper]`.
     """
 

@@ -1,7 +1,7 @@
 """How a list of N blank nodes is made, and how an operator deletes a lost list.
 
-Initialisation is explicit: a node without its marker does not vote. If nodes made the marker on demand, a
-node that lost its memory would look like a new one, and count from the beginning again.
+Initialisation is explicit: a blank node does not vote. If nodes began to vote by themselves, a node that lost
+its memory would look like a new one, and count from the beginning again.
 
 Every node first gets a ticket, which becomes its id. Clients that initialise at the same time find the same
 tickets, and the next client finishes an interrupted run. A node that restarted in between has another ticket

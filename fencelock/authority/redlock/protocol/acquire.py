@@ -135,7 +135,7 @@ class Acquisition:
 
         Args:
             current: returns the nodes as they are known at the moment.
-            began: when the caller began, on the driver's clock.
+            began: when the caller began, on the clock of the code that runs the generator.
             since: the same moment in Unix time, which is about the same for all clients.
             timeout: seconds to wait for another holder; None for ever, 0 one try.
             grace: seconds to keep trying without a quorum, so that a short outage is survived.
@@ -171,7 +171,7 @@ class Acquisition:
                 if current() == node_set:  # otherwise nodes answered for the first time, or have another list
                     yield from self._sleep(node_set, outcome, jitter)
                     go_on()
-        except (FencelockError, GeneratorExit):  # the last attempt is abandoned already
+        except (FencelockError, GeneratorExit):  # abandoned already, or nothing can be sent any more
             self.leave_queue()
             raise
         except BaseException:  # mostly a signal handler's error, or a cancellation: only this releases it

@@ -118,7 +118,8 @@ def vouch(
     Raises:
         AuthorityError: too few nodes vote.
     """
-    # A node may have granted another token than was decided. A text with such a token harms only this lock.
+    # A node may have granted another token than was decided. A text of `hand_over` that has it harms
+    # only this lock.
     _, seen, _ = yield from _seen_by_nodes(current, tuple(tokens))
     return all(
         any(each.value == "|".join((nonce, *map(str, split(token)))) for each in seen.get(name, {}).values())

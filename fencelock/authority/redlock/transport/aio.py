@@ -1,8 +1,8 @@
-"""The asyncio driver: all tasks of a loop share one connection to each node, which the loop reads.
+"""Moves the bytes for asyncio: all tasks of a loop share one connection to each node, which the loop reads.
 
 Requests of one turn of the loop mostly leave in one write for each node. A loop refers to its connections
 by its readers and timers. The connections refer to the loop weakly, so that an abandoned loop can be freed.
-They are closed when it is freed, or when the next loop uses the authority.
+They are closed when it is freed; if it was closed, also when the next loop begins to use the authority.
 """
 
 from __future__ import annotations
