@@ -7,6 +7,9 @@ from typing import Final
 
 MIN_TTL = 0.01
 MAX_TTL = 604_800.0
+HOUR = 3_600.0
+#: Seconds, more than fencelock exists.
+EVER = 1e9
 IN_URLS: Final = (
     "in the names and passwords of a URL, write % as %25, @ as %40, / as %2F, ? as %3F and : as %3A"
 )
@@ -19,6 +22,14 @@ def check_seconds(name: str, value: object, *, zero: bool = False, more: str = "
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise ValueError(f"{name} is a {'' if zero else 'positive '}number of seconds{more}, not {value!r}")
     return float(value)
+
+
+def check_older_than(value: object) -> float:
+    """Return `value` as an age in seconds: an hour at least, and at most longer than fencelock exists."""
+    seconds = check_seconds("older_than", value, zero=True)
+    if seconds < HOUR:
+        raise ValueError(f"older_than is at least an hour, {HOUR:g} s, not {value!r}")
+    return min(seconds, EVER)
 
 
 def check_ttl(value: object) -> float:

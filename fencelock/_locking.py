@@ -246,15 +246,12 @@ def fenced_lock(
         TypeError: for arguments of the wrong kind; entering raises the errors of `FencedLock.acquire`.
         ValueError: for arguments out of range.
     """
-    if authority is not None and not hasattr(authority, "acquire_gen"):
-        kind = type(authority).__name__
-        raise TypeError(f"authority= is a Redlock(…), Database(…), Etcd(…) or ZooKeeper(…), not {kind}")
     make: Callable[..., FencedLock[Any]] = FencedLock
     if shared or readers is not None:
         make = functools.partial(make_lock, shared=shared, readers=readers)
     return make(
         resources,
-        default_authority if authority is None else lambda: authority,
+        _finder(authority),
         ttl=ttl,
         timeout=timeout,
         renew=renew,
@@ -265,6 +262,16 @@ def fenced_lock(
         if_held=if_held,
         at_least=at_least,
     )
+
+
+def _finder(authority: Authority | None) -> Callable[[], Authority]:
+    """Return a function that returns the authority, or by default that of `configure()` or FENCELOCK_URL."""
+    if authority is None:
+        return default_authority
+    if not hasattr(authority, "acquire_gen"):
+        kind = type(authority).__name__
+        raise TypeError(f"authority= is a Redlock(…), Database(…), Etcd(…) or ZooKeeper(…), not {kind}")
+    return lambda: authority
 
 
 def fenced_semaphore(
@@ -300,8 +307,7 @@ def fenced_semaphore(
         raise TypeError(
             f"fenced_semaphore takes no {', '.join(sorted(given))}: each holder has a slot of its own"
         )
-    find_authority = default_authority if authority is None else lambda: authority
-    return FencedSemaphore(check_name(name), check_slots("slots", slots), find_authority, **settings)
+    return FencedSemaphore(check_name(name), check_slots("slots", slots), _finder(authority), **settings)
 
 
 def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]:
@@ -329,7 +335,7 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
         TypeError: for settings of the wrong kind.
         AuthorityError: if no authority is configured.
     """
-    settings["authority"] = authority = cast("Any", settings.get("authority") or default_authority())
+    settings["authority"] = authority = cast("Any", _finder(settings.get("authority"))())
     try:
         grant, proof, by, ttl = _read(text, authority)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:

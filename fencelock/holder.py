@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
@@ -32,7 +33,10 @@ class Holder:
 
     def __str__(self) -> str:
         process = f"{self.program} (process {self.pid} on {self.host})" if self.host else "an unknown process"
-        return f"{process} since {datetime.fromtimestamp(self.since, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        since = "an unknown time"
+        with suppress(ValueError, OverflowError, OSError):  # another program may have written any number
+            since = f"{datetime.fromtimestamp(self.since, UTC):%Y-%m-%d %H:%M:%S} UTC"
+        return f"{process} since {since}"
 
     @classmethod
     def of(cls, text: str, since: float) -> Holder:

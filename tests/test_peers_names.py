@@ -432,6 +432,8 @@ def test_garbage_is_refused(garbage: str, authority: Redlock) -> None:
         take_over(garbage, authority=authority)
     with pytest.raises(ValueError, match="this text was not made by hand_over"):
         take_over(None, authority=authority)  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="authority= is a Redlock"):
+        take_over(garbage, authority=5)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

@@ -98,6 +98,8 @@ def begin_immediate(engine: Engine | AsyncEngine) -> None:
     """
     if is_async_engine(engine):
         engine = engine.sync_engine
+    if not isinstance(engine, Engine):
+        raise TypeError(f"begin_immediate takes an engine, not {type(engine).__name__}")
     if engine.dialect.name != "sqlite":
         raise ValueError(f"BEGIN IMMEDIATE is for SQLite, and this engine is for {engine.dialect.name}")
 

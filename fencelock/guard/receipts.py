@@ -37,7 +37,7 @@ from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session, scoped_session
 from sqlalchemy.types import JSON
 
-from fencelock._checks import check_seconds
+from fencelock._checks import EVER, check_seconds
 from fencelock._databases import MYSQL, RESOURCE, TIME, waited_in_vain
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
 from fencelock.guard._install import install
@@ -322,7 +322,7 @@ def prune_receipts(session: Session | Connection, older_than: float) -> int:
     Raises:
         TypeError, ValueError: `older_than` is no number of seconds from 0.
     """
-    age = timedelta(seconds=check_seconds("older_than", older_than, zero=True))
+    age = timedelta(seconds=min(check_seconds("older_than", older_than, zero=True), EVER))
     if isinstance(session, Connection):
         connection = session
     else:

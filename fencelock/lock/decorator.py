@@ -50,7 +50,7 @@ def fenced(
         ValueError: for a malformed template, or for settings out of range.
     """
     if not templates or not all(isinstance(template, str) or callable(template) for template in templates):
-        raise TypeError('fenced needs the name of what to lock: write @fenced("order:{order_id}")')
+        raise TypeError('fenced needs the resource to lock: write @fenced("order:{order_id}")')
     fenced_lock("checks the settings", **settings)
     skips = settings.get("if_held") == "skip"
 

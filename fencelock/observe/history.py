@@ -125,7 +125,11 @@ class Recorder:
             self._waiting.extend(entries)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="fencelock-history", daemon=True)
-                _threads.start(self._thread)
+                try:
+                    _threads.start(self._thread)
+                except RuntimeError:  # too many threads: the next event tries again
+                    self._thread = None
+                    raise
 
     def close(self) -> None:
         """Stop listening, and write the remaining entries, if the database answers in time."""

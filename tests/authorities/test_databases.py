@@ -367,9 +367,14 @@ def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> 
             "recent",
         }
     assert authority.acquire(("free",), ttl=60, timeout=0).tokens > long_ago.tokens
-    for seconds in (60, math.inf):
-        with pytest.raises(ValueError, match="at least an hour"):
-            authority.prune(seconds)
+    for seconds, kind, said in (
+        (60, ValueError, "at least an hour"),
+        (math.inf, ValueError, "number of seconds"),
+        ("1h", TypeError, "number of seconds"),
+    ):
+        with pytest.raises(kind, match=said):
+            authority.prune(seconds)  # type: ignore[arg-type]
+    assert authority.prune(1e300) == 0
     leases.dispose()
 
 
@@ -465,6 +470,8 @@ def test_words_for_mysql_are_those_that_mysql_documents() -> None:
         ("postgresql+psycopg://u:hid@den@h/x", ValueError, "^this is no URL of a database.*%40"),
         ("postgresql+psycopg2://h/x", ImportError, "install the driver of .*: pip install psycopg2$"),
         ("postgresql+pg8000://h/x", ValueError, "pg8000 cannot be used for leases; use one of aiomysql"),
+        ("postgresql+unheard_of://h/x", ValueError, "unheard_of cannot be used for leases; use one of aio"),
+        ("mysql+psycopg://h/x", ValueError, "mysql.psycopg cannot be used for leases; use one of aiomysql"),
         (5, TypeError, "URL or an Engine"),
     ],
 )

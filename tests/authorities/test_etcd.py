@@ -13,6 +13,8 @@ import pytest
 from fencelock import AuthorityError, CountersExhaustedError, Etcd, QuorumError
 from fencelock.authority.base import Grant
 from fencelock.authority.etcd import messages
+from fencelock.authority.etcd.aio import LoopLink
+from fencelock.authority.etcd.members import Members
 from fencelock.authority.line.entries import quoted
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import Etcd as Cluster
@@ -358,12 +360,12 @@ def test_login_by_user_and_password() -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("etcd://", "no host"),
-        ("etcd://h:0", "no host"),
-        ("etcd://h:99999", "no host"),
+        ("etcd://", "not a host"),
+        ("etcd://h:0", "not a host"),
+        ("etcd://h:99999", "not a host"),
         ("etcd://a:1,b:2,a:1", "named twice"),
-        ("etcd://h:2379/a//b", "names no root"),
-        ("etcd://h:2379/../x", "names no root"),
+        ("etcd://h:2379/a//b", "no valid root"),
+        ("etcd://h:2379/../x", "no valid root"),
         ("etcd://h:2379?ca=x.pem", "certificates are for etcds"),
         ("etcds://h:2379?ca=missing.pem", "cannot be read"),
         ("etcds://h:2379?key=x", "needs its certificate"),
@@ -396,6 +398,21 @@ def test_server_that_speaks_no_http2(make_nodes: Callable[..., Any]) -> None:
     port = make_nodes(1).urls[0].rpartition(":")[2]
     with Etcd(f"etcd://127.0.0.1:{port}") as authority, pytest.raises(QuorumError, match="did not answer"):
         authority.acquire(("r",), ttl=5.0, timeout=0.2)
+
+
+def test_call_that_is_cancelled_outside_its_loop(cluster: Cluster) -> None:
+    """A coroutine may be closed when its loop does not run: the next call is sent anyway."""
+    loop = asyncio.new_event_loop()
+    link = loop.run_until_complete(LoopLink.open(Members(cluster.url), 2.0))
+
+    async def start() -> messages.Answer:
+        return link.start(messages.status())
+
+    link.cancel(loop.run_until_complete(start()))
+    assert loop.run_until_complete(link.exchange([messages.status()], 2.0))[0].is_over
+    link.lose("the test is over")
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
 
 
 def test_large_requests_wait_for_room(cluster: Cluster) -> None:

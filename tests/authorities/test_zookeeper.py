@@ -348,7 +348,7 @@ def test_no_server_is_told_in_time() -> None:
 @pytest.mark.parametrize(
     ("url", "says"),
     [
-        ("zookeeper://", "no host"),
+        ("zookeeper://", "not a host"),
         ("zookeeper://h:2181?session_timeout=long", "no number"),
         ("zookeeper://h:2181?session_timeout=-1", "positive"),
         ("zookeeper://h:2181?timeout=3", "no setting"),

@@ -222,6 +222,7 @@ BAD: list[tuple[Callable[[], object], type[Exception], str | None]] = [
     ),
     (lambda: conditional_update("t", {"last_write_id": 9}, ROW, 1), ValueError, "belong to the guard"),
     (lambda: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),
+    (lambda: conditional_update(5, {"a": 1}, ROW, 1), TypeError, "a Table or a model"),
     (lambda: conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),
     (lambda: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "needs quotes"),
     *(

@@ -82,3 +82,5 @@ def test_other_databases_are_refused(url: str) -> None:
     engine = create_async_engine(url) if "asyncpg" in url else create_engine(url)
     with pytest.raises(ValueError, match="this engine is for postgresql"):
         begin_immediate(engine)
+    with pytest.raises(TypeError, match="takes an engine, not str"):
+        begin_immediate(url)  # type: ignore[arg-type]

@@ -468,5 +468,7 @@ def test_settings_are_checked_at_once() -> None:
         fenced_semaphore("g" * 254, 4)
     with pytest.raises(ValueError, match="is the name of a slot"):
         fenced_semaphore("gpu#1")
+    with pytest.raises(TypeError, match="authority= is a Redlock"):
+        fenced_semaphore("gpu", authority=5)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="fenced_semaphore takes no shared"):
         fenced_semaphore("gpu", shared=True)

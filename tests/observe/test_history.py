@@ -8,6 +8,7 @@ import os
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -150,6 +151,25 @@ def test_history_goes_on_when_connections_can_be_made_again(authority: Redlock, 
         pass
     assert eventually(lambda: whats(engine, "order:2") == ["granted"])
     recorder.close()
+
+
+@pytest.mark.usefixtures("recorder")
+def test_history_begins_when_a_thread_can_be_started(
+    engine: Engine, authority: Redlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may be at its limit of threads for a moment."""
+
+    def refuse(_thread: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(history, "_threads", SimpleNamespace(start=refuse))
+        with authority.lock("order:1"):
+            pass
+    with authority.lock("order:2"):
+        pass
+    assert eventually(lambda: whats(engine, "order:2") == ["granted"])
+    assert whats(engine, "order:1") == ["granted"]
 
 
 def test_engine_for_coroutines_is_refused(tmp_path: Path) -> None:

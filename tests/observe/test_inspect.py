@@ -47,6 +47,13 @@ def test_lock_names_its_holder(mine: Any, other: Any) -> None:
     assert other.inspect("order:1") is None
 
 
+def test_time_that_no_calendar_has() -> None:
+    """Another program may have written any number."""
+    assert (
+        str(Holder.of("web-3 4711 shop.py", 1e20)) == "shop.py (process 4711 on web-3) since an unknown time"
+    )
+
+
 def test_all_that_is_held(mine: Any, other: Any) -> None:
     """In the order of their names; nothing where nothing is held."""
     assert other.inspect() == []

@@ -111,6 +111,7 @@ def test_node_of_the_wrong_kind_is_refused(nodes: Any) -> None:
         ("outage_grace", float("inf")),
         ("outage_grace", -0.1),
         ("verify", "always"),
+        ("namespace", 5),
     ],
 )
 def test_setting_out_of_range_is_refused(setting: str, value: Any) -> None:
@@ -501,7 +502,7 @@ def test_init_needs_every_node_and_none_in_use_elsewhere(nodes: Nodes) -> None:
     nodes[4].kill()
     with (
         Redlock(nodes.urls[3:5], connect_timeout=0.3) as other,
-        pytest.raises(QuorumError, match="must answer"),
+        pytest.raises(QuorumError, match="needs a usable answer"),
     ):
         other.init()
 
@@ -558,7 +559,7 @@ def test_nodes_keep_the_longest_ttl_that_they_have(nodes: Nodes, max_ttl: float 
             pass
         with pytest.raises(ValueError, match="longer than the"):
             authority.lock("s", ttl=(max_ttl or 60) + 1).acquire()
-        with pytest.raises(MembershipError, match="and not 61 s"):
+        with pytest.raises(MembershipError, match="not 61 s"):
             authority.init(max_ttl=61)
 
 

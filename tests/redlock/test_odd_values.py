@@ -82,7 +82,7 @@ def test_what_is_in_the_place_of_a_lock(authority: Redlock, nodes: Nodes, what: 
     """It holds the lock, for all that is known; a sentence says so, and it can be freed."""
     write(nodes, HELD[what])
     with pytest.raises(
-        LockTimeoutError, match=r"no fencelock lease|held for ever|an unknown process|program"
+        LockTimeoutError, match=r"no lease of fencelock|held for ever|an unknown process|program"
     ):
         take(authority)
     assert take(authority, "other")

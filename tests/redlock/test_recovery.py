@@ -201,7 +201,7 @@ def test_error_says_how_long_the_only_node_stays_out(
     assert eventually(lambda: field(nodes, 0, "ticket") is not None)
     began = time.monotonic()
     newcomer = connect(nodes)
-    with pytest.raises(QuorumError, match=r"votes again in [12] s"):
+    with pytest.raises(QuorumError, match=r"vote again in [12] s"):
         take(newcomer)
     newcomer.close()
     time.sleep(max(0.0, began + 2.1 - time.monotonic()))

@@ -145,9 +145,9 @@ class Connecting(WithLoops):
         patient: bool = True,
         again: list[BaseException] | None = None,
     ) -> Steps[Any]:
-        """Do work, and try again after errors that may pass, such as the loss of the connection.
+        """Do work, and again after errors that may pass, such as the loss of the connection.
 
-        The work may be done several times; `again` collects the errors that led to another try. Unless
+        The work may be done several times; `again` collects the errors of repeated tries. Unless
         `patient`, an error of `is_busy` becomes RefusedError.
         """
         most, least = ANSWER

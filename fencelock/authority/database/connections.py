@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from sqlalchemy import URL, Engine, NullPool, QueuePool, create_engine
 from sqlalchemy import util as sa_util
-from sqlalchemy.exc import DBAPIError
+from sqlalchemy.exc import DBAPIError, NoSuchModuleError
 from sqlalchemy.pool import (
     AsyncAdaptedQueuePool,
     Pool,
@@ -30,6 +30,7 @@ from sqlalchemy.pool import (
 )
 
 from fencelock import _threads
+from fencelock._engines import url_of
 from fencelock.authority.database.statements import Statement
 
 _T = TypeVar("_T")
@@ -70,10 +71,13 @@ def engine_of(source: URL | Engine) -> Engine:
         ValueError: the driver is not supported, or the pool of the engine shares one connection.
         ImportError: the driver is not installed.
     """
-    dialect = source.dialect if isinstance(source, Engine) else source.get_dialect()
-    if dialect.driver not in _OPTIONS:
+    dialect: Any = None
+    with suppress(NoSuchModuleError):
+        dialect = source.dialect if isinstance(source, Engine) else source.get_dialect()
+    if dialect is None or dialect.driver not in _OPTIONS:
+        driver = url_of(source).drivername if dialect is None else dialect.driver
         known = ", ".join(sorted(_OPTIONS))
-        raise ValueError(f"the driver {dialect.driver} cannot be used for leases; use one of {known}")
+        raise ValueError(f"the driver {driver} cannot be used for leases; use one of {known}")
     if isinstance(source, Engine):
         if isinstance(source.pool, StaticPool | SingletonThreadPool):
             shares = type(source.pool).__name__

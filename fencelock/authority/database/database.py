@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import math
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import URL, Connection, Engine, MetaData, inspect
 from sqlalchemy.exc import DBAPIError
 
+from fencelock._checks import check_older_than
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.database.acquiring import Acquiring
@@ -118,9 +118,7 @@ class Database(Acquiring):
         return self.run(self.pruning(older_than))
 
     def pruning(self, older_than: float) -> Steps[int]:
-        if not _HOUR <= older_than * 1000 < math.inf:
-            raise ValueError(f"older_than is at least an hour, 3600 s, not {older_than!r}")
-        age = {"age": int(older_than * 1000)}
+        age = {"age": int(check_older_than(older_than) * 1000)}
         work = Work(lambda connection: connection.execute(self._says.prune, age).changed, seconds=60.0)
         return self.asking(work)
 

@@ -78,8 +78,8 @@ class LoopLink(asyncio.Protocol):
     def flush_soon(self) -> None:
         """Send the requests of all calls in this turn of the loop, in one write."""
         if not self._flushes:
-            self._flushes = True
             asyncio.get_running_loop().call_soon(self._flush)
+            self._flushes = True  # last, because `cancel` may find no running loop
 
     def start(self, call: Call) -> Answer:
         if self.lost:

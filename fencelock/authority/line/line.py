@@ -15,6 +15,7 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final
 
+from fencelock._checks import check_older_than
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish, held_by_another, in_use, named, too_slow
 from fencelock.authority.line.due import Due, DueReleases
@@ -52,7 +53,6 @@ ANSWER: Final = (2.0, 0.5)
 _ELECTION: Final = 5.0
 #: Milliseconds by which new tokens are above those of another authority.
 _DAY: Final = 86_400_000
-_HOUR: Final = 3600.0
 #: Seconds after which an acquisition without a wakeup checks its lines again.
 _GLANCE: Final = 0.5
 #: The most requests of one exchange, and the most leases of one extension.
@@ -207,9 +207,7 @@ class LineAuthority(WithLoops):
             AuthorityError: the servers cannot be used.
             ValueError: for less than an hour, and for infinity.
         """
-        if not _HOUR <= older_than < math.inf:
-            raise ValueError(f"older_than is at least an hour, 3600 s, not {older_than!r}")
-        return self.run(self.pruning(older_than))
+        return self.run(self.pruning(check_older_than(older_than)))
 
     def initialising(self, above: int | None) -> Steps[None]:
         ahead = ((check(above) if above else 0) >> SHIFT) - int(time.time() * 1000)

@@ -494,7 +494,7 @@ _FAREWELL: Final = 0.5
 """The most seconds that `settle` waits for answers when the process ends."""
 
 
-def _check_namespace(namespace: str) -> str:
-    if not namespace or not namespace.isprintable() or set(namespace) & set("{} "):
-        raise ValueError(f"a namespace is a word without braces or spaces, not {namespace!r}")
-    return namespace
+def _check_namespace(namespace: object) -> str:
+    if isinstance(namespace, str) and namespace and namespace.isprintable() and not {*namespace} & {*"{} "}:
+        return namespace
+    raise ValueError(f"a namespace is a word without braces or spaces, not {namespace!r}")
