@@ -11,7 +11,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
 from sqlalchemy import URL, Engine, NullPool, create_engine, make_url
-from sqlalchemy.exc import ArgumentError
+from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from fencelock._checks import IN_URLS
 
@@ -85,7 +85,10 @@ def for_blocking(url: URL) -> URL:
 
 def with_blocking_driver(url: URL) -> URL:
     """Return the URL; if its driver is for coroutines, with a blocking driver instead."""
-    return for_blocking(url) if url.get_dialect().is_async else url
+    with suppress(NoSuchModuleError):  # it is refused where the URL is used
+        if url.get_dialect().is_async:
+            return for_blocking(url)
+    return url
 
 
 def _is(thing: object, name: str) -> bool:

@@ -70,7 +70,6 @@ class Database(Acquiring):
         ValueError: for a database, driver or pool that cannot grant leases, and a text that is no URL.
         TypeError: `source` is neither a URL nor an engine.
         ImportError: the driver is not installed.
-        sqlalchemy.exc.NoSuchModuleError: SQLAlchemy knows no driver of this name.
     """
 
     aio: AsyncDatabase
