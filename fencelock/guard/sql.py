@@ -289,12 +289,8 @@ class _RawWrite:
     def table(self, table: Any) -> str:
         if isinstance(table, str):
             return ".".join(map(self.name, table.split(".")))
-        found = (
-            table
-            if isinstance(table, Table)
-            else getattr(inspect(table, raiseerr=False), "local_table", None)
-        )
-        if found is None:
+        found = getattr(inspect(table, raiseerr=False), "local_table", table)
+        if not isinstance(found, Table):
             raise TypeError(f"a table is named by its name, a Table or a model, not {table!r}")
         return ".".join(map(self.name, filter(None, (found.schema, found.name))))
 
