@@ -1,7 +1,7 @@
 """`op.add_fence` and the other operations of migrations.
 
 Do not change the effect of a released operation, because old migrations must keep theirs. If a later version
-needs another effect, add a new operation, which autogenerate finds.
+needs another effect, add a new operation, and let `autogenerate.py` write that one.
 
 Alembic loads plugins during its own import, so only Alembic's innermost modules are imported here.
 """
@@ -52,8 +52,8 @@ OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {
 class FenceOperation(MigrateOperation):
     """One operation on a table.
 
-    A subclass has a name, and the name of the operation that reverses it. Unless it has a method of its name,
-    call it as `op.NAME(table_name, schema=None)`, or as `op.NAME(schema=None)` if `own` names its table.
+    Call it as `op.NAME(table_name, schema=None)`, or as `op.NAME(schema=None)` if `own` names its table. A
+    subclass whose operation takes other arguments has a class method with the operation's name.
     """
 
     name: ClassVar[str]

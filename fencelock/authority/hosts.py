@@ -66,7 +66,8 @@ def parse(url: object, schemes: Collection[str], port: int, options: Collection[
     for host in (hosts or "").split(","):
         found = _HOST.fullmatch(host)
         if found is None or not 0 < int(found[2] or port) <= _MAX_PORT:
-            raise ValueError(f"{host!r} is not a host with a port: write {form}")
+            hidden = re.sub(r":(?!\d+$).*", ":***", host)  # perhaps a login, whose host was forgotten
+            raise ValueError(f"{hidden!r} is not a host with a port: write {form}")
         addresses.append((found[1].strip("[]"), int(found[2] or port)))
     if twice := next((each for each in addresses if addresses.count(each) > 1), None):
         raise ValueError(f"{shown(twice)} is named twice")

@@ -60,7 +60,7 @@ def inspect(
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
-    """Show which locks are held: by whom, since when, for how long still. Status 3: the named lock is free.
+    """Show the held locks: by whom, since when, and for how much longer. Status 3: the named lock is free.
 
     With a name, show also the slots of a semaphore and the readers of a lock.
     """

@@ -34,7 +34,7 @@ def nodes(
         typer.Option("--wait", help="First admit restarted nodes again; takes as long as the longest lease."),
     ] = False,
 ) -> None:
-    """Show the state of the nodes. Status 0 if a majority votes, and the nodes know the same list."""
+    """Show the state of the nodes. Status 0 if a majority votes, and these nodes are the whole list."""
     if context.invoked_subcommand is not None:
         context.obj = (current, namespace)
         return

@@ -76,9 +76,9 @@ def upsert(
         UnfencedWriteError: if the lease of one of the rows is not held, an existing row is guarded by another
             resource, or the connection is in AUTOCOMMIT.
         LockLostError: if a lease is known to be lost.
-        FenceError: if the fence of a row is NULL. (MariaDB, MySQL) If another row has the same value in
-            another unique column, or an equal key by the collation. Other databases raise their own
-            IntegrityError.
+        FenceError: if the fence of a row is NULL, or the database considers a key equal to another one. On
+            MariaDB and MySQL also if another row has the same value in another unique column; other
+            databases raise their own IntegrityError.
         ValueError: if a row lacks its key, names the fence or an unknown column, has SQL as a value, or is
             given twice; or if no constraint or index makes `index_elements` unique.
         TypeError: if the model has no fence, or its rows are in several tables; for an asyncio session; or if
@@ -224,7 +224,7 @@ def _statement(
             index_elements=[*key], set_=written, where=may_pass
         )
     assigned = [(name, func.if_(may_pass, value, fenced.table.c[name])) for name, value in written.items()]
-    if fenced.is_strict:  # the trigger then sees the lower fence of a refused row, and not an equal one
+    if fenced.is_strict:  # by the lower token of a refused row, the trigger tells that the writer is stale
         assigned[-1] = (fenced.fence.key, written[fenced.fence.key])
     return made.on_duplicate_key_update(assigned)  # type: ignore[no-any-return]
 
@@ -254,6 +254,12 @@ def _check(
             each: template.render([rows[each][column.key] for column in of_resource]) for each in some
         }
         tokens = {resources[each]: token_of[each] for each in some}
+        asked_for, written = [{tuple([each[at] for at in texts]) for each in rows} for rows in (some, found)]
+        if len(found) < len(some) or not written <= asked_for:  # a refused row is found, too
+            raise FenceError(
+                f"not all rows were written to {fenced.name!r}: other rows have the same values in a unique "
+                f"column, or keys that the database considers equal"
+            )
         for row in found:
             named, identity, current = tuple(row[: len(key)]), tuple(row[-1 - len(primary) : -1]), row[-1]
             actual = template.render(row[len(key) : len(key) + len(of_resource)])
@@ -268,9 +274,3 @@ def _check(
             if current != tokens[actual] and not (fenced.is_optional and tokens[actual] == NO_LEASE):
                 raise StaleTokenError(fenced.name, identity, tokens[actual], current)
             yield identity
-        written = {tuple([row[at] for at in texts]) for row in found}
-        if len(found) < len(some) or not written <= {tuple([each[at] for at in texts]) for each in some}:
-            raise FenceError(
-                f"not all rows were written to {fenced.name!r}: other rows have the same values in a unique "
-                "column, or keys that the database considers equal"
-            )

@@ -363,6 +363,7 @@ def test_login_by_user_and_password() -> None:
         ("etcd://", "not a host"),
         ("etcd://h:0", "not a host"),
         ("etcd://h:99999", "not a host"),
+        ("etcd://root:hidden", r"^'root:\*\*\*' is not a host"),
         ("etcd://a:1,b:2,a:1", "named twice"),
         ("etcd://h:2379/a//b", "no valid root"),
         ("etcd://h:2379/../x", "no valid root"),

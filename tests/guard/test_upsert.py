@@ -39,7 +39,9 @@ class Item(FencedModel, Base):
 class Price(FencedModel, Base):
     __tablename__ = "up_prices"
     __fence_resource__ = "prices"
-    sku: Mapped[str] = mapped_column(String(20), primary_key=True)
+    sku: Mapped[str] = mapped_column(
+        String(20).with_variant(String(20, collation="NOCASE"), "sqlite"), primary_key=True
+    )
     cents: Mapped[int]
 
 
@@ -161,11 +163,15 @@ def test_stale_upsert_that_waits_for_a_newer_holder_is_turned_away(engine: Engin
     assert rows_of(engine, select(Price.cents)) == [777]
 
 
-def test_key_that_the_database_takes_for_the_same_is_an_error(session: Session, engine: Engine) -> None:
-    """MariaDB finds "pen" for "PEN"; the others insert."""
+@pytest.mark.parametrize("written_before", [False, True], ids=["by this transaction", "before"])
+def test_key_that_the_database_takes_for_the_same_is_an_error(
+    session: Session, engine: Engine, *, written_before: bool
+) -> None:
+    """MariaDB and this column of SQLite find "pen" for "PEN"; PostgreSQL inserts."""
     bind(session, Lease("prices", 6))
-    upsert(session, Price, [{"sku": "pen", "cents": 101}])
-    if engine.dialect.name in {"mysql", "mariadb"}:
+    if not written_before:
+        upsert(session, Price, [{"sku": "pen", "cents": 101}])
+    if engine.dialect.name != "postgresql":
         with pytest.raises(FenceError, match="considers equal"):
             upsert(session, Price, [{"sku": "PEN", "cents": 102}])
     else:

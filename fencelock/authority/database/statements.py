@@ -253,7 +253,7 @@ class Statements:
         self.force: Statement = said(
             "UPDATE {table} SET nonce = NULL WHERE resource = :resource AND token = :token"
         )
-        #: The stored base, the largest token, and the time of a token that is minted now.
+        #: The token that stores the base, the largest token, and the time of a token that is minted now.
         self.floor: Statement = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
         #: Deletes free rows with old tokens. New rows get larger ones if clocks differ by less than `age`.
         self.prune: Statement = said(

@@ -109,7 +109,7 @@ class Redlock(GeneratorAuthority):
         for name, count in Counter(self._names).items():
             if count > 1:
                 raise ValueError(f"{name} is named {count} times: each node has one vote")
-        #: The same operations as coroutines, for asyncio code.
+        #: The same authority for coroutines, with the operations that they need.
         self.aio = AsyncRedlock(self)
         self._start_over()
         in_use.add(self)
@@ -220,7 +220,7 @@ class Redlock(GeneratorAuthority):
         return inspecting.force(self._current, resource, token)
 
     def endless(self, pattern: str) -> dict[str, list[str]]:
-        """Return the keys without an expiry that match a pattern of Redis, by each node that votes.
+        """Return, for each node that votes, its keys that have no expiry and match a pattern of Redis.
 
         Raises:
             AuthorityError: too few nodes vote.
@@ -396,7 +396,7 @@ class AsyncRedlock(AsyncView):
     """A `Redlock` for asyncio code, found as `Redlock.aio`.
 
     All tasks of a loop share one connection to each node. Every loop has its own connections, which are
-    closed with it. A cancelled acquisition leaves no lock behind. A cancelled release is sent all the same.
+    closed some time after its end. A cancelled acquisition leaves no lock behind. A cancelled release is still sent.
     """
 
     _authority: Redlock

@@ -92,8 +92,8 @@ def remint(
     """Exchange a grant for one with larger tokens; no other holder gets a grant in between.
 
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
-    decided and confirmed as any other. Some nodes may have forgotten the old nonce. So it is
-    repeated, until the validity is over, or other clients have too many locks.
+    decided and confirmed as any other. Some nodes may have forgotten the old nonce, so
+    attempts are repeated until the old grant ends, or other clients have too many nodes.
 
     Raises:
         LockLostError: there is no new grant, and the old one has ended.

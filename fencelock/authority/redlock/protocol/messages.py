@@ -60,7 +60,7 @@ PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 MISSING_RIGHT = "docs/redis.md, The smallest ACL rule"
 
 
-#: The value of a lock that EXTEND has made again, instead of a counter.
+#: Stands in place of the counter in the value of a lock that EXTEND has made again.
 RESTORED_VALUE = "restored"
 
 
