@@ -395,8 +395,8 @@ class Redlock(GeneratorAuthority):
 class AsyncRedlock(AsyncView):
     """A `Redlock` for asyncio code, found as `Redlock.aio`.
 
-    All tasks of a loop share one connection to each node. Every loop has its own connections, which are
-    closed some time after its end. A cancelled acquisition leaves no lock behind. A cancelled release is still sent.
+    All tasks of a loop share one connection to each node, which is closed some time after the end of the
+    loop. A cancelled acquisition leaves no lock behind. A cancelled release is sent all the same.
     """
 
     _authority: Redlock
