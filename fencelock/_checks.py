@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from typing import Final
 
@@ -22,6 +23,18 @@ def check_seconds(name: str, value: object, *, zero: bool = False, more: str = "
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise ValueError(f"{name} is a {'' if zero else 'positive '}number of seconds{more}, not {value!r}")
     return float(value)
+
+
+def check_flag(name: str, value: object) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{name} is True or False, not {value!r}")
+    return value
+
+
+def check_callback(name: str, argument: str, callback: object) -> None:
+    """Raise TypeError unless `callback` can be called, and is no coroutine function."""
+    if not callable(callback) or inspect.iscoroutinefunction(callback):
+        raise TypeError(f"{name} takes a plain function of the {argument}, not {callback!r}")
 
 
 def check_older_than(value: object) -> float:

@@ -10,7 +10,7 @@ import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, TypeGuard
 
-from sqlalchemy import URL, Engine, NullPool, create_engine, make_url
+from sqlalchemy import URL, Engine, MetaData, NullPool, create_engine, make_url
 from sqlalchemy.exc import ArgumentError, NoSuchModuleError
 
 from fencelock._checks import IN_URLS
@@ -54,6 +54,11 @@ def blocking_engine(url: str) -> Engine:
         ImportError: the driver is not installed.
     """
     return create_engine(with_blocking_driver(url_of(url)), poolclass=NullPool)
+
+
+def check_metadata(function: str, metadata: object) -> None:
+    if not isinstance(metadata, MetaData):
+        raise TypeError(f"{function} takes a MetaData, such as Base.metadata, not {metadata!r}")
 
 
 def url_of(source: object) -> URL:

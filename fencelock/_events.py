@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from threading import get_ident
 from typing import Any, Literal, TypeVar
 
+from fencelock._checks import check_callback
 from fencelock._platform import in_forked_child
 
 logger = logging.getLogger("fencelock.observe")
@@ -257,8 +258,7 @@ def on_event(listener: _L) -> _L:
         TypeError: `listener` is not callable.
     """
     global listeners  # noqa: PLW0603 - the list of this process is what this module is about
-    if not callable(listener):
-        raise TypeError(f"on_event takes a function, not {listener!r}")
+    check_callback("on_event", "event", listener)
     listeners = (*listeners, listener)
     return listener
 

@@ -145,12 +145,14 @@ class _Call(NamedTuple):
     def in_session(self, session: Session) -> Any:
         receipt = once(session, self.key, fingerprint=self.fingerprint)
         if not receipt.done:
+            receipt.is_working = True  # refuses a COMMIT by the function
             receipt.result = self._work(session)
         return receipt.result
 
     async def in_async_session(self, session: AsyncSession) -> Any:
         receipt = await once_async(session, self.key, fingerprint=self.fingerprint)
         if not receipt.done:
+            receipt.is_working = True  # refuses a COMMIT by the function
             receipt.result = await self._work(session)
         return receipt.result
 

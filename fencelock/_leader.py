@@ -18,6 +18,7 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, final, overload
 
+from fencelock._checks import check_callback
 from fencelock._locking import fenced_lock
 from fencelock.authority.base import Authority
 from fencelock.errors import AuthorityError, FenceError, LockLostError, QuorumError
@@ -103,9 +104,7 @@ class Term:
         Raises:
             TypeError: `callback` is not a plain function.
         """
-        given: object = callback
-        if not callable(given) or inspect.iscoroutinefunction(given):
-            raise TypeError(f"on_end takes a plain function of the term, not {callback!r}")
+        check_callback("on_end", "term", callback)
         self._callbacks.append(callback)
         if self._over.is_set():
             self._end()
@@ -200,6 +199,7 @@ class Leader:
         """
         if inspect.iscoroutinefunction(work):
             return self._run_async(work)
+        check_callback("run", "term", work)
         pause = 0.0
         while True:
             term = None

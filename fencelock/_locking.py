@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import URL, Engine
 
+from fencelock._checks import check_flag
 from fencelock._engines import is_async_engine
 from fencelock.authority.base import Authority, Grant
 from fencelock.authority.database.database import Database
@@ -247,7 +248,7 @@ def fenced_lock(
         ValueError: for arguments out of range.
     """
     make: Callable[..., FencedLock[Any]] = FencedLock
-    if shared or readers is not None:
+    if check_flag("shared", shared) or readers is not None:
         make = functools.partial(make_lock, shared=shared, readers=readers)
     return make(
         resources,

@@ -161,9 +161,10 @@ class Lease:
         Raises:
             ValueError: for any other text, also for one that names several leases.
         """
-        entry = _ENTRY.fullmatch(text) if len(text) <= _LONGEST_ENTRY else None
+        given = str(text)
+        entry = _ENTRY.fullmatch(given) if len(given) <= _LONGEST_ENTRY else None
         if entry is None:
-            raise ValueError(f"a fencing token is written as 'order:1=123', not as {text[:80]!r}")
+            raise ValueError(f"a fencing token is written as 'order:1=123', not as {given[:80]!r}")
         return Lease(unquote(entry[1], errors="strict"), int(entry[2]))
 
     @property

@@ -7,7 +7,6 @@ then call its body again.
 from __future__ import annotations
 
 import asyncio
-import operator
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import (
@@ -25,6 +24,7 @@ from sqlalchemy import Engine, event, update
 from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session, sessionmaker
 
+from fencelock._checks import check_callback, check_flag
 from fencelock._databases import leaves_doubt
 from fencelock._engines import is_async_engine, is_async_maker, is_async_scoped, is_async_session
 from fencelock._locking import fenced_lock
@@ -66,8 +66,11 @@ class _Plan(Generic[_Made]):
     gates: tuple[str, ...] = field(init=False)
 
     def __post_init__(self) -> None:
-        if operator.index(self.retries) < 0:
+        if not isinstance(self.retries, int):
+            raise TypeError(f"retries is a number from 0, not {self.retries!r}")
+        if self.retries < 0:
             raise ValueError(f"retries is a number from 0, not {self.retries}")
+        check_flag("gate", self.gate)
         self.lock()  # checks the resources and the settings
         # Sorted, so that two transactions with the same gates wait for each other instead of deadlocking.
         object.__setattr__(self, "gates", tuple(sorted({*self.resources})) if self.gate else ())
@@ -286,6 +289,7 @@ class FencedTransaction(Generic[_S]):
             CommitInDoubtError: the outcome of the COMMIT is unknown, and no retries are left.
             LockLostError, AuthorityError: no new token could be minted.
         """
+        check_callback("run, with a blocking engine or session,", "session", body)
         lock = self._plan.lock()
         with lock:
             attempt = 0
@@ -337,6 +341,8 @@ class AsyncFencedTransaction(Generic[_A]):
 
     async def run(self, body: Callable[[_A], Awaitable[_R]]) -> _R:
         """Await `body` with the session, commit, and return what it returned: see `FencedTransaction.run`."""
+        if not callable(body):
+            raise TypeError(f"run takes a coroutine function of the session, not {body!r}")
         lock = self._plan.lock()
         async with lock:
             attempt = 0

@@ -128,6 +128,7 @@ WRONG = {
     "--at-least 0": "at_least is a positive number of seconds",
     "--at-least 8d": "longer than a week",
     "--if-held never": "never",
+    "--if-hold skip": "no option --if-hold",
 }
 
 
@@ -137,6 +138,8 @@ def test_options_that_are_wrong(machine: Path) -> None:
         ended = run(machine, f"fencelock run job {option} -- ./report.sh")
         assert (ended.returncode, runs(machine)) == (2, 0), (option, ended.stderr)
         assert says in ended.stderr, option
+    ended = run(machine, "fencelock run --if-hold skip job -- ./report.sh")
+    assert (ended.returncode, runs(machine), "no option --if-hold" in ended.stderr) == (2, 0, True)
 
 
 @pytest.mark.parametrize("text", ["90", "90s", "1.5m"])

@@ -972,6 +972,24 @@ def test_a_refused_statement_is_not_written(postgresql: Stage, told: list[Lease]
 
 
 @each_way
+def test_a_refused_first_statement_went_through_the_guard(
+    postgresql: Stage, told: list[Lease], way: str
+) -> None:
+    """The note of the block agrees with the error of the statement."""
+
+    def write_late(session: Session) -> None:
+        account = session.get_one(Account, 1)
+        outlive()
+        account.balance -= 10
+        session.commit()
+
+    with pytest.raises(LockLostError) as caught:
+        LEAVE[way](postgresql, told, write_late)
+    assert caught.value.written is False
+    assert "nothing went through the guard" not in " ".join(getattr(caught.value, "__notes__", ()))
+
+
+@each_way
 def test_what_was_rolled_back_is_not_written(postgresql: Stage, told: list[Lease], way: str) -> None:
     """Leaving the block says so."""
 

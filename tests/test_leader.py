@@ -163,6 +163,8 @@ def test_callback_that_fails_is_logged(authority: Redlock, caplog: pytest.LogCap
 
     with pytest.raises(TypeError, match="on_end takes a plain function"):
         term.on_end(wrong)
+    with pytest.raises(TypeError, match="run takes a plain function"):
+        leader("r", authority=authority).run(None)  # type: ignore[call-overload]
 
 
 def test_threads_share_an_object(authority: Redlock) -> None:

@@ -135,6 +135,14 @@ def test_setting_that_does_not_exist_is_refused() -> None:
         lock("r", authority=None)
 
 
+@pytest.mark.parametrize("setting", ["renew", "fair", "reentrant", "shared"])
+def test_text_is_no_flag(setting: str) -> None:
+    """A file of settings or the environment may have brought it."""
+    make: Any = fenced_lock
+    with pytest.raises(TypeError, match=f"{setting} is True or False, not 'no'"):
+        make("r", **{setting: "no"})
+
+
 def test_lock_names_at_least_one_resource() -> None:
     with pytest.raises(ValueError, match="name what to lock"):
         fenced_lock()

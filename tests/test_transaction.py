@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import pytest
 from sqlalchemy import Engine, create_engine, event, func, insert, select, text, update
@@ -156,6 +156,24 @@ def test_what_cannot_be_is_refused(accounts: Engine) -> None:
         fenced_transaction(accounts, "account:1", retries=-1)
     with pytest.raises(TypeError, match="run"), fenced_transaction(accounts, "account:1", retries=1):
         pass
+    with pytest.raises(TypeError, match="retries is a number from 0, not '2'"):
+        fenced_transaction(accounts, "account:1", retries="2")  # type: ignore[call-overload]
+    with pytest.raises(TypeError, match="gate is True or False, not 'no'"):
+        fenced_transaction(accounts, "account:1", gate="no")  # type: ignore[call-overload]
+
+
+async def _body(session: object) -> None:
+    raise AssertionError(session)
+
+
+@pytest.mark.parametrize("body", [None, _body])
+def test_run_takes_a_function_of_its_kind(accounts: Engine, body: Any) -> None:
+    """Before anything is locked. A coroutine function would run after the COMMIT, or never."""
+    with pytest.raises(TypeError, match="takes a plain function of the session"):
+        fenced_transaction(accounts, "account:1").run(body)
+    of_tasks: Any = fenced_transaction(async_sessionmaker(), "account:1")
+    with pytest.raises(TypeError, match="takes a coroutine function of the session, not None"):
+        asyncio.run(of_tasks.run(None))
 
 
 @pytest.mark.timed

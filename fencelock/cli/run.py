@@ -60,6 +60,9 @@ def run(
     if not context.args:
         shared.say("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", "red")
         raise typer.Exit(2)
+    if unknown := [word for word in (resource, context.args[0]) if word.startswith("-")]:
+        shared.say(f"there is no option {unknown[0]}: see fencelock run --help", "red")
+        raise typer.Exit(2)
     if not hasattr(os, "killpg"):
         shared.say("fencelock run needs process groups, which this system has not", "red")
         raise typer.Exit(FAILED)

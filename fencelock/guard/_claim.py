@@ -107,6 +107,8 @@ def claim(
     """
     session = session_of(session, "claim")
     mapper, fenced = fenced_model(model)
+    if nowait and skip_locked:
+        raise ValueError("nowait raises an error for a locked row, skip_locked returns None: choose one")
     key = key_of(mapper, identity)
     target = begin_claim(session, fenced.table, mapper, bind_arguments, [key])
     connection = target.connection
@@ -245,8 +247,8 @@ def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:
     raise TypeError(f"{mapper.class_.__name__} has no fence; give it the mixin FencedModel")
 
 
-def _selected_model(statement: Select[Any]) -> type[Any]:
-    described = statement.column_descriptions
+def _selected_model(statement: object) -> type[Any]:
+    described = statement.column_descriptions if isinstance(statement, Select) else []
     entity = described[0]["entity"] if len(described) == 1 else None
     if entity is None or described[0]["expr"] is not entity or not isinstance(entity, type):
         raise TypeError("claim_all takes a SELECT of one model, such as select(Order).where(…)")

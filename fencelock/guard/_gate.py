@@ -15,6 +15,7 @@ from sqlalchemy.engine import Connection, Transaction
 from sqlalchemy.orm import Session, scoped_session
 
 from fencelock._databases import MYSQL, RESOURCE
+from fencelock._engines import check_metadata
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._install import install
@@ -66,6 +67,7 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     Raises:
         ValueError: `trigger` is neither True nor False.
     """
+    check_metadata("fence_table", metadata)
     if trigger not in (False, True):
         raise ValueError(f"the trigger of the fence table is False or True, not {trigger!r}")
     table = _define(metadata, schema)

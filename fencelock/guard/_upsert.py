@@ -88,6 +88,8 @@ def upsert(
     install()
     session = session_of(session, "upsert")
     mapper, fenced = fenced_model(model)
+    if isinstance(rows, Mapping) or not all(isinstance(row, Mapping) for row in rows):
+        raise TypeError(f"upsert takes a list of rows, each a dict of values, not {rows!r}")
     if len(mapper.tables) > 1:
         raise TypeError(f"the rows of {mapper.class_.__name__} are in several tables; use session.merge()")
     if not rows:

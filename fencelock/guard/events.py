@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from fencelock import _events
+from fencelock._checks import check_callback
 from fencelock._events import (
     GuardEvent,
     RowClaimed,
@@ -151,8 +152,7 @@ def _place() -> str:
 
 
 def _add(name: str, kind: type[GuardEvent], callback: _C) -> _C:
-    if not callable(callback):
-        raise TypeError(f"{name} takes a function of the event, not {callback!r}")
+    check_callback(name, "event", callback)
     _events.on_event(_Only(kind, callback))
     return callback
 

@@ -373,6 +373,7 @@ class TokenLookup:
                 f"are {', '.join(map(repr, self._candidates))}; "
                 f"{how}{self.leases.bound_instead and '. '}{self.leases.bound_instead}"
             )
+        lease.guarded = True  # also if it is lost: then the guard has refused a write
         token = lease.token_to_write()
         if self._claiming and began(self._connection) < lease.granted_at and keeps_snapshot(self._connection):
             detail = _OLD_SNAPSHOT.format(resource)

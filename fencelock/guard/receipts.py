@@ -39,7 +39,8 @@ from sqlalchemy.types import JSON
 
 from fencelock._checks import EVER, check_seconds
 from fencelock._databases import MYSQL, RESOURCE, TIME, waited_in_vain
-from fencelock.errors import LockTimeoutError, ReceiptMismatchError
+from fencelock._engines import check_metadata
+from fencelock.errors import FenceError, LockTimeoutError, ReceiptMismatchError
 from fencelock.guard._install import install
 from fencelock.guard.exact import insert_into, newest
 from fencelock.guard.leases import leases_on, refuse_autocommit
@@ -78,6 +79,7 @@ def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
             table there, else in the default schema of the connection.
         schema: the schema of the table.
     """
+    check_metadata("receipt_table", metadata)
     table = _define(metadata, schema)
     _schemas.add(table.schema)
     return table
@@ -113,16 +115,21 @@ class Receipt:
         done: whether the work was done before, or earlier in this transaction. Then only return `result`.
     """
 
-    __slots__ = ("_result", "done", "is_changed", "key")
+    __slots__ = ("_result", "done", "is_changed", "is_stored", "is_working", "key")
 
     def __init__(self, key: str, *, done: bool, result: Any = None) -> None:
         self.key: str = key
         self.done: bool = done
         self._result = result
         self.is_changed: bool = False  # whether the COMMIT will store the result
+        self.is_stored: bool = False  # whether the COMMIT has begun
+        self.is_working: bool = False  # whether the function of a `fenced_once` does the work now
 
     def __repr__(self) -> str:
         return f"<Receipt {self.key!r} {'done' if self.done else 'new'}>"
+
+    def __bool__(self) -> bool:
+        raise TypeError("a receipt is neither true nor false: ask receipt.done")
 
     @property
     def result(self) -> Any:
@@ -132,7 +139,7 @@ class Receipt:
 
         Raises:
             TypeError: the assigned value is no plain data of JSON.
-            ValueError: its JSON is longer than 64 KiB; or the work was done before.
+            ValueError: its JSON is longer than 64 KiB; or the work was done before, or committed.
         """
         return self._result
 
@@ -142,6 +149,8 @@ class Receipt:
             raise ValueError(
                 f"the work of the receipt {self.key!r} was done before, and its result cannot change"
             )
+        if self.is_stored:
+            raise ValueError(f"the receipt {self.key!r} is committed: assign its result before the COMMIT")
         try:
             text = json.dumps(value, allow_nan=False)
         except (TypeError, ValueError, RecursionError) as error:
@@ -152,7 +161,7 @@ class Receipt:
                 "store it in a table of your own, and its key in the receipt"
             )
         self._result = json.loads(text)
-        self.is_changed = True
+        self.is_changed, self.is_working = True, False
 
 
 def _made_in(session: Session) -> dict[str, tuple[Connection, Receipt]]:
@@ -163,7 +172,14 @@ def _made_in(session: Session) -> dict[str, tuple[Connection, Receipt]]:
 
 
 def _store_results(session: Session) -> None:
+    is_last = not session.in_nested_transaction()  # else a savepoint is released
     for connection, receipt in _made_in(session).values():
+        if is_last and receipt.is_working:
+            raise FenceError(
+                f"commit() inside the function would store the receipt {receipt.key!r} before its work is "
+                "done: leave the COMMIT to fenced_once"
+            )
+        receipt.is_stored = is_last
         if receipt.is_changed:
             table = _table_of(connection)
             # After a rollback to a savepoint there may be no such row, and the UPDATE finds none.

@@ -76,8 +76,10 @@ def session_of(target: Any, function: str, *, or_connection: bool = False) -> Se
 
 
 def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
-    found: AsyncSession = session.registry() if hasattr(session, "registry") else session
-    return found
+    found: Any = session.registry() if hasattr(session, "registry") else session
+    if not hasattr(found, "run_sync"):
+        raise TypeError(f"the functions …_async take an AsyncSession, not {type(found).__name__}")
+    return found  # type: ignore[no-any-return]
 
 
 def on_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, cast
 from weakref import ref
 
 from fencelock import _events
-from fencelock._checks import check_at_least, check_max_hold, check_timeout, check_ttl
+from fencelock._checks import check_at_least, check_flag, check_max_hold, check_timeout, check_ttl
 from fencelock._events import LockNotAcquired, Outcome
 from fencelock._generators import Steps
 from fencelock.authority.base import Authority, GivenUp, Grant, Terms, named
@@ -48,7 +48,7 @@ else:  # before Python 3.13, only checkers know of defaults
 
 _ITSELF: Final = (
     "this same thread, task or greenlet holds it, and with reentrant=False it cannot be entered again. "
-    "Leave the outer block first, or write reentrant=True"
+    "Leave the outer block first; a fenced_lock may allow it by reentrant=True"
 )
 
 _NOT_SKIPPED: Final = (
@@ -106,11 +106,11 @@ class BaseLock(Generic[Token]):
         if self._skips:
             self._timeout = 0.0
         self._at_least = 0.0 if at_least is None else check_at_least(at_least)
-        self._renew = bool(renew)
+        self._renew = check_flag("renew", renew)
         most = check_max_hold(max_hold, self._ttl) if self._renew else None
         self._max_hold = math.inf if most is None else most
-        self._fair = bool(fair)
-        self._reentrant = bool(reentrant)
+        self._fair = check_flag("fair", fair)
+        self._reentrant = check_flag("reentrant", reentrant)
         #: A grant that was handed over, from `take_over`; the next acquisition extends it.
         self._handed: Grant | None = None
         if if_lost not in {"raise", "warn"}:

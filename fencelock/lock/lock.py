@@ -4,11 +4,11 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Coroutine
 from types import EllipsisType
 from typing import Any, Generic
 
+from fencelock._checks import check_callback
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
 from fencelock.lock.base import BaseLock, Token, under_way
@@ -178,9 +178,7 @@ class FencedLock(BaseLock[Token]):
         Raises:
             TypeError: `callback` cannot be called, or is a coroutine function.
         """
-        given: object = callback
-        if not callable(given) or inspect.iscoroutinefunction(given):
-            raise TypeError(f"on_lost takes a plain function of the lease, not {callback!r}")
+        check_callback("on_lost", "lease", callback)
         self._listeners = (*self._listeners, callback)
         for hold in dict.fromkeys(hold for block in self._entered for hold in block.holds):
             hold.tell_when_lost([callback])

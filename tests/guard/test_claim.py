@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, delete, event, func, insert, select, update
+from sqlalchemy import Engine, create_engine, delete, event, func, insert, select, text, update
 from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, OperationalError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -285,6 +285,15 @@ def test_claim_all_claims_in_key_order_and_returns_in_query_order(engine: Engine
     assert [task.id for task in tasks] == [3, 2, 1]
     assert claimed == [1, 2, 3]
     assert [task.last_fencing_token for task in tasks] == [3, 8, 3]
+
+
+@on_sqlite_alone
+def test_what_is_no_claim(new: Session) -> None:
+    for wrong in (Account, text("SELECT 1"), update(Account), "SELECT 1", select(Account.id)):
+        with pytest.raises(TypeError, match="claim_all takes a SELECT of one model"):
+            claim_all(new, wrong)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="choose one"):
+        claim(new, Account, 1, nowait=True, skip_locked=True)  # type: ignore[call-overload]
 
 
 @on_sqlite_alone

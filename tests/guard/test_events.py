@@ -151,8 +151,14 @@ def test_callback_that_fails_changes_nothing(
 
 @pytest.mark.parametrize("listen", [on_claim, on_stale, on_unfenced])
 def test_what_is_no_function_is_refused(listen: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match=f"{listen.__name__} takes a function"):
+    with pytest.raises(TypeError, match=f"{listen.__name__} takes a plain function"):
         listen("print")
+
+    async def coroutine(_event: object) -> None:
+        """Nothing would await it."""
+
+    with pytest.raises(TypeError, match=f"{listen.__name__} takes a plain function"):
+        listen(coroutine)
 
 
 def test_error_without_a_word_is_the_users(engine: Engine) -> None:

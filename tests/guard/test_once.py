@@ -239,6 +239,26 @@ def test_results_are_plain_data_of_at_most_64_kib(engine: Engine) -> None:
         assert once(session, "k").result == "x" * (65_536 - 2)
 
 
+@on_sqlite_alone
+def test_receipt_that_is_used_wrongly(engine: Engine) -> None:
+    """It is no flag, and its result is not assigned after the COMMIT, which stores it."""
+    with Session(engine) as session:
+        receipt = once(session, "k")
+        with pytest.raises(TypeError, match=r"ask receipt\.done"):
+            bool(receipt)
+        with session.begin_nested():
+            receipt.result = 1
+        receipt.result = 2
+        session.commit()
+        with pytest.raises(ValueError, match="assign its result before the COMMIT"):
+            receipt.result = 3
+        assert once(session, "k").result == 2
+        with pytest.raises(TypeError, match="take an AsyncSession, not Session"):
+            asyncio.run(once_async(session, "k"))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"receipt_table takes a MetaData, such as Base\.metadata"):
+        receipt_table(Base)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("key", ["", " k", "k" * 256, "a\nb"])
 @on_sqlite_alone
 def test_keys_are_names(engine: Engine, key: str) -> None:

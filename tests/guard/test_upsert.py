@@ -256,6 +256,9 @@ def test_a_lease_is_needed_and_each_row_is_given_once(session: Session) -> None:
     with turned_away(session, UnfencedWriteError, match="no lease"):
         upsert(session, Price, [{"sku": "pen", "cents": 1}])
     upsert(session, Price, [])
+    for rows in ({"sku": "pen"}, [Price(sku="pen")], "pen"):
+        with pytest.raises(TypeError, match="a list of rows, each a dict"):
+            upsert(session, Price, rows)  # type: ignore[arg-type]
     bind(session, Lease("order:1", 6))
     with pytest.raises(ValueError, match="given twice"):
         upsert(session, Order, [{"id": 1}, {"id": 1}])

@@ -106,6 +106,8 @@ def test_one_lease_is_not_several() -> None:
     with pytest.raises(ValueError, match="'a=1;b=2'"):
         Lease.from_header("a=1;b=2")
     assert header.from_header("") == ()
+    with pytest.raises(ValueError, match="not as 'None'"):
+        Lease.from_header(None)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("text", ["a=1;a=2", "a=1;a=1", "a=1;b=2;%61=3"])

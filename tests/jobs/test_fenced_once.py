@@ -80,6 +80,41 @@ def depositing(authority: Redlock, **options: Any) -> Deposit:
     return deposit
 
 
+def test_function_must_not_commit(on_sqlite: Engine, authority: Redlock) -> None:
+    """The receipt would be stored before the work is done; savepoints are no COMMIT."""
+
+    @fenced_once("half:{account}", "account:{account}", authority=authority)
+    def pay(session: Session, account: int, *, commits: bool) -> str:
+        with session.begin_nested():
+            session.get_one(Account, account).balance += 1
+        if commits:
+            session.commit()
+        session.get_one(Account, account).balance += 1
+        return "done"
+
+    for _ in range(2):
+        with pytest.raises(FenceError, match="leave the COMMIT to fenced_once"):
+            pay(on_sqlite, 1, commits=True)
+    assert balance(on_sqlite) == 100
+    for _ in range(2):
+        assert pay(on_sqlite, 1, commits=False) == "done"
+    assert balance(on_sqlite) == 102
+
+
+async def _pay_by_a_coroutine(session: AsyncSession, account: int) -> None:
+    (await session.get_one(Account, account)).balance += 1
+
+
+def test_coroutine_needs_an_async_engine(on_sqlite: Engine, authority: Redlock) -> None:
+    """Otherwise its body would run after the COMMIT, or never."""
+    pay: Any = fenced_once("coroutine:{account}", "account:{account}", authority=authority)(
+        _pay_by_a_coroutine
+    )
+    with pytest.raises(TypeError, match="run, with a blocking engine or session, takes a plain function"):
+        asyncio.run(pay(on_sqlite, 1))
+    assert balance(on_sqlite) == 100
+
+
 def test_retry_returns_the_stored_result(accounts: Engine, authority: Redlock) -> None:
     deposit = depositing(authority)
     expected = {"balance": 600, "pair": [1, 2]}

@@ -287,5 +287,5 @@ def test_threads_tell_in_their_own_thread(mine: Any) -> None:
 def test_what_is_no_function_is_refused() -> None:
     """At once, and not when something happens."""
     given: Any = "metrics"
-    with pytest.raises(TypeError, match="on_event takes a function"):
+    with pytest.raises(TypeError, match="on_event takes a plain function"):
         on_event(given)

@@ -7,6 +7,7 @@ from typing import Final
 from sqlalchemy import BigInteger, Column, MetaData, String, Table
 
 from fencelock._databases import RESOURCE, TIME
+from fencelock._engines import check_metadata
 
 LEASE_TABLE: Final = "fencelock_leases"
 
@@ -30,6 +31,7 @@ def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
         metadata: the metadata of the models.
         schema: the schema of the table; `Database(…, schema=)` must be the same.
     """
+    check_metadata("lease_table", metadata)
     return Table(
         LEASE_TABLE,
         metadata,
