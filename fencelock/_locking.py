@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import URL, Engine
 
-from fencelock._checks import check_flag
 from fencelock._engines import is_async_engine
 from fencelock.authority.base import Authority, Grant
 from fencelock.authority.database.database import Database
@@ -248,11 +247,11 @@ def fenced_lock(
         ValueError: for arguments out of range.
     """
     make: Callable[..., FencedLock[Any]] = FencedLock
-    if check_flag("shared", shared) or readers is not None:
+    if shared is not False or readers is not None:
         make = functools.partial(make_lock, shared=shared, readers=readers)
     return make(
         resources,
-        _finder(authority),
+        default_authority if authority is None else _finder(authority),
         ttl=ttl,
         timeout=timeout,
         renew=renew,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Generic, cast
 from weakref import ref
 
 from fencelock import _events
-from fencelock._checks import check_at_least, check_flag, check_max_hold, check_timeout, check_ttl
+from fencelock._checks import check_at_least, check_max_hold, check_timeout, check_ttl
 from fencelock._events import LockNotAcquired, Outcome
 from fencelock._generators import Steps
 from fencelock.authority.base import Authority, GivenUp, Grant, Terms, named
@@ -96,6 +96,9 @@ class BaseLock(Generic[Token]):
         if_held: IfHeld = "wait",
         at_least: float | None = None,
     ) -> None:
+        if not {renew, fair, reentrant} <= {True, False}:  # a text, for example
+            flags = f"renew={renew!r}, fair={fair!r}, reentrant={reentrant!r}"
+            raise TypeError(f"renew, fair and reentrant are True or False each: {flags}")
         self._names = self._resources = _check_resources(resources)
         self._find_authority = find_authority
         self._ttl = check_ttl(ttl)
@@ -106,11 +109,11 @@ class BaseLock(Generic[Token]):
         if self._skips:
             self._timeout = 0.0
         self._at_least = 0.0 if at_least is None else check_at_least(at_least)
-        self._renew = check_flag("renew", renew)
+        self._renew = bool(renew)
         most = check_max_hold(max_hold, self._ttl) if self._renew else None
         self._max_hold = math.inf if most is None else most
-        self._fair = check_flag("fair", fair)
-        self._reentrant = check_flag("reentrant", reentrant)
+        self._fair = bool(fair)
+        self._reentrant = bool(reentrant)
         #: A grant that was handed over, from `take_over`; the next acquisition extends it.
         self._handed: Grant | None = None
         if if_lost not in {"raise", "warn"}:

@@ -16,6 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Final
 from weakref import WeakKeyDictionary
 
+from fencelock._checks import check_flag
 from fencelock._generators import Call, Steps
 from fencelock.authority.base import Authority, Grant
 from fencelock.errors import LockError, LockTimeoutError
@@ -50,7 +51,7 @@ def make_lock(
     **settings: Any,
 ) -> FencedLock[Any]:
     """Return a `FencedLock`; with `readers`, a `WriterLock`, or a `ReaderLock` if `shared`."""
-    if not shared and readers is None:
+    if not check_flag("shared", shared) and readers is None:
         return FencedLock(resources, find_authority, **settings)
     if len(resources) != 1:
         raise TypeError(f"a lock with readers has one resource, not {len(resources)}")
