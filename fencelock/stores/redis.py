@@ -6,7 +6,7 @@ eviction, or by a restart without `appendfsync always`.
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import redis
 import redis.asyncio
@@ -26,7 +26,13 @@ _DIGITS: Final = 19
 
 
 class _Value:
+    _is_async: ClassVar[bool]
+
     def __init__(self, client: Any, key: str, resource: str | None) -> None:
+        is_async = isinstance(client, redis.asyncio.Redis | redis.asyncio.RedisCluster)
+        if is_async != self._is_async or not hasattr(client, "register_script"):
+            wanted = "redis.asyncio" if self._is_async else "redis"
+            raise TypeError(f"{type(self).__name__} takes a client, {wanted}.Redis, not {client!r}")
         self._client = client
         self._key = key
         self._resource = check_resource(key if resource is None else resource)
@@ -58,6 +64,8 @@ class FencedValue(_Value):
         resource: the resource whose lock guards the value; by default the key.
     """
 
+    _is_async = False
+
     def __init__(self, client: redis.Redis, key: str, *, resource: str | None = None) -> None:
         super().__init__(client, key, resource)
 
@@ -87,6 +95,8 @@ class AsyncFencedValue(_Value):
     await rate.get()                             # b"1.09"
     ```
     """
+
+    _is_async = True
 
     def __init__(self, client: redis.asyncio.Redis, key: str, *, resource: str | None = None) -> None:
         super().__init__(client, key, resource)

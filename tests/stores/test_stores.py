@@ -154,6 +154,17 @@ def test_a_key_of_another_program_is_refused(nodes: Nodes) -> None:
         assert client.get("a key") == b"x"
 
 
+def test_client_of_the_other_kind_is_refused(nodes: Nodes) -> None:
+    """At once; otherwise the value would be written, and an error be raised."""
+    blocking, of_tasks = redis.Redis.from_url(nodes[0].url), redis.asyncio.Redis.from_url(nodes[0].url)
+    for wrong in (of_tasks, nodes[0].url):
+        with pytest.raises(TypeError, match=r"^FencedValue takes a client, redis\.Redis, not"):
+            FencedValue(wrong, "rate")  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"AsyncFencedValue takes a client, redis\.asyncio\.Redis, not"):
+        AsyncFencedValue(blocking, "rate")  # type: ignore[arg-type]
+    blocking.close()
+
+
 def test_a_file_has_bytes(tmp_path: Path) -> None:
     """A text would need an encoding."""
     with pytest.raises(TypeError, match="not str: encode it"):
