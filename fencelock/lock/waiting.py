@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import shlex
 import threading
 import time
@@ -13,9 +14,10 @@ from typing import Any, Final
 from fencelock import _events
 from fencelock._events import LockWaiting
 from fencelock._generators import Steps
-from fencelock._owners import running_loop
+from fencelock._owners import name_of_process, running_loop
 from fencelock.authority.base import Authority, GivenUp, Grant, named
 from fencelock.errors import AuthorityError, LockTimeoutError
+from fencelock.holder import Holder
 from fencelock.lease import held_leases, latest_session
 from fencelock.lock.hold import Block, holds_of
 
@@ -122,7 +124,10 @@ def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: Loc
         if found:
             error.holder = found[0].holder
             said, by = str(error), f"is held by {error.holder}"
-            if error.holder is None:
+            if error.holder is not None:
+                ours = Holder.of(name_of_process(os.getpid()), error.holder.since)
+                by += " (this process)" if error.holder == ours else ""
+            else:
                 free = shlex.join(["fencelock", "release", name, "--force", "--reason", "why"])
                 by = f"is held by a key that is no lease of fencelock (`{free}` frees it)"
             one = len(resources) == 1

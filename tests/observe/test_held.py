@@ -31,7 +31,8 @@ def test_timeout_says_by_whom(mine: Any, other: Any, timeout: float) -> None:
     assert time.time() - 60 < error.holder.since < time.time() + 1
     assert error.holder_ttl is None or error.holder_ttl < 21
     assert re.search(
-        rf"'order:1' is held by .+ \(process {os.getpid()} on .+\) since \d{{4}}-.+ UTC", str(error)
+        rf"'order:1' is held by .+ \(process {os.getpid()} on .+\) since \d{{4}}-.+ UTC \(this process\)",
+        str(error),
     )
 
 
