@@ -407,7 +407,10 @@ def test_call_that_is_cancelled_outside_its_loop(cluster: Cluster) -> None:
     link = loop.run_until_complete(LoopLink.open(Members(cluster.url), 2.0))
 
     async def start() -> messages.Answer:
-        return link.start(messages.status())
+        answer = link.start(messages.watch(b"r", 1))
+        while not answer.messages:  # the server has begun the watch, and sends nothing more
+            await asyncio.sleep(0.01)
+        return answer
 
     link.cancel(loop.run_until_complete(start()))
     assert loop.run_until_complete(link.exchange([messages.status()], 2.0))[0].is_over
