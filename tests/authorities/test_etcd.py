@@ -407,9 +407,9 @@ def test_call_that_is_cancelled_outside_its_loop(cluster: Cluster) -> None:
     link = loop.run_until_complete(LoopLink.open(Members(cluster.url), 2.0))
 
     async def start() -> messages.Answer:
-        answer = link.start(messages.watch(b"r", 1))
-        while not answer.messages:  # the server has begun the watch, and sends nothing more
-            await asyncio.sleep(0.01)
+        answer, begun = link.start(messages.watch(b"r", 1)), asyncio.Event()
+        answer.notify = begun.set
+        await begun.wait()  # from then on, the server sends nothing more
         return answer
 
     link.cancel(loop.run_until_complete(start()))
