@@ -38,6 +38,10 @@ class FencedFile:
 
     def __init__(self, folder: str | os.PathLike[str], *, resource: str | None = None) -> None:
         self._folder = Path(folder)
+        if self._folder.is_file():
+            raise NotADirectoryError(
+                f"{folder} is a file, and a FencedFile is a folder, with a file a version"
+            )
         self._resource = check_resource(self._folder.name if resource is None else resource)
 
     def read(self) -> bytes | None:

@@ -170,6 +170,9 @@ def test_a_file_has_bytes(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="not str: encode it"):
         FencedFile(tmp_path / "report").write("text", token=1)  # type: ignore[arg-type]
     assert not (tmp_path / "report").exists()
+    (tmp_path / "old").write_text("a file")
+    with pytest.raises(NotADirectoryError, match="a FencedFile is a folder"):
+        FencedFile(tmp_path / "old")
 
 
 @pytest.mark.parametrize("name", ["x" * 255, "é" * 127, "a b;c=%\n".strip()])
