@@ -31,8 +31,9 @@ class _Value:
     def __init__(self, client: Any, key: str, resource: str | None) -> None:
         is_async = isinstance(client, redis.asyncio.Redis | redis.asyncio.RedisCluster)
         if is_async != self._is_async or not hasattr(client, "register_script"):
-            wanted = "redis.asyncio" if self._is_async else "redis"
-            raise TypeError(f"{type(self).__name__} takes a client, {wanted}.Redis, not {client!r}")
+            wanted, given = "redis.asyncio" if self._is_async else "redis", type(client)
+            shown = f"{given.__module__}.{given.__name__}"  # the text of the client may have a password
+            raise TypeError(f"{type(self).__name__} takes a client, {wanted}.Redis, not {shown}")
         self._client = client
         self._key = key
         self._resource = check_resource(key if resource is None else resource)

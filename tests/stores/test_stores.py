@@ -160,6 +160,9 @@ def test_client_of_the_other_kind_is_refused(nodes: Nodes) -> None:
     for wrong in (of_tasks, nodes[0].url):
         with pytest.raises(TypeError, match=r"^FencedValue takes a client, redis\.Redis, not"):
             FencedValue(wrong, "rate")  # type: ignore[arg-type]
+    with pytest.raises(TypeError) as caught:
+        FencedValue("redis://:hidden@h", "rate")  # type: ignore[arg-type]
+    assert "hidden" not in str(caught.value)
     with pytest.raises(TypeError, match=r"AsyncFencedValue takes a client, redis\.asyncio\.Redis, not"):
         AsyncFencedValue(blocking, "rate")  # type: ignore[arg-type]
     blocking.close()
