@@ -7,6 +7,7 @@ the fence comes last. A query afterwards finds the rows that were refused.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
 from typing import Any, Final
@@ -89,7 +90,7 @@ def upsert(
     session = session_of(session, "upsert")
     mapper, fenced = fenced_model(model)
     if isinstance(rows, Mapping) or not all(isinstance(row, Mapping) for row in rows):
-        raise TypeError(f"upsert takes a list of rows, each a dict of values, not {rows!r}")
+        raise TypeError(f"upsert takes a list of rows, each a dict of values, not {reprlib.repr(rows)}")
     if len(mapper.tables) > 1:
         raise TypeError(f"the rows of {mapper.class_.__name__} are in several tables; use session.merge()")
     if not rows:
