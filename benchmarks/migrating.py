@@ -40,7 +40,7 @@ END: Final = "<!-- end -->"
 OPERATIONS: Final[dict[str, MigrateOperation]] = {
     '`op.add_fence("orders")`': AddFenceOp("orders"),
     '`op.create_fence_trigger("orders", strict=True)`': CreateFenceTriggerOp("orders", trigger="strict"),
-    '`op.create_fence_trigger("orders")`': CreateFenceTriggerOp("orders"),
+    '`op.create_fence_trigger("orders")`': CreateFenceTriggerOp("orders", trigger=True),
     '`op.drop_fence("orders")`': DropFenceOp("orders"),
 }
 FILL: Final = {

@@ -8,12 +8,17 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Final
 
+from alembic import command
+from alembic.config import Config
 from sqlalchemy import Engine, create_engine
 
 import fencelock
 from proof.servers import Nodes, Postgres
-from shop import Base
+
+MIGRATIONS: Final = Path(__file__).parent.parent / "alembic.ini"
 
 
 @contextmanager
@@ -33,5 +38,5 @@ def shop_database(description: str) -> Iterator[Engine]:
         database = arguments.database or stack.enter_context(Postgres()).create_database()
         engine = create_engine(database)
         stack.callback(engine.dispose)
-        Base.metadata.create_all(engine)  # a real project migrates instead: see migrations/
+        command.upgrade(Config(MIGRATIONS, cmd_opts=argparse.Namespace(x=[f"url={database}"])), "head")
         yield engine

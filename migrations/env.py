@@ -59,8 +59,9 @@ def migrate() -> None:
             context.run_migrations()
 
 
-logging.basicConfig(format="%(message)s")  # does nothing inside a program that has set up its own logging
-logging.getLogger("alembic.runtime.migration").setLevel(logging.INFO)
+if hasattr(context.config.cmd_opts, "cmd"):  # Alembic's command line, not an example that migrates
+    logging.basicConfig(format="%(message)s")
+    logging.getLogger("alembic.runtime.migration").setLevel(logging.INFO)
 
 if context.is_offline_mode():
     write_script()

@@ -139,7 +139,6 @@ def test_flask_migrate_fences_what_was_not(shop: Shop) -> None:
     migration = written.read_text()
     for operation in (
         "add_fence('articles')",
-        "add_write_id('articles')",
         "create_fence_table()",
         "create_receipt_table()",
     ):

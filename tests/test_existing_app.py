@@ -166,7 +166,7 @@ def test_existing_project_is_fenced(
 
     project.fence()
     project.alembic("revision --autogenerate -m 'fence invoices'")
-    assert "op.create_fence_trigger('invoices', ids=True)" in project.migration()
+    assert "op.add_fence('invoices', trigger=True)" in project.migration()
     project.alembic("upgrade head", "check")
     with engine.connect() as connection:
         assert triggers.installed(connection, "invoices") is True

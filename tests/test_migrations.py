@@ -89,30 +89,6 @@ def test_migrations_lead_to_the_models_and_back(engine: Engine, database_url: st
     assert schema(engine) == migrated
 
 
-def test_rows_from_before_the_fence_are_fenced_from_0_on(engine: Engine, database_url: str) -> None:
-    """A row that was there before the column keeps its values, and the first holder can claim it."""
-    alembic(database_url, "upgrade", "0001")
-    execute(engine, "INSERT INTO shop_orders (id, status, total_cents) VALUES (1, 'open', 500)")
-    alembic(database_url, "upgrade", "head")
-    with Session(engine) as session:
-        order = session.get_one(Order, 1)
-        assert (order.status, order.total_cents, order.last_fencing_token) == ("open", 500, 0)
-        session.rollback()
-        bind(session, Lease("order:1", 1))
-        assert claim(session, Order, 1).last_fencing_token == 1
-        session.commit()
-
-
-def test_rows_survive_the_way_back(engine: Engine, database_url: str) -> None:
-    """Taking the fences away takes nothing else."""
-    alembic(database_url, "upgrade", "head")
-    execute(engine, "INSERT INTO shop_orders (id, status, total_cents) VALUES (1, 'paid', 500)")
-    alembic(database_url, "downgrade", "0001")
-    with engine.connect() as connection:
-        (order,) = connection.execute(text("SELECT * FROM shop_orders")).all()
-    assert tuple(order) == (1, "paid", 500, 0)
-
-
 def test_program_that_knows_no_fence_goes_on_working(engine: Engine, database_url: str) -> None:
     """The column's default lets old programs insert and update between migration and deployment."""
     alembic(database_url, "upgrade", "head")
@@ -141,7 +117,7 @@ def test_resources_that_differ_in_case_have_fences_of_their_own(engine: Engine, 
 @pytest.mark.parametrize(
     ("wrong", "operation"),
     [
-        (None, "add_fence"),
+        (None, "add_column"),
         ("INTEGER DEFAULT 0 NOT NULL", "modify_type"),
         ("BIGINT DEFAULT 7 NOT NULL", "modify_default"),
         ("BIGINT DEFAULT 0", "modify_nullable"),
@@ -161,8 +137,10 @@ def test_check_notices_a_wrong_fence(
 
 
 def test_unmigrated_table_is_named_as_such(engine: Engine, database_url: str) -> None:
-    """A fenced model on a table without the column: one clear error, for reads and claims alike."""
-    alembic(database_url, "upgrade", "0001")
+    """A fenced model on a table without the columns: one clear error, for reads and claims alike."""
+    alembic(database_url, "upgrade", "head")
+    for column in ("last_fencing_token", "last_write_id"):
+        execute(engine, f"ALTER TABLE shop_orders DROP COLUMN {column}")
     execute(engine, "INSERT INTO shop_orders (id, status, total_cents) VALUES (1, 'open', 500)")
     with Session(engine) as session:
         with pytest.raises(FenceError, match=r"last_fencing_token.* migration"):
@@ -193,7 +171,7 @@ def test_script_fences_tables_without_touching_their_rows(
     dialect: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """`--sql` needs no database, and adds each fence with one ALTER TABLE that has a constant default."""
-    alembic(DIALECT_URLS[dialect], "upgrade", "0001:head", "--sql")
+    alembic(DIALECT_URLS[dialect], "upgrade", "head", "--sql")
     script = capsys.readouterr().out
     in_mysql = dialect in {"mysql", "mariadb"}
     fence = "last_fencing_token BIGINT " + ("NOT NULL DEFAULT 0" if in_mysql else "DEFAULT 0 NOT NULL")
@@ -201,7 +179,7 @@ def test_script_fences_tables_without_touching_their_rows(
         assert f"ALTER TABLE {table} ADD COLUMN {fence};" in script
     assert "CREATE TABLE fencelock_fences" in script
     assert script.count(fence) == 3
-    assert script.count("UPDATE ") == 4  # of Alembic's own table
+    assert "UPDATE " not in script
     assert ("resource VARCHAR(255) CHARACTER SET utf8mb4 COLLATE utf8mb4_bin" in script) == in_mysql
 
 
@@ -265,7 +243,7 @@ def test_url_comes_from_the_environment(tmp_path: Path) -> None:
     url = f"sqlite:///{tmp_path / 'shop.sqlite'}"
     ended = command_line("upgrade", "head", FENCELOCK_DATABASE_URL=url)
     assert ended.returncode == 0, ended.stderr
-    assert "Running upgrade 0001 -> 0002" in ended.stderr
+    assert "Running upgrade  -> 0001" in ended.stderr
     assert command_line("check", FENCELOCK_DATABASE_URL=url).returncode == 0
 
 

@@ -236,7 +236,7 @@ def with_triggers(engine: Engine) -> None:
     with engine.begin() as connection:
         for statement in triggers.create(table, engine.dialect.name, strict=True):
             connection.execute(statement)
-        assert_type(triggers.installed(connection, "crates"), bool | Literal["strict", "fence"])
+        assert_type(triggers.installed(connection, "crates"), bool | Literal["strict"])
         for statement in triggers.drop("crates", engine.dialect.name, schema=None):
             connection.execute(statement)
 

@@ -8,11 +8,10 @@ SQLite's batch mode has dropped a trigger.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 __all__ = [
     "add_fence",
-    "add_write_id",
     "create_fence_table",
     "create_fence_trigger",
     "create_lease_table",
@@ -22,7 +21,6 @@ __all__ = [
     "drop_fence_trigger",
     "drop_lease_table",
     "drop_receipt_table",
-    "drop_write_id",
 ]
 
 # The operations as functions, because type checkers do not know the names that a plugin adds to `alembic.op`.
@@ -34,7 +32,9 @@ def _do(name: str, *table: str, **options: Any) -> None:
     getattr(op, name)(*table, **options)
 
 
-def add_fence(table_name: str, *, trigger: bool = False, schema: str | None = None) -> None:
+def add_fence(
+    table_name: str, *, trigger: bool | Literal["strict"] = False, schema: str | None = None
+) -> None:
     _do("add_fence", table_name, trigger=trigger, schema=schema)
 
 
@@ -42,18 +42,8 @@ def drop_fence(table_name: str, *, schema: str | None = None) -> None:
     _do("drop_fence", table_name, schema=schema)
 
 
-def add_write_id(table_name: str, *, schema: str | None = None) -> None:
-    _do("add_write_id", table_name, schema=schema)
-
-
-def drop_write_id(table_name: str, *, schema: str | None = None) -> None:
-    _do("drop_write_id", table_name, schema=schema)
-
-
-def create_fence_trigger(
-    table_name: str, *, strict: bool = False, ids: bool = False, schema: str | None = None
-) -> None:
-    _do("create_fence_trigger", table_name, strict=strict, ids=ids, schema=schema)
+def create_fence_trigger(table_name: str, *, strict: bool = False, schema: str | None = None) -> None:
+    _do("create_fence_trigger", table_name, strict=strict, schema=schema)
 
 
 def drop_fence_trigger(table_name: str, *, schema: str | None = None) -> None:

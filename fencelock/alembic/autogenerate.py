@@ -21,7 +21,6 @@ from sqlalchemy import BigInteger, Table
 from fencelock.alembic.operations import (
     OWN_TABLES,
     AddFenceOp,
-    AddWriteIdOp,
     CreateFenceTableOp,
     CreateFenceTriggerOp,
     CreateLeaseTableOp,
@@ -30,9 +29,7 @@ from fencelock.alembic.operations import (
     DropFenceTableOp,
     DropFenceTriggerOp,
     DropReceiptTableOp,
-    DropWriteIdOp,
     FenceOperation,
-    FoundTrigger,
 )
 from fencelock.authority.database.table import LEASE_TABLE
 from fencelock.guard import triggers
@@ -44,6 +41,7 @@ from fencelock.guard.tables import (
     RECEIPT_TABLE,
     WRITE_COLUMN,
     WRITE_MARK,
+    FenceTrigger,
     trigger_of,
 )
 
@@ -63,32 +61,16 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
     in_database: Table | None,
     in_model: Table | None,
 ) -> object:
-    wanted = False if in_model is None else _wanted(in_model)
+    wanted = False if in_model is None else trigger_of(in_model)
     found = _found(context, table_name, schema) if in_database is not None else False
-    if _comes_or_goes(in_database, in_model) and {True, "strict"}.isdisjoint((wanted, found)):
-        pass  # the operation that adds or drops the column does the same with the trigger
-    elif wanted and wanted != found:
+    if wanted and wanted != found:
         changes.ops.append(CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found))
     elif found and not wanted:
         changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found))
     return _CONTINUE
 
 
-def _wanted(table: Table) -> FoundTrigger:
-    """Return the trigger that a table should have: without `last_write_id`, one that sets no write ids."""
-    wanted = trigger_of(table)
-    return "fence" if wanted is True and WRITE_COLUMN not in table.c else wanted
-
-
-def _comes_or_goes(in_database: Table | None, in_model: Table | None) -> bool:
-    return (
-        in_database is not None
-        and in_model is not None
-        and (FENCE_COLUMN in in_database.c) != (FENCE_COLUMN in in_model.c)
-    )
-
-
-def _found(context: AutogenContext, table_name: str, schema: str | None) -> FoundTrigger:
+def _found(context: AutogenContext, table_name: str, schema: str | None) -> FenceTrigger:
     connection = context.connection
     if connection is None or not triggers.knows(connection.dialect.name):
         return False
@@ -105,16 +87,8 @@ def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Itera
     return _CONTINUE
 
 
-#: A trigger is created after its columns, and dropped before them.
-_ORDER: Final[tuple[type[FenceOperation], ...]] = (
-    DropFenceTriggerOp,
-    DropWriteIdOp,
-    DropFenceOp,
-    AddFenceOp,
-    AddWriteIdOp,
-    CreateFenceTriggerOp,
-)
-_OWN = {
+_COLUMNS: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
+_OWN: Final = {
     (FENCE_TABLE, CreateTableOp): CreateFenceTableOp,
     (FENCE_TABLE, DropTableOp): DropFenceTableOp,
     (LEASE_TABLE, CreateTableOp): CreateLeaseTableOp,
@@ -128,19 +102,12 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
         # The table of leases is never dropped. It may be in no model, because `fencelock init` has made it.
         if (own := _OWN.get((op.table_name, type(op)))) is not None:
             yield own(op.table_name, schema=op.schema)
-            if own is CreateFenceTableOp:
-                yield AddWriteIdOp(op.table_name, schema=op.schema)
     elif isinstance(op, CreateTableOp):
         op.info = {key: value for key, value in op.info.items() if key not in GUARDS_OWN}
         yield op
     elif isinstance(op, ModifyTableOps):
-        changes = [_translated_change(context, change) for change in op.ops]
-        ours = sorted(
-            [each for each in changes if isinstance(each, FenceOperation)],
-            key=lambda each: _ORDER.index(type(each)),
-        )
+        ours = _taken_out(op)
         yield from (each for each in ours if each.name.startswith("drop"))
-        op.ops[:] = [each for each in changes if not isinstance(each, FenceOperation)]
         around = [] if ours else [*_restored(context, op)]
         yield from around
         if op.ops:
@@ -164,17 +131,27 @@ def _restored(context: AutogenContext, op: ModifyTableOps) -> Iterator[FenceOper
             yield CreateFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, replaces=found)
 
 
-def _translated_change(context: AutogenContext, op: MigrateOperation) -> MigrateOperation:
-    if isinstance(op, AddColumnOp) and FENCE_MARK.items() <= op.column.info.items():
-        trigger = _wanted(op.column.table) == "fence"
-        return AddFenceOp(op.table_name, schema=op.schema, trigger=trigger)
-    if isinstance(op, AddColumnOp) and WRITE_MARK.items() <= op.column.info.items():
-        return AddWriteIdOp(op.table_name, schema=op.schema)
-    if isinstance(op, DropColumnOp) and op.column_name in {FENCE_COLUMN, WRITE_COLUMN}:
-        column = op.to_column()
-        if isinstance(column.type, BigInteger) and not column.nullable:
-            if op.column_name == WRITE_COLUMN:
-                return DropWriteIdOp(op.table_name, schema=op.schema)
-            trigger = _found(context, op.table_name, op.schema) == "fence"
-            return DropFenceOp(op.table_name, schema=op.schema, trigger=trigger)
-    return op
+def _taken_out(op: ModifyTableOps) -> list[FenceOperation]:
+    """Take the changes of a table's fence out of its changes, and return operations for them.
+
+    If only one of the two columns comes or goes, its change stays what it is.
+    """
+    ours = [each for each in op.ops if isinstance(each, FenceOperation)]
+    added = [each for each in op.ops if isinstance(each, AddColumnOp) and _is_added(each)]
+    dropped = [each for each in op.ops if isinstance(each, DropColumnOp) and _is_dropped(each)]
+    trigger = ours[0].trigger if ours else False
+    for columns, kind in ((added, AddFenceOp), (dropped, DropFenceOp)):
+        if len(columns) == len(_COLUMNS):
+            ours = [kind(op.table_name, schema=op.schema, trigger=trigger)]
+            op.ops[:] = [each for each in op.ops if each not in columns]
+    op.ops[:] = [each for each in op.ops if not isinstance(each, FenceOperation)]
+    return ours
+
+
+def _is_added(op: AddColumnOp) -> bool:
+    return any(mark.items() <= op.column.info.items() for mark in (FENCE_MARK, WRITE_MARK))
+
+
+def _is_dropped(op: DropColumnOp) -> bool:
+    column = op.to_column()
+    return op.column_name in _COLUMNS and isinstance(column.type, BigInteger) and not column.nullable

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 
 from alembic.autogenerate.render import renderers
 from alembic.operations.base import BatchOperations, Operations
 from alembic.operations.ops import AddColumnOp, CreateTableOp, DropColumnOp, DropTableOp, MigrateOperation
-from sqlalchemy import Column, MetaData, Table
+from sqlalchemy import MetaData, Table
 
 from fencelock._databases import MYSQL
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
@@ -28,16 +28,16 @@ from fencelock.guard.tables import (
     RECEIPT_TABLE,
     WRITE_COLUMN,
     FenceTrigger,
+    check_trigger,
     new_column,
 )
 
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
 
-FoundTrigger: TypeAlias = FenceTrigger | Literal["fence"]
-"""A trigger of a database: "fence" is a plain trigger that sets no write ids, as `op.add_fence` makes it."""
-
 _Operations: TypeAlias = Operations | BatchOperations
+
+_COLUMNS: Final = (FENCE_COLUMN, WRITE_COLUMN)
 
 BY_NAME: Final[dict[str, type[FenceOperation]]] = {}
 
@@ -70,13 +70,13 @@ class FenceOperation(MigrateOperation):
         table_name: str,
         *,
         schema: str | None = None,
-        trigger: FoundTrigger = False,  # the trigger that is created or dropped
-        replaces: FoundTrigger = False,  # the trigger that the table had before
+        trigger: FenceTrigger = False,  # the trigger that is created or dropped
+        replaces: FenceTrigger = False,  # the trigger that the table had before
     ) -> None:
         self.table_name: str = table_name
         self.schema: str | None = schema
-        self.trigger: FoundTrigger = trigger
-        self.replaces: FoundTrigger = replaces
+        self.trigger: FenceTrigger = trigger
+        self.replaces: FenceTrigger = replaces
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -109,30 +109,29 @@ def _operation(name: str, doc: str | None, own: str) -> Callable[..., None]:
 
 
 class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
-    """Add the column `last_fencing_token`, and a trigger if `trigger` is True."""
+    """Add the columns of a fenced table, and the trigger that its model wants."""
 
     @classmethod
     def add_fence(
-        cls, operations: Operations, table_name: str, *, trigger: bool = False, schema: str | None = None
+        cls,
+        operations: Operations,
+        table_name: str,
+        *,
+        trigger: FenceTrigger = False,
+        schema: str | None = None,
     ) -> None:
-        """Add the column `last_fencing_token`, with 0 in every row. No database rewrites the table.
+        """Add `last_fencing_token` and `last_write_id`, with 0 in every row. No database rewrites the table.
 
         Args:
             operations: given by Alembic.
             table_name: the name of the table.
-            trigger: True to add a trigger that refuses to lower a fence. Other triggers need write ids: call
-                `op.add_write_id`, and then `op.create_fence_trigger`.
+            trigger: the model's `__fence_trigger__`: False, True or `"strict"`.
             schema: the schema of the table.
 
         Raises:
-            ValueError: `trigger` is neither True nor False.
+            ValueError: `trigger` is another value.
         """
-        if trigger not in (False, True):
-            raise ValueError(
-                f"op.add_fence cannot make a {trigger!r} trigger, because that needs last_write_id: call "
-                f"op.add_write_id({table_name!r}), then op.create_fence_trigger({table_name!r}, strict=True)"
-            )
-        operations.invoke(cls(table_name, schema=schema, trigger=trigger))
+        operations.invoke(cls(table_name, schema=schema, trigger=check_trigger(trigger)))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -140,15 +139,7 @@ class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
 
 
 class DropFenceOp(FenceOperation, name="drop_fence", opposite="add_fence"):
-    """Drop the column `last_fencing_token` and the table's trigger. SQLite must be 3.35 or later."""
-
-
-class AddWriteIdOp(FenceOperation, name="add_write_id", opposite="drop_write_id"):
-    """Add the column `last_write_id`, with 0 in every row. No database rewrites the table."""
-
-
-class DropWriteIdOp(FenceOperation, name="drop_write_id", opposite="add_write_id"):
-    """Drop the column `last_write_id`. SQLite must be 3.35 or later."""
+    """Drop the trigger and both columns of a fenced table. SQLite must be 3.35 or later."""
 
 
 class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite="drop_fence_trigger"):
@@ -156,42 +147,31 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite
 
     @classmethod
     def create_fence_trigger(
-        cls,
-        operations: Operations,
-        table_name: str,
-        *,
-        strict: bool = False,
-        ids: bool = False,
-        schema: str | None = None,
+        cls, operations: Operations, table_name: str, *, strict: bool = False, schema: str | None = None
     ) -> None:
-        """Create a table's trigger, in place of any other; by default it only refuses to lower a fence.
+        """Create a table's trigger, in place of any other: `__fence_trigger__ = True` of a model.
 
         Args:
             operations: given by Alembic.
             table_name: the name of the table.
-            strict: refuse an UPDATE that changes neither fence nor write id (`__fence_trigger__ = "strict"`).
-            ids: set a new write id in each UPDATE that has none (`__fence_trigger__ = True`).
+            strict: create the trigger of `__fence_trigger__ = "strict"`.
             schema: the schema of the table.
         """
-        trigger: FoundTrigger = "strict" if strict else True if ids else "fence"
-        operations.invoke(cls(table_name, schema=schema, trigger=trigger))
+        operations.invoke(cls(table_name, schema=schema, trigger="strict" if strict else True))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"strict": self.trigger == "strict", "ids": self.trigger is True, "schema": self.schema}
+        return {"strict": self.trigger == "strict", "schema": self.schema}
 
 
 class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger", opposite="create_fence_trigger"):
     """Drop the table's trigger, of any form. The columns stay, and the guard in Python goes on working."""
 
-    def reverse(self) -> MigrateOperation:
-        return CreateFenceTriggerOp(self.table_name, schema=self.schema, trigger=self.trigger or "fence")
-
 
 class CreateFenceTableOp(
     FenceOperation, name="create_fence_table", opposite="drop_fence_table", own=FENCE_TABLE
 ):
-    """Create the table `fencelock_fences`; call `op.add_write_id("fencelock_fences")` next."""
+    """Create the table `fencelock_fences`, as `fencelock.fence_table` describes it."""
 
 
 class DropFenceTableOp(
@@ -229,26 +209,16 @@ class _InBatch:
 
     @classmethod
     def add_fence(cls, operations: BatchOperations) -> None:
-        """Add `last_fencing_token`; for a trigger, call `op.create_fence_trigger` after the batch."""
+        """Add both columns; for a trigger, call `op.create_fence_trigger` after the batch."""
         _add_fence(operations, AddFenceOp(**_of_batch(operations)))
 
     @classmethod
     def drop_fence(cls, operations: BatchOperations) -> None:
-        """Drop `last_fencing_token` and the trigger of the batch's table."""
+        """Drop the trigger and both columns of the batch's table."""
         _drop_fence(operations, DropFenceOp(**_of_batch(operations)))
 
-    @classmethod
-    def add_write_id(cls, operations: BatchOperations) -> None:
-        """Add `last_write_id` to the batch's table."""
-        _add_write_id(operations, AddWriteIdOp(**_of_batch(operations)))
 
-    @classmethod
-    def drop_write_id(cls, operations: BatchOperations) -> None:
-        """Drop `last_write_id` from the batch's table."""
-        _drop_write_id(operations, DropWriteIdOp(**_of_batch(operations)))
-
-
-for _name in ("add_fence", "drop_fence", "add_write_id", "drop_write_id"):
+for _name in ("add_fence", "drop_fence"):
     BatchOperations.register_operation(_name)(_InBatch)
 
 
@@ -258,33 +228,25 @@ def _of_batch(operations: BatchOperations) -> dict[str, Any]:
 
 @Operations.implementation_for(AddFenceOp)
 def _add_fence(operations: _Operations, op: FenceOperation) -> None:
-    operations.invoke(AddColumnOp(op.table_name, new_column(FENCE_COLUMN, {}), schema=op.schema))
+    for name in _COLUMNS:
+        operations.invoke(AddColumnOp(op.table_name, new_column(name, {}), schema=op.schema))
     if op.trigger:
-        _create_trigger(operations, CreateFenceTriggerOp(op.table_name, schema=op.schema, trigger="fence"))
+        _create_trigger(operations, op)
 
 
 @Operations.implementation_for(DropFenceOp)
 def _drop_fence(operations: _Operations, op: FenceOperation) -> None:
     _drop_trigger(operations, op)
-    operations.invoke(DropColumnOp(op.table_name, FENCE_COLUMN, schema=op.schema))
-
-
-@Operations.implementation_for(AddWriteIdOp)
-def _add_write_id(operations: _Operations, op: FenceOperation) -> None:
-    operations.invoke(AddColumnOp(op.table_name, new_column(WRITE_COLUMN, {}), schema=op.schema))
-
-
-@Operations.implementation_for(DropWriteIdOp)
-def _drop_write_id(operations: _Operations, op: FenceOperation) -> None:
-    operations.invoke(DropColumnOp(op.table_name, WRITE_COLUMN, schema=op.schema))
+    for name in reversed(_COLUMNS):
+        operations.invoke(DropColumnOp(op.table_name, name, schema=op.schema))
 
 
 @Operations.implementation_for(CreateFenceTriggerOp)
 def _create_trigger(operations: _Operations, op: FenceOperation) -> None:
-    strict, ids = op.trigger == "strict", op.trigger is True
     dialect = operations.migration_context.dialect.name
     _drop_renamed(operations, op)
-    _execute(operations, triggers.create(op.table_name, dialect, strict=strict, ids=ids, schema=op.schema))
+    made = triggers.create(op.table_name, dialect, strict=op.trigger == "strict", schema=op.schema)
+    _execute(operations, made)
 
 
 @Operations.implementation_for(DropFenceTriggerOp)
@@ -310,9 +272,6 @@ def _create_table(operations: Operations, op: FenceOperation) -> None:
     define = OWN_TABLES[op.table_name]
     table = CreateTableOp.from_table(define(MetaData(naming_convention=convention), schema=op.schema))
     table.if_not_exists = op.table_name == LEASE_TABLE  # `fencelock init` may have created it before
-    if op.table_name == FENCE_TABLE:  # as in the first version, which had no write ids
-        its = table.columns
-        table.columns = [each for each in its if not isinstance(each, Column) or each.name != WRITE_COLUMN]
     operations.invoke(table)
 
 

@@ -31,7 +31,7 @@ from fencelock.cli.database_settings import of_galera, of_granting, of_settings
 from fencelock.cli.findings import Finding, note
 from fencelock.errors import FencelockError, LockTimeoutError
 from fencelock.guard import triggers
-from fencelock.guard.tables import FENCE_TABLE, WRITE_COLUMN, fenced_table, trigger_of
+from fencelock.guard.tables import FENCE_TABLE, fenced_table, trigger_of
 from fencelock.max_fence import fenced_tables, highest_fence
 from fencelock.tokens import split
 
@@ -236,9 +236,7 @@ def _of_database(
 ) -> Iterator[Finding]:
     highest, count = highest_fence(connection)
     if not count:
-        yield Finding(
-            shown, "has no fenced table", "add the columns: op.add_fence and op.add_write_id in a migration"
-        )
+        yield Finding(shown, "has no fenced table", "add the columns: op.add_fence in a migration")
     if token is not None and is_above(highest, token):
         what = f"has seen token {highest}, and {token} is granted now: writes are refused"
         yield Finding(shown, what, "start the authority above this token: fencelock init --after-loss")
@@ -254,10 +252,6 @@ def _of_database(
 def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator[Finding]:
     if name == FENCE_TABLE:
         return
-    columns = {column["name"] for column in inspect(connection).get_columns(name, schema=schema)}
-    if WRITE_COLUMN not in columns:
-        what = f"has no column {WRITE_COLUMN}: a write that was made meanwhile is not noticed"
-        yield Finding(name, what, "op.add_write_id in a migration adds it")
     if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
         what = (
             "has no trigger: other programs can lower the fence by SQL, and the guard does not notice "
@@ -276,8 +270,10 @@ def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Fi
         if not inspector.has_table(name, **where):
             yield Finding(name, "is not in the database", "migrate")
             continue
-        if fenced.fence.name not in {column["name"] for column in inspector.get_columns(name, **where)}:
-            yield Finding(name, f"has no column {fenced.fence.name}", "op.add_fence in a migration")
+        columns = {column["name"] for column in inspector.get_columns(name, **where)}
+        if lacking := {fenced.fence.name, fenced.write.name} - columns:
+            what = f"has no column {' and no column '.join(sorted(lacking))}"
+            yield Finding(name, what, "op.add_fence in a migration adds both columns of the guard")
         elif trigger_of(each) and not triggers.installed(connection, name, schema=each.schema):
             yield Finding(name, "lacks the trigger that its model wants", "alembic autogenerate adds it")
         wanted = [column.name for column in fenced.template.columns.values()]

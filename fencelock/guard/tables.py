@@ -341,8 +341,7 @@ def check_write_column(table: Table, owner: str) -> None:
     if WRITE_COLUMN not in table.c:
         raise FenceError(
             f"{owner} is fenced, and its table {table.name!r} has no column {WRITE_COLUMN!r}: add it to the "
-            f"Table with write_id_column(), and to the database with a migration, "
-            f"op.add_write_id({table.name!r})"
+            f"Table with write_id_column(), and to the database: op.add_fence in a migration adds both"
         )
 
 

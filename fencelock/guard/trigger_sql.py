@@ -13,9 +13,6 @@ from typing import Final, Literal
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN
 
 TRIGGERS: Final = ("fence", "ids", "strict")
-FORMER: Final = ("strict_delete", "strict_truncate")
-"""Triggers that earlier versions made beside a strict one; they are only found and dropped."""
-ALL: Final = (*TRIGGERS, *FORMER)
 Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2

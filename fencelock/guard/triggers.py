@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import re
-from typing import Any, Final, Literal
+from typing import Any, Final
 
 from sqlalchemy import MetaData, Table, text
 from sqlalchemy.engine import Connection, ExceptionContext
@@ -72,7 +72,7 @@ def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
         "stale": _literal(f"fencelock: a token below the fence in {table.name}", preparer),
         "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
     }
-    for form in (*sql.ALL, "refuse", "renew"):
+    for form in (*sql.TRIGGERS, "refuse", "renew"):
         named = Table(_name(table.name, form), MetaData(), schema=table.schema)
         of_table = preparer.dialect.name == "postgresql" and form not in {"refuse", "renew"}
         fields[form] = preparer.format_table(named, use_schema=not of_table)
@@ -114,21 +114,17 @@ def knows(dialect: str) -> bool:
     return dialect in SUPPORTED
 
 
-def create(
-    table: Any, dialect: str, *, strict: bool = False, ids: bool = True, schema: str | None = None
-) -> list[FenceDDL]:
+def create(table: Any, dialect: str, *, strict: bool = False, schema: str | None = None) -> list[FenceDDL]:
     """Return the statements that create a table's trigger, and replace any other.
 
-    The table needs `last_fencing_token`; for `strict` or `ids`, `last_write_id`, too. `create_all` creates
-    the trigger of a model if `__fence_trigger__` is True or `"strict"`. In migrations, call
-    `op.create_fence_trigger("orders", ids=True)`.
+    The table needs both columns of the guard. `create_all` creates the trigger of a model if
+    `__fence_trigger__` is True or `"strict"`. In migrations, call `op.create_fence_trigger("orders")`.
 
     Args:
         table: the table's name, a `Table` or a model.
         dialect: the name of the engine's dialect: `"postgresql"`, `"mysql"`, `"mariadb"` or `"sqlite"`.
-        strict: refuse an UPDATE that changes neither fence nor write id.
-        ids: if not strict, an UPDATE without a write id gives its row a new one. On SQLite, the table must
-            have rowids.
+        strict: refuse an UPDATE that changes neither fence nor write id. Without it, such an UPDATE gives
+            its row a new write id; on SQLite, the table must have rowids then.
         schema: the schema of a table that is given by its name.
 
     Raises:
@@ -143,10 +139,7 @@ def create(
         ```
     """
     target = _table(table, schema)
-    forms: tuple[Form, ...] = ("refuse", "strict")
-    if not strict:
-        has_ids = ids and (not target.c or WRITE_COLUMN in target.c)
-        forms = ("refuse", "fence", "renew", "ids") if has_ids else ("refuse", "fence")
+    forms: tuple[Form, ...] = ("refuse", "strict") if strict else ("refuse", "fence", "renew", "ids")
     templates = sql.CREATE[_family(dialect)]
     made = [FenceDDL(templates[form], target) for form in forms if form in templates]
     return [*drop(target, dialect), *made]
@@ -165,15 +158,13 @@ def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDD
     """
     target = _table(table, schema)
     family = _family(dialect)
-    dropped = [FenceDDL(sql.DROP[family].format(form=form), target) for form in sql.ALL]
+    dropped = [FenceDDL(sql.DROP[family].format(form=form), target) for form in sql.TRIGGERS]
     if family == "postgresql":
         dropped += [FenceDDL(f"DROP FUNCTION IF EXISTS {{{each}}}()", target) for each in ("refuse", "renew")]
     return dropped
 
 
-def installed(
-    connection: Connection, table: str, *, schema: str | None = None
-) -> FenceTrigger | Literal["fence"]:
+def installed(connection: Connection, table: str, *, schema: str | None = None) -> FenceTrigger:
     """Return which trigger a table has in the database: False, True or `"strict"`.
 
     ```python
@@ -181,14 +172,11 @@ def installed(
         triggers.installed(connection, "orders")     # False
     ```
 
-    `"fence"` stands for a plain trigger that sets no write ids. A disabled trigger counts as none, and so
-    does a strict trigger of an earlier version.
+    A disabled trigger counts as none.
     """
     found = _found(connection, table, schema)
-    forms = {form for form in sql.ALL if _name(table, form) in found}
-    if "strict" in forms:
-        return not forms & {*sql.FORMER} and "strict"
-    return "fence" in forms and ("ids" in forms or "fence")
+    forms = {form for form in sql.TRIGGERS if _name(table, form) in found}
+    return "strict" if "strict" in forms else forms >= {"fence", "ids"}
 
 
 def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
@@ -206,8 +194,8 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     may have the old name by now.
     """
     family = _family(connection.dialect.name)
-    own = {_name(table, form) for form in sql.ALL}
-    endings = tuple(f"_{form}" for form in sql.ALL)
+    own = {_name(table, form) for form in sql.TRIGGERS}
+    endings = tuple(f"_{form}" for form in sql.TRIGGERS)
     preparer = connection.dialect.identifier_preparer
     dropped = []
     for name in sorted(_found(connection, table, schema) - own):
@@ -265,13 +253,13 @@ def _lack(message: str, statement: str) -> FenceError | None:
             f"op.create_receipt_table() in a migration"
         )
     table = FENCE_TABLE if FENCE_TABLE in statement else "<table>"
-    for column, operation in ((FENCE_COLUMN, "add_fence"), (WRITE_COLUMN, "add_write_id")):
+    for column in (FENCE_COLUMN, WRITE_COLUMN):
         if column in message and _MISSING_COLUMN.search(message):
             return FenceError(
-                f"the database lacks the column {column!r} of a fenced table ({message}); add it with a "
-                f'migration: op.{operation}("{table}"), which fencelock[alembic] brings, or '
-                f'op.add_column("{table}", sa.Column("{column}", sa.BigInteger(), nullable=False, '
-                f'server_default=sa.text("0")))'
+                f"the database lacks the column {column!r} of a fenced table ({message}); in a migration, "
+                f'op.add_fence("{table}"), which fencelock[alembic] brings, adds both columns of the guard, '
+                f'and op.add_column("{table}", sa.Column("{column}", sa.BigInteger(), nullable=False, '
+                f'server_default=sa.text("0"))) adds this one'
             )
     return None
 

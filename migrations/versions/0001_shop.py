@@ -1,6 +1,6 @@
-"""A shop without fences.
+"""The tables of the examples' shop, with their fences.
 
-These are the tables of a project as they are before it meets fencelock.
+A program that has tables already adds fences to them: see docs/migrating.md and examples/existing_app.
 
 Revision ID: 0001
 Revises:
@@ -8,17 +8,23 @@ Revises:
 
 from __future__ import annotations
 
+from typing import Final
+
 import sqlalchemy as sa
 from alembic import op
+
+from fencelock.alembic import add_fence, create_fence_table, drop_fence_table
 
 revision = "0001"
 down_revision = None
 branch_labels = None
 depends_on = None
 
+FENCED_TABLES: Final = ("shop_orders", "shop_stock_items")
+
 
 def upgrade() -> None:
-    """Create the shop's tables."""
+    """Create the tables, and the table behind `gate`."""
     op.create_table(
         "shop_orders",
         sa.Column("id", sa.Integer(), nullable=False),
@@ -35,9 +41,13 @@ def upgrade() -> None:
         sa.Column("quantity", sa.Integer(), nullable=False),
         sa.PrimaryKeyConstraint("id", name=op.f("pk_shop_stock_items")),
     )
+    for table in FENCED_TABLES:
+        add_fence(table)
+    create_fence_table()
 
 
 def downgrade() -> None:
-    """Drop the shop's tables."""
-    op.drop_table("shop_stock_items")
-    op.drop_table("shop_orders")
+    """Drop the tables, and every fence with them."""
+    drop_fence_table()
+    for table in reversed(FENCED_TABLES):
+        op.drop_table(table)
