@@ -51,7 +51,6 @@ _REFUSED: Final = re.compile(
 )
 _NO_TABLE: Final = "42P01"
 _NO_TABLE_NUMBER: Final = 1146
-_NO_COLUMN: Final = "42703"
 _DRIVERS: Final = frozenset({"psycopg", "psycopg2", "asyncpg", "pymysql", "aiomysql", "asyncmy", "aiosqlite"})
 
 
@@ -138,11 +137,6 @@ def lacks_table(error: BaseException, name: str) -> bool:
     if sqlstate(error) == _NO_TABLE or error_number(error) == _NO_TABLE_NUMBER:
         return True
     return f"no such table: {name}" in str(error)
-
-
-def lacks_column(error: BaseException) -> bool:
-    """Return whether PostgreSQL has found no such column in a table."""
-    return sqlstate(error) == _NO_COLUMN
 
 
 def _says(error: BaseException, states: frozenset[str], numbers: frozenset[int]) -> bool:

@@ -21,7 +21,7 @@ from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.queues import Place, Queue, Queues
 from fencelock.authority.loops import ThreadWakeup
-from fencelock.errors import AuthorityError, LockTimeoutError, QuorumError
+from fencelock.errors import LockTimeoutError, QuorumError
 from tests.authorities.kinds import EACH_DATABASE
 from tests.authorities.stage import Stage, in_one_loop, together
 from tests.conftest import ReusedDatabase
@@ -371,21 +371,6 @@ def test_who_was_interrupted_as_it_left_is_in_nobodys_way(
     (its,) = together(lambda: client.acquire(("r",), ttl=60.0, timeout=2.0))
     assert client.release(its) is True
     assert kept.tb is not None
-
-
-def test_a_table_of_an_earlier_version_is_named_and_mended(postgres_database: ReusedDatabase) -> None:
-    """It has no queue; `init` adds the column."""
-    with Database(postgres_database.url) as authority:
-        authority.init()
-        engine = create_engine(postgres_database.url)
-        with engine.begin() as connection:
-            connection.execute(text("ALTER TABLE fencelock_leases DROP COLUMN queue"))
-        engine.dispose()
-        with pytest.raises(AuthorityError, match=r"earlier version.*fencelock init"):
-            authority.acquire(("r",), ttl=5.0, timeout=0)
-        assert authority.init() is False
-        assert authority.release(authority.acquire(("r",), ttl=5.0, timeout=0)) is True
-    postgres_database.empty()
 
 
 @pytest.mark.parametrize("does", ["join", "fail"])

@@ -156,7 +156,7 @@ def test_status_says_whose_data_a_node_has(make_nodes: Callable[..., Nodes], con
 def test_two_that_vote_by_one_id_are_told_apart_by_a_change(
     make_nodes: Callable[..., Nodes], connect: Connect
 ) -> None:
-    """As an earlier version admitted them: they grant locks, and the next list has each id once."""
+    """They grant locks, and the next list has each id once."""
     nodes = list(make_nodes(4))
     authority = connect(nodes[:3], recover=False)
     authority.init(base=0, max_ttl=MAX_TTL)

@@ -23,7 +23,6 @@ from fencelock._databases import (
     is_elsewhere,
     is_lost,
     is_unavailable,
-    lacks_column,
     lacks_table,
 )
 from fencelock._engines import for_blocking, is_async_engine, shown, url_of
@@ -37,7 +36,7 @@ from fencelock.authority.database.connections import (
     prepare_if_direct,
     with_own_pool,
 )
-from fencelock.authority.database.files import add_queue, file_of, make_before_connecting, watch_file
+from fencelock.authority.database.files import file_of, make_before_connecting, watch_file
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.queues import Queues
 from fencelock.authority.database.statements import SET_UP, Statements
@@ -191,12 +190,6 @@ class Connecting(WithLoops):
                 f"{self._shown} has no table {self._table}{unseen}: call lease_table(metadata) before "
                 "create_all, or op.create_lease_table() in a migration, or run once: fencelock init URL"
             )
-        if lacks_column(error):
-            return AuthorityError(
-                f"the table {self._table} of {self._shown} was made by an earlier version and lacks the "
-                "column queue: run once: fencelock init URL, or add the column, a VARCHAR(255), in a "
-                "migration"
-            )
         said = (str(original).strip() or type(original).__name__).splitlines()[0]
         if is_elsewhere(error) and self._dialect == "postgresql":
             said += STANDBY
@@ -282,8 +275,6 @@ class Connecting(WithLoops):
         with contextlib.closing(connection.cursor()) as cursor:
             for statement in SET_UP.get(self._dialect, ()):
                 cursor.execute(statement)
-            if self._dialect == "sqlite":
-                add_queue(cursor)
             prepare_if_direct(record.driver_connection, cursor)
 
 

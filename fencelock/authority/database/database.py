@@ -223,26 +223,21 @@ class Database(Acquiring):
         return made
 
     def _create(self, lent: Lent) -> bool:
-        """Make the table, or add the column that an old table lacks; return whether the table was made."""
+        """Make the table if there is none; return whether it was made."""
 
         def is_there() -> bool:
             return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
 
         connection = Connection(lent.engine, lent.lent)
-        if self._dialect == "sqlite":
+        if self._dialect == "sqlite" or is_there():
             return False
-        if not is_there():
-            try:
-                lease_table(MetaData(), schema=self._schema).create(connection)
-            except DBAPIError:
-                if not is_there():  # it is there if another process was quicker
-                    raise
-            else:
-                return True
-        columns = inspect(connection).get_columns(LEASE_TABLE, schema=self._schema)
-        if all(column["name"] != "queue" for column in columns):
-            lent.execute(f"ALTER TABLE {self._table} ADD COLUMN queue VARCHAR(255)")
-        return False
+        try:
+            lease_table(MetaData(), schema=self._schema).create(connection)
+        except DBAPIError:
+            if not is_there():  # it is there if another process was quicker
+                raise
+            return False
+        return True
 
 
 class AsyncDatabase(AsyncWithLoops):

@@ -14,7 +14,6 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import URL, Engine, event
 from sqlalchemy.exc import DisconnectionError
 
-from fencelock.authority.database.table import LEASE_TABLE
 from fencelock.errors import AuthorityError
 
 #: The folder of the lease files for databases in memory, by the id of the process that made the folder.
@@ -52,14 +51,6 @@ def _temporary(engine: object) -> str:
 def _remove(pid: int) -> None:
     if os.getpid() == pid:  # and not a forked child
         shutil.rmtree(_folder.pop(pid), ignore_errors=True)
-
-
-def add_queue(cursor: Any) -> None:
-    """Add the column `queue` to the table of an earlier version."""
-    cursor.execute(f"PRAGMA table_info({LEASE_TABLE})")
-    if all(column[1] != "queue" for column in cursor.fetchall()):
-        with suppress(Exception):  # another process was quicker
-            cursor.execute(f"ALTER TABLE {LEASE_TABLE} ADD COLUMN queue TEXT")
 
 
 def make_before_connecting(engine: Engine) -> None:
