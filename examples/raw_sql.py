@@ -14,16 +14,14 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import psycopg
-from sqlalchemy import Engine, select
+from sqlalchemy import Engine, select, update
 from sqlalchemy.orm import Session
 
 from fencelock import (
     LockLostError,
     StaleTokenError,
     conditional_update,
-    execute_fenced,
     fenced_lock,
-    fenced_update,
 )
 from servers import shop_database
 from shop import StockItem
@@ -39,12 +37,12 @@ def take_with_core(engine: Engine, pieces: int, token: int) -> None:
         StaleTokenError: if a newer holder has been here.
     """
     take = (
-        fenced_update(StockItem)
+        update(StockItem)
         .where(StockItem.id == ITEM, StockItem.quantity >= pieces)
         .values(quantity=StockItem.quantity - pieces)
     )
     with engine.begin() as connection:
-        result = execute_fenced(connection, take, token=token)
+        result = connection.execute(take, execution_options={"fencing_token": token})
         print(
             f"  Core took {pieces} with token {token}" if result.rowcount else "  Core: not enough in stock"
         )

@@ -25,9 +25,7 @@ from fencelock import (
     bind,
     claim,
     claim_async,
-    execute_fenced,
     fenced_text,
-    fenced_update,
     gate,
 )
 from fencelock.guard import FencedModel, begin_immediate, fence_table
@@ -173,12 +171,14 @@ def test_core_connections_are_waited_for(
     authority: Redlock, rival: Redlock, accounts: Engine, *, explicit: bool
 ) -> None:
     """A transaction without a session ends at its COMMIT, whether or not anybody still refers to it."""
-    statement = fenced_update(Account).where(Account.id == 1).values(balance=5)
+    statement = update(Account).where(Account.id == 1).values(balance=5)
     with accounts.connect() as connection:
         for commit in (True, False):
             with authority.lock("account:1") as token:
                 transaction = connection.begin()
-                execute_fenced(connection, statement, token=token if explicit else None)
+                connection.execute(
+                    statement, execution_options={"fencing_token": token if explicit else None}
+                )
             assert not is_free(rival)
             if commit:
                 transaction.commit()

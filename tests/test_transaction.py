@@ -29,7 +29,7 @@ from fencelock import (
     fenced_transaction,
     gate,
 )
-from fencelock.guard import bind, execute_fenced, fence_table, fenced_update
+from fencelock.guard import bind, fence_table
 from fencelock.lease import Lease, held_leases
 from tests.door import Door
 from tests.polling import eventually
@@ -286,7 +286,7 @@ def roll_back(session: Session) -> None:
 def be_refused(session: Session) -> None:
     """Catch a refusal."""
     with suppress(StaleTokenError):
-        execute_fenced(session, fenced_update(Account).where(Account.id == 1), token=1)
+        session.execute(update(Account).where(Account.id == 1), execution_options={"fencing_token": 1})
 
 
 GO_ON: dict[str, Callable[[Session], object]] = {

@@ -15,7 +15,7 @@ import redis
 import redis.asyncio
 from fastapi import FastAPI
 from flask import Flask
-from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, select, update
+from sqlalchemy import Column, Engine, Integer, MetaData, Table, create_engine, delete, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_sessionmaker, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, mapped_column, sessionmaker
 
@@ -65,17 +65,14 @@ from fencelock import (
     conditional_delete,
     conditional_update,
     configure,
-    execute_fenced,
     exit_on_signals,
     fence_table,
     fenced,
-    fenced_delete,
     fenced_lock,
     fenced_once,
     fenced_semaphore,
     fenced_text,
     fenced_transaction,
-    fenced_update,
     gate,
     gate_async,
     http_status,
@@ -198,9 +195,11 @@ def with_blocks(engine: Engine) -> None:
         upsert(session, Order, [{"id": 1, "status": "new"}])
         bind(session, Lease("order:1", token))
         session.commit()
-        statement = fenced_update(Order).where(Order.id == 1).values(status="paid")
-        print(execute_fenced(session.connection(), statement, token=token).rowcount)
-        print(execute_fenced(session.connection(), fenced_delete(Order), token=token).rowcount)
+        statement = update(Order).where(Order.id == 1).values(status="paid")
+        print(session.connection().execute(statement, execution_options={"fencing_token": token}).rowcount)
+        print(
+            session.connection().execute(delete(Order), execution_options={"fencing_token": token}).rowcount
+        )
     with fenced_lock("order:1", "stock:7", ttl=5, renew=True, max_hold=None, fair=True) as tokens:
         assert_type(tokens, tuple[int, ...])
     sql, parameters = conditional_update("orders", {"status": "paid"}, {"id": 1}, 5)

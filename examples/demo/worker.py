@@ -18,7 +18,7 @@ from sqlalchemy.orm import Session
 
 import fencelock
 from demo.models import ACCOUNT, RESOURCE, Account, PlainAccount
-from fencelock.guard import claim, conditional_update, execute_fenced, fenced_update
+from fencelock.guard import claim, conditional_update
 
 
 class Worker:
@@ -95,9 +95,9 @@ class Worker:
 
     def write_with_core(self, balance: int) -> int:
         """Write the balance with a Core statement."""
-        statement = fenced_update(Account).where(Account.id == ACCOUNT).values(balance=balance)
+        statement = update(Account).where(Account.id == ACCOUNT).values(balance=balance)
         with self._engine.begin() as connection:
-            execute_fenced(connection, statement, token=self._lock.lease.fencing_token)
+            connection.execute(statement, execution_options={"fencing_token": self._lock.lease.fencing_token})
         return balance
 
     def write_with_cursor(self, balance: int) -> int:

@@ -18,9 +18,6 @@ from fencelock.guard.sessions import bypass
 from fencelock.guard.sql import (
     conditional_delete,
     conditional_update,
-    execute_fenced,
-    fenced_delete,
-    fenced_update,
 )
 from fencelock.guard.tables import FENCE_TABLE
 
@@ -39,12 +36,9 @@ __all__ = [
     "claim_async",
     "conditional_delete",
     "conditional_update",
-    "execute_fenced",
     "fence_column",
     "fence_table",
-    "fenced_delete",
     "fenced_text",
-    "fenced_update",
     "forget",
     "gate",
     "gate_async",

@@ -15,13 +15,13 @@ from sqlalchemy.engine import Connection, CursorResult
 
 from fencelock.errors import FenceError, LockLostError, StaleTokenError
 from fencelock.guard import _sqlalchemy as private
-from fencelock.guard.conditions import Options, Row, Rows
+from fencelock.guard._install import install
+from fencelock.guard.conditions import TOKEN_OPTION, Options, Row, Rows
 from fencelock.guard.exact import holds, newest
 from fencelock.guard.leases import TokenLookup, leases_on, note_token, refuse_autocommit
 from fencelock.guard.refused import refuse
 from fencelock.guard.sessions import note_shift, refuse_bypass
-from fencelock.guard.sql import known
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, new_write_id
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, known, new_write_id
 from fencelock.guard.text import GUARDED, TOKEN, WRITE_ID
 from fencelock.lease import check_resource
 from fencelock.tokens import check as check_token
@@ -69,7 +69,7 @@ def fenced_text(
     Raises:
         ValueError: a parameter is missing; the target has no fence; the token is not 1 … 2**63 - 1; the name
             of the resource is invalid. An execution raises `StaleTokenError`, `UnfencedWriteError` and
-            `LockLostError`, as `execute_fenced`.
+            `LockLostError`, as other writes do.
         FenceError: the target does not say which resource guards a row, or has no `last_write_id`.
         TypeError: the token is no int, or the resource no str.
     """
@@ -81,6 +81,7 @@ def fenced_text(
             f"the text lacks {' and '.join(missing)}: it needs {FENCE_COLUMN} <= :{TOKEN} in its WHERE "
             f"clause, and sets {FENCE_COLUMN} = :{TOKEN}, {WRITE_COLUMN} = :{WRITE_ID}"
         )
+    install()
     statement.fenced = known(update(target).table)
     statement.resource = None if resource is None else check_resource(resource)
     statement.token = None if token is None else check_token(token)
@@ -98,7 +99,8 @@ def _guarding(_execute: Callable[..., CursorResult[Any]]) -> Callable[..., Curso
         try:
             refuse_bypass(merged, connection)
             refuse_autocommit(leases_on(connection), connection, merged, fenced.name)
-            stamped = [_stamped(statement, connection, row) for row in rows or [{}]]
+            given = merged.get(TOKEN_OPTION)
+            stamped = [_stamped(statement, connection, row, given) for row in rows or [{}]]
         except (FenceError, LockLostError) as error:
             refuse(connection, error, fenced.name)
             raise
@@ -116,10 +118,10 @@ def _guarding(_execute: Callable[..., CursorResult[Any]]) -> Callable[..., Curso
 private.execute_by(FencedText, _guarding)
 
 
-def _stamped(statement: FencedText, connection: Connection, row: Row) -> dict[str, Any]:
-    token = row.get(TOKEN, statement.token)
+def _stamped(statement: FencedText, connection: Connection, row: Row, given: int | None) -> dict[str, Any]:
+    token = row.get(TOKEN, statement.token if given is None else given)
     if token is not None:
-        note_token(connection, statement, check_token(token))
+        note_token(connection, check_token(token))
     else:
         tokens = TokenLookup(connection, statement.fenced)
         tokens.is_optional = False  # the condition in the text always needs a token

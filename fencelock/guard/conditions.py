@@ -39,8 +39,8 @@ LOADED_BIND: Final = "fencelock_loaded"
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
 
-TOKEN_OPTION: Final = "fencelock_given_token"  # noqa: S105  no password
-"""Execution option with an explicit token, as `execute_fenced` passes it."""
+TOKEN_OPTION: Final = "fencing_token"  # noqa: S105  no password
+"""Execution option with an explicit token, which counts whatever leases are held."""
 
 _CUTS_OFF: Final = re.compile(r"(?i)--|/\*|;|#(?![>-])|\b(?:insert|update|delete|merge)\b")
 """Text that begins a comment, ends the statement, or writes. `#>` and `#-` are operators of PostgreSQL."""
@@ -137,15 +137,6 @@ def unchanged_by_raising(table: sa.Table) -> dict[sa.Column[Any], sa.Column[Any]
         for column in table.c
         if (column.onupdate is not None or column.server_onupdate is not None) and column.computed is None
     }
-
-
-def wants_token(statement: Any, rows: Iterable[Row]) -> bool:
-    """Tell whether a statement has the guard's condition, but some row has no token for it."""
-    return any(
-        getattr(element, "key", None) == TOKEN_BIND and not all(TOKEN_BIND in row for row in rows)
-        for part in where_of(statement)
-        for element in visitors.iterate(part)
-    )
 
 
 def refuse_fence_assignment(keys: Iterable[str], fenced: FencedTable) -> None:
@@ -294,13 +285,11 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
     write = source.c[fenced.write.key]
     where: list[Any] = []
     own: list[Any] = []
-    has_token, given = False, None
+    given = None
     for part in criteria_of(where_of(statement)):
-        token, loaded = compared(part, fence, operators.le), compared(part, write, operators.eq)
-        is_token = token is not None and token.key == TOKEN_BIND  # as `fenced_update` builds it
-        has_token, given = has_token or is_token, loaded if given is None else given
-        is_own = is_token or loaded is not None
-        (own if is_own else where).append(part if is_own else parenthesised(part))
+        loaded = compared(part, write, operators.eq)
+        given = loaded if given is None else given
+        (where if loaded is None else own).append(parenthesised(part) if loaded is None else part)
     statement = with_where(statement, (*where, *own))
     columns = fenced.template.columns
     pinned = equality_binds(where, source, (*fenced.table.primary_key, *columns.values()))
@@ -326,10 +315,9 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
     if shifts_ids:
         statement = shift_ids(statement, fenced, sa.bindparam(SHIFT_BIND, type_=sa.BigInteger))
     token_bind = sa.bindparam(TOKEN_BIND, type_=sa.BigInteger)
-    is_optional = fenced.is_optional and origin in {"objects", "blind", "core"} and not has_token
+    is_optional = fenced.is_optional and origin in {"objects", "blind", "core"}
     is_optional = is_optional and not keeps_order(statement)
-    if not has_token:
-        statement = statement.where(passes(fence, token_bind, optional=is_optional))
+    statement = statement.where(passes(fence, token_bind, optional=is_optional))
     if is_optional and assigns:
         statement = statement.values({fence.key: raised(fence, token_bind, optional=True)})
     if len(resource_binds) == len(columns) and origin in {"core", "claim"}:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
-from sqlalchemy import Executable
 from sqlalchemy.engine import Connection, Transaction, TwoPhaseTransaction
 from sqlalchemy.orm import Session
 
@@ -24,7 +23,7 @@ from fencelock.errors import StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
 from fencelock.guard.events import report_without_lease
 from fencelock.guard.exact import keeps_snapshot
-from fencelock.guard.sessions import CONNECTIONS, began, blocking, join, owner_of
+from fencelock.guard.sessions import CONNECTIONS, began, blocking, owner_of
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
@@ -204,13 +203,8 @@ def end_early(session: Session, *, committed: bool) -> None:
             leases.end(committed=committed, in_doubt=False)
 
 
-def note_token(target: Connection | Session, statement: Executable, token: int) -> None:
+def note_token(connection: Connection, token: int) -> None:
     """Note that a transaction writes with this token, and so needs the leases that have the token."""
-    if isinstance(target, Session):
-        connection = target.connection(bind_arguments={"clause": statement})
-        join(connection, target)
-    else:
-        connection = target
     leases = leases_on(connection)
     for lease in leases.candidates(connection).values():
         if lease.fencing_token == token:

@@ -20,9 +20,9 @@ from sqlalchemy.sql.schema import ScalarElementColumnDefault
 from fencelock.errors import FenceError, LockLostError, UnfencedWriteError
 from fencelock.guard import _sqlalchemy as private
 from fencelock.guard import conditions
-from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Options, Origin, Row, Rows
+from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION, GuardedStatement, Options, Origin, Row, Rows
 from fencelock.guard.exact import TOKEN_BIND
-from fencelock.guard.leases import TokenLookup, refuse_autocommit
+from fencelock.guard.leases import TokenLookup, note_token, refuse_autocommit
 from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
 from fencelock.guard.refused import refuse
@@ -33,11 +33,13 @@ from fencelock.guard.tables import (
     FencedTable,
     base_of,
     fenced_table,
+    known,
     new_write_id,
     underlying,
 )
 from fencelock.guard.text import GUARDED
 from fencelock.guard.verdict import Verdict
+from fencelock.tokens import check as check_token
 
 _Execute: TypeAlias = Callable[[Any, Connection, Rows, Options], CursorResult[Any]]
 """Executes a statement on a connection, once for each row of parameters, with these options."""
@@ -48,12 +50,15 @@ def guarding(execute: _Execute) -> _Execute:
         table = statement.table
         fenced = fenced_table(table)
         base = base_of(table) if fenced is None else None
-        if fenced is None and base is None:
-            return execute(statement, connection, rows, options)  # the most frequent case, so it comes first
+        if fenced is None and base is None:  # the most frequent case, so it comes first
+            if TOKEN_OPTION in options or TOKEN_OPTION in statement.get_execution_options():
+                known(table)  # raises, because the table has no fence
+            return execute(statement, connection, rows, options)
         merged = private.options_to_execute(statement).merge_with(
             private.options_to_execute(connection), options
         )
         verdict = None
+        _check_option(connection, merged)
         try:
             if is_bypassed(merged, connection):
                 statement = _bypassing(connection, statement, fenced, rows, merged)
@@ -86,11 +91,21 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
             computed.remove(column)
 
 
+def _check_option(connection: Connection, options: Options) -> None:
+    if (token := options.get(TOKEN_OPTION)) is not None:
+        check_token(token)
+        if TOKEN_OPTION in connection.get_execution_options():
+            raise ValueError(
+                "execution_options(fencing_token=…) is for one statement, and not for a connection or an "
+                "engine; for all writes of a transaction, bind(connection, Lease(resource, token))"
+            )
+
+
 def _bypassing(
     connection: Connection, statement: Any, fenced: FencedTable | None, rows: Rows, options: Options
 ) -> Any:
     """Return a statement that bypasses the guard. Most UPDATEs still give their rows new write ids."""
-    if conditions.TOKEN_OPTION in options or conditions.wants_token(statement, rows or [{}]):
+    if options.get(TOKEN_OPTION) is not None:
         refuse_bypass(options, connection)
     by = 0
     if fenced is not None and isinstance(statement, Update):  # a joined sub-table has no ids
@@ -106,11 +121,13 @@ def _bypassing(
 def _guarded(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Rows, options: Options
 ) -> tuple[Any, Rows, Verdict | None]:
-    given: int | None = options.get(conditions.TOKEN_OPTION)
+    given: int | None = options.get(TOKEN_OPTION)
     flush = flush_of(connection, fenced, options) if given is None else None
     lookup = flush or TokenLookup(connection, fenced, given=given)
     refuse_autocommit(lookup.leases, connection, options, fenced.name)
     lookup.check()
+    if given is not None and conditions.CLAIM_OPTION not in options:
+        note_token(connection, given)
     if isinstance(statement, Insert):
         return statement, _stamp_insert(statement, fenced, rows, lookup), None
     if flush is not None:
@@ -190,7 +207,7 @@ def _stamp_rows(
     by = new_write_id()
     stamped = []
     if not form.is_optional:
-        lookup.is_optional = False  # the condition of `fenced_update`, for instance, always needs a token
+        lookup.is_optional = False  # an UPDATE with ordered values, for instance, always needs a token
     for given in rows:
         row = dict(given)
         state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None

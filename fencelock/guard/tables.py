@@ -324,6 +324,22 @@ def fenced_table(target: object) -> FencedTable | None:
     return register(FencedTable(table, template, list(original.of_models)))
 
 
+def known(target: FromClause) -> FencedTable:
+    """Return the record of a fenced table; ValueError if it has no fence."""
+    fenced = fenced_table(target)
+    if fenced is not None:
+        return fenced
+    table = underlying(target)
+    if not isinstance(table, Table) or FENCE_COLUMN not in table.c:
+        raise ValueError(
+            f"{getattr(table, 'name', target)!r} is not fenced: it has no column {FENCE_COLUMN!r}; give the "
+            f"model the mixin FencedModel, or the Table a fence_column()"
+        )
+    template = template_of(table, table.name)
+    check_write_column(table, table.name)
+    return register(FencedTable(table, template))
+
+
 def base_of(target: object) -> FencedTable | None:
     """Return the fenced table whose rows this table completes (joined inheritance), or None."""
     table = underlying(target)

@@ -73,7 +73,7 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
     )
     return UnfencedWriteError(
         f"this statement may write to the fenced table {name!r} and is not guarded: write through the model, "
-        f"fenced_update(), fenced_delete() or upsert(), outside of WITH; as text, write {line}; or, if no "
+        f"update(), delete() or upsert(), outside of WITH; as text, write {line}; or, if no "
         f"fence is wanted, execution_options(fencelock='bypass')"
     )
 

@@ -256,10 +256,10 @@ def _lack(message: str, statement: str) -> FenceError | None:
     for column in (FENCE_COLUMN, WRITE_COLUMN):
         if column in message and _MISSING_COLUMN.search(message):
             return FenceError(
-                f"the database lacks the column {column!r} of a fenced table ({message}); in a migration, "
-                f'op.add_fence("{table}"), which fencelock[alembic] brings, adds both columns of the guard, '
-                f'and op.add_column("{table}", sa.Column("{column}", sa.BigInteger(), nullable=False, '
-                f'server_default=sa.text("0"))) adds this one'
+                f"the database lacks the column {column!r} of a fenced table ({message}); add it in a "
+                f'migration: op.add_fence("{table}") for both columns, which fencelock[alembic] brings; or '
+                f'op.add_column("{table}", sa.Column("{column}", sa.BigInteger(), nullable=False, '
+                f'server_default=sa.text("0")))'
             )
     return None
 

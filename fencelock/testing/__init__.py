@@ -144,7 +144,7 @@ def lost_lease(resource: str) -> Iterator[Lease]:
 
     These are the leases that this process holds when the block begins, and those that it acquires in it. The
     first write under such a lease raises `LockLostError`, even if the block acquires no lock. A statement
-    with an explicit token, as in `execute_fenced`, uses no lease: only the database compares the token.
+    with `execution_options(fencing_token=…)` uses no lease: only the database compares the token.
 
     ```python
     with lost_lease("order:1"), pytest.raises(LockLostError):

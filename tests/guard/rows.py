@@ -13,7 +13,7 @@ from sqlalchemy import Column, Connection, Delete, Engine, Insert, MetaData, Tab
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
-from fencelock import Lease, bind, execute_fenced, fenced_delete
+from fencelock import Lease, bind
 from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.tokens import MAX_TOKEN
@@ -51,7 +51,7 @@ def empty(connection: Connection, metadata: MetaData) -> None:
     """Delete all rows of all tables, with the largest token, which even strict triggers let pass."""
     for table in reversed(metadata.sorted_tables):
         if FENCE_COLUMN in table.c:
-            execute_fenced(connection, fenced_delete(table), token=MAX_TOKEN)
+            connection.execute(delete(table), execution_options={"fencing_token": MAX_TOKEN})
         else:
             connection.execute(delete(table), execution_options={"fencelock": "bypass"})
 

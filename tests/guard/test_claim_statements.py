@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, event, insert, select
+from sqlalchemy import Engine, event, insert, select, update
 from sqlalchemy.exc import NoResultFound
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, with_loader_criteria
@@ -85,10 +85,8 @@ def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_co
         session.commit()
         with engine.begin() as connection:
             connection.execute(insert(Note), {"id": 2, "account_id": 1, "text": "more"})
-            statement = (
-                fencelock.fenced_update(Account).where(Account.id == 1).values(status="paid", remark="much")
-            )
-            fencelock.execute_fenced(connection, statement, token=OLD)
+            statement = update(Account).where(Account.id == 1).values(status="paid", remark="much")
+            connection.execute(statement, execution_options={"fencing_token": OLD})
         with statements(engine) as sent:
             assert claim(session, Account, 1) is known
             assert known.status == "paid"

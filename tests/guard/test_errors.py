@@ -10,7 +10,7 @@ from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
-from fencelock import Lease, UnfencedWriteError, bind, claim, claim_all, execute_fenced, gate, upsert
+from fencelock import Lease, UnfencedWriteError, bind, claim, claim_all, gate, upsert
 from tests.guard.rows import Act, InMemory, holding, turned_away
 
 
@@ -33,16 +33,16 @@ def engine(in_memory: InMemory) -> Engine:
 
 
 def test_a_fenced_statement_where_nothing_is_guarded(engine: Engine) -> None:
-    """With the engine's, the connection's and the statement's own option, with a token and without."""
-    statement = fencelock.fenced_update(Row).where(Row.id == 1).values(value=1)
+    """With the engine's, the connection's and the statement's own option, because no fence is compared there."""
+    statement = update(Row).where(Row.id == 1).values(value=1)
     bypassing = engine.execution_options(fencelock="bypass")
-    for token in (None, 5):
-        with bypassing.connect() as connection, pytest.raises(UnfencedWriteError, match="bypass"):
-            execute_fenced(connection, statement, token=token)
-        with Session(bypassing) as session, pytest.raises(UnfencedWriteError, match="bypass"):
-            execute_fenced(session, fencelock.fenced_delete(Row), token=token)
-        with Session(engine) as session, pytest.raises(UnfencedWriteError, match="bypass"):
-            execute_fenced(session, statement.execution_options(fencelock="bypass"), token=token)
+    given = {"fencing_token": 5}
+    with bypassing.connect() as connection, pytest.raises(UnfencedWriteError, match="bypass"):
+        connection.execute(statement, execution_options=given)
+    with Session(bypassing) as session, pytest.raises(UnfencedWriteError, match="bypass"):
+        session.execute(delete(Row), execution_options=given)
+    with Session(engine) as session, pytest.raises(UnfencedWriteError, match="bypass"):
+        session.execute(statement.execution_options(fencelock="bypass"), execution_options=given)
 
 
 def test_a_gate_of_a_session_with_several_databases(engine: Engine) -> None:

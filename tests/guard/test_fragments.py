@@ -15,7 +15,7 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, with_loader_criteria
 
 import fencelock
-from fencelock import FencedModel, Lease, UnfencedWriteError, execute_fenced, fenced_delete
+from fencelock import FencedModel, Lease, UnfencedWriteError
 from tests.guard.rows import Act, holding, on_sqlite_alone, turned_away
 
 STALE, FENCE = 5, 9
@@ -87,10 +87,12 @@ STATEMENTS: dict[str, Act] = {
     "update, text within": lambda s: s.execute(
         update(orders).where(or_(text(OR_TEXT), orders.c.id == 7)).values(status="stale")
     ),
-    "fenced_update": lambda s: execute_fenced(
-        s, fencelock.fenced_update(Order).where(text(OR_TEXT)).values(status="stale"), token=STALE
+    "update, explicit token": lambda s: s.execute(
+        update(Order).where(text(OR_TEXT)).values(status="stale"), execution_options={"fencing_token": STALE}
     ),
-    "fenced_delete": lambda s: execute_fenced(s, fenced_delete(Order).where(text(OR_TEXT)), token=STALE),
+    "delete, explicit token": lambda s: s.execute(
+        delete(Order).where(text(OR_TEXT)), execution_options={"fencing_token": STALE}
+    ),
     "update, an operator that binds less tightly than it says": lambda s: s.execute(
         update(orders)
         .where((orders.c.id == 2).op("OR", precedence=10)(orders.c.id == 1))

@@ -28,7 +28,7 @@ from sqlalchemy.exc import OperationalError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, SessionTransaction, mapped_column
 
 import fencelock
-from fencelock import FencedModel, Lease, StaleTokenError, bind, claim, fenced_text, fenced_update, upsert
+from fencelock import FencedModel, Lease, StaleTokenError, bind, claim, fenced_text, upsert
 from tests.guard.rows import Keyed, bypassed, rows_of
 
 SHARED = [HealthCheck.function_scoped_fixture]  # each example empties the database itself
@@ -132,8 +132,8 @@ class Worker:
         """Append in the database, by the fenced construct."""
         if not self._guarded:
             return self.statement(row, mark)  # the construct itself does not work without a token
-        longer = fenced_update(Entry).where(*which(row)).values(log=Entry.log.concat(mark))
-        fencelock.execute_fenced(self.session, longer)
+        longer = update(Entry).where(*which(row)).values(log=Entry.log.concat(mark))
+        self.session.execute(longer)
         return self.session.expire_all()
 
     def textual(self, row: int, mark: str) -> None:

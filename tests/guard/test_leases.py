@@ -385,9 +385,6 @@ ENDED_WRITES: dict[str, Act] = {
     "claim_all": lambda session: fencelock.claim_all(session, select(Ticket).where(Ticket.id == 1)),
     "gate": lambda session: fencelock.gate(session, "ticket:1"),
     "upsert": lambda session: fencelock.upsert(session, Ticket, [{"id": 1, "seat": "b"}]),
-    "execute_fenced": lambda session: fencelock.execute_fenced(
-        session, fencelock.fenced_update(Ticket).where(Ticket.id == 1).values(seat="b")
-    ),
 }
 
 

@@ -17,7 +17,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 from sqlalchemy.orm.exc import StaleDataError
 
 import fencelock
-from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, execute_fenced, fenced_update
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
 from tests.guard.rows import Keyed, bypassed, on_sqlite_alone, rows_of, turned_away
 
 
@@ -141,10 +141,6 @@ def fences(engine: Engine) -> list[int]:
 
 
 BY_NAME: dict[str, Callable[[Session, str], object]] = {
-    "fenced_update": lambda s, sku: execute_fenced(
-        s.connection(), fenced_update(Stock).where(Stock.sku == sku).values(count=9)
-    ),
-    "fenced_delete": lambda s, sku: execute_fenced(s, fencelock.fenced_delete(Stock).where(Stock.sku == sku)),
     "update": lambda s, sku: s.execute(update(Stock).where(Stock.sku == sku).values(count=9)),
     "update, more criteria": lambda s, sku: s.execute(
         update(Stock).where(Stock.sku == sku, Stock.count < 7).values(count=9)
@@ -224,7 +220,7 @@ def test_text_beyond_ascii_is_found(session: Session) -> None:
         bind(session, Lease(f"stock:{name}!", 7))
         session.add(Part(id=key, sku=name))
         session.flush()
-        written = execute_fenced(session, fenced_update(Part).where(Part.sku == name).values(count=1))
+        written: Any = session.execute(update(Part).where(Part.sku == name).values(count=1))
         assert written.rowcount == 1, name
         session.get_one(Part, key).count = 2
         session.commit()

@@ -254,9 +254,6 @@ NEEDY: dict[str, Act] = {
     "claim": lambda session: claim(session, Order, ORDER),
     "gate": lambda session: gate(session, "order:1"),
     "fenced_text": lambda session: session.execute(TEXT),
-    "fenced_update": lambda session: fencelock.execute_fenced(
-        session, fencelock.fenced_update(Order).where(Order.id == ORDER).values(total=1)
-    ),
     "ordered_values": lambda session: session.execute(
         update(Order).where(Order.id == ORDER).ordered_values((Order.total, 1))
     ),

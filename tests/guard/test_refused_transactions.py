@@ -21,7 +21,7 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 
 import fencelock
-from fencelock import FencelockError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, execute_fenced
+from fencelock import FencelockError, Lease, StaleTokenError, UnfencedWriteError, bind, claim
 from fencelock.guard.triggers import create, drop
 from tests.door import Door
 from tests.guard.rows import Act, ForAsyncio, Keyed, holding, rows_of, turned_away
@@ -82,9 +82,8 @@ CORE: dict[str, Way] = {
     "by key": lambda target: target.execute(update(Row).where(Row.id == 1).values(value=1)),
     "by criteria": lambda target: target.execute(update(Row).where(Row.value == 0).values(value=1)),
     "DELETE": lambda target: target.execute(delete(Row).where(Row.id == 1)),
-    "fenced_update": lambda target: execute_fenced(target, fencelock.fenced_update(Row).values(value=1)),
+    "all rows": lambda target: target.execute(update(Row).values(value=1)),
     "fenced_text": lambda target: target.execute(TEXT, {"id": 1}),
-    "fenced_delete": lambda target: execute_fenced(target, fencelock.fenced_delete(Row).where(Row.id == 1)),
 }
 ORM: dict[str, Way] = {
     "flush": flush,
@@ -158,7 +157,7 @@ def after_it(holder: Holder) -> None:
             session.commit,
             lambda: note(session, 2),
             lambda: session.scalars(select(Note)).all(),
-            lambda: execute_fenced(session, fencelock.fenced_update(Row).values(value=1), token=9),
+            lambda: session.execute(update(Row).values(value=1), execution_options={"fencing_token": 9}),
             lambda: note(session.connection(), 2),
         ]
         for act in acts:
@@ -481,7 +480,7 @@ def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: ForAsyncio) -
                     await connection.run_sync(lambda each: holder.refused(holder.bound(each)))
         await target.dispose()
 
-    for way in ("by key", "fenced_update", "claim", "upsert"):
+    for way in ("by key", "all rows", "claim", "upsert"):
         asyncio.run(main(for_asyncio(engine), Holder(engine, StaleTokenError, way)))
     assert notes(engine) == []
 

@@ -9,13 +9,13 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, insert, orm, select, update
+from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, delete, insert, orm, select, update
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
-from sqlalchemy.orm import Mapped, Session, aliased, mapped_column, scoped_session, sessionmaker
+from sqlalchemy.orm import Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 import fencelock
-from fencelock import conditional_delete, conditional_update, execute_fenced, fenced_delete, fenced_update
+from fencelock import conditional_delete, conditional_update
 from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import Postgres
@@ -60,15 +60,14 @@ def order(engine: Engine, identity: int = 1) -> tuple[str, int]:
         return tuple(connection.execute(columns).one())  # type: ignore[return-value]
 
 
-PAID = fenced_update(Order).where(Order.id == 1).values(status="paid")
+PAID = update(Order).where(Order.id == 1).values(status="paid")
 
 
-def test_the_condition_is_in_the_sql() -> None:
-    assert "last_fencing_token <= :fencelock_token" in str(PAID)
-    assert "last_fencing_token <= :fencelock_token" in str(fenced_delete(aliased(Order)))
+def given(token: int) -> dict[str, int]:
+    return {"fencing_token": token}
 
 
-THROUGH: dict[str, Callable[[scoped_session[Session]], Session | sa.Connection | scoped_session[Session]]] = {
+THROUGH: dict[str, Callable[[scoped_session[Session]], Any]] = {
     "session": lambda scoped: scoped(),
     "scoped session": lambda scoped: scoped,
     "connection": lambda scoped: scoped.connection(),
@@ -77,10 +76,15 @@ THROUGH: dict[str, Callable[[scoped_session[Session]], Session | sa.Connection |
 
 @on_sqlite_alone
 @pytest.mark.parametrize("through", THROUGH)
-def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
+@pytest.mark.parametrize("where", ["statement", "execute"])
+def test_an_explicit_token_needs_no_lease(engine: Engine, through: str, where: str) -> None:
     scoped = scoped_session(sessionmaker(engine))
     try:
-        assert execute_fenced(THROUGH[through](scoped), PAID, token=6).rowcount == 1
+        if where == "execute":
+            written = THROUGH[through](scoped).execute(PAID, execution_options=given(6))
+        else:
+            written = THROUGH[through](scoped).execute(PAID.execution_options(fencing_token=6))
+        assert written.rowcount == 1
         scoped.commit()
     finally:
         scoped.remove()
@@ -89,31 +93,15 @@ def test_an_explicit_token_needs_no_lease(engine: Engine, through: str) -> None:
 
 @on_sqlite_alone
 @pytest.mark.parametrize("for_asyncio", [0], indirect=True)
-def test_coroutines_are_told_to_use_run_sync(engine: Engine, for_asyncio: ForAsyncio) -> None:
-    """The error says what to write, that is what works, and nothing has been written before."""
-
+def test_coroutines_give_a_token_in_the_same_way(engine: Engine, for_asyncio: ForAsyncio) -> None:
     async def main() -> None:
         aengine = for_asyncio(engine)
         scoped = async_scoped_session(async_sessionmaker(aengine), scopefunc=asyncio.current_task)
         async with AsyncSession(aengine) as session, aengine.connect() as connection:
-            for target, kind, way in (
-                (session, "AsyncSession", "session.run_sync"),
-                (scoped, "async_scoped_session", "session().run_sync"),
-                (connection, "AsyncConnection", "connection.run_sync"),
-            ):
-                with pytest.raises(TypeError) as told:
-                    execute_fenced(target, PAID, token=6)  # type: ignore[arg-type]
-                assert f"not {kind}; in coroutines write `await {way}(execute_fenced, …)`" in str(told.value)
-                with pytest.raises(TypeError) as told:
-                    fencelock.upsert(target, Order, [{"id": 1, "status": "paid"}])  # type: ignore[arg-type]
-                other = way.replace("connection", "session")
-                assert f"not {kind}; in coroutines write `await {other}(upsert, …)`" in str(told.value)
-            assert (await session.run_sync(execute_fenced, PAID, token=6)).rowcount == 1
-            await session.commit()
-            await scoped().run_sync(execute_fenced, PAID, token=7)
-            await scoped.commit()
-            await connection.run_sync(execute_fenced, PAID, token=8)
-            await connection.commit()
+            targets: tuple[Any, ...] = (session, scoped, connection)
+            for token, target in enumerate(targets, 6):
+                await target.execute(PAID, execution_options=given(token))
+                await target.commit()
         await scoped.remove()
         await aengine.dispose()
 
@@ -124,9 +112,10 @@ def test_coroutines_are_told_to_use_run_sync(engine: Engine, for_asyncio: ForAsy
 def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:
     """Nothing matched because of the fence: StaleTokenError, and nothing can be committed."""
     with engine.connect() as connection:
-        execute_fenced(connection, fenced_update(Order).where(Order.id == 2).values(status="x"), token=9)
+        other = update(Order).where(Order.id == 2).values(status="x")
+        connection.execute(other, execution_options=given(9))
         with pytest.raises(fencelock.StaleTokenError) as caught:
-            execute_fenced(connection, PAID, token=4)
+            connection.execute(PAID, execution_options=given(4))
         with pytest.raises(PendingRollbackError, match="token 4 is stale"):
             connection.commit()
     assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, 5)
@@ -137,70 +126,113 @@ def test_an_explicit_token_below_the_fence_is_stale(engine: Engine) -> None:
 def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
     with Session(engine) as session:
         with turned_away(session, fencelock.UnfencedWriteError):
-            execute_fenced(session, PAID)
+            session.execute(PAID)
         fencelock.bind(session, fencelock.Lease("order:1", 7))
-        execute_fenced(session, PAID)
-        session.execute(fenced_update(Order).where(Order.id == 1).values(status="sent"))
+        session.execute(PAID)
+        session.execute(PAID.values(status="sent"), execution_options={"fencing_token": None})
         session.commit()
     assert order(engine) == ("sent", 7)
 
 
 def test_parameters_execute_for_each(engine: Engine) -> None:
-    statement = fenced_update(Order.__table__).where(Order.__table__.c.id == sa.bindparam("which"))
+    orders: Any = Order.__table__
+    statement = update(orders).where(orders.c.id == sa.bindparam("which"))
     several = [{"which": n, "status": "paid"} for n in (1, 2, 3)]
     with engine.begin() as connection:
-        execute_fenced(connection, statement, several, token=6)
+        connection.execute(statement, several, execution_options=given(6))
     assert order(engine, 2) == ("paid", 6)
     with engine.connect() as connection, pytest.raises(fencelock.StaleTokenError) as caught:
-        execute_fenced(connection, statement, several, token=5)
+        connection.execute(statement, several, execution_options=given(5))
     assert caught.value.identity == (1,)
 
 
 #: A table without the column.
 free = Table("sq_free", MetaData(), Column("id", Integer))
-MISTAKES: dict[str, tuple[Callable[[sa.Connection], object], type[Exception], str | None]] = {
-    "no fence": (lambda _: fenced_update(free), ValueError, "not fenced"),
-    "a resource that nobody knows": (
-        lambda _: fenced_update(plain),  # as a table is that was reflected
+MISTAKES: dict[str, tuple[Callable[[sa.Connection], object], type[Exception], str]] = {
+    "a table without a fence": (
+        lambda c: c.execute(insert(free).values(id=1), execution_options=given(1)),
+        ValueError,
+        "'sq_free' is not fenced",
+    ),
+    "a table without a fence, on the statement": (
+        lambda c: c.execute(delete(free).execution_options(fencing_token=1)),
+        ValueError,
+        "'sq_free' is not fenced",
+    ),
+    "a resource that nobody knows": (  # as a table is that was reflected
+        lambda c: c.execute(update(plain).values(note="x"), execution_options=given(6)),
         fencelock.FenceError,
         r"sq_plain is fenced .* fence_column\(resource=",
     ),
-    "INSERT without a fence": (lambda c: execute_fenced(c, insert(free), token=1), ValueError, "not fenced"),
-    "no write": (lambda c: execute_fenced(c, select(Order), token=1), TypeError, None),  # type: ignore[arg-type]
-    "an engine": (
-        lambda c: execute_fenced(c.engine, PAID, token=6),  # type: ignore[arg-type]
-        TypeError,
-        r"execute_fenced takes a Session or a Connection, not OptionEngine$",
+    "a connection's option": (
+        lambda c: c.execution_options(fencing_token=6).execute(PAID),
+        ValueError,
+        "is for one statement",
+    ),
+    "an engine's option": (
+        lambda c: c.engine.execution_options(fencing_token=6).connect().execute(PAID),
+        ValueError,
+        "is for one statement",
+    ),
+    "the option of a connection that flushes": (
+        lambda c: flush(Session(c.execution_options(fencing_token=6))),
+        ValueError,
+        "is for one statement",
+    ),
+    "bypassed": (
+        lambda c: c.execute(PAID, execution_options=given(6) | {"fencelock": "bypass"}),
+        fencelock.UnfencedWriteError,
+        "bypass",
     ),
     **{
-        f"token {token}": (
-            lambda c, token=token: execute_fenced(c, PAID, token=token),  # type: ignore[misc]
-            ValueError,
-            "fencing token",
+        f"token {token!r}": (
+            lambda c, token=token: c.execute(PAID, execution_options=given(token)),  # type: ignore[misc]
+            error,
+            "token",
         )
-        for token in (0, -1, MAX_TOKEN + 1)
+        for token, error in (
+            *dict.fromkeys((0, -1, MAX_TOKEN + 1), ValueError).items(),
+            *dict.fromkeys(("6", 6.0), TypeError).items(),
+        )
     },
 }
+
+
+def flush(session: Session) -> None:
+    with session:
+        fencelock.bind(session, fencelock.Lease("order:1", 6))
+        session.get_one(Order, 1).status = "x"
+        session.flush()
 
 
 @on_sqlite_alone
 @pytest.mark.parametrize(("act", "error", "match"), MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_is_told(
-    engine: Engine, act: Callable[[sa.Connection], object], error: type[Exception], match: str | None
+    engine: Engine, act: Callable[[sa.Connection], object], error: type[Exception], match: str
 ) -> None:
     with engine.connect() as connection, pytest.raises(error, match=match):
         act(connection)
+    assert order(engine) == ("new", 5)
 
 
 @on_sqlite_alone
-def test_any_statement_is_fenced(engine: Engine) -> None:
-    """execute_fenced takes any UPDATE, DELETE or INSERT of a fenced table; a row may not be there."""
+def test_each_statement_takes_a_token(engine: Engine) -> None:
+    """An UPDATE, DELETE or INSERT of a fenced table, and text; a row may not be there."""
+    paying = fencelock.fenced_text(
+        "UPDATE sq_orders SET status = 'text', last_fencing_token = :fencing_token,"
+        " last_write_id = :fencing_write_id WHERE id = 1 AND last_fencing_token <= :fencing_token",
+        Order,
+    )
     with engine.begin() as connection:
-        assert execute_fenced(connection, fenced_delete(Order).where(Order.id == 9), token=6).rowcount == 0
-        assert execute_fenced(connection, fenced_delete(Order).where(Order.id == 2), token=6).rowcount == 1
-        execute_fenced(connection, update(Order).where(Order.id == 1).values(status="x"), token=6)
-        execute_fenced(connection, insert(Order).values(id=3, status="x"), token=6)
-    assert order(engine) == order(engine, 3) == ("x", 6)
+        for statement, matched in (
+            (delete(Order).where(Order.id == 9), 0),
+            (delete(Order).where(Order.id == 2), 1),
+            (update(Order).where(Order.id == 1).values(status="x"), 1),
+            (insert(Order).values(id=3, status="text"), 1),
+            (paying, 1),
+        ):
+            assert connection.execute(statement, execution_options=given(6)).rowcount == matched
+    assert order(engine) == order(engine, 3) == ("text", 6)
 
 
 ODD = ["select", "Robert'); DROP TABLE x;--", 'a"b', "", "a b", "é", "1a", "a;b", "a."]
@@ -224,7 +256,7 @@ BAD: list[tuple[Callable[[], object], type[Exception], str | None]] = [
     (lambda: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),
     (lambda: conditional_update(5, {"a": 1}, ROW, 1), TypeError, "a Table or a model"),
     (lambda: conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),
-    (lambda: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "needs quotes"),
+    (lambda: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "no name"),
     *(
         (lambda token=token: conditional_update("t", {}, ROW, token), error, match)
         for tokens, error, match in (
@@ -233,7 +265,10 @@ BAD: list[tuple[Callable[[], object], type[Exception], str | None]] = [
         )
         for token in tokens
     ),
-    *((lambda given=given: conditional_update(*given), ValueError, "needs quotes") for given in UNQUOTED),
+    *(
+        (lambda given=given: conditional_update(*given), ValueError, "needs quotes|is no name")
+        for given in UNQUOTED
+    ),
 ]
 
 
@@ -246,20 +281,22 @@ def test_bad_arguments_are_refused(
 
 
 PARAMSTYLES = {
-    "qmark": "a = ?, last_fencing_token = ?, last_write_id = ? WHERE k = ? AND last_fencing_token <= ?",
-    "format": "a = %s, last_fencing_token = %s, last_write_id = %s WHERE k = %s AND last_fencing_token <= %s",
+    "qmark": "a=?, last_fencing_token=?, last_write_id=? WHERE s.t.k = ? AND s.t.last_fencing_token <= ?",
+    "format": (
+        "a=%s, last_fencing_token=%s, last_write_id=%s WHERE s.t.k = %s AND s.t.last_fencing_token <= %s"
+    ),
     "numeric": (
-        "a = :1, last_fencing_token = :2, last_write_id = :3 WHERE k = :4 AND last_fencing_token <= :5"
+        "a=:1, last_fencing_token=:2, last_write_id=:3 WHERE s.t.k = :4 AND s.t.last_fencing_token <= :5"
     ),
     "numeric_dollar": (
-        "a = $1, last_fencing_token = $2, last_write_id = $3 WHERE k = $4 AND last_fencing_token <= $5"
+        "a=$1, last_fencing_token=$2, last_write_id=$3 WHERE s.t.k = $4 AND s.t.last_fencing_token <= $5"
     ),
     "named": (
-        "a = :p1, last_fencing_token = :p2, last_write_id = :p3 WHERE k = :p4 AND last_fencing_token <= :p5"
+        "a=:p1, last_fencing_token=:p2, last_write_id=:p3 WHERE s.t.k = :p4 AND s.t.last_fencing_token <= :p5"
     ),
     "pyformat": (
-        "a = %(p1)s, last_fencing_token = %(p2)s, last_write_id = %(p3)s "
-        "WHERE k = %(p4)s AND last_fencing_token <= %(p5)s"
+        "a=%(p1)s, last_fencing_token=%(p2)s, last_write_id=%(p3)s "
+        "WHERE s.t.k = %(p4)s AND s.t.last_fencing_token <= %(p5)s"
     ),
 }
 

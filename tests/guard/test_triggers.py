@@ -14,7 +14,7 @@ from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, delete,
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
-from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, execute_fenced, fenced_update
+from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError
 from fencelock.guard import fence_column, forget, triggers
 from fencelock.guard.tables import LIMIT
 from tests.guard.rows import Keyed, core_table, holding, rows_of, turned_away
@@ -91,15 +91,15 @@ def test_fence_cannot_be_lost_as_null(engine: Engine, shared_engine: Engine) -> 
 def test_many_rows_are_written_by_one_statement(engine: Engine) -> None:
     with engine.begin() as connection:
         rows = [{"id": number, "size": 0} for number in range(1, 40)]
-        execute_fenced(connection, insert(boxes), rows, token=3)
+        connection.execute(insert(boxes), rows, execution_options={"fencing_token": 3})
     with engine.begin() as connection:
         for number in range(2):
-            packed = fenced_update(boxes).values(size=number)
-            assert execute_fenced(connection, packed, token=FENCE).rowcount == 39
+            packed = update(boxes).values(size=number)
+            assert connection.execute(packed, execution_options={"fencing_token": FENCE}).rowcount == 39
     with engine.begin() as connection:
-        moved = fenced_update(boxes).where(boxes.c.id > 1).values(id=boxes.c.id + 100)
-        assert execute_fenced(connection, moved, token=FENCE).rowcount == 38
-        assert execute_fenced(connection, fencelock.fenced_delete(boxes), token=FENCE).rowcount == 39
+        moved = update(boxes).where(boxes.c.id > 1).values(id=boxes.c.id + 100)
+        assert connection.execute(moved, execution_options={"fencing_token": FENCE}).rowcount == 38
+        assert connection.execute(delete(boxes), execution_options={"fencing_token": FENCE}).rowcount == 39
 
 
 def bypass(connection: sa.Connection, statement: str) -> None:
@@ -186,11 +186,11 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
     table = core_table(name, resource="rows", trigger="strict")
     table.metadata.create_all(shared_engine)
     with shared_engine.begin() as connection:
-        execute_fenced(connection, insert(table), {"id": 1}, token=5)
+        connection.execute(insert(table), {"id": 1}, execution_options={"fencing_token": 5})
     with shared_engine.connect() as connection:
         assert triggers.installed(connection, name) == "strict"
         lower = update(table).values(last_fencing_token=4).execution_options(fencelock="bypass")
-        execute_fenced(connection, fenced_update(table).values(id=1), token=5)
+        connection.execute(update(table).values(id=1), execution_options={"fencing_token": 5})
         with pytest.raises(StaleTokenError) as caught:
             connection.execute(lower)
     assert caught.value.table == name
@@ -209,8 +209,8 @@ def test_tables_of_another_schema(shared_engine: Engine) -> None:
     with shared_engine.begin() as connection:
         assert triggers.installed(connection, "orders", schema=schema) == "strict"
         assert triggers.installed(connection, "orders") is False
-        execute_fenced(connection, insert(table), {"id": 1}, token=5)
-        execute_fenced(connection, fenced_update(table).values(id=2), token=5)
+        connection.execute(insert(table), {"id": 1}, execution_options={"fencing_token": 5})
+        connection.execute(update(table).values(id=2), execution_options={"fencing_token": 5})
     refusal(shared_engine, f"UPDATE {schema}.orders SET id = 3")
     metadata.drop_all(shared_engine)
     with shared_engine.begin() as connection:

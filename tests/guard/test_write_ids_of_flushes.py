@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, make_transient_to_detached
 
 import fencelock
-from fencelock import Lease, bind, execute_fenced, fenced_text, fenced_update, upsert
+from fencelock import Lease, bind, fenced_text, upsert
 from tests.guard import write_ids
 from tests.guard.listening import listening, statements
 from tests.guard.rows import ForAsyncio, bypassed, holding, on_sqlite_alone
@@ -303,7 +303,7 @@ def test_bulk_and_core_have_no_object(engine: Engine) -> None:
 
 
 class TestStatementsThatSayIt:
-    """`fenced_update(…, loaded=…)`, for those who know what they have read."""
+    """`where(Row.last_write_id == read)`, for programs that know what they have read."""
 
     @pytest.mark.parametrize("named", [True, False], ids=["by key", "by criteria"])
     @pytest.mark.parametrize("make", ["update", "delete"])
@@ -312,8 +312,8 @@ class TestStatementsThatSayIt:
 
         def statement(loaded: int) -> Any:
             if make == "update":
-                return fenced_update(Row, loaded=loaded).where(which).values(balance=1)
-            return fencelock.fenced_delete(Row, loaded=loaded).where(which)
+                return update(Row).where(Row.last_write_id == loaded).where(which).values(balance=1)
+            return delete(Row).where(Row.last_write_id == loaded).where(which)
 
         with bypassed(engine) as connection:
             connection.execute(delete(Row).where(Row.id == 2))
@@ -322,26 +322,25 @@ class TestStatementsThatSayIt:
             connection.rollback()
             change(engine)
             with refused(engine) as caught:
-                execute_fenced(connection, statement(read), token=MINE)
+                connection.execute(statement(read), execution_options={"fencing_token": MINE})
             assert caught.value.loaded == read
             assert caught.value.identity == ((1,) if named else None)
             connection.rollback()
             now = connection.scalars(select(Row.last_write_id)).one()
-            assert execute_fenced(connection, statement(now), token=MINE).rowcount == 1
+            assert connection.execute(statement(now), execution_options={"fencing_token": MINE}).rowcount == 1
             connection.commit()
 
     def test_takes_one_for_each_row(self, engine: Engine) -> None:
-        statement = fenced_update(Row, loaded=bindparam("seen")).where(Row.id == bindparam("key"))
+        statement = (
+            update(Row).where(Row.last_write_id == bindparam("seen")).where(Row.id == bindparam("key"))
+        )
         with engine.connect() as connection:
             read = connection.execute(select(Row.id.label("key"), Row.last_write_id.label("seen")))
             rows = [dict(row) for row in read.mappings()]
-            execute_fenced(connection, statement.values(balance=1), rows, token=MINE)
+            connection.execute(statement.values(balance=1), rows, execution_options={"fencing_token": MINE})
             connection.commit()
             with refused(engine, current=MINE):
-                execute_fenced(connection, statement.values(balance=2), rows[:1], token=MINE)
+                connection.execute(
+                    statement.values(balance=2), rows[:1], execution_options={"fencing_token": MINE}
+                )
         assert (stored(engine), stored(engine, key=2)) == (1, 1)
-
-    @pytest.mark.parametrize("loaded", [-1, 2**53, "5", 1.5])
-    def test_refuses_what_is_no_id(self, loaded: Any) -> None:
-        with pytest.raises((ValueError, TypeError), match="write id"):
-            fenced_update(Row, loaded=loaded)

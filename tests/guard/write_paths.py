@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from sqlalchemy import Column, ForeignKey, Integer, String, Table, bindparam, delete, insert, orm, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, registry, relationship
 
-from fencelock import FencedDataclassModel, FencedModel, execute_fenced, fenced_delete, fenced_update
+from fencelock import FencedDataclassModel, FencedModel
 from fencelock.tokens import MAX_TOKEN
 from tests.guard.rows import Act, Keyed, bypassed, core_table, empty
 
@@ -112,7 +112,9 @@ engineers: Table = Engineer.__table__  # type: ignore[assignment]
 def seed(engine: sa.Engine) -> None:
     fence = {"last_fencing_token": FENCE}
     with engine.begin() as connection:
-        execute_fenced(connection, fenced_update(orders).values(first_item_id=None), token=MAX_TOKEN)
+        connection.execute(
+            update(orders).values(first_item_id=None), execution_options={"fencing_token": MAX_TOKEN}
+        )
         empty(connection, Base.metadata)
     with bypassed(engine) as connection:
         connection.execute(insert(Tag), [{"id": 1}, {"id": 2}])
@@ -222,9 +224,6 @@ UPDATES: dict[str, Act] = {
         {"r": 1, "s": "a", "taken": 1},
         {"r": 1, "s": "none", "taken": 1},  # is not there
     ),
-    "fenced_update": lambda session: execute_fenced(
-        session, fenced_update(Order).where(Order.id == 1).values(status="paid")
-    ),
 }
 
 DELETES: dict[str, Act] = {
@@ -235,9 +234,7 @@ DELETES: dict[str, Act] = {
     "session.execute(delete)": executing(delete(Point).where(Point.id == 1)),
     "session.execute(delete), many rows": executing(delete(Box).where(boxes.c.size == 0)),
     "Query.delete": lambda session: session.query(Place).filter(Place.row == 1).delete(),
-    "fenced_delete": lambda session: execute_fenced(
-        session.connection(), fenced_delete(boxes).where(boxes.c.id == 1)
-    ),
+    "Core": lambda session: session.connection().execute(delete(boxes).where(boxes.c.id == 1)),
 }
 
 INSERTS: dict[str, Act] = {

@@ -30,8 +30,8 @@ LOCKS: Final = (
 )
 MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
 WRITING: Final = (
-    *("claim", "claim_all", "gate", "bind", "bypass", "upsert", "execute_fenced"),
-    *("fenced_update", "fenced_delete", "fenced_text", "conditional_update", "conditional_delete"),
+    *("claim", "claim_all", "gate", "bind", "bypass", "upsert"),
+    *("fenced_text", "conditional_update", "conditional_delete"),
     *("claim_async", "claim_all_async", "gate_async"),
     *("once", "once_async", "fenced_once", "receipt_table", "prune_receipts"),
     *("is_retryable", "http_status"),

@@ -26,11 +26,9 @@ from fencelock import (
     LockTimeoutError,
     StaleTokenError,
     UnfencedWriteError,
-    execute_fenced,
     fence_table,
     fenced_lock,
     fenced_transaction,
-    fenced_update,
 )
 from fencelock.guard import triggers
 from fencelock.testing import held_elsewhere, lost_lease, stale_writer, temporary_authority, unfenced
@@ -91,8 +89,8 @@ def pay(bind: Engine | Connection, number: int = 1, timeout: float = 0) -> None:
 def by_core(engine: Engine) -> None:
     """Write a row by a statement that has the token."""
     with fenced_lock("order:1") as token, engine.begin() as connection:
-        statement = fenced_update(Order).where(Order.id == 1).values(status="paid")
-        execute_fenced(connection, statement, token=token)
+        statement = update(Order).where(Order.id == 1).values(status="paid")
+        connection.execute(statement, execution_options={"fencing_token": token})
 
 
 def in_one_transaction(engine: Engine) -> None:
