@@ -22,7 +22,7 @@ from sqlalchemy import Engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from fencelock._locking import fenced_lock
-from fencelock.guard import once, once_async
+from fencelock.guard import once
 from fencelock.lock.decorator import check_function, fill
 from fencelock.lock.options import AllLockSettings
 from fencelock.transaction import transaction_of
@@ -150,7 +150,7 @@ class _Call(NamedTuple):
         return receipt.result
 
     async def in_async_session(self, session: AsyncSession) -> Any:
-        receipt = await once_async(session, self.key, fingerprint=self.fingerprint)
+        receipt = await once(session, self.key, fingerprint=self.fingerprint)
         if not receipt.done:
             receipt.is_working = True  # refuses a COMMIT by the function
             receipt.result = await self._work(session)

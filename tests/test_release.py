@@ -24,7 +24,6 @@ from fencelock import (
     UnfencedWriteError,
     bind,
     claim,
-    claim_async,
     fenced_text,
     gate,
 )
@@ -395,7 +394,7 @@ def test_tasks_release_without_waiting_for_it(
         async with AsyncSession(engine) as session:
             for end in (session.commit, session.rollback, session.close):
                 async with authority.lock("account:1"):
-                    (await claim_async(session, Account, 1)).balance -= 10
+                    (await claim(session, Account, 1)).balance -= 10
                     await session.flush()
                 assert not await asyncio.to_thread(is_free, rival)
                 await end()
@@ -432,7 +431,7 @@ def test_a_loop_that_ends_at_once_releases_all_the_same(
         engine = for_asyncio(accounts)
         session = AsyncSession(engine)
         async with authority.lock("account:1"):
-            await claim_async(session, Account, 1)
+            await claim(session, Account, 1)
         await session.commit()
         await session.close()
         await engine.dispose()
@@ -494,7 +493,7 @@ def test_a_task_locks_again_right_after_its_commit(
         async with AsyncSession(engine) as session:
             for _ in range(10):
                 async with authority.lock("account:1", timeout=5):
-                    (await claim_async(session, Account, 1)).balance -= 10
+                    (await claim(session, Account, 1)).balance -= 10
                     await session.flush()
                     assert not await asyncio.to_thread(is_free, rival)
                 await session.commit()
@@ -520,7 +519,7 @@ def test_a_task_that_locks_again_does_not_keep_others_out(
             for _ in range(5):
                 async with authority.lock("account:1", timeout=5) as token:
                     tokens.append(token)
-                    await claim_async(session, Account, 1)
+                    await claim(session, Account, 1)
                 await session.commit()
         await engine.dispose()
         await authority.aio.close()

@@ -60,8 +60,6 @@ from fencelock import (
     bypass,
     claim,
     claim_all,
-    claim_all_async,
-    claim_async,
     conditional_delete,
     conditional_update,
     configure,
@@ -74,7 +72,6 @@ from fencelock import (
     fenced_text,
     fenced_transaction,
     gate,
-    gate_async,
     http_status,
     is_retryable,
     leader,
@@ -83,7 +80,6 @@ from fencelock import (
     on_stale,
     on_unfenced,
     once,
-    once_async,
     prune_receipts,
     receipt_table,
     take_over,
@@ -249,7 +245,7 @@ def pay(session: Session) -> str:
 
 async def pay_soon(session: AsyncSession) -> str:
     """Run in one, in a task."""
-    order = await claim_async(session, Order, 1)
+    order = await claim(session, Order, 1)
     order.status = "paid"
     return order.status
 
@@ -302,11 +298,11 @@ async def in_tasks(quorum: Redlock, engine: AsyncEngine) -> None:
     async with quorum.lock("order:1") as token:
         assert_type(token, int)
     async with fenced_lock("order:1"), AsyncSession(engine) as session:
-        order = await claim_async(session, Order, 1)
+        order = await claim(session, Order, 1)
         assert_type(order, Order)
-        assert_type(await claim_async(session, Order, 1, skip_locked=True), Order | None)
-        print(len(await claim_all_async(session, select(Order))))
-        await gate_async(session, "order:1")
+        assert_type(await claim(session, Order, 1, skip_locked=True), Order | None)
+        print(len(await claim_all(session, select(Order))))
+        await gate(session, "order:1")
         await session.commit()
     twin = quorum.lock("order:1").aio
     assert_type(twin, AsyncLock[int])
@@ -401,7 +397,7 @@ async def receipts(engine: Engine, its: AsyncEngine, maker: sessionmaker[Session
             receipt.result = 5
         assert_type(prune_receipts(session, older_than=86_400.0), int)
     async with AsyncSession(its) as waiting:
-        assert_type(await once_async(waiting, "k"), Receipt)
+        assert_type(await once(waiting, "k"), Receipt)
         assert_type(await deposit_async(waiting, "r1"), int)
     deposit("no engine", "r1")  # type: ignore[arg-type]
 

@@ -11,7 +11,7 @@ from fastapi import Depends, FastAPI, HTTPException, Response
 from prometheus_client import CollectorRegistry, generate_latest, multiprocess
 from sqlalchemy.ext.asyncio import AsyncSession
 
-from fencelock import claim_async, configure, fenced_lock, fenced_once, fenced_transaction
+from fencelock import claim, configure, fenced_lock, fenced_once, fenced_transaction
 from fencelock.integrations.fastapi import answer_errors, idempotency_key
 from fencelock.observe import prometheus
 from models import TTL, Account, Payment, Session, make_engine
@@ -90,7 +90,7 @@ async def ask_the_bank(key: str, cents: int) -> None:
 @app.post("/accounts/{number}/payments")
 async def pay(number: int, cents: int, key: Key) -> dict[str, int]:
     async with fenced_lock(f"account:{number}", ttl=TTL, timeout=2), Session() as session:
-        account = await claim_async(session, Account, number)  # refuses older holders from here on
+        account = await claim(session, Account, number)  # refuses older holders from here on
         paid = await session.get(Payment, (number, key))
         if paid is not None and paid.cents != cents:
             raise HTTPException(422)

@@ -5,15 +5,15 @@ and for objects `AND last_write_id = :loaded`: check and write are one statement
 condition to an UPDATE or DELETE, or refuses the statement. No module here depends on an authority.
 """
 
-from fencelock.guard._claim import claim, claim_all, claim_all_async, claim_async
+from fencelock.guard._claim import claim, claim_all
 from fencelock.guard._fenced_text import fenced_text
-from fencelock.guard._gate import fence_table, gate, gate_async
+from fencelock.guard._gate import fence_table, gate
 from fencelock.guard._upsert import upsert
 from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
 from fencelock.guard.exact import begin_immediate
 from fencelock.guard.leases import bind
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
-from fencelock.guard.receipts import Receipt, once, once_async, prune_receipts, receipt_table
+from fencelock.guard.receipts import Receipt, once, prune_receipts, receipt_table
 from fencelock.guard.sessions import bypass
 from fencelock.guard.sql import (
     conditional_delete,
@@ -32,8 +32,6 @@ __all__ = [
     "bypass",
     "claim",
     "claim_all",
-    "claim_all_async",
-    "claim_async",
     "conditional_delete",
     "conditional_update",
     "fence_column",
@@ -41,12 +39,10 @@ __all__ = [
     "fenced_text",
     "forget",
     "gate",
-    "gate_async",
     "on_claim",
     "on_stale",
     "on_unfenced",
     "once",
-    "once_async",
     "prune_receipts",
     "receipt_table",
     "upsert",

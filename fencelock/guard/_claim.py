@@ -7,7 +7,7 @@ the transaction ends. A second claim locks the row again: a rollback to a savepo
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from itertools import groupby
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, overload
@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeAlias, TypeVar, overload
 from sqlalchemy import BigInteger, Select, Update, bindparam, inspect, select, update
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import NoInspectionAvailable, NoResultFound
-from sqlalchemy.orm import Mapper, Session, scoped_session
+from sqlalchemy.orm import Mapper
 
 from fencelock._databases import MYSQL
 from fencelock.errors import UnfencedWriteError
@@ -25,7 +25,7 @@ from fencelock.guard.events import report_claim
 from fencelock.guard.exact import TOKEN_BIND, SameText, is_text, newest
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import Target, begin_claim, tokens_to_claim
-from fencelock.guard.sessions import BYPASS, note_claimed, of_task, session_of
+from fencelock.guard.sessions import BYPASS, in_both_worlds, note_claimed, session_of
 from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, new_write_id
 from fencelock.guard.verdict import is_one_of
 
@@ -33,13 +33,10 @@ T = TypeVar("T")
 
 _WRITE_BIND: Final = "fencelock_write"
 _Key: TypeAlias = tuple[Any, ...]
-_Session: TypeAlias = Session | scoped_session[Any]
 _Bind: TypeAlias = Mapping[str, Any] | None
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
-
-    _Async: TypeAlias = AsyncSession | async_scoped_session[Any]
+    from fencelock.guard.sessions import Async, Blocking
 
 _LOADED_LATER: Final = frozenset({"select", True, "raise", "raise_on_sql", "write_only", "dynamic"})
 """Values of `relationship(lazy=)` that add nothing to the statement that loads an object."""
@@ -47,15 +44,24 @@ _LOADED_LATER: Final = frozenset({"select", True, "raise", "raise_on_sql", "writ
 
 @overload
 def claim(
-    session: _Session, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
+    session: Blocking, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
 ) -> T: ...
 @overload
 def claim(
-    session: _Session, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
+    session: Blocking, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
 ) -> T | None: ...
+@overload
+def claim(
+    session: Async, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
+) -> Coroutine[Any, Any, T]: ...
+@overload
+def claim(
+    session: Async, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
+) -> Coroutine[Any, Any, T | None]: ...
+@in_both_worlds
 @refusing
 def claim(
-    session: _Session,
+    session: Blocking,
     model: type[T],
     identity: object,
     *,
@@ -83,7 +89,8 @@ def claim(
     The session is flushed first, unless autoflush is off. Columns with `onupdate` keep their values.
 
     Args:
-        session: the session that gets the object.
+        session: the session that gets the object. With an `AsyncSession`, the call is awaited:
+            `await claim(session, Order, 1)`. Relationships that are not loaded then need `await`, too.
         model: a fenced model.
         identity: the primary key as `Session.get` takes it: a value, a tuple or a dict.
         nowait: raise the database's error at once if the row is locked (not on SQLite).
@@ -135,8 +142,15 @@ def claim(
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
+@overload
+def claim_all(session: Blocking, statement: Select[Any], *, bind_arguments: _Bind = ...) -> list[Any]: ...
+@overload
+def claim_all(
+    session: Async, statement: Select[Any], *, bind_arguments: _Bind = ...
+) -> Coroutine[Any, Any, list[Any]]: ...
+@in_both_worlds
 @refusing
-def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:
+def claim_all(session: Blocking, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:
     """Claim every row that a query finds, and return those that still match after they are locked.
 
     ```python
@@ -156,7 +170,7 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     reads without a lock, so run it in an earlier transaction.
 
     Args:
-        session: the session that gets the objects.
+        session: the session that gets the objects; with an `AsyncSession`, `await claim_all(…)`.
         statement: a SELECT of one fenced model, such as `select(Item).where(Item.order_id == 1)`.
         bind_arguments: chooses the database, as for `claim`; in a `ShardedSession`, one shard for each call.
 
@@ -194,44 +208,6 @@ def claim_all(session: _Session, statement: Select[Any], *, bind_arguments: _Bin
     note_claimed(session, loaded)
     # Leave out rows that were deleted meanwhile and inserted again, because these were not claimed.
     return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
-
-
-@overload
-async def claim_async(
-    session: _Async, model: type[T], identity: object, *, nowait: bool = ..., bind_arguments: _Bind = ...
-) -> T: ...
-@overload
-async def claim_async(
-    session: _Async, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
-) -> T | None: ...
-async def claim_async(session: _Async, model: type[T], identity: object, **options: Any) -> T | None:
-    """Raise a row's fence, lock the row, and return it freshly loaded: `claim`, for an `AsyncSession`.
-
-    ```python
-    async with fenced_lock("order:1"), AsyncSession(async_engine) as session:
-        order = await claim_async(session, Order, 1)
-        order.status = "paid"
-        await session.commit()
-    ```
-
-    The arguments and errors are those of `claim`. Relationships that are not loaded cannot be read without
-    `await`.
-    """
-    return await of_task(session).run_sync(lambda blocking: claim(blocking, model, identity, **options))
-
-
-async def claim_all_async(
-    session: _Async, statement: Select[Any], *, bind_arguments: _Bind = None
-) -> list[Any]:
-    """Claim every row that a query finds, and return them: `claim_all`, for an `AsyncSession`.
-
-    ```python
-    async with fenced_lock("order:1", "order:2"), AsyncSession(async_engine) as session:
-        orders = await claim_all_async(session, select(Order).where(Order.customer_id == 1))
-        await session.commit()
-    ```
-    """
-    return await of_task(session).run_sync(claim_all, statement, bind_arguments=bind_arguments)
 
 
 def fenced_model(model: type[Any]) -> tuple[Mapper[Any], FencedTable]:

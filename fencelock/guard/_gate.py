@@ -5,14 +5,13 @@ A deleted row loses its fence. The resource's row in the fence table stays, so i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, overload
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Column, Engine, Insert, MetaData, Table, case, select
 from sqlalchemy.engine import Connection, Transaction
-from sqlalchemy.orm import Session, scoped_session
 
 from fencelock._databases import MYSQL, RESOURCE
 from fencelock._engines import check_metadata
@@ -24,7 +23,7 @@ from fencelock.guard.exact import insert_into, newest
 from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, leases_on
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import begin_claim, tokens_to_claim
-from fencelock.guard.sessions import BYPASS, of_task, session_of
+from fencelock.guard.sessions import BYPASS, in_both_worlds, session_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_TABLE,
@@ -42,7 +41,7 @@ from fencelock.guard.tables import (
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+    from fencelock.guard.sessions import Async, Blocking
 
 
 def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
@@ -100,9 +99,18 @@ _schemas: set[str | None] = set()
 """The schemas with which `fence_table` was called; None stands for the default schema."""
 
 
+@overload
+def gate(
+    session: Blocking, resource: str | None = ..., *, bind_arguments: Mapping[str, Any] | None = ...
+) -> None: ...
+@overload
+def gate(
+    session: Async, resource: str | None = ..., *, bind_arguments: Mapping[str, Any] | None = ...
+) -> Coroutine[Any, Any, None]: ...
+@in_both_worlds
 @refusing
 def gate(
-    session: Session | scoped_session[Any],
+    session: Blocking,
     resource: str | None = None,
     *,
     bind_arguments: Mapping[str, Any] | None = None,
@@ -122,7 +130,7 @@ def gate(
     `fence_table(Base.metadata)` adds the fence table to your metadata; then run a migration.
 
     Args:
-        session: the session whose transaction passes the gate.
+        session: the session whose transaction passes the gate; with an `AsyncSession`, `await gate(…)`.
         resource: the resource of the gate; by default, that of the only lease held.
         bind_arguments: chooses the database of a session that has several, as in `Session.connection`, such
             as `{"mapper": Order}` or `{"shard_id": "asia"}`.
@@ -159,24 +167,6 @@ def gate(
         raise StaleTokenError(fenced.name, (name,), token, current)
     note_gate(connection, name)
     report_claim(fenced.name, (name,), name, token)
-
-
-async def gate_async(
-    session: AsyncSession | async_scoped_session[Any],
-    resource: str | None = None,
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
-) -> None:
-    """Claim the resource's own row in the fence table: `gate`, for an `AsyncSession`.
-
-    ```python
-    async with fenced_lock("order:5"), AsyncSession(async_engine) as session:
-        await gate_async(session, "order:5")
-        session.add(Order(id=5, status="new"))
-        await session.commit()
-    ```
-    """
-    await of_task(session).run_sync(gate, resource, bind_arguments=bind_arguments)
 
 
 def _only_resource(connection: Connection) -> str:

@@ -8,13 +8,13 @@ the fence comes last. A query afterwards finds the rows that were refused.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, overload
 
 from sqlalchemy import ClauseElement, Column, Insert, UniqueConstraint, and_, func, select
 from sqlalchemy.engine import Connection
-from sqlalchemy.orm import Mapper, Session, scoped_session
+from sqlalchemy.orm import Mapper
 
 from fencelock._databases import MYSQL, SUPPORTED
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
@@ -25,18 +25,42 @@ from fencelock.guard.exact import holds, insert_into, is_text, newest
 from fencelock.guard.leases import TokenLookup, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
-from fencelock.guard.sessions import BYPASS, session_of
+from fencelock.guard.sessions import BYPASS, in_both_worlds, session_of
 from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, WRITE_COLUMN, FencedTable, new_write_id, spelling
 from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
+
+if TYPE_CHECKING:
+    from fencelock.guard.sessions import Async, Blocking
 
 _OWN: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
 _Key = tuple[Any, ...]
 _Columns = tuple[Column[Any], ...]
 
 
+@overload
+def upsert(
+    session: Blocking,
+    model: type[Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    index_elements: Sequence[str] | None = ...,
+    set_: Mapping[str, Any] | None = ...,
+    bind_arguments: Mapping[str, Any] | None = ...,
+) -> None: ...
+@overload
+def upsert(
+    session: Async,
+    model: type[Any],
+    rows: Sequence[Mapping[str, Any]],
+    *,
+    index_elements: Sequence[str] | None = ...,
+    set_: Mapping[str, Any] | None = ...,
+    bind_arguments: Mapping[str, Any] | None = ...,
+) -> Coroutine[Any, Any, None]: ...
+@in_both_worlds
 @refusing
 def upsert(
-    session: Session | scoped_session[Any],
+    session: Blocking,
     model: type[Any],
     rows: Sequence[Mapping[str, Any]],
     *,
@@ -60,8 +84,7 @@ def upsert(
     the `gate` first if that matters.
 
     Args:
-        session: the session whose transaction writes the rows. With an `AsyncSession`:
-            `await session.run_sync(upsert, …)`.
+        session: the session whose transaction writes the rows; with an `AsyncSession`, `await upsert(…)`.
         model: a fenced model whose rows are in one table.
         rows: the values of each row, by the names of attributes. The key and the attributes that
             `__fence_resource__` names must be among them.
@@ -82,8 +105,8 @@ def upsert(
             databases raise their own IntegrityError.
         ValueError: if a row lacks its key, names the fence or an unknown column, has SQL as a value, or is
             given twice; or if no constraint or index makes `index_elements` unique.
-        TypeError: if the model has no fence, or its rows are in several tables; for an asyncio session; or if
-            it is unclear which database is meant.
+        TypeError: if the model has no fence, or its rows are in several tables; or if it is unclear which
+            database is meant.
         NotImplementedError: on a database other than PostgreSQL, SQLite, MariaDB and MySQL.
     """
     install()

@@ -9,11 +9,11 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, overload
 from uuid import UUID
 from weakref import ref
 
@@ -34,7 +34,7 @@ from sqlalchemy import (
 )
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
-from sqlalchemy.orm import Session, scoped_session
+from sqlalchemy.orm import Session
 from sqlalchemy.types import JSON
 
 from fencelock._checks import EVER, check_seconds
@@ -46,12 +46,12 @@ from fencelock.guard.exact import insert_into, newest
 from fencelock.guard.leases import leases_on, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
-from fencelock.guard.sessions import of_task, session_of
+from fencelock.guard.sessions import in_both_worlds, session_of
 from fencelock.guard.tables import RECEIPT_TABLE, schema_of
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session
+    from fencelock.guard.sessions import Async, Blocking
 
 MAX_RESULT: Final = 65_536
 """The most bytes of a result's JSON, which is ASCII."""
@@ -187,9 +187,18 @@ def _store_results(session: Session) -> None:
             receipt.is_changed = False
 
 
+@overload
+def once(
+    session: Blocking, key: str, *, fingerprint: Any = ..., bind_arguments: Mapping[str, Any] | None = ...
+) -> Receipt: ...
+@overload
+def once(
+    session: Async, key: str, *, fingerprint: Any = ..., bind_arguments: Mapping[str, Any] | None = ...
+) -> Coroutine[Any, Any, Receipt]: ...
+@in_both_worlds
 @refusing
 def once(
-    session: Session | scoped_session[Any],
+    session: Blocking,
     key: str,
     *,
     fingerprint: Any = None,
@@ -215,7 +224,7 @@ def once(
     adds the table to your metadata; then run a migration.
 
     Args:
-        session: the session whose transaction does the work.
+        session: the session whose transaction does the work; with an `AsyncSession`, `await once(…)`.
         key: 1 to 255 characters, the same in each try: an idempotency key, the id of a task, a slot of a
             schedule.
         fingerprint: the request, as plain data (also dates, Decimal, UUID). A call with the same key and
@@ -255,25 +264,6 @@ def once(
     if not event.contains(Session, "before_commit", _store_results):
         event.listen(Session, "before_commit", _store_results)
     return receipt
-
-
-async def once_async(
-    session: AsyncSession | async_scoped_session[Any],
-    key: str,
-    *,
-    fingerprint: Any = None,
-    bind_arguments: Mapping[str, Any] | None = None,
-) -> Receipt:
-    """Return the receipt of some work: `once`, for an `AsyncSession`.
-
-    ```python
-    async with fenced_transaction(async_engine, "account:1") as session:
-        receipt = await once_async(session, "deposit:r-19", fingerprint={"account": 1, "cents": 500})
-        if not receipt.done:
-            (await session.get_one(Account, 1)).balance += 500
-    ```
-    """
-    return await of_task(session).run_sync(once, key, fingerprint=fingerprint, bind_arguments=bind_arguments)
 
 
 def _token(connection: Connection) -> int | None:
@@ -321,7 +311,12 @@ def _storing(table: Table) -> Update:
     return update(table).where(table.c.key == bindparam("its")).values(result=bindparam("found"))
 
 
-def prune_receipts(session: Session | Connection, older_than: float) -> int:
+@overload
+def prune_receipts(session: Blocking | Connection, older_than: float) -> int: ...
+@overload
+def prune_receipts(session: Async, older_than: float) -> Coroutine[Any, Any, int]: ...
+@in_both_worlds
+def prune_receipts(session: Blocking | Connection, older_than: float) -> int:
     """Delete the receipts that were made longer than `older_than` seconds ago; return how many.
 
     ```python
@@ -330,7 +325,8 @@ def prune_receipts(session: Session | Connection, older_than: float) -> int:
         session.commit()
     ```
 
-    The keys of these receipts can be used again, so a later retry does its work once more.
+    The keys of these receipts can be used again, so a later retry does its work once more. With an
+    `AsyncSession`, `await prune_receipts(…)`.
 
     Returns:
         The number of receipts that were deleted.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import wraps
 from typing import TYPE_CHECKING, Any, Final
 from weakref import ReferenceType, WeakSet, ref
 
@@ -13,6 +14,7 @@ from sqlalchemy import inspect
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import Session, SessionTransaction
 
+from fencelock._engines import is_async_scoped, is_async_session
 from fencelock._owners import current_owner
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import executes_flush
@@ -24,14 +26,9 @@ if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, async_scoped_session
     from sqlalchemy.orm import scoped_session
 
-    AnySession: TypeAlias = (
-        Session
-        | Connection
-        | AsyncSession
-        | AsyncConnection
-        | scoped_session[Any]
-        | async_scoped_session[Any]
-    )
+    Blocking: TypeAlias = Session | scoped_session[Any]
+    Async: TypeAlias = AsyncSession | async_scoped_session[Any]
+    AnySession: TypeAlias = Blocking | Connection | Async | AsyncConnection
 
 _SESSIONS: Final = "_fencelock_sessions"
 """The attribute of a connection with the sessions that have used it; the latest is last."""
@@ -60,26 +57,26 @@ def blocking(target: object) -> Session | Connection:
     return target
 
 
-def session_of(target: Any, function: str, *, or_connection: bool = False) -> Session:
-    """Return the session or connection behind a scoped facade; for asyncio, raise an error with advice."""
+def session_of(target: Any, function: str) -> Session:
+    """Return the session behind a scoped facade."""
     found: Any = target.registry() if hasattr(target, "registry") else target
-    if isinstance(found, Session) or (or_connection and isinstance(found, Connection)):
-        return found  # type: ignore[return-value]
-    hint = ""
-    if type(target).__module__.startswith("sqlalchemy.ext.asyncio"):
-        way = "connection" if or_connection and hasattr(target, "sync_connection") else "session"
-        call = f"{way}{'()' if hasattr(target, 'registry') else ''}.run_sync({function}, …)"
-        twin = f"{function}_async(…)" if function in {"claim", "claim_all", "gate", "once"} else call
-        hint = f"; in coroutines write `await {twin}`"
-    wanted = "a Session or a Connection" if or_connection else "a Session"
-    raise TypeError(f"{function} takes {wanted}, not {type(target).__name__}{hint}")
+    if isinstance(found, Session):
+        return found
+    raise TypeError(f"{function} takes a Session or an AsyncSession, not {type(target).__name__}")
 
 
-def of_task(session: AsyncSession | async_scoped_session[Any]) -> AsyncSession:
-    found: Any = session.registry() if hasattr(session, "registry") else session
-    if not hasattr(found, "run_sync"):
-        raise TypeError(f"the functions …_async take an AsyncSession, not {type(found).__name__}")
-    return found  # type: ignore[no-any-return]
+def in_both_worlds(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Let a function of a `Session` take an `AsyncSession`, too, and return a coroutine then."""
+
+    @wraps(function)
+    def either(session: Any, *args: Any, **options: Any) -> Any:
+        if is_async_scoped(session):
+            session = session.registry()
+        if is_async_session(session):
+            return session.run_sync(function, *args, **options)
+        return function(session, *args, **options)
+
+    return either
 
 
 def on_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:

@@ -12,7 +12,7 @@ from sqlalchemy.exc import DBAPIError, InvalidRequestError, NoResultFound, Opera
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, claim_all, claim_async, gate
+from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, claim_all, gate
 from fencelock.lease import note_ended, note_held
 from tests.guard import claims
 from tests.guard.claims import NEW, OLD, Account, Note, Seat, Task, balance, fence, holder, leases
@@ -200,7 +200,6 @@ WRONG: dict[str, tuple[Act, type[Exception], str | None]] = {
     "no table": (lambda s: claim(s, claims.Base, 1), TypeError, None),
     "all of a column": (lambda s: claim_all(s, select(Account.id)), TypeError, None),
     "all of two": (lambda s: claim_all(s, select(Account, Task)), TypeError, None),  # type: ignore[arg-type]
-    "for coroutines": (lambda _: claim(AsyncSession(), Account, 1), TypeError, "await claim_async"),  # type: ignore[call-overload]
     "a class": (lambda _: claim(Session, Account, 1), TypeError, "a Session"),  # type: ignore[call-overload]
     "an engine": (lambda s: claim(s.get_bind(), Account, 1), TypeError, "a Session"),  # type: ignore[call-overload]
 }
@@ -413,10 +412,10 @@ def test_coroutines_claim_without_waiting(engine: Engine, for_asyncio: ForAsynci
         async with AsyncSession(aengine) as first, AsyncSession(aengine) as second:
             for session in (first, second):
                 bind(session, *leases(NEW))
-            await claim_async(first, Account, 1)
-            assert await claim_async(second, Account, 1, skip_locked=True) is None
+            await claim(first, Account, 1)
+            assert await claim(second, Account, 1, skip_locked=True) is None
             with pytest.raises(DBAPIError):
-                await claim_async(second, Account, 1, nowait=True)
+                await claim(second, Account, 1, nowait=True)
         await aengine.dispose()
 
     asyncio.run(main())
@@ -441,7 +440,7 @@ def test_scoped_sessions_claim(engine: Engine, for_asyncio: ForAsyncio) -> None:
         aengine = for_asyncio(engine)
         of_task = async_scoped_session(async_sessionmaker(aengine), scopefunc=asyncio.current_task)
         bind(of_task, *leases(NEW))
-        (await claim_async(of_task, Account, 1)).balance = 60
+        (await claim(of_task, Account, 1)).balance = 60
         await of_task.commit()
         await of_task.remove()
         await aengine.dispose()

@@ -165,22 +165,22 @@ def test_for_coroutines(engine: Engine, for_asyncio: ForAsyncio) -> None:
         for known in (None, await session.get(Account, 1)):
             await session.commit()
             with statements(aengine.sync_engine) as sent:
-                order = await fencelock.claim_async(session, Account, 1)
-                await fencelock.gate_async(session, "account:1")
+                order = await fencelock.claim(session, Account, 1)
+                await fencelock.gate(session, "account:1")
             assert words(sent) == [*at_once(engine), "INSERT"]
             assert known in (None, order)
             assert (order.status, order.last_fencing_token) == ("new", NEW)
             order.status = "new"
             await session.commit()
-        assert await fencelock.claim_all_async(session, select(Account)) == [order]
+        assert await fencelock.claim_all(session, select(Account)) == [order]
         with pytest.raises(NoResultFound):
-            await fencelock.claim_async(session, Seat, {"row": 1, "letter": "z"})
+            await fencelock.claim(session, Seat, {"row": 1, "letter": "z"})
         await session.commit()
         bind(session, Lease("account:1", OLD))
         for late in (
-            fencelock.claim_async(session, Account, 1),
-            fencelock.claim_all_async(session, select(Account)),
-            fencelock.gate_async(session),
+            fencelock.claim(session, Account, 1),
+            fencelock.claim_all(session, select(Account)),
+            fencelock.gate(session),
         ):
             with pytest.raises(StaleTokenError):
                 await late

@@ -14,7 +14,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session
 
 import fencelock
-from fencelock import CommitInDoubtError, FencedModel, Lease, bind, claim, claim_async, fence_table, gate
+from fencelock import CommitInDoubtError, FencedModel, Lease, bind, claim, fence_table, gate
 from fencelock._databases import leaves_doubt
 from tests.door import Door
 from tests.guard.rows import Act, ForAsyncio, Keyed, awaiting, holding, turned_away
@@ -242,7 +242,7 @@ def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> Non
 
 def test_coroutines_are_in_doubt(engine: Engine, lease: Lease, for_asyncio: ForAsyncio) -> None:
     async def play(session: AsyncSession) -> None:
-        (await claim_async(session, Account, 1)).balance = 5
+        (await claim(session, Account, 1)).balance = 5
         await session.flush()
         await session.run_sync(lambda blocking: kill(engine, blocking))
         with pytest.raises(DBAPIError):
@@ -253,7 +253,7 @@ def test_coroutines_are_in_doubt(engine: Engine, lease: Lease, for_asyncio: ForA
             await session.flush()
         await session.rollback()
         lease.remint(6, lease.expires_at)
-        (await claim_async(session, Account, 1)).balance -= 10
+        (await claim(session, Account, 1)).balance -= 10
         await session.commit()
 
     awaiting(for_asyncio(engine), play, lease)
@@ -266,13 +266,13 @@ def test_a_cancelled_query_leaves_no_doubt(engine: Engine, lease: Lease, for_asy
     slow = "SELECT pg_sleep(1)" if engine.dialect.name == "postgresql" else "SELECT sleep(1)"
 
     async def play(session: AsyncSession) -> None:
-        (await claim_async(session, Account, 1)).balance = 5
+        (await claim(session, Account, 1)).balance = 5
         await session.flush()
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(session.scalar(text(slow)), 0.3)
         await session.rollback()
         assert not lease.in_doubt
-        (await claim_async(session, Account, 1)).balance -= 10
+        (await claim(session, Account, 1)).balance -= 10
         await session.commit()
 
     awaiting(for_asyncio(engine), play, lease)
@@ -286,7 +286,7 @@ def test_a_cancelled_commit_is_in_doubt(
     door.hangs = True
 
     async def give_up(session: AsyncSession) -> None:
-        (await claim_async(session, Account, 1)).balance -= 10
+        (await claim(session, Account, 1)).balance -= 10
         await session.flush()
         threading.Timer(1.0, door.let_through).start()
         with pytest.raises(TimeoutError):
@@ -298,7 +298,7 @@ def test_a_cancelled_commit_is_in_doubt(
             await session.flush()
         await session.rollback()
         lease.remint(6, lease.expires_at)
-        assert (await claim_async(session, Account, 1)).balance == 90
+        assert (await claim(session, Account, 1)).balance == 90
         await session.rollback()
 
     awaiting(for_asyncio(door.engine), give_up, lease)

@@ -33,7 +33,7 @@ def engine(in_memory: InMemory) -> Engine:
 
 
 def test_a_fenced_statement_where_nothing_is_guarded(engine: Engine) -> None:
-    """With the engine's, the connection's and the statement's own option, because no fence is compared there."""
+    """With the engine's, the connection's and the statement's own option."""
     statement = update(Row).where(Row.id == 1).values(value=1)
     bypassing = engine.execution_options(fencelock="bypass")
     given = {"fencing_token": 5}
@@ -62,7 +62,7 @@ def test_a_gate_for_coroutines_is_told_as_well() -> None:
             await connection.run_sync(Base.metadata.create_all)
         async with AsyncSession(binds={Row: aengine}) as session:
             bind(session, Lease("rows", 5))
-            await fencelock.gate_async(session, "rows", bind_arguments={"mapper": Row})
+            await fencelock.gate(session, "rows", bind_arguments={"mapper": Row})
         await aengine.dispose()
 
     asyncio.run(main())

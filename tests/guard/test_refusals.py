@@ -444,7 +444,7 @@ def test_the_largest_token_is_exact(session: Session) -> None:
 
 @pytest.mark.parametrize("there", [None, "last_write_id", "last_fencing_token"])
 def test_a_missing_column_says_to_migrate(session: Session, engine: Engine, there: str | None) -> None:
-    """A database whose table lacks a column of the guard, or both, gives one error that names the migration."""
+    """A table that lacks a column of the guard, or both, gives one error that names the migration."""
     alone = sa.create_engine(engine.url, poolclass=sa.NullPool)  # a connection knows the schema as it was
     more = f", {there} BIGINT DEFAULT 0" if there else ""
     with bypassed(alone) as connection:

@@ -16,7 +16,7 @@ from sqlalchemy.ext.horizontal_shard import ShardedSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, selectinload
 
 import fencelock
-from fencelock import FencedModel, FenceError, Lease, bind, claim, claim_all, gate, gate_async, upsert
+from fencelock import FencedModel, FenceError, Lease, bind, claim, claim_all, gate, upsert
 from proof.servers import Postgres
 from tests.guard.rows import Keyed, holding, refill, rows_of
 
@@ -135,12 +135,12 @@ def test_for_coroutines(leader: Engine, follower: Engine) -> None:
         kind = routing(*(each.sync_engine for each in both))
         async with AsyncSession(sync_session_class=kind) as session:
             bind(session, LEASES[0])
-            await gate_async(session)
+            await gate(session)
             await session.commit()
-            assert (await fencelock.claim_async(session, Account, 1)).balance == 70
+            assert (await fencelock.claim(session, Account, 1)).balance == 70
             await session.commit()
             with pytest.raises(FenceError, match="sends its SELECT"):
-                await fencelock.claim_all_async(session, select(Account))
+                await fencelock.claim_all(session, select(Account))
         for each in both:
             await each.dispose()
 

@@ -10,7 +10,7 @@ from sqlalchemy import create_engine, event
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock import FencedModel, Lease, UnfencedWriteError, begin_immediate, bind, claim_async
+from fencelock import FencedModel, Lease, UnfencedWriteError, begin_immediate, bind, claim
 from tests.guard.rows import Keyed
 
 
@@ -50,7 +50,7 @@ def test_tasks_that_read_before_they_write_take_turns(aengine: AsyncEngine, form
             session.add(Order(id=1))
             await session.commit()
             await asyncio.gather(*map(pay, (1, 2, 4)))
-            paid = (await claim_async(session, Order, 1)).paid
+            paid = (await claim(session, Order, 1)).paid
         await aengine.dispose()
         return paid
 

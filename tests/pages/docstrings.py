@@ -1,6 +1,6 @@
 """The docstrings of the public names: their examples, and what they take over from a relative.
 
-`claim_async` says that it is `claim`, for an `AsyncSession`: its errors are those of `claim`, and are written
+`claim` says that it is `claim`, for an `AsyncSession`: its errors are those of `claim`, and are written
 once. The site shows them at both, and the tests look for them there.
 """
 

@@ -32,8 +32,8 @@ MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_im
 WRITING: Final = (
     *("claim", "claim_all", "gate", "bind", "bypass", "upsert"),
     *("fenced_text", "conditional_update", "conditional_delete"),
-    *("claim_async", "claim_all_async", "gate_async"),
-    *("once", "once_async", "fenced_once", "receipt_table", "prune_receipts"),
+    *("claim", "claim_all", "gate"),
+    *("once", "once", "fenced_once", "receipt_table", "prune_receipts"),
     *("is_retryable", "http_status"),
 )
 WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
