@@ -25,7 +25,7 @@ from fencelock.cli.app import app
 from proof.servers import Nodes, Postgres
 from tests.conftest import mariadb_database
 from tests.pages import docstrings, examples, names
-from tests.pages.blocks import PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
+from tests.pages.blocks import BESIDE, PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 
 #: Blocks that must not run, as (page, a line of the block): the reason.
 NOT_RUN: Final[dict[tuple[str, str], str]] = {
@@ -102,12 +102,10 @@ def to_run(page: str) -> list[Block]:
 
 
 #: Pages whose blocks start servers and programs again and again.
-LONG = {
+LONG = {"proof/torture/README.md", "proof/torture/long-run.md"} | {
     f"docs/{page}.md"
     for page in (
         "first-hour",
-        "long-run",
-        "torture",
         "fastapi",
         "flask-sqlalchemy",
         "celery",
@@ -129,7 +127,7 @@ def marks_of(page: str) -> tuple[pytest.MarkDecorator, ...]:
     return (pytest.mark.long,) if page in LONG else (pytest.mark.timed,) if page in BEGINNING else ()
 
 
-@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in PAGES])
+@pytest.mark.parametrize("page", [pytest.param(page, marks=marks_of(page)) for page in (*PAGES, *BESIDE)])
 def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     """In order, in one folder; on pages that do not initialise the nodes, they have been."""
     found = to_run(page)
@@ -249,7 +247,7 @@ def _on(servers: tuple[tuple[str, str], ...], text: str) -> str:
 
 def test_blocks_name_their_language() -> None:
     """What no reader could run is tagged as what it is: text, sql, ini, yaml."""
-    found = [(page, block) for page in PAGES for block in blocks(read(page))]
+    found = [(page, block) for page in (*PAGES, *BESIDE) for block in blocks(read(page))]
     assert [(page, block.line) for page, block in found if block.language not in RUN + SHOWN] == []
 
 
@@ -285,8 +283,7 @@ def broken_links(page: str) -> Iterator[str]:
 
 
 def test_links_lead_somewhere() -> None:
-    pages = [*PAGES, "proof/spec/README.md", "CHANGELOG.md"]
-    assert [(page, link) for page in pages for link in broken_links(page)] == []
+    assert [(page, link) for page in (*PAGES, *BESIDE) for link in broken_links(page)] == []
 
 
 def test_index_names_every_page() -> None:
@@ -315,19 +312,14 @@ def test_readme_is_short() -> None:
     assert len(read("README.md").split()) <= LONGEST_README
 
 
-def test_names_are_those_of_the_docstrings() -> None:
-    """`python -m tests.pages.names` writes the page anew."""
-    assert names.render() == names.PAGE.read_text()
-
-
 @pytest.mark.parametrize("page", examples.EXAMPLES)
 def test_code_is_that_of_the_example(page: str) -> None:
     """`python -m tests.pages.examples` writes it anew."""
     assert examples.render(page) == read(page)
 
 
-def test_every_public_name_is_on_the_page() -> None:
-    """In one of its tables, once."""
+def test_every_public_name_is_on_a_page_of_the_api() -> None:
+    """Once."""
     grouped = (*names.LOCKS, *names.MODELS, *names.WRITING, *names.WATCHING, *names.OBJECTS, *names.errors())
     assert sorted(grouped) == sorted([*fencelock.__all__, "Etcd", "ZooKeeper"])
 
