@@ -1,4 +1,4 @@
-"""The map of the pages is docs/README.md: its order is that of the site, and of the list for programs that read.
+"""The map of the pages is docs/README.md: its order is that of the site, and of the list for programs.
 
 `python -m tests.pages.llms` writes the list, docs/llms.txt, in the form of llmstxt.org. A test compares.
 """
