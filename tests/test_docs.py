@@ -49,6 +49,8 @@ _CONSENSUS: Final = {
     "etcd://e1:2379,e2:2379,e3:2379": "etcd_url",
     "zookeeper://z1:2181,z2:2181,z3:2181": "zookeeper_url",
 }
+#: The page that prints the models of most pages, as shop.py.
+SHOP: Final = "docs/writing.md"
 #: Pages for people who have configured nothing yet.
 BEGINNING: Final = {"docs/first-hour.md"}
 LONGEST_SENTENCE: Final = 25
@@ -96,9 +98,14 @@ def urls_for(text: str, nodes: Nodes, request: pytest.FixtureRequest) -> Iterato
 
 
 def to_run(page: str) -> list[Block]:
-    """Return the blocks of a page, without those that must not run."""
+    """Return the blocks of a page without those that must not run, behind the shop if they import it."""
     left_out = {line for of, line in NOT_RUN if of == page}
-    return [block for block in blocks(read(page)) if not left_out.intersection(block.text.splitlines())]
+    found = [block for block in blocks(read(page)) if not left_out.intersection(block.text.splitlines())]
+    if "shop.py" not in {block.file for block in found} and any(
+        "from shop import" in one.text for one in found
+    ):
+        found[:0] = [block for block in blocks(read(SHOP)) if block.file == "shop.py"]
+    return found
 
 
 #: Pages whose blocks start servers and programs again and again.
@@ -114,9 +121,8 @@ LONG = {"proof/torture/README.md", "proof/torture/long-run.md"} | {
         "migrating",
         "command-line",
         "testing",
-        "apscheduler",
         "langgraph",
-        "procrastinate",
+        "schedulers",
         "services",
     )
 }
