@@ -101,9 +101,8 @@ def to_run(page: str) -> list[Block]:
     """Return the blocks of a page without those that must not run, behind the shop if they import it."""
     left_out = {line for of, line in NOT_RUN if of == page}
     found = [block for block in blocks(read(page)) if not left_out.intersection(block.text.splitlines())]
-    if "shop.py" not in {block.file for block in found} and any(
-        "from shop import" in one.text for one in found
-    ):
+    has_shop = "shop.py" in {block.file for block in found}
+    if not has_shop and any("from shop import" in block.text for block in found):
         found[:0] = [block for block in blocks(read(SHOP)) if block.file == "shop.py"]
     return found
 

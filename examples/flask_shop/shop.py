@@ -41,7 +41,7 @@ def create_app(url: str = "sqlite:///shop.db") -> Flask:  # which is instance/sh
     db.init_app(app)
     Migrate(app, db)
     with app.app_context():
-        fencelock.configure(db.engine)  # this database grants the locks
+        fencelock.configure(db.engine)  # this database is the authority
         fencelock.begin_immediate(db.engine)  # SQLite only: transactions take turns
     Admin(app).add_view(FencedView(Article, db))
     answer_errors(app)
