@@ -65,7 +65,7 @@ def take(number: int) -> dict[str, int]:
 
 
 def look_at_the_shelf(_number: int) -> int:
-    """Stand for somebody who counts, which takes its time."""
+    """Stand for a clerk that counts, which takes its time."""
     time.sleep(float(os.environ.get("SHELF_SECONDS", "0")))
     return 7
 
