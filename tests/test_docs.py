@@ -54,7 +54,9 @@ SHOP: Final = "docs/writing.md"
 #: Pages for people who have configured nothing yet.
 BEGINNING: Final = {"docs/first-hour.md"}
 LONGEST_SENTENCE: Final = 25
-LONGEST_README: Final = 700
+LONGEST_README: Final = 500
+MOST_PAGES: Final = 45
+MOST_WORDS: Final = 42_000
 
 _LINK: Final = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)|^\[[^\]]+\]: (\S+)$", re.MULTILINE)
 
@@ -317,9 +319,23 @@ def test_readme_is_short() -> None:
     assert len(read("README.md").split()) <= LONGEST_README
 
 
+def test_pages_are_few() -> None:
+    """Those for users. The others lie beside what they describe."""
+    pages = [page for page in PAGES if page.startswith("docs/")]
+    assert len(pages) <= MOST_PAGES
+    assert sum(len(read(page).split()) for page in pages) <= MOST_WORDS
+
+
+def test_authority_has_one_name() -> None:
+    """The glossary says that it grants the locks, and so does README, which comes first."""
+    paraphrase = re.compile(r"\bgrant(?:s|ing)? (?:the |its |your )?(?:locks|leases)\b|\bwhat grants\b")
+    saying = {page for page in (*PAGES, *BESIDE) if paraphrase.search(read(page))}
+    assert saying == {"README.md", "docs/glossary.md"}
+
+
 @pytest.mark.parametrize("page", examples.EXAMPLES)
 def test_code_is_that_of_the_example(page: str) -> None:
-    """`python -m tests.pages.examples` writes it anew."""
+    """`python -m tests.pages.examples` writes it again."""
     assert examples.render(page) == read(page)
 
 

@@ -16,7 +16,7 @@ def test_navigation_has_each_page() -> None:
 
 
 def test_list_for_programs_has_the_pages_of_the_index() -> None:
-    """`python -m tests.pages.llms` writes it anew."""
+    """`python -m tests.pages.llms` writes it again."""
     assert llms.FILE.read_text() == llms.render()
 
 
