@@ -102,10 +102,10 @@ $(VENV)/bench-installed: $(VENV)/installed
 	@touch $@
 
 bench: $(VENV)/bench-installed
-	$(RUN)python -m benchmarks.locks --docs docs
+	$(RUN)python -m benchmarks.locks --docs benchmarks
 
 bench-guard: $(VENV)/bench-installed
-	$(RUN)python -m benchmarks.guard --docs docs
+	$(RUN)python -m benchmarks.guard --docs benchmarks
 
 bench-observing: $(VENV)/bench-installed
 	$(RUN)python -m benchmarks.observing
@@ -115,13 +115,13 @@ bench-jobs: $(VENV)/installed
 	$(RUN)python -m benchmarks.jobs
 
 bench-authorities: $(VENV)/bench-installed
-	$(RUN)python -m benchmarks.authorities --docs docs
+	$(RUN)python -m benchmarks.authorities --docs benchmarks
 
 simulate: $(VENV)/installed
 	@$(RUN)python -m proof.simulation $(SIMULATE)
 
 torture: $(VENV)/installed
-	$(RUN)python -m proof.torture.trials --folder runs --docs docs
+	$(RUN)python -m proof.torture.trials --folder runs --docs proof/torture
 
 torture-databases: $(VENV)/installed
 	$(RUN)python -m proof.torture.trials --databases

@@ -6,7 +6,7 @@ round.
 
     python -m benchmarks.authorities
     python -m benchmarks.authorities --quick        # few short rounds, to see that everything works
-    python -m benchmarks.authorities --docs docs    # also writes authority-benchmarks.md and .svg
+    python -m benchmarks.authorities --docs benchmarks    # also writes authorities.md and .svg
     python -m benchmarks.authorities --only etcd --only ZooKeeper
 
 PostgreSQL is embedded, with a disk that is waited for, unless --postgresql names another. MariaDB takes part
@@ -354,7 +354,7 @@ def main() -> None:
         "--postgresql", metavar="URL", help="of a server on which a database may be made; embedded by default"
     )
     parser.add_argument(
-        "--docs", type=Path, metavar="FOLDER", help="write authority-benchmarks.md and .svg there"
+        "--docs", type=Path, metavar="FOLDER", help="write authorities.md and authorities.svg there"
     )
     parser.add_argument(
         "--homes", type=Path, default=Path(".venv-peers"), help="where peers are installed (%(default)s)"
@@ -371,8 +371,8 @@ def main() -> None:
         console.print(f"{reached}: {goal.what}, {goal.measured}, wanted {goal.wanted}", highlight=False)
     console.print(f"{report.about} It took {(time.monotonic() - began) / 60:.1f} minutes.")
     if options.docs is not None:
-        plot.draw(report.sections, report.about, options.docs / "authority-benchmarks.svg")
-        (options.docs / "authority-benchmarks.md").write_text(report.markdown("authority-benchmarks.svg"))
+        plot.draw(report.sections, report.about, options.docs / "authorities.svg")
+        (options.docs / "authorities.md").write_text(report.markdown("authorities.svg"))
 
 
 if __name__ == "__main__":

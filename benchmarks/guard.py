@@ -5,7 +5,7 @@ whatever else the machine does hits all of them alike; ratios are taken within a
 
     python -m benchmarks.guard
     python -m benchmarks.guard --database sqlite --database postgresql+asyncpg --case "flush of updates"
-    python -m benchmarks.guard --docs docs          # also writes guard-benchmarks.md and .svg
+    python -m benchmarks.guard --docs benchmarks    # also writes guard.md and .svg
 
 Databases: `sqlite` (in memory) and `postgresql` (embedded) by default, both drivers of the latter, and
 MariaDB where FENCELOCK_TEST_MARIADB_URL names one or one answers at its standard port; or SQLAlchemy URLs.
@@ -276,9 +276,7 @@ def main() -> None:
     )
     parser.add_argument("--case", action="append", choices=CASES, metavar="CASE", help=", ".join(CASES))
     parser.add_argument("--rounds", type=int, default=200, help="of one row; fewer of more (%(default)s)")
-    parser.add_argument(
-        "--docs", type=Path, metavar="FOLDER", help="write guard-benchmarks.md and .svg there"
-    )
+    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write guard.md and guard.svg there")
     options = parser.parse_args()
     console = Console()
     if not console.is_terminal:
@@ -299,8 +297,8 @@ def main() -> None:
     console.print(report.summary().table())
     console.print(f"{report.about} It took {(time.monotonic() - began) / 60:.1f} minutes.")
     if options.docs is not None:
-        plot.draw(report.sections, report.about, options.docs / "guard-benchmarks.svg")
-        (options.docs / "guard-benchmarks.md").write_text(report.markdown("guard-benchmarks.svg"))
+        plot.draw(report.sections, report.about, options.docs / "guard.svg")
+        (options.docs / "guard.md").write_text(report.markdown("guard.svg"))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ alike, and ratios are taken within a round. The table at the end holds the goals
 
     python -m benchmarks.locks
     python -m benchmarks.locks one-thread hand-overs --rounds 15
-    python -m benchmarks.locks --docs docs          # also writes benchmarks.md and benchmarks.svg
+    python -m benchmarks.locks --docs benchmarks    # also writes locks.md and locks.svg
 
 Peers take part if they are installed: `pip install 'fencelock[bench]'`. Those that need another redis-py, or
 node, get homes of their own (`benchmarks.peers`); `--no-homes` leaves them out.
@@ -79,8 +79,8 @@ def describe(arena: NodesArena) -> str:
 
 def write(report: Report, folder: Path) -> None:
     """Write a document and its picture."""
-    plot.draw(report.sections, report.about, folder / "benchmarks.svg")
-    (folder / "benchmarks.md").write_text(report.markdown("benchmarks.svg"))
+    plot.draw(report.sections, report.about, folder / "locks.svg")
+    (folder / "locks.md").write_text(report.markdown("locks.svg"))
 
 
 def main() -> None:
@@ -91,7 +91,7 @@ def main() -> None:
     parser.add_argument("cases", nargs="*", metavar="CASE", help=f"all by default: {', '.join(CASES)}")
     parser.add_argument("--rounds", type=int, default=7, help="of each case (%(default)s)")
     parser.add_argument("--seconds", type=float, default=0.35, help="that a turn lasts (%(default)s)")
-    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write benchmarks.md and .svg there")
+    parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write locks.md and locks.svg there")
     parser.add_argument(
         "--homes", type=Path, default=Path(".venv-peers"), help="where peers are installed (%(default)s)"
     )

@@ -1,4 +1,4 @@
-"""What it costs to fence a table of a million rows that is in use: the numbers of docs/migrating.md.
+"""What it costs to fence a table of a million rows that is in use: the numbers of benchmarks/migrating.md.
 
 Beside the migration one writer goes on updating single rows, each in a transaction of its own. Shown are how
 long the operation took, the longest that the writer was kept waiting meanwhile, and whether the table was
@@ -6,7 +6,7 @@ rewritten: is it another file (PostgreSQL), another table inside (MariaDB), or i
 in the rows (SQLite, in WAL mode)? The last line of each database is one that is known to rewrite it.
 
     python -m benchmarks.migrating
-    python -m benchmarks.migrating --docs docs/migrating.md          # writes the table into it
+    python -m benchmarks.migrating --docs benchmarks/migrating.md    # writes the table into it
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from fencelock.alembic.operations import AddFenceOp, CreateFenceTriggerOp, DropF
 from proof.servers import Postgres
 
 MARIADB: Final = os.environ.get("FENCELOCK_TEST_MARIADB_URL", "mysql+pymysql://root@127.0.0.1:3306/")
-BEGIN: Final = "<!-- measured: python -m benchmarks.migrating --docs docs/migrating.md -->"
+BEGIN: Final = "<!-- measured: python -m benchmarks.migrating --docs benchmarks/migrating.md -->"
 END: Final = "<!-- end -->"
 OPERATIONS: Final[dict[str, MigrateOperation]] = {
     '`op.add_fence("orders")`': AddFenceOp("orders"),

@@ -1,4 +1,4 @@
-"""docs/complaints.md: what users of other libraries complain of, and the test that shows how it is here.
+"""proof/complaints.md: what users of other libraries complain of, and the test that shows how it is here.
 
 A test says so by its marker: `@pytest.mark.complaint("redsync#186", "what those users met")`.
 `FENCELOCK_WRITE_DOCS=1` has this file write the table.
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from tests.conftest import ROOT
 
-PAGE = ROOT / "docs" / "complaints.md"
+PAGE = ROOT / "proof" / "complaints.md"
 
 
 def rows() -> Iterator[str]:

@@ -8,7 +8,7 @@ import pytest
 
 from tests.pages.blocks import read
 
-_LOCKS, _DATABASES = "docs/benchmarks.md", "docs/authority-benchmarks.md"
+_LOCKS, _DATABASES = "benchmarks/locks.md", "benchmarks/authorities.md"
 _ONE, _EIGHT = "One thread, no contention", "8 processes, one resource, nobody works while holding it"
 #: By the name of a line: the page, the heading and the name of the line that has its figure.
 RATES = {

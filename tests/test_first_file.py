@@ -1,9 +1,8 @@
-"""The first thing that a reader does: README's install line, and its file, in an empty environment."""
+"""The first thing that a reader does: README's install line, and its program, in an empty environment."""
 
 from __future__ import annotations
 
 import re
-import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +12,23 @@ import pytest
 from tests.pages.blocks import ROOT, blocks, read
 
 README = tuple(blocks(read("README.md")))
+PROGRAM = next(block.text for block in README if block.language == "python")
+SHOWN = next(block.text for block in README if block.language == "text")
+#: Worker A goes on in the block of the program after B, with the token that it had before.
+LATE = """
+from fencelock import Lease, StaleTokenError, bind
+with fenced_lock("account:1") as token: ...
+with fenced_lock("account:1"), Session(engine) as session, session.begin():
+    session.get_one(Account, 1).balance += 50
+try:
+    with Session(engine) as session, session.begin():
+        bind(session, Lease("account:1", token))
+        session.get_one(Account, 1).balance -= 30
+except StaleTokenError as error:
+    print(f"{type(error).__name__}: {error}")
+with Session(engine) as session:
+    print(session.get_one(Account, 1).balance)
+"""
 
 
 def run(*command: str | Path, folder: Path) -> subprocess.CompletedProcess[str]:
@@ -31,32 +47,29 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     if wheel.returncode:
         pytest.skip(f"no registry of packages is reachable: {wheel.stderr.strip().splitlines()[-1]}")
     (line,) = next(block.text for block in README if "pip install" in block.text).splitlines()
-    _, _, wanted = shlex.split(line, comments=True)
-    assert re.fullmatch(r"fencelock\[[a-z,]+\]", wanted), f"{line} installs another package"
-    checkout = f"{ROOT}{wanted.removeprefix('fencelock')}"
-    installed = run(*pip, "install", "--quiet", checkout, folder=folder)
+    assert line == "pip install fencelock"
+    installed = run(*pip, "install", "--quiet", ROOT, folder=folder)
     assert installed.returncode == 0, installed.stderr
     return python
 
 
 @pytest.mark.long
 @pytest.mark.timeout(400)
-def test_first_file_prints_a_refusal(python: Path, tmp_path: Path) -> None:
-    """It prints what README shows, twice in a row, and no warning."""
-    (file,) = (block for block in README if block.file)
-    shown = next(block for block in README if block.line > file.line and block.language == "text")
-    wanted = re.escape(shown.text).replace("…", ".*")
-    (tmp_path / (file.file or "")).write_text(file.text)
+def test_program_runs_and_a_late_worker_gets_what_is_shown(python: Path, tmp_path: Path) -> None:
+    """Twice in a row, without a warning. The balance has what was not late."""
+    (tmp_path / "shop.py").write_text(PROGRAM)
     for _ in range(2):
-        ended = run(python, "-W", "error", file.file or "", folder=tmp_path)
-        assert ended.returncode == 0, ended.stderr
-        assert re.fullmatch(wanted, ended.stdout), ended.stdout
-        assert not ended.stderr
-
-
-@pytest.mark.long
-@pytest.mark.timeout(400)
-def test_command_line_is_there(python: Path, tmp_path: Path) -> None:
-    """README goes on with `fencelock init`."""
-    ended = run(python.with_name("fencelock"), "init", "--help", folder=tmp_path)
+        ended = run(python, "-W", "error", "shop.py", folder=tmp_path)
+        assert (ended.returncode, ended.stdout, ended.stderr) == (0, "", "")
+    (tmp_path / "late.py").write_text(f"from shop import *\n{LATE}")
+    ended = run(python, "-W", "error", "late.py", folder=tmp_path)
     assert ended.returncode == 0, ended.stderr
+    wanted = re.escape(SHOWN).replace("…", ".*") + "300\n"
+    assert re.fullmatch(wanted, ended.stdout), ended.stdout
+
+
+def test_program_comes_first_and_is_short() -> None:
+    """At most 60 words before it, and at most 15 lines of it."""
+    before, _, _ = read("README.md").partition(PROGRAM)
+    assert len(re.findall(r"[\w'-]+", before)) <= 60
+    assert len(PROGRAM.splitlines()) <= 15

@@ -16,22 +16,38 @@ def test_navigation_has_each_page() -> None:
 
 
 def test_list_for_programs_has_the_pages_of_the_index() -> None:
-    """`python -m tests.pages.llms` writes it anew."""
+    """`python -m tests.pages.llms` writes it again."""
     assert llms.FILE.read_text() == llms.render()
+
+
+def test_list_of_the_site_has_its_addresses() -> None:
+    """Pages are folders there."""
+    assert "](first-hour/): " in llms.render(of_site=True)
+    assert ".md)" not in llms.render(of_site=True)
+
+
+def test_navigation_has_the_order_of_the_map() -> None:
+    """That of docs/README.md, whose headings are its tabs."""
+    listed = [page for below in site.navigation().values() for _, page in below]
+    mapped = [entry.page for below in llms.sections().values() for entry in below]
+    assert [page for page in listed if page in mapped] == mapped
+    for heading in site.navigation():
+        assert f'{{ "{heading}" = [' in site.settings()
 
 
 def test_difference_is_a_sentence_that_names_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page that the navigation lacks, and one that only it has."""
-    before, (gone, *others) = site.differences(), site.navigation()
-    monkeypatch.setattr(site, "navigation", lambda: [*others, ("New", "new.md"), others[0]])
+    before, (gone, *others) = site.differences(), site.navigation()["Start"]
+    shown = {**site.navigation(), "Start": [*others, ("New", "new.md"), others[0]]}
+    monkeypatch.setattr(site, "navigation", lambda: shown)
     assert [line for line in site.differences() if line not in before] == [
-        f"docs/site/zensical.toml does not name the page {gone[1]}.",
-        "docs/site/zensical.toml names new.md, and no such page exists.",
-        f"docs/site/zensical.toml names {others[0][1]} twice.",
+        f"The navigation does not name {gone[1]}.",
+        "The navigation names new.md, and no such page exists.",
+        f"The navigation names {others[0][1]} twice.",
     ]
 
 
-@pytest.mark.parametrize("file", ["Makefile", "docs/contributing.md", ".ci/run"])
+@pytest.mark.parametrize("file", ["Makefile", "CONTRIBUTING.md", ".ci/run"])
 def test_target_is_where_targets_are_listed(file: str) -> None:
     """In the help of `make`, in the page for contributors, and in what must pass before a change lands."""
     assert re.search(r"^\W*(?:@echo \")?`?make docs\b", (ROOT / file).read_text(), re.MULTILINE)
@@ -43,7 +59,8 @@ def test_target_is_where_targets_are_listed(file: str) -> None:
         ("See:\n- a\n- b\n", "See:\n\n- a\n- b\n"),
         ("1. a\n   ```sh\n   true\n   ```\n", "1. a\n    ```sh\n    true\n    ```\n"),
         ("[`a.b`](../README.md#try-it)", "[`a.b`](index.md#try-it)"),
-        ("[the guard](../fencelock/guard)", "the guard"),
+        ("[the guard](../fencelock/guard)", "the guard (`fencelock/guard`)"),
+        ("[live faults](../proof/torture/README.md)", "live faults (`proof/torture/README.md`)"),
         ("`[no](link.md)`", "`[no](link.md)`"),
     ],
 )

@@ -24,7 +24,7 @@ prometheus.instrument()
 async def lifespan(app: FastAPI) -> AsyncIterator[None]:
     engine = make_engine()
     Session.configure(bind=engine)
-    app.state.locks = configure(engine)  # this database grants the locks, whatever FENCELOCK_URL names
+    app.state.locks = configure(engine)  # the authority, also if FENCELOCK_URL names another one
     yield
     await app.state.locks.aio.close()
     await engine.dispose()

@@ -1,4 +1,4 @@
-"""What the shop stores in PostgreSQL, which grants its locks, too."""
+"""What the shop stores in PostgreSQL, which is the authority, too."""
 
 import asyncio
 import os

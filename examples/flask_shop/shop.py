@@ -41,7 +41,7 @@ def create_app(url: str = "sqlite:///shop.db") -> Flask:  # which is instance/sh
     db.init_app(app)
     Migrate(app, db)
     with app.app_context():
-        fencelock.configure(db.engine)  # this database grants the locks
+        fencelock.configure(db.engine)  # this database is the authority
         fencelock.begin_immediate(db.engine)  # SQLite only: transactions take turns
     Admin(app).add_view(FencedView(Article, db))
     answer_errors(app)
@@ -65,7 +65,7 @@ def take(number: int) -> dict[str, int]:
 
 
 def look_at_the_shelf(_number: int) -> int:
-    """Stand for somebody who counts, which takes its time."""
+    """Stand for a clerk that counts, which takes its time."""
     time.sleep(float(os.environ.get("SHELF_SECONDS", "0")))
     return 7
 

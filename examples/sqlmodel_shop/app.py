@@ -1,4 +1,4 @@
-"""Orders with SQLModel and FastAPI in blocking code, on SQLite, which grants the locks, too."""
+"""Orders with SQLModel and FastAPI in blocking code, on SQLite, which is the authority, too."""
 
 import os
 from collections.abc import Iterator
@@ -33,9 +33,9 @@ class Order(OrderChange, Fenced, table=True):
 
 
 fence_table(SQLModel.metadata)  # for fenced_transaction and gate
-lease_table(SQLModel.metadata)  # for the locks, where another database than SQLite grants them
+lease_table(SQLModel.metadata)  # needed by every database but SQLite
 engine = create_engine(os.environ.get("DATABASE_URL", "sqlite:///shop.db"))
-configure(engine)  # this database grants the locks
+configure(engine)  # this database is the authority
 
 
 def get_session() -> Iterator[Session]:

@@ -257,7 +257,7 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
             "has no trigger: other programs can lower the fence by SQL, and the guard does not notice "
             "their changes"
         )
-        yield note(name, what, "op.create_fence_trigger, where others write: docs/triggers.md")
+        yield note(name, what, "op.create_fence_trigger, where others write: docs/existing-code.md")
 
 
 def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:

@@ -1,7 +1,7 @@
 """Every rule of the protocol and of the guard left out, one at a time, and what notices.
 
     python -m proof.simulation.mutants                 # look for each again, and show the table
-    python -m proof.simulation.mutants --write         # the same, and write docs/mutants.md
+    python -m proof.simulation.mutants --write         # the same, and write proof/simulation/mutants.md
     python -m proof.simulation.mutants "no claim"      # look for some
     python -m proof.simulation.mutants --replay        # only the seeds that stand in the table
 
@@ -45,7 +45,7 @@ SEEDS = 100
 FEW = 25
 SIZES = (3, 5)
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "docs" / "mutants.md"
+TABLE = ROOT / "proof" / "simulation" / "mutants.md"
 _SCHEDULES = "tests/redlock/test_schedules.py::test_"
 _RECOVERIES = "tests/redlock/test_recovery_schedules.py::test_"
 _MEMBERS = "tests/redlock/test_members.py::test_"
@@ -468,14 +468,14 @@ _PAGE = """\
 # Every rule left out, and what notices
 
 Written by `python -m proof.simulation.mutants --write`. Each row leaves one rule out of the shipped
-protocol or of the guard, by a switch that exists only in the tests. The [simulation](simulation.md)
+protocol or of the guard, by a switch that exists only in the tests. The [simulation](README.md)
 plays the seeds 0, 1, 2 … with three nodes and then with five, {seeds} of each at most, and stops at the
 first broken promise; "rolling" ones are restarts of all nodes, one after the other, and in "tidy" ones only
 connections break and nodes hang; in "slots" ones there are
 semaphores, readers and writers. "None of 25" says that
 so many of each have shown nothing: where several nodes must forget, each at its moment, random search has
 little power, and fewer are tried. Then a named schedule on real nodes shows it, or the exhaustive
-[model](../proof/spec/README.md), which alone has doubles of nodes.
+[model](../spec/README.md), which alone has doubles of nodes.
 Seeds and acquisitions are the same on every machine.
 
 | left out | the rule | noticed by | nodes | seed | acquisitions until then |
@@ -489,7 +489,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="mutants to look for; all where none is named")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="seeds to try with each number of nodes")
     parser.add_argument("--jobs", type=int, default=1, help="how many to judge side by side")
-    parser.add_argument("--write", action="store_true", help="write docs/mutants.md")
+    parser.add_argument("--write", action="store_true", help="write proof/simulation/mutants.md")
     parser.add_argument("--replay", action="store_true", help="play only the seeds that stand in the table")
     options = parser.parse_args(arguments)
     mutants = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]

@@ -1,6 +1,6 @@
 """Runs of `python -m proof.torture`, and how each has to end: those of `make torture` and of each database.
 
-    python -m proof.torture.trials --docs docs      # half an hour; writes docs/long-run.md
+    python -m proof.torture.trials --docs proof/torture    # half an hour; writes long-run.md there
     python -m proof.torture.trials --databases      # five minutes; prints what came of each run
     python -m proof.torture.trials --edges          # seven minutes; the same of faults at the library's edges
     python -m proof.torture.trials --galera         # four minutes; the same of three nodes of Galera

@@ -132,7 +132,7 @@ class Account(FencedModel, Base):
 
 
 def test_the_guard_holds_behind_pgbouncer(bouncer: URL, postgres_database: ReusedDatabase) -> None:
-    """By an engine of the program that prepares no statement, as docs/managed-postgresql.md says."""
+    """By an engine of the program that prepares no statement, as docs/postgresql.md says."""
     url = _through(bouncer, postgres_database)
     engine = create_engine(url, connect_args={"prepare_threshold": None})
     Base.metadata.create_all(engine)

@@ -1,4 +1,4 @@
-"""The page on ways to write, docs/write-paths.md: each section is what a test has just seen.
+"""The page on ways to write, proof/write-paths.md: each section is what a test has just seen.
 
 `FENCELOCK_WRITE_DOCS=1` has the tests write their sections anew; otherwise the page must say what happens.
 """
@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final, TypeAlias
 
-DOCS: Final = Path(__file__).parents[2] / "docs" / "write-paths.md"
+DOCS: Final = Path(__file__).parents[2] / "proof" / "write-paths.md"
 Outcomes: TypeAlias = tuple[str, tuple[str, ...]]
 """A way to write, and what became of it under each condition."""
 

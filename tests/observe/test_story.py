@@ -119,7 +119,7 @@ def test_the_page_tells_what_happens(
     firing = sorted(server.firing() & {"FencelockTimeouts"})
     story.show("\n".join([*wanted, *(f"ALERT {name} firing" for name in firing)]))
 
-    story.say("Who holds it, since when, for how long still?")
+    story.say("Which process holds it, since when, and until when?")
     found = story.type("inspect", "order:1")
     assert str(victim.pid) in found
     assert "shop.py" in found

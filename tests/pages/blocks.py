@@ -10,10 +10,17 @@ from typing import Final
 
 ROOT: Final = Path(__file__).parent.parent.parent
 PAGES: Final = ("README.md", *sorted(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md")))
+#: Pages for developers of fencelock. They lie beside what they describe, and the site lacks them.
+BESIDE: Final = (
+    *("CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md"),
+    *sorted(
+        str(path.relative_to(ROOT)) for of in ("benchmarks", "proof") for path in (ROOT / of).rglob("*.md")
+    ),
+)
 
 #: Languages whose blocks run, and those that only show: output, a diagram, or what another program reads.
 RUN: Final = ("python", "sh")
-SHOWN: Final = ("text", "sql", "ini", "yaml", "mermaid")
+SHOWN: Final = ("text", "sql", "ini", "yaml", "mermaid", "diff")
 
 _FENCE: Final = re.compile(r"^(?P<indent> *)```(?P<language>\S*) *$")
 _FILE: Final = re.compile(r"# (?P<name>[\w/.-]+\.py)$")

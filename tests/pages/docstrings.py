@@ -66,10 +66,8 @@ def public() -> Iterator[Public]:
                 yield Public(group.page, path, thing)
             elif not issubclass(thing, Exception | Event):
                 yield Public(group.page, path, thing)
-                for member, _ in names.members(thing):
-                    if member.endswith("()"):
-                        its = member.rpartition(".")[2][:-2]
-                        yield Public(group.page, f"{path}.{its}", function(thing, its))
+                for its in names.members(thing):
+                    yield Public(group.page, f"{path}.{its}", function(thing, its))
 
 
 def function(kind: type, name: str) -> Any:

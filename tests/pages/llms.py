@@ -1,13 +1,12 @@
-"""The pages as a list for programs that read: docs/llms.txt, made of the tables of docs/README.md.
+"""The map of the pages is docs/README.md: its order is that of the site, and of the list for programs.
 
-`python -m tests.pages.llms` writes it. A test compares. The form is that of llmstxt.org.
+`python -m tests.pages.llms` writes the list, docs/llms.txt, in the form of llmstxt.org. A test compares.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from tests.pages.blocks import ROOT, read
 
@@ -18,22 +17,38 @@ _HEAD: Final = """\
 > Distributed locks for SQLAlchemy. Each lock brings a fencing token, and the database rejects a write
 > whose token is older than that of the row. For PostgreSQL, MariaDB and SQLite; blocking and asyncio.
 """
-_LINK: Final = re.compile(r"\[([^\]]+)\]\(([^)]+\.md)\)")
+LINK: Final = re.compile(r"\[([^\]]+)\]\(([^)]+\.md)\)")
 
 
-def lines() -> Iterator[str]:
-    """Yield the sections, and a line for each page."""
+class Entry(NamedTuple):
+    """A page of the map."""
+
+    title: str
+    page: str
+    says: str
+
+
+def sections() -> dict[str, list[Entry]]:
+    """Return the pages below each heading, in order."""
+    found: dict[str, list[Entry]] = {}
     for line in read("docs/README.md").splitlines():
         if line.startswith("## "):
-            yield f"\n{line}\n"
+            below = found.setdefault(line[3:], [])
         elif line.startswith("| ["):
-            cells = [cell.strip() for cell in line.strip("|").split("|")]
-            said = _LINK.sub(r"\1", cells[1])
-            yield from (f"- [{title}]({page}): {said}" for title, page in _LINK.findall(cells[0]))
+            link, says = (cell.strip() for cell in line.strip("|").split("|"))
+            below += [Entry(title, page, says) for title, page in LINK.findall(link)]
+    return {heading: below for heading, below in found.items() if below}
 
 
-def render() -> str:
-    return _HEAD + "\n".join(lines()) + "\n"
+def render(*, of_site: bool = False) -> str:
+    """Return the list with the pages as the repository has them, or the site."""
+    lines = [_HEAD.rstrip()]
+    for heading, below in sections().items():
+        lines += ["", f"## {heading}", ""]
+        for title, page, says in below:
+            to = page.replace(".md", "/") if of_site else page
+            lines.append(f"- [{title}]({to}): {says}")
+    return "\n".join(lines) + "\n"
 
 
 if __name__ == "__main__":

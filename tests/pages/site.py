@@ -1,8 +1,8 @@
 """Build the site of docs/site/zensical.toml: `python -m tests.pages.site`, which `make docs` calls.
 
 Pages are copied to runs/site-pages, because what GitHub shows and what Python-Markdown wants differ. zensical
-makes runs/site of them. What it says, a page outside the navigation, a dead link and markup that was not
-understood make it fail.
+makes runs/site of them. The navigation is the map of docs/README.md, with the API. A warning, a dead link and
+markup that was not understood make it fail.
 """
 
 from __future__ import annotations
@@ -13,24 +13,39 @@ import shutil
 import subprocess
 import sys
 import time
-import tomllib
 from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 from urllib.parse import unquote
 
-from tests.pages import names
+from tests.pages import llms, names
 from tests.pages.blocks import ROOT, read
 
 HERE: Final = ROOT / "docs" / "site"
 SCRATCH: Final = ROOT / "runs" / "site-pages"
 SITE: Final = ROOT / "runs" / "site"
 #: Pages outside of docs/ that the site has, too.
-OTHERS: Final = (
-    *("README.md", "CHANGELOG.md", "SECURITY.md", "proof/spec/README.md"),
-    *(f"proof/mutation/{name}.md" for name in ("results", "after-the-cut", "second-portion")),
-)
+OTHERS: Final = ("README.md", "CHANGELOG.md", "SECURITY.md")
+#: What the navigation has before the pages of a heading of the map, and after them.
+_BEFORE: Final = {"Start": (("fencelock", "index.md"),)}
+_AFTER: Final = {
+    "Start": (("All pages", "map.md"),),
+    "Run it": (("Report a weakness", "SECURITY.md"),),
+    "Look up": (("Changes", "CHANGELOG.md"),),
+}
+_API: Final = {
+    "locks": "Locks",
+    "models": "Models",
+    "writing": "Writing",
+    "objects": "What the functions return",
+    "errors": "Errors",
+    "observing": "Watching, metrics, history",
+    "triggers": "Triggers",
+    "travelling": "Tokens that travel",
+    "stores": "Values and files",
+    "testing": "For tests",
+}
 _RENAMED: Final = {"README.md": "index.md", "docs/README.md": "map.md"}
 _BLOCK: Final = re.compile(r"(?ms)(^ *```.*?^ *```$)")
 _LINK: Final = re.compile(r"`[^`\n]+`|\[(?P<text>(?:[^\[\]]|\[[^\]]*\])*)\]\((?P<to>[^)\s]+)\)")
@@ -56,43 +71,48 @@ def api() -> dict[str, list[names.Group]]:
     return found
 
 
-def navigation() -> list[tuple[str, str]]:
-    """Return title and place of each page of the navigation."""
-
-    def flat(entries: list[dict[str, Any]]) -> Iterator[tuple[str, str]]:
-        for entry in entries:
-            for title, inner in entry.items():
-                yield from [(title, inner)] if isinstance(inner, str) else flat(inner)
-
-    return list(flat(tomllib.loads((HERE / "zensical.toml").read_text())["project"]["nav"]))
+def navigation() -> dict[str, list[tuple[str, str]]]:
+    """Return title and place of each page, by the headings of the map; the API comes last."""
+    found = {
+        heading: [
+            *_BEFORE.get(heading, ()),
+            *((title, page) for title, page, _ in below),
+            *_AFTER.get(heading, ()),
+        ]
+        for heading, below in llms.sections().items()
+    }
+    of_api = [(title, f"api/{page}.md") for page, title in _API.items()]
+    return found | {"API": [("API", "api/index.md"), *of_api]}
 
 
 def differences() -> list[str]:
     """Return a sentence for each page that only the navigation has, or only the repository."""
-    listed = [page for _, page in navigation()]
+    listed = [page for below in navigation().values() for _, page in below]
     there = {*pages().values(), *api(), "api/index.md"}
     return [
-        *(f"docs/site/zensical.toml does not name the page {page}." for page in sorted(there - {*listed})),
-        *(
-            f"docs/site/zensical.toml names {page}, and no such page exists."
-            for page in listed
-            if page not in there
-        ),
-        *(
-            f"docs/site/zensical.toml names {page} twice."
-            for page in sorted({*listed})
-            if listed.count(page) > 1
-        ),
+        *(f"The navigation does not name {page}." for page in sorted(there - {*listed})),
+        *(f"The navigation names {page}, and no such page exists." for page in listed if page not in there),
+        *(f"The navigation names {page} twice." for page in sorted({*listed}) if listed.count(page) > 1),
     ]
 
 
+def settings() -> str:
+    """Return the configuration, with the navigation and the paths of this machine."""
+    lines = []
+    for heading, below in navigation().items():
+        entries = "".join(f'    {{ "{title}" = "{page}" }},\n' for title, page in below)
+        lines.append(f'  {{ "{heading}" = [\n{entries}  ] }},\n')
+    text = (HERE / "zensical.toml").read_text().replace("nav = []", f"nav = [\n{''.join(lines)}]")
+    return text.replace('"ROOT', f'"{ROOT}')
+
+
 def moved(page: str, link: str, linked: set[str]) -> str | None:
-    """Return a link of a page as the site has it, and note the file it needs; None if that is a folder."""
+    """Return a link of a page as the site has it, and note the file it needs; None if the site lacks it."""
     name, mark, anchor = link.partition("#")
     if not name or re.match(r"[a-z]+:", link):
         return link
     target = ((ROOT / page).parent / name).resolve().relative_to(ROOT)
-    if (ROOT / target).is_dir():
+    if (ROOT / target).is_dir() or (target.suffix == ".md" and str(target) not in pages()):
         return None
     if target.suffix != ".md":
         linked.add(str(target))
@@ -106,7 +126,10 @@ def for_site(page: str, text: str, linked: set[str]) -> str:
         if not found["to"]:
             return found[0]  # code
         to = moved(page, found["to"], linked)
-        return found["text"] if to is None else f"[{found['text']}]({to})"
+        if to is not None:
+            return f"[{found['text']}]({to})"
+        there = os.path.normpath(Path(page).parent / found["to"].partition("#")[0])
+        return found["text"] if there in found["text"] else f"{found['text']} (`{there}`)"
 
     parts = _BLOCK.split(text)  # every second one is a block
     for number, part in enumerate(parts):
@@ -149,7 +172,7 @@ def prepare() -> None:
     """Write the pages, and the configuration, to the scratch folder."""
     shutil.rmtree(SCRATCH, ignore_errors=True)
     shutil.rmtree(SITE, ignore_errors=True)
-    titles = {page: title for title, page in navigation()}
+    titles = {page: title for below in navigation().values() for title, page in below}
     linked: set[str] = set()
     made = {to: for_site(page, read(page), linked) for page, to in pages().items()}
     made |= {to: api_page(titles[to], groups) for to, groups in api().items()}
@@ -162,12 +185,14 @@ def prepare() -> None:
         (SCRATCH / "docs" / place(file)).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / file, SCRATCH / "docs" / place(file))
     shutil.copy(HERE / "extra.css", SCRATCH / "docs")
-    shutil.copy(ROOT / "docs" / "llms.txt", SCRATCH / "docs")
-    settings = (HERE / "zensical.toml").read_text().replace('"ROOT', f'"{ROOT}')
+    (SCRATCH / "docs" / "llms.txt").write_text(llms.render(of_site=True))
+    configuration = settings()
     if script := os.environ.get("MERMAID"):  # a copy of mermaid.min.js, for readers without a network
         shutil.copy(script, SCRATCH / "docs" / "mermaid.min.js")
-        settings = settings.replace("extra_css", 'extra_javascript = ["mermaid.min.js"]\nextra_css', 1)
-    (SCRATCH / "zensical.toml").write_text(settings)
+        configuration = configuration.replace(
+            "extra_css", 'extra_javascript = ["mermaid.min.js"]\nextra_css', 1
+        )
+    (SCRATCH / "zensical.toml").write_text(configuration)
 
 
 class Made(HTMLParser):
@@ -205,7 +230,12 @@ class Made(HTMLParser):
 def faults() -> list[str]:
     """Return what is wrong in the pages that were made."""
     made = {path: Made(path.read_text()) for path in sorted(SITE.rglob("*.html")) if path.name != "404.html"}
-    found = []
+    listed = re.findall(r"\]\(([^)]+)\)", (SITE / "llms.txt").read_text())
+    found = [
+        f"llms.txt has the link {page}, which leads nowhere"
+        for page in listed
+        if not (SITE / page / "index.html").exists()
+    ]
     for path, page in made.items():
         shown = path.relative_to(SITE)
         found += [f"{shown} shows its markup: {text.strip()[:100]}" for text in page.left]

@@ -1,4 +1,4 @@
-"""Servers without the commands that providers take away, as docs/managed-redis.md names them."""
+"""Servers without the commands that providers take away, as docs/redis.md names them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROW = re.compile(r"^\| \[([^\]]+)\]\([^)]+\) \| (`[A-Z` ]+) \| ([a-z]+)", re.MU
 #: By service: the commands that the page says to be taken away, and the first word of what it says of it.
 SERVICES = {
     name: (words.replace("`", "").split(), verdict)
-    for name, words, verdict in _ROW.findall(read("docs/managed-redis.md"))
+    for name, words, verdict in _ROW.findall(read("docs/redis.md"))
 }
 WORKS = [name for name, (_, verdict) in SERVICES.items() if verdict == "works"]
 REFUSED = [name for name, (_, verdict) in SERVICES.items() if verdict == "refused"]
@@ -111,7 +111,7 @@ def test_init_refuses(service: str, make_nodes: Callable[..., Nodes]) -> None:
 )
 def test_what_is_needed(missing: str, make_nodes: Callable[..., Nodes], *, is_fit: bool) -> None:
     """As the page says, command by command."""
-    page = read("docs/managed-redis.md")
+    page = read("docs/redis.md")
     ((said, _),) = re.findall(rf"^\| [^|]*`{missing}`[^|]* \| (yes|no) \|(.*)", page, re.MULTILINE)
     assert (said == "yes") is is_fit
     url = make_nodes(1, settings=without([missing])).url
