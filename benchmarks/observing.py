@@ -22,9 +22,9 @@ from opentelemetry.sdk.trace import TracerProvider
 from opentelemetry.trace import NoOpTracerProvider
 from prometheus_client import CollectorRegistry
 
-from fencelock import Redlock, _events
+from fencelock import Redlock, _events, forget, on_event
 from fencelock._events import Listener
-from fencelock.observe import forget, on_event, prometheus
+from fencelock.observe import prometheus
 from fencelock.observe.otel import FencelockInstrumentor
 from proof.servers import Nodes
 

@@ -2,6 +2,7 @@
 
 import typing as _typing
 
+from fencelock._events import forget, on_event
 from fencelock._fenced_once import fenced_once
 from fencelock._leader import Leader, Term, leader
 from fencelock._locking import configure, fenced_lock, fenced_semaphore, take_over
@@ -32,9 +33,7 @@ from fencelock.errors import (
 from fencelock.guard import (
     FencedDataclassModel,
     FencedModel,
-    GuardEvent,
     Receipt,
-    begin_immediate,
     bind,
     bypass,
     claim,
@@ -44,9 +43,6 @@ from fencelock.guard import (
     fence_table,
     fenced_text,
     gate,
-    on_claim,
-    on_stale,
-    on_unfenced,
     once,
     prune_receipts,
     receipt_table,
@@ -77,7 +73,6 @@ __all__ = [
     "FencedSemaphore",
     "FencedTransaction",
     "FencelockError",
-    "GuardEvent",
     "Leader",
     "Lease",
     "LeaseTableMissingError",
@@ -96,7 +91,6 @@ __all__ = [
     "Term",
     "UnfencedWriteError",
     "assert_held",
-    "begin_immediate",
     "bind",
     "bypass",
     "claim",
@@ -112,14 +106,13 @@ __all__ = [
     "fenced_semaphore",
     "fenced_text",
     "fenced_transaction",
+    "forget",
     "gate",
     "http_status",
     "is_retryable",
     "leader",
     "lease_table",
-    "on_claim",
-    "on_stale",
-    "on_unfenced",
+    "on_event",
     "once",
     "prune_receipts",
     "receipt_table",

@@ -46,7 +46,6 @@ from fencelock import (
     LockLostError,
     Redlock,
     StaleTokenError,
-    begin_immediate,
     bind,
     claim,
     errors,
@@ -64,6 +63,7 @@ from fencelock.tokens import MAX_COUNTER
 from proof.servers import Nodes
 from proof.servers.workspace import free_ports
 from tests.door import Door
+from tests.immediate import begin_immediate
 from tests.pages.blocks import blocks, read
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY, stripe_of

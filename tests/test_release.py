@@ -27,10 +27,11 @@ from fencelock import (
     fenced_text,
     gate,
 )
-from fencelock.guard import FencedModel, begin_immediate, fence_table
+from fencelock.guard import FencedModel, fence_table
 from fencelock.lease import held_leases
 from fencelock.lock.at_exit import _give_back_everything
 from fencelock.lock.hold import Hold
+from tests.immediate import begin_immediate
 from tests.polling import eventually
 from tests.redlock.views import is_free
 

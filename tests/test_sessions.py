@@ -12,7 +12,7 @@ from sqlalchemy import Engine, create_engine, event, insert, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
 
 from fencelock import FencedModel, Redlock, UnfencedWriteError, bind, claim
-from fencelock.guard import begin_immediate
+from tests.immediate import begin_immediate
 from tests.redlock.views import is_free
 
 

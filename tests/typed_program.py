@@ -55,7 +55,6 @@ from fencelock import (
     UnfencedWriteError,
     ZooKeeper,
     assert_held,
-    begin_immediate,
     bind,
     bypass,
     claim,
@@ -76,9 +75,7 @@ from fencelock import (
     is_retryable,
     leader,
     lease_table,
-    on_claim,
-    on_stale,
-    on_unfenced,
+    on_event,
     once,
     prune_receipts,
     receipt_table,
@@ -205,12 +202,11 @@ def with_blocks(engine: Engine) -> None:
     print(ship(1).upper(), Item(id=1).id)
 
 
-@on_stale
-@on_unfenced
-@on_claim
-def count(event: GuardEvent) -> None:
+@on_event
+def count(event: object) -> None:
     """Hang metrics on what the guard does."""
-    print(event.table, event.identity, event.resource, event.token, event.fence, event.error)
+    if isinstance(event, GuardEvent):
+        print(event.table, event.identity, event.resource, event.token, event.fence, event.error)
 
 
 def around_the_guard(engine: Engine) -> None:
@@ -422,7 +418,6 @@ def databases(engine: Engine) -> None:
 def main() -> None:
     """Configure, and go."""
     exit_on_signals()
-    begin_immediate(create_engine("sqlite:///shop.db"))
     databases(create_engine("sqlite:///shop.db"))
     quorum = configure(Redlock("redis://r1:6379,redis://r2:6379,redis://r3:6379"))
     assert_type(quorum, Redlock)

@@ -7,6 +7,7 @@ from flask import Flask, abort, request
 from flask_admin import Admin
 from flask_migrate import Migrate
 from flask_sqlalchemy import SQLAlchemy
+from sqlalchemy import event
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
@@ -42,7 +43,8 @@ def create_app(url: str = "sqlite:///shop.db") -> Flask:  # which is instance/sh
     Migrate(app, db)
     with app.app_context():
         fencelock.configure(db.engine)  # this database is the authority
-        fencelock.begin_immediate(db.engine)  # SQLite only: transactions take turns
+        # SQLite only: transactions take turns from their beginning.
+        event.listen(db.engine, "begin", lambda connection: connection.exec_driver_sql("BEGIN IMMEDIATE"))
     Admin(app).add_view(FencedView(Article, db))
     answer_errors(app)
     app.add_url_rule("/articles/<int:number>/take", view_func=take, methods=["POST"])

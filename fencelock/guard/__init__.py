@@ -9,8 +9,6 @@ from fencelock.guard._claim import claim, claim_all
 from fencelock.guard._fenced_text import fenced_text
 from fencelock.guard._gate import fence_table, gate
 from fencelock.guard._upsert import upsert
-from fencelock.guard.events import GuardEvent, forget, on_claim, on_stale, on_unfenced
-from fencelock.guard.exact import begin_immediate
 from fencelock.guard.leases import bind
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
 from fencelock.guard.receipts import Receipt, once, prune_receipts, receipt_table
@@ -25,9 +23,7 @@ __all__ = [
     "FENCE_TABLE",
     "FencedDataclassModel",
     "FencedModel",
-    "GuardEvent",
     "Receipt",
-    "begin_immediate",
     "bind",
     "bypass",
     "claim",
@@ -37,11 +33,7 @@ __all__ = [
     "fence_column",
     "fence_table",
     "fenced_text",
-    "forget",
     "gate",
-    "on_claim",
-    "on_stale",
-    "on_unfenced",
     "once",
     "prune_receipts",
     "receipt_table",

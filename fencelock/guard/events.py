@@ -1,4 +1,4 @@
-"""The guard's events: callbacks, and records in the log.
+"""The guard's events, and its records in the log.
 
 A refused stale or unfenced write is reported once, in its thread and task. The records of the logger
 `fencelock.guard` have the facts as attributes (`record.table`, `.resource`, `.token`, `.fence`). A refusal is
@@ -10,28 +10,20 @@ from __future__ import annotations
 import inspect
 import logging
 import sys
-from collections.abc import Callable
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from fencelock import _events
-from fencelock._checks import check_callback
 from fencelock._events import (
     GuardEvent,
     RowClaimed,
     StaleWriteRefused,
     UnfencedWriteRefused,
     WrittenWithoutLease,
-    forget,
 )
 from fencelock.errors import FencelockError, StaleTokenError, UnfencedWriteError
 
-__all__ = ["GuardEvent", "forget", "on_claim", "on_stale", "on_unfenced", "report", "report_claim"]
-
 logger: logging.Logger = logging.getLogger("fencelock.guard")
 logger.addHandler(logging.NullHandler())  # else Python prints refusals, which are raised as errors anyway
-
-Callback = Callable[[GuardEvent], object]
-_C = TypeVar("_C", bound=Callback)
 
 _BETWEEN: Final = frozenset({"fencelock", "sqlalchemy", "sqlmodel", "contextlib", "asyncio"})
 """Packages whose frames are skipped in the search for the program's own line."""
@@ -40,72 +32,6 @@ _places: Final[set[str]] = set()
 """The lines of the program that the log has named."""
 
 _REPORTED: Final = "_fencelock_reported"
-
-
-class _Only:
-    """A listener for events of one class. It is equal to its callback, so that `forget` finds it."""
-
-    def __init__(self, kind: type[GuardEvent], callback: Callback) -> None:
-        self._kind = kind
-        self._callback = callback
-
-    def __call__(self, event: object) -> None:
-        if isinstance(event, self._kind):
-            self._callback(event)
-
-    def __eq__(self, other: object) -> bool:
-        return other == self._callback
-
-    def __hash__(self) -> int:
-        return hash(self._callback)
-
-
-def on_stale(callback: _C) -> _C:
-    """Call a function whenever a stale token, or a stale object, is refused; may be used as a decorator.
-
-    ```python
-    @on_stale
-    def tell(event: GuardEvent) -> None:
-        print(f"{event.table} {event.identity}: {event.token} is older than {event.fence}")
-    ```
-
-    A callback must be quick, and must not use the session or connection. If it raises, the error is logged,
-    and has no other effect.
-
-    Returns:
-        The function itself.
-    """
-    return _add("on_stale", StaleWriteRefused, callback)
-
-
-def on_unfenced(callback: _C) -> _C:
-    """Call a function whenever a write is refused that no lease guards; may be used as a decorator.
-
-    ```python
-    @on_unfenced
-    def tell(event: GuardEvent) -> None:
-        print(f"{event.table}: {event.error}")
-    ```
-
-    Returns:
-        The function itself.
-    """
-    return _add("on_unfenced", UnfencedWriteRefused, callback)
-
-
-def on_claim(callback: _C) -> _C:
-    """Call a function whenever a row has been claimed, or a gate passed; may be used as a decorator.
-
-    ```python
-    @on_claim
-    def tell(event: GuardEvent) -> None:
-        print(f"{event.resource}: claimed with {event.token}")
-    ```
-
-    Returns:
-        The function itself.
-    """
-    return _add("on_claim", RowClaimed, callback)
 
 
 def report(error: FencelockError, *, table: str | None = None, resource: str | None = None) -> None:
@@ -149,12 +75,6 @@ def _place() -> str:
             worker = worker.parent
             frame = worker.gr_frame
     return "an unknown line"
-
-
-def _add(name: str, kind: type[GuardEvent], callback: _C) -> _C:
-    check_callback(name, "event", callback)
-    _events.on_event(_Only(kind, callback))
-    return callback
 
 
 def _tell(event: GuardEvent, level: int, message: str) -> None:

@@ -1,4 +1,4 @@
-"""Operations that differ by database: comparing text exactly, reading the newest row, `BEGIN`.
+"""Operations that differ by database: comparing text exactly, reading the newest row.
 
 "stock:abc" and "stock:ABC" are two leases, but a collation may treat them as equal. So the guard adds an
 exact comparison. The plain `=` stays, because the database can use an index for it.
@@ -6,21 +6,17 @@ exact comparison. The plain `=` stays, because the database can use an index for
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Final
+from typing import Any, Final
 
-from sqlalchemy import Boolean, ColumnElement, Enum, Select, String, Table, TypeDecorator, event
+from sqlalchemy import Boolean, ColumnElement, Enum, Select, String, Table, TypeDecorator
 from sqlalchemy.dialects import mysql, postgresql, sqlite
-from sqlalchemy.engine import Connection, Engine
+from sqlalchemy.engine import Connection
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.sql.compiler import SQLCompiler
 from sqlalchemy.sql.functions import FunctionElement
 from sqlalchemy.types import TypeEngine
 
 from fencelock._databases import MYSQL
-from fencelock._engines import is_async_engine
-
-if TYPE_CHECKING:
-    from sqlalchemy.ext.asyncio import AsyncEngine
 
 _FORMS: Final = {
     "sqlite": "{0} COLLATE BINARY = {1}",
@@ -76,34 +72,3 @@ def keeps_snapshot(connection: Connection) -> bool:
         return False
     level = connection.get_isolation_level()
     return level == "REPEATABLE READ" or (level == "SERIALIZABLE" and connection.dialect.name == "postgresql")
-
-
-def begin_immediate(engine: Engine | AsyncEngine) -> None:
-    """Make every transaction of an SQLite engine begin with `BEGIN IMMEDIATE`. Call it before you connect.
-
-    ```python
-    writing = create_engine("sqlite:///shop.db")
-    begin_immediate(writing)
-    ```
-
-    Transactions then wait for each other at their first statement, instead of failing at a later one. They
-    wait up to the connection's `timeout`: 5 seconds, or `connect_args={"timeout": …}`. For work that only
-    reads, use another engine.
-
-    Args:
-        engine: an engine of SQLite, or an `AsyncEngine`.
-
-    Raises:
-        ValueError: if the engine is for another database.
-    """
-    if is_async_engine(engine):
-        engine = engine.sync_engine
-    if not isinstance(engine, Engine):
-        raise TypeError(f"begin_immediate takes an engine, not {type(engine).__name__}")
-    if engine.dialect.name != "sqlite":
-        raise ValueError(f"BEGIN IMMEDIATE is for SQLite, and this engine is for {engine.dialect.name}")
-
-    def on_begin(connection: Connection) -> None:
-        connection.exec_driver_sql("BEGIN IMMEDIATE")
-
-    event.listen(engine, "begin", on_begin)

@@ -1,7 +1,8 @@
 """Events, metrics and spans of locks and fences.
 
-Call `on_event` to get events; `fencelock.observe.prometheus` and `fencelock.observe.otel` make metrics and
-spans of them. Locks and the guard import none of these modules. Without a listener, events cost very little.
+`fencelock.on_event` adds a listener for events. `fencelock.observe.prometheus` and `fencelock.observe.otel`
+make metrics and spans of them. Locks and the guard import none of these modules. Without a listener, events
+cost very little.
 """
 
 from fencelock._events import (
@@ -23,8 +24,6 @@ from fencelock._events import (
     TokenReminted,
     UnfencedWriteRefused,
     WrittenWithoutLease,
-    forget,
-    on_event,
 )
 
 __all__ = [
@@ -46,6 +45,4 @@ __all__ = [
     "TokenReminted",
     "UnfencedWriteRefused",
     "WrittenWithoutLease",
-    "forget",
-    "on_event",
 ]

@@ -9,8 +9,9 @@ from typing import Any
 from sqlalchemy import Engine, ForeignKey, String, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, column_property, mapped_column, relationship
 
-from fencelock import FencedModel, Lease, begin_immediate, bind, fence_table
+from fencelock import FencedModel, Lease, bind, fence_table
 from tests.guard.rows import Keyed, refill
+from tests.immediate import begin_immediate
 
 OLD, NEW = 1, 2
 """The tokens of the older and the newer holder."""

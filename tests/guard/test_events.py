@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any, TypeAlias
 
 import pytest
@@ -14,17 +14,13 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import (
-    GuardEvent,
     Lease,
     UnfencedWriteError,
     claim,
     gate,
-    on_claim,
-    on_stale,
-    on_unfenced,
     upsert,
 )
-from fencelock.guard import forget
+from fencelock.observe import GuardEvent, RowClaimed, StaleWriteRefused, UnfencedWriteRefused
 from tests.guard.rows import Act, InMemory, holding, refill
 
 
@@ -54,11 +50,15 @@ Told: TypeAlias = dict[str, list[GuardEvent]]
 @pytest.fixture
 def told() -> Iterator[Told]:
     found: Told = {"stale": [], "unfenced": [], "claim": []}
-    callbacks = [on_stale(found["stale"].append), fencelock.on_unfenced(found["unfenced"].append)]
-    callbacks.append(on_claim(found["claim"].append))
+    kinds = {StaleWriteRefused: "stale", UnfencedWriteRefused: "unfenced", RowClaimed: "claim"}
+
+    @fencelock.on_event
+    def note(event: object) -> None:
+        if isinstance(event, GuardEvent):
+            found[kinds[type(event)]].append(event)
+
     yield found
-    for callback in callbacks:
-        forget(callback)
+    fencelock.forget(note)
 
 
 def facts(event: GuardEvent) -> tuple[object, ...]:
@@ -135,29 +135,29 @@ def test_claims_and_gates_are_told(engine: Engine, told: Told, caplog: pytest.Lo
 def test_callback_that_fails_changes_nothing(
     engine: Engine, told: Told, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fail(event: GuardEvent) -> None:
-        raise ZeroDivisionError(event.table)
+    def fail(event: object) -> None:
+        raise ZeroDivisionError(repr(event))
 
-    on_stale(fail)
+    fencelock.on_event(fail)
     try:
         holder = holding(engine, Lease("order:1", 4))
         with holder as session, pytest.raises(fencelock.StaleTokenError):
             write(session)
     finally:
-        forget(fail)
+        fencelock.forget(fail)
     assert len(told["stale"]) == 1
     assert "a listener for events failed" in caplog.text
 
 
-@pytest.mark.parametrize("listen", [on_claim, on_stale, on_unfenced])
-def test_what_is_no_function_is_refused(listen: Callable[[Any], Any]) -> None:
-    with pytest.raises(TypeError, match=f"{listen.__name__} takes a plain function"):
+def test_what_is_no_function_is_refused() -> None:
+    listen: Any = fencelock.on_event
+    with pytest.raises(TypeError, match="on_event takes a plain function"):
         listen("print")
 
     async def coroutine(_event: object) -> None:
         """Nothing would await it."""
 
-    with pytest.raises(TypeError, match=f"{listen.__name__} takes a plain function"):
+    with pytest.raises(TypeError, match="on_event takes a plain function"):
         listen(coroutine)
 
 
@@ -175,10 +175,8 @@ def test_error_without_a_word_is_the_users(engine: Engine) -> None:
 
 def test_callback_that_was_forgotten_is_not_called(engine: Engine) -> None:
     """Given back by the function that registered it, as a decorator does."""
-    heard: list[GuardEvent] = []
-    callbacks = [on(heard.append) for on in (on_stale, fencelock.on_unfenced, on_claim)]
-    for callback in callbacks:
-        forget(callback)
+    heard: list[object] = []
+    fencelock.forget(fencelock.on_event(heard.append))
     with holding(engine, Lease("order:2", 6)) as session:
         claim(session, Order, 2)
         with pytest.raises(UnfencedWriteError):

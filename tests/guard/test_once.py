@@ -252,7 +252,7 @@ def test_receipt_that_is_used_wrongly(engine: Engine) -> None:
         with pytest.raises(ValueError, match="assign its result before the COMMIT"):
             receipt.result = 3
         assert once(session, "k").result == 2
-    with pytest.raises(TypeError, match="once takes a Session or an AsyncSession, not .*Engine"):
+    with pytest.raises(TypeError, match=r"once takes a Session or an AsyncSession, not .*Engine"):
         once(engine, "k")  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"receipt_table takes a MetaData, such as Base\.metadata"):
         receipt_table(Base)  # type: ignore[arg-type]

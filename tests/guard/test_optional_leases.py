@@ -13,9 +13,21 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 import fencelock
-from fencelock import Database, FencedModel, Lease, UnfencedWriteError, bind, bypass, claim, gate, upsert
+from fencelock import (
+    Database,
+    FencedModel,
+    Lease,
+    UnfencedWriteError,
+    bind,
+    bypass,
+    claim,
+    forget,
+    gate,
+    on_event,
+    upsert,
+)
 from fencelock.guard import events, fence_column
-from fencelock.observe import WrittenWithoutLease, forget, on_event
+from fencelock.observe import WrittenWithoutLease
 from fencelock.observe.prometheus import instrument
 from tests.guard.rows import (
     Act,

@@ -10,8 +10,9 @@ from sqlalchemy import create_engine, event, insert, select
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import FencedModel, Lease, StaleTokenError, begin_immediate, bind, claim
+from fencelock import FencedModel, Lease, StaleTokenError, bind, claim
 from tests.guard.rows import bypassed, holding, rows_of
+from tests.immediate import begin_immediate
 
 PROCESSES = 4
 INCREMENTS = 15

@@ -6,12 +6,13 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from sqlalchemy import create_engine, event
+from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock import FencedModel, Lease, UnfencedWriteError, begin_immediate, bind, claim
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
 from tests.guard.rows import Keyed
+from tests.immediate import begin_immediate
 
 
 class Base(DeclarativeBase): ...
@@ -29,10 +30,9 @@ def aengine(tmp_path: Path) -> AsyncEngine:
     return create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}")
 
 
-@pytest.mark.parametrize("form", ["engine for coroutines", "engine behind it"])
-def test_tasks_that_read_before_they_write_take_turns(aengine: AsyncEngine, form: str) -> None:
+def test_tasks_that_read_before_they_write_take_turns(aengine: AsyncEngine) -> None:
     """Each reads what the one before has written; without BEGIN IMMEDIATE, one fails with "locked"."""
-    begin_immediate(aengine if form == "engine for coroutines" else aengine.sync_engine)
+    begin_immediate(aengine.sync_engine)
 
     async def pay(token: int) -> None:
         async with AsyncSession(aengine) as session:
@@ -75,12 +75,3 @@ def test_connection_of_aiosqlite_that_commits_by_itself_is_refused(aengine: Asyn
         await aengine.dispose()
 
     asyncio.run(main())
-
-
-@pytest.mark.parametrize("url", ["postgresql+asyncpg://h/x", "postgresql+psycopg://h/x"])
-def test_other_databases_are_refused(url: str) -> None:
-    engine = create_async_engine(url) if "asyncpg" in url else create_engine(url)
-    with pytest.raises(ValueError, match="this engine is for postgresql"):
-        begin_immediate(engine)
-    with pytest.raises(TypeError, match="takes an engine, not str"):
-        begin_immediate(url)  # type: ignore[arg-type]

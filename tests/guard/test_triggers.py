@@ -15,8 +15,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError
-from fencelock.guard import fence_column, forget, triggers
+from fencelock.guard import fence_column, triggers
 from fencelock.guard.tables import LIMIT
+from fencelock.observe import GuardEvent
 from tests.guard.rows import Keyed, core_table, holding, rows_of, turned_away
 
 FENCE = 5
@@ -108,15 +109,14 @@ def bypass(connection: sa.Connection, statement: str) -> None:
 
 def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> None:
     """What reaches a trigger around the guard raises, and is told, as the guard would, with what is known."""
-    heard: list[fencelock.GuardEvent] = []
-    fencelock.on_stale(heard.append)
-    fencelock.on_unfenced(heard.append)
+    heard: list[GuardEvent] = []
+    fencelock.on_event(heard.append)
     with engine.connect() as connection:
         with turned_away(connection, StaleTokenError, match="trigger") as stale:
             bypass(connection, "UPDATE tr_plain SET last_fencing_token = 4")
         with pytest.raises(fencelock.UnfencedWriteError, match="'tr_strict'"):
             bypass(connection, "UPDATE tr_strict SET status = 'old way'")
-    forget(heard.append)
+    fencelock.forget(heard.append)
     known = (4, FENCE) if engine.dialect.name != "sqlite" else (0, None)
     assert (stale.value.table, stale.value.identity) == ("tr_plain", None)
     assert (stale.value.token, stale.value.current) == known

@@ -25,10 +25,11 @@ from fencelock import (
     UnfencedWriteError,
     fenced_lock,
     fenced_semaphore,
+    forget,
+    on_event,
 )
 from fencelock.lease import held_leases
 from fencelock.lock import slots
-from fencelock.observe import forget, on_event
 from tests.authorities.kinds import MAKERS, SORTS, SORTS_IN_TASKS, Kind
 from tests.polling import eventually
 

@@ -14,8 +14,8 @@ import pytest
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
-from fencelock import Redlock
-from fencelock.observe import Event, forget, on_event
+from fencelock import Redlock, forget, on_event
+from fencelock.observe import Event
 from proof.servers import Nodes
 from tests.authorities.kinds import MAKERS, Kind
 from tests.conftest import ROOT

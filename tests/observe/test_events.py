@@ -11,7 +11,16 @@ from typing import Any
 
 import pytest
 
-from fencelock import LockLostError, LockTimeoutError, QuorumError, Redlock, fenced, take_over
+from fencelock import (
+    LockLostError,
+    LockTimeoutError,
+    QuorumError,
+    Redlock,
+    fenced,
+    forget,
+    on_event,
+    take_over,
+)
 from fencelock.observe import (
     ConnectionFailed,
     ConnectionOpened,
@@ -23,8 +32,6 @@ from fencelock.observe import (
     LockNotAcquired,
     LockReleased,
     TokenReminted,
-    forget,
-    on_event,
 )
 from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually

@@ -22,15 +22,14 @@ LOCKS: Final = (
     *("assert_held", "Database", "lease_table", "Redlock", "Etcd", "ZooKeeper", "leader"),
     *("fenced_semaphore",),
 )
-MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table", "begin_immediate")
+MODELS: Final = ("FencedModel", "FencedDataclassModel", "fence_table")
 WRITING: Final = (
     *("claim", "claim_all", "gate", "bind", "bypass", "upsert"),
     *("fenced_text", "conditional_update", "conditional_delete"),
-    *("claim", "claim_all", "gate"),
-    *("once", "once", "fenced_once", "receipt_table", "prune_receipts"),
+    *("once", "fenced_once", "receipt_table", "prune_receipts"),
     *("is_retryable", "http_status"),
 )
-WATCHING: Final = ("on_stale", "on_unfenced", "on_claim", "GuardEvent")
+WATCHING: Final = ("on_event", "forget")
 OBJECTS: Final = (
     "FencedLock",
     "AsyncLock",
