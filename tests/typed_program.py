@@ -70,6 +70,7 @@ from fencelock import (
     fenced_semaphore,
     fenced_text,
     fenced_transaction,
+    forget,
     gate,
     http_status,
     is_retryable,
@@ -418,6 +419,7 @@ def databases(engine: Engine) -> None:
 def main() -> None:
     """Configure, and go."""
     exit_on_signals()
+    forget(count)
     databases(create_engine("sqlite:///shop.db"))
     quorum = configure(Redlock("redis://r1:6379,redis://r2:6379,redis://r3:6379"))
     assert_type(quorum, Redlock)

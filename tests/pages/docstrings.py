@@ -29,7 +29,6 @@ SILENT: Final = (
         "receipt_table",
         "history_table",
         "write_id_column",
-        ".on_event",
     ),
     *(".close", ".status", ".cancel", "Lease.to_header", "Term.wait", "Term.wait_async", ".forget"),
     *("triggers.installed", "FencedValue.get", "FencedFile.read"),

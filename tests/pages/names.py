@@ -104,7 +104,7 @@ GROUPS: Final = (
     Group("objects", "", holder, ("LockInfo", "Holder")),
     Group("objects", "", admin, ("NodeStatus", "NodeState")),
     Group("errors", "Errors", fencelock, tuple(errors())),
-    Group("models", "", fencelock.guard, ("fence_column", "write_id_column", "forget")),
+    Group("models", "", fencelock.guard, ("fence_column", "write_id_column")),
     Group("triggers", "", triggers, ("create", "drop", "installed")),
     Group("observing", "", fencelock.observe, tuple(fencelock.observe.__all__)),
     Group("observing", "", prometheus, ("instrument", "watch_nodes", "Metrics")),
