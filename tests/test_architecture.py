@@ -48,7 +48,7 @@ MODULES = {
 }
 
 VALUES = (
-    "_checks _databases _engines _events _generators _owners _platform _threads authority.hosts errors "
+    "_checks _databases _engines _events _generators _owners _process _threads authority.hosts errors "
     "holder lease tokens"
 )
 REDLOCK = "authority.redlock"

@@ -43,7 +43,7 @@ class Figures(NamedTuple):
 LIMITS = {
     "blocking lock, one node": Figures(files=19, functions=100, calls=149, depth=13),
     "asyncio lock, one node": Figures(files=20, functions=101, calls=159, depth=8),
-    "blocking lock, SQLite": Figures(files=19, functions=85, calls=138, depth=14),
+    "blocking lock, SQLite": Figures(files=19, functions=84, calls=136, depth=14),
     "asyncio lock, SQLite": Figures(files=19, functions=89, calls=188, depth=10),
     "flush of one object": Figures(files=9, functions=49, calls=54, depth=8),
 }

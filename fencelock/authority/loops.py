@@ -16,8 +16,9 @@ from weakref import WeakSet
 
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
+from fencelock._process import start_over_in_children
 from fencelock._threads import sleep_until_woken
-from fencelock.authority.base import warn_of_blocked_loop
+from fencelock.authority.base import in_use, warn_of_blocked_loop
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
 
@@ -159,8 +160,26 @@ class LoopEnd:
             task.exception()  # retrieved here, because a cancelled caller does not retrieve it
 
 
+#: What authorities had in a parent process. A child keeps it, because a driver that frees a connection closes
+#: it, and may send data.
+_of_parents: list[dict[str, Any]] = []
+
+
 class WithLoops(GeneratorAuthority):
-    """An authority whose steps are those of this module, and those that `work` and `work_soon` execute."""
+    """An authority whose steps are those of this module, and those that `work` and `work_soon` execute.
+
+    `__init__` of a subclass ends with `_begin`.
+    """
+
+    def _begin(self) -> None:
+        self._start_over()
+        start_over_in_children(self)
+        in_use.add(self)
+
+    def begin_in_child(self) -> None:
+        """Leave the connections to the parent, and start over."""
+        _of_parents.append(vars(self).copy())
+        self._start_over()
 
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""

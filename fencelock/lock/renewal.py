@@ -32,7 +32,7 @@ from fencelock import _events, _threads
 from fencelock._events import LeaseExtended
 from fencelock._generators import Steps
 from fencelock._owners import running_loop
-from fencelock._platform import in_forked_child
+from fencelock._process import in_forked_child
 from fencelock._threads import sleep_until_woken
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError

@@ -44,6 +44,7 @@ from fencelock import _events, _threads
 from fencelock._databases import RESOURCE
 from fencelock._events import Event, LeaseLost, LockAcquired, StaleWriteRefused
 from fencelock._owners import name_of_process
+from fencelock._process import start_over_in_children
 
 logger: logging.Logger = logging.getLogger("fencelock.observe")
 
@@ -106,22 +107,23 @@ class Recorder:
         self._table = history_table(MetaData(), schema=schema)
         self._table.create(engine, checkfirst=True)
         self._pruned_at = float("-inf")
-        self._start_over()
+        self._inherits = False
+        self._begin()
+        start_over_in_children(self)
         _events.on_event(self)
         atexit.register(self.close)
 
-    def _start_over(self) -> None:
-        """Begin without entries and without a thread: in a new recorder, and in a forked child."""
-        self._pid = os.getpid()
+    def begin_in_child(self) -> None:
+        self._inherits = True
+        self._begin()
+
+    def _begin(self) -> None:
         self._waiting: deque[Entry] = deque(maxlen=_MOST_WAITING)
         self._over = threading.Event()
         self._thread: threading.Thread | None = None
 
     def __call__(self, event: Event) -> None:
         if entries := list(_entries_of(event)):
-            if self._pid != os.getpid():
-                self._start_over()
-                self._engine.dispose(close=False)  # its connections belong to the parent process
             self._waiting.extend(entries)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._work, name="fencelock-history", daemon=True)
@@ -135,18 +137,21 @@ class Recorder:
         """Stop listening, and write the remaining entries, if the database answers in time."""
         _events.forget(self)
         atexit.unregister(self.close)
-        if self._pid == os.getpid():
-            self._over.set()
-            if self._thread is not None:
-                self._thread.join(5)
-            if self._thread is None or not self._thread.is_alive():  # else it waits for the database
-                self._write()
+        self._over.set()
+        if self._thread is not None:
+            self._thread.join(5)
+        # A thread that is still alive waits for the database.
+        if self._waiting and (self._thread is None or not self._thread.is_alive()):
+            self._write()
 
     def _work(self) -> None:
         while not self._over.wait(_PAUSE):
             self._write()
 
     def _write(self) -> None:
+        if self._inherits:  # the connections of the engine belong to the parent process
+            self._engine.dispose(close=False)
+            self._inherits = False
         entries: list[dict[str, Any]] = []
         with suppress(IndexError):
             while True:

@@ -40,7 +40,7 @@ from fencelock._events import (
     UnfencedWriteRefused,
     WrittenWithoutLease,
 )
-from fencelock._platform import in_forked_child
+from fencelock._process import start_over_in_children
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.errors import AuthorityError, FencelockError
 from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_of_lock
@@ -105,8 +105,8 @@ class Metrics:
     ) -> None:
         self._registry = registry
         self._later: deque[Event] = deque()
-        self._start_over()
-        in_forked_child(self._start_over)
+        self.begin_in_child()
+        start_over_in_children(self)
         registry.register(self)
         self._made: list[Any] = [self]
         self._name = label
@@ -162,7 +162,7 @@ class Metrics:
             self._made += [self._textbook_wait, self._textbook_failures]
             _events.on_event(self._count_by_textbook)
 
-    def _start_over(self) -> None:
+    def begin_in_child(self) -> None:
         """Make the mutex for counting; a forked child needs a new one, because its copy may be locked."""
         self._mutex = threading.Lock()
 

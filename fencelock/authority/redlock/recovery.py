@@ -69,11 +69,6 @@ class Recoverer:
         if thread is not None and thread.is_alive() and thread is not threading.current_thread():
             thread.join(_FAREWELL)
 
-    def leave_to_parent(self) -> None:
-        """In a forked child, close its copies of the sockets; the thread does not exist there."""
-        if self._connections is not None:
-            self._connections.leave_to_parent()
-
     def _run(self) -> None:
         if self._thread is not threading.current_thread():  # a signal handler has started another thread
             return

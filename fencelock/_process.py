@@ -1,0 +1,62 @@
+"""Forks: the one place that tells objects and modules that they are in a forked child."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from typing import Protocol
+from weakref import WeakSet
+
+# A child has one thread, and copies of everything else. Another thread of the parent may have held a mutex, and
+# its owner does not exist in the child. Two processes that use one connection would get each other's answers.
+# So all that has a mutex, a thread or a connection starts over in the child, before the child runs other code.
+# No call compares process ids.
+#
+# An object registers when it has all that `begin_in_child` needs, because another thread may fork in the middle
+# of its `__init__`. Its copy in a child is registered already, so grandchildren start over in the same way.
+#
+# A server that forks without Python must run Python's hooks, as uWSGI does with `py-call-osafterfork`.
+
+
+class StartsOver(Protocol):
+    """An object that a forked child cannot use as it is."""
+
+    def begin_in_child(self) -> None:
+        """Start over in a forked child. A call that is interrupted is made once more."""
+
+
+_objects: WeakSet[StartsOver] = WeakSet()
+_functions: list[Callable[[], object]] = []
+
+
+def start_over_in_children(each: StartsOver) -> None:
+    """Call `begin_in_child` of an object in each forked child, while the object exists."""
+    _objects.add(each)
+
+
+def in_forked_child(function: Callable[[], object]) -> None:
+    """Call a function in each forked child; for modules, because it is kept for ever."""
+    _functions.append(function)
+
+
+def _start_over() -> None:
+    left = [*(each.begin_in_child for each in _objects), *_functions]
+    failed: object = None
+    error: BaseException | None = None
+    while left:
+        try:
+            while left:
+                left[-1]()
+                left.pop()
+        except BaseException as caught:  # noqa: BLE001 - perhaps a signal handler's; the others start over, too
+            error = caught
+            if left and left[-1] is failed:
+                left.pop()
+            elif left:
+                failed = left[-1]
+    if error is not None:
+        raise error  # Python prints it
+
+
+if hasattr(os, "register_at_fork"):  # some systems cannot fork
+    os.register_at_fork(after_in_child=_start_over)
