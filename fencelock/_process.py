@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Protocol
 from weakref import WeakSet
 
-# A child has one thread, and copies of everything else. Another thread of the parent may have held a mutex, and
+# A child has one thread, and copies of everything else. Another thread of the parent may have held a mutex;
 # its owner does not exist in the child. Two processes that use one connection would get each other's answers.
-# So all that has a mutex, a thread or a connection starts over in the child, before the child runs other code.
-# No call compares process ids.
+# So all that has a mutex, a thread or a connection starts over in the child, before other code runs there. No
+# call compares process ids.
 #
-# An object registers when it has all that `begin_in_child` needs, because another thread may fork in the middle
-# of its `__init__`. Its copy in a child is registered already, so grandchildren start over in the same way.
+# An object registers when it has all that `begin_in_child` needs, because another thread may fork in the
+# middle of its `__init__`. Its copy in a child is registered already, so grandchildren start over, too.
 #
 # A server that forks without Python must run Python's hooks, as uWSGI does with `py-call-osafterfork`.
 

@@ -17,7 +17,6 @@ from weakref import WeakSet
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
 from fencelock._process import start_over_in_children
-from fencelock._threads import sleep_until_woken
 from fencelock.authority.base import in_use, warn_of_blocked_loop
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
@@ -31,16 +30,14 @@ class ThreadWakeup:
     """Wakes a thread that sleeps; a `wake` before the sleep counts, too. Any thread may call `wake`."""
 
     def __init__(self) -> None:
-        # Not an Event, because a signal handler that interrupts `set` and calls it again could wait for ever.
-        self._asleep = threading.Lock()
+        self._asleep = threading.Lock()  # see `_threads.new_wakeup`
         self._asleep.acquire()
 
     def wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is awake
-            self._asleep.release()
+        _threads.wake(self._asleep)
 
     def sleep(self, seconds: float) -> None:
-        sleep_until_woken(self._asleep, seconds)
+        _threads.sleep_until_woken(self._asleep, seconds)
 
 
 class LoopWakeup:
