@@ -48,8 +48,8 @@ MODULES = {
 }
 
 VALUES = (
-    "_checks _databases _engines _events _generators _owners _process _threads _workers authority.hosts "
-    "errors holder lease tokens"
+    "_backoff _checks _databases _engines _events _generators _owners _process _threads _workers "
+    "authority.hosts errors holder lease tokens"
 )
 REDLOCK = "authority.redlock"
 ARROWS = {

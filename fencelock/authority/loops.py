@@ -7,10 +7,9 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-import random
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
@@ -89,14 +88,6 @@ class Later(NamedTuple):
     """A step: run the generator of `steps` in the background. The caller does not wait for its end."""
 
     steps: Callable[[], Steps[None]]
-
-
-def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
-    """Yield the seconds to wait before each try; random, so that clients try at different moments."""
-    pause = shortest
-    while True:
-        yield pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
-        pause = min(longest, pause * growth)
 
 
 #: The longest sleep in seconds; after it, the caller checks whether it still has to wait.

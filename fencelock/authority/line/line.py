@@ -14,12 +14,13 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final
 
+from fencelock._backoff import pauses
 from fencelock._checks import check_older_than
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish, held_by_another, named, too_slow
 from fencelock.authority.line.due import Due, DueReleases
 from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, lost
-from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait, WithLoops, pauses
+from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait, WithLoops
 from fencelock.errors import (
     AuthorityError,
     CountersExhaustedError,

@@ -7,12 +7,12 @@ thread starts when an answer shows that a node has lost its memory, has restarte
 from __future__ import annotations
 
 import math
-import random
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, cast
 
+from fencelock._backoff import grown, randomly
 from fencelock._generators import run
 from fencelock._workers import Worker
 from fencelock.authority.redlock.membership.reports import Steps
@@ -87,5 +87,5 @@ class Recoverer:
 
     def _pause(self, *, succeeded: bool) -> None:
         self._failures = 0 if succeeded else self._failures + 1
-        pause = min(_LONGEST_PAUSE, _SHORTEST_PAUSE * 2**self._failures)
-        self._not_before = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
+        pause = grown(_SHORTEST_PAUSE, _LONGEST_PAUSE, self._failures, growth=2.0)
+        self._not_before = time.monotonic() + randomly(pause)
