@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 
 from fencelock._checks import check_flag
 from fencelock._generators import Call, Steps
-from fencelock.authority.base import Authority, Grant
+from fencelock.authority.base import Authority, Grant, lock_makers
 from fencelock.errors import LockError, LockTimeoutError
 from fencelock.lease import check_resource
 from fencelock.lock.base import Token
@@ -62,6 +62,9 @@ def make_lock(
         )
     kind = ReaderLock if shared else WriterLock
     return kind(check_name(resources[0]), check_slots("readers", readers), find_authority, **settings)
+
+
+lock_makers.append(make_lock)
 
 
 def check_name(name: object) -> str:
