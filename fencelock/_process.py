@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any
 from weakref import WeakSet
 
 # A child has one thread, and copies of everything else. Another thread of the parent may have held a mutex;
@@ -18,19 +18,12 @@ from weakref import WeakSet
 # A server that forks without Python must run Python's hooks, as uWSGI does with `py-call-osafterfork`.
 
 
-class StartsOver(Protocol):
-    """An object that a forked child cannot use as it is."""
-
-    def begin_in_child(self) -> None:
-        """Start over in a forked child. A call that is interrupted is made once more."""
-
-
-_objects: WeakSet[StartsOver] = WeakSet()
+_objects: WeakSet[Any] = WeakSet()
 _functions: list[Callable[[], object]] = []
 
 
-def start_over_in_children(each: StartsOver) -> None:
-    """Call `begin_in_child` of an object in each forked child, while the object exists."""
+def start_over_in_children(each: Any) -> None:
+    """Call `begin_in_child` of an object in each forked child; once more if the call is interrupted."""
     _objects.add(each)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -41,6 +42,7 @@ from fencelock._events import (
     WrittenWithoutLease,
 )
 from fencelock._process import start_over_in_children
+from fencelock._workers import Worker
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.errors import AuthorityError, FencelockError
 from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_of_lock
@@ -292,28 +294,25 @@ def watch_nodes(
     state = gauge("fencelock_node_state", "Whether a node is in this state", ("node", "state"))
     epoch = gauge("fencelock_node_epoch", "The epoch that a node grants in", ("node",))
     left = gauge("fencelock_node_recovery_remaining_seconds", "Until a node may vote again", ("node",))
-    over = threading.Event()
 
-    def watch() -> None:
-        while not over.is_set():
-            try:
-                found = authority.status()
-            except FencelockError as error:
-                logger.warning("the nodes could not be asked for their state: %s", error)
-                found = ()
-            for node in found:
-                for each in NodeState:
-                    state.labels(node.address, each.value).set(each is node.state)
-                epoch.labels(node.address).set(node.epoch or 0)
-                left.labels(node.address).set(node.recovering_for or 0.0)
-            over.wait(every)
+    def watch() -> float:
+        try:
+            found = authority.status()
+        except FencelockError as error:
+            logger.warning("the nodes could not be asked for their state: %s", error)
+            found = ()
+        for node in found:
+            for each in NodeState:
+                state.labels(node.address, each.value).set(each is node.state)
+            epoch.labels(node.address).set(node.epoch or 0)
+            left.labels(node.address).set(node.recovering_for or 0.0)
+        return time.monotonic() + every
 
     def end() -> None:
-        over.set()
-        thread.join()
+        worker.close(threading.TIMEOUT_MAX)
         for metric in (state, epoch, left):
             registry.unregister(metric)
 
-    thread = threading.Thread(target=watch, name="fencelock-watch-nodes", daemon=True)
-    thread.start()
+    worker = Worker("fencelock-watch-nodes", watch)
+    worker.wake()
     return end
