@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 from weakref import WeakSet
@@ -15,8 +17,8 @@ from weakref import WeakSet
 # An object registers when it has all that `begin_in_child` needs, because another thread may fork in the
 # middle of its `__init__`. Its copy in a child is registered already, so grandchildren start over, too.
 #
-# A server that forks without Python must run Python's hooks, as uWSGI does with `py-call-osafterfork`.
-
+# uWSGI forks without Python's hooks, unless it has the option `py-call-osafterfork`, but it has its own hook.
+# Another program that embeds Python, and forks, must call `PyOS_AfterFork_Child`.
 
 _objects: WeakSet[Any] = WeakSet()
 _functions: list[Callable[[], object]] = []
@@ -51,5 +53,15 @@ def _start_over() -> None:
         raise error  # Python prints it
 
 
+def _hook_into(uwsgi: Any) -> None:
+    try:
+        # Its import replaces uWSGI's hook by one that calls all functions of this list.
+        importlib.import_module("uwsgidecorators").postfork_chain.append(_start_over)
+    except Exception:  # noqa: BLE001 - it raises one without a master process, and no program can import it then
+        uwsgi.post_fork_hook = _start_over
+
+
 if hasattr(os, "register_at_fork"):  # some systems cannot fork
     os.register_at_fork(after_in_child=_start_over)
+if hasattr(sys.modules.get("uwsgi"), "masterpid"):  # this process is uWSGI
+    _hook_into(sys.modules["uwsgi"])

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
+import runpy
 import signal
 import subprocess
 import sys
 import threading
+import types
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
+from typing import Any
 from weakref import ref
 
 import pytest
@@ -166,3 +169,19 @@ def test_a_system_without_forks_needs_no_hook() -> None:
     code = f"import os; del os.register_at_fork; exec({room!r}); print(_functions)"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout == "[]\n"
+
+
+@pytest.mark.parametrize("has_master", [True, False])
+def test_uwsgi_calls_its_own_hook(monkeypatch: pytest.MonkeyPatch, *, has_master: bool) -> None:
+    """It forks without those of Python. Without a master process, its decorators cannot be imported."""
+    server: Any = types.SimpleNamespace(masterpid=lambda: 1, post_fork_hook=None)
+    chain: list[Callable[[], object]] = []
+    decorators = types.SimpleNamespace(postfork_chain=chain) if has_master else None
+    monkeypatch.setitem(sys.modules, "uwsgi", server)
+    monkeypatch.setitem(sys.modules, "uwsgidecorators", decorators)
+    monkeypatch.delattr(os, "register_at_fork")
+    room = runpy.run_path(str(_process.__file__))
+    calls: list[str] = []
+    room["in_forked_child"](lambda: calls.append("started over"))
+    (chain[0] if has_master else server.post_fork_hook)()
+    assert calls == ["started over"]
