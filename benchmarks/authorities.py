@@ -35,7 +35,6 @@ from sqlalchemy import URL, create_engine, make_url
 from benchmarks import deposits, handovers, on_consensus, on_databases, plot, rates
 from benchmarks.arena import Arena, median_ratio, ratios
 from benchmarks.contenders import FENCELOCK, Contender
-from benchmarks.guard import mariadb
 from benchmarks.handovers import PROCESSES, Relay
 from benchmarks.on_consensus import ETCD, ETCD3GW, GRPC_AIO, GRPCIO, KAZOO, KAZOO_IN_THREADS, ZOOKEEPER
 from benchmarks.on_databases import (
@@ -55,6 +54,7 @@ from benchmarks.report import Bar, Goal, Report, Section, Spread
 from fencelock import Database, Etcd, ZooKeeper
 from proof import servers
 from proof.servers import Postgres, ServerError
+from proof.servers.mariadb import mariadb
 
 _WIDTH = 150
 _TASKS = 100

@@ -19,12 +19,13 @@ from typing import Any, Final
 
 from sqlalchemy import create_engine, event, make_url
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import Session
 
+from benchmarks.accounts import Account, Base, PlainAccount
 from benchmarks.arena import Arena, ratios
 from benchmarks.contenders import FENCELOCK
 from benchmarks.report import Goal, Section
-from fencelock import Database, FencedModel, fenced_lock
+from fencelock import Database, fenced_lock
 
 WORKERS: Final = 2
 #: Of a worker's pool; callers beyond it wait for a connection.
@@ -32,27 +33,6 @@ _POOL: Final = 20
 _PATIENCE: Final = 60.0
 _DRIVERS: Final = {"postgresql": "postgresql+asyncpg", "mysql": "mysql+aiomysql"}
 _PLAIN: Final = {"postgresql": "FOR UPDATE", "mysql": "FOR UPDATE", "sqlite": "BEGIN IMMEDIATE"}
-
-
-class Base(DeclarativeBase):
-    """Of both models."""
-
-
-class Account(FencedModel, Base):
-    """An account that is guarded."""
-
-    __tablename__ = "deposit_accounts"
-    __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    balance: Mapped[int] = mapped_column(default=0)
-
-
-class PlainAccount(Base):
-    """An account that only the database guards."""
-
-    __tablename__ = "deposit_plain"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    balance: Mapped[int] = mapped_column(default=0)
 
 
 @dataclass(frozen=True, slots=True)

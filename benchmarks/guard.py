@@ -30,8 +30,7 @@ from typing import TypeVar
 import sqlalchemy
 from rich.console import Console
 from rich.progress import track
-from sqlalchemy import URL, create_engine, make_url, text
-from sqlalchemy.exc import OperationalError
+from sqlalchemy import URL, create_engine, make_url
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.orm import Session
 
@@ -39,14 +38,13 @@ from benchmarks import bystander, plot, sections
 from benchmarks.guarded import CASES, ENTRANTS, GUARDED, PLAIN, WIDER, Base, Entrant, Taken, fill, perform
 from benchmarks.report import Bar, Goal, Report, Section, Spread
 from proof.servers import Postgres
+from proof.servers.mariadb import mariadb
 
 SIZES = (1, 10, 1000)
 #: Rounds for each size, as a share of what is asked for.
 _SHARE = {1: 1.0, 10: 0.5, 1000: 0.2}
 _FEWEST_ROUNDS = 5
 _WARM_UP = 3
-_MARIADB = "mysql+pymysql://root@127.0.0.1:3306/"
-_DATABASE = "fencelock_bench"
 _FLUSH_LIMITS = {
     "postgresql+psycopg": {1: 1.2, 10: 1.2, 1000: 1.25},
     "sqlite": {1: 1.3, 10: 1.35, 1000: 1.3},
@@ -223,25 +221,6 @@ class Servers:
             url = make_url(self._postgres.create_database())
             return url.set(drivername=name) if "+" in name else url
         return mariadb(self._stack) if name == "mariadb" else make_url(name)
-
-
-def mariadb(stack: ExitStack) -> URL | None:
-    """Return the URL of an empty database, which goes with the stack."""
-    server = make_url(os.environ.get("FENCELOCK_TEST_MARIADB_URL", _MARIADB)).set(database="")
-    engine = create_engine(server, isolation_level="AUTOCOMMIT")
-    try:
-        with engine.connect() as connection:
-            connection.execute(text(f"CREATE OR REPLACE DATABASE {_DATABASE}"))
-    except OperationalError:
-        return None
-
-    def drop() -> None:
-        with engine.connect() as connection:
-            connection.execute(text(f"DROP DATABASE {_DATABASE}"))
-        engine.dispose()
-
-    stack.callback(drop)
-    return server.set(database=_DATABASE)
 
 
 def run(names: Sequence[str], cases: Sequence[str], rounds: int, console: Console) -> Report:

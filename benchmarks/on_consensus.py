@@ -241,12 +241,12 @@ class _Section:
 
 def _section(setting: Setting, make: Callable[[Setting], Callable[[str], BlockingLock]]) -> Any:
     """Return what makes sections over a lock; the second URL is that of the database."""
-    make_lock, deposits = make(setting), importlib.import_module("benchmarks.deposits")
+    make_lock, accounts = make(setting), importlib.import_module("benchmarks.accounts")
     engine = importlib.import_module("sqlalchemy").create_engine(setting.urls[1])
     new_session = importlib.import_module("sqlalchemy.orm").sessionmaker(engine)
     if make is _fencelock:
-        return lambda _: _Section(make_lock("account:1"), new_session, deposits.Account)
-    return lambda _: _Section(make_lock("plain:1"), new_session, deposits.PlainAccount)
+        return lambda _: _Section(make_lock("account:1"), new_session, accounts.Account)
+    return lambda _: _Section(make_lock("plain:1"), new_session, accounts.PlainAccount)
 
 
 def _on(database: str, name: str, make: Callable[[Setting], Any], nodes: int = 1, **more: Any) -> OnDatabase:

@@ -3,6 +3,7 @@
 import typing as _typing
 
 from fencelock._events import forget, on_event
+from fencelock._fenced import fenced
 from fencelock._fenced_once import fenced_once
 from fencelock._leader import Leader, Term, leader
 from fencelock._locking import configure, fenced_lock, fenced_semaphore, take_over
@@ -50,7 +51,6 @@ from fencelock.guard import (
 )
 from fencelock.lease import Lease, assert_held
 from fencelock.lock.at_exit import exit_on_signals
-from fencelock.lock.decorator import fenced
 from fencelock.lock.lock import AsyncLock, FencedLock
 from fencelock.lock.slots import FencedSemaphore
 from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fenced_transaction

@@ -17,7 +17,7 @@ from threading import get_ident
 from typing import Any, Literal, TypeVar
 
 from fencelock._checks import check_callback
-from fencelock._platform import in_forked_child
+from fencelock._process import in_forked_child
 
 logger = logging.getLogger("fencelock.observe")
 

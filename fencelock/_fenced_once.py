@@ -21,9 +21,9 @@ from typing import (
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
+from fencelock._fenced import check_function, fill
 from fencelock._locking import fenced_lock
 from fencelock.guard import once
-from fencelock.lock.decorator import check_function, fill
 from fencelock.lock.options import AllLockSettings
 from fencelock.transaction import transaction_of
 

@@ -12,12 +12,12 @@ import asyncio
 import contextlib
 import inspect
 import logging
-import random
 import threading
 import time
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, final, overload
 
+from fencelock._backoff import randomly
 from fencelock._checks import check_callback
 from fencelock._locking import fenced_lock
 from fencelock.authority.base import Authority
@@ -244,7 +244,7 @@ class Leader:
         """Return a random pause; its limit rises with each election, unless a term lasted over a ttl."""
         has_lasted = term is not None and time.monotonic() - term.lease.granted_at > self._ttl
         longest = _FIRST_PAUSE if has_lasted else min(_LONGEST_PAUSE, _FIRST_PAUSE + 2 * last)
-        return longest * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        return randomly(longest)
 
 
 def leader(name: str, *, ttl: float = 15.0, authority: Authority | None = None) -> Leader:

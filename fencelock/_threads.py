@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from contextlib import suppress
 from typing import Final
 
 from fencelock._owners import blocks_greenlets
@@ -32,6 +33,16 @@ def start(thread: threading.Thread) -> None:
     raise raised
 
 
+def new_wakeup() -> threading.Lock:
+    """Return a lock that is held until `wake`.
+
+    It is no Event, because a signal handler that interrupts `set` and calls it again could wait for ever.
+    """
+    wakeup = threading.Lock()
+    wakeup.acquire()
+    return wakeup
+
+
 class Sleepers:
     """The threads that sleep until a change; all callers must hold one common lock.
 
@@ -45,8 +56,7 @@ class Sleepers:
         self._asleep: dict[threading.Lock, None] = {}
 
     def add(self) -> threading.Lock:
-        wakeup = threading.Lock()
-        wakeup.acquire()
+        wakeup = new_wakeup()
         self._asleep[wakeup] = None
         return wakeup
 
@@ -58,6 +68,12 @@ class Sleepers:
     def remove(self, wakeup: threading.Lock) -> None:
         """Forget a wakeup that no thread sleeps on."""
         self._asleep.pop(wakeup, None)
+
+
+def wake(wakeup: threading.Lock) -> None:
+    """Release a wakeup, or leave it released: a wake before the sleep counts, too."""
+    with suppress(RuntimeError):  # it is released
+        wakeup.release()
 
 
 def sleep_until_woken(wakeup: threading.Lock, seconds: float) -> None:

@@ -21,7 +21,7 @@ from typing import Any, Final, final
 from urllib.parse import quote, unquote
 from weakref import ref
 
-from fencelock._platform import in_forked_child
+from fencelock._process import in_forked_child
 from fencelock.errors import CommitInDoubtError, LockLostError, NotHeldError
 from fencelock.tokens import check as check_token
 

@@ -29,7 +29,6 @@ from typing import Any
 from sqlalchemy import Engine, NullPool, String, create_engine, event, func, insert, select, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from benchmarks.guard import mariadb
 from fencelock import (
     Database,
     FencedModel,
@@ -42,6 +41,7 @@ from fencelock import (
     receipt_table,
 )
 from proof.servers import Postgres
+from proof.servers.mariadb import mariadb
 
 _TTL = 0.3
 _LOCKED_EVERY = 5

@@ -29,7 +29,6 @@ from typing import Any, TextIO
 from sqlalchemy import create_engine, insert, select
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from benchmarks.guard import mariadb
 from fencelock import (
     FencedModel,
     FencelockError,
@@ -40,6 +39,7 @@ from fencelock import (
     lease_table,
 )
 from proof.servers import Nodes, Postgres
+from proof.servers.mariadb import mariadb
 
 SLOTS, READERS, WORKERS, TTL = 3, 4, 8, 0.6
 _PATIENCE = 60.0

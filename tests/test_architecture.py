@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 import types
+from collections.abc import Mapping
 from pathlib import Path
 
 import fencelock
@@ -13,15 +14,26 @@ import fencelock
 PACKAGE = Path(fencelock.__file__).parent
 
 
-def imports_of(path: Path) -> set[str]:
-    """Return the full names of what a module imports, wherever in it."""
+def imports_of(path: Path, *, at_run_time: bool = False) -> set[str]:
+    """Return the full names of what a module imports, wherever in it, also by `import_module`.
+
+    What only a type checker imports does not count `at_run_time`.
+    """
     names = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    tree = ast.parse(path.read_text())
+    if at_run_time:
+        for each in ast.walk(tree):
+            if isinstance(each, ast.If) and ast.unparse(each.test) == "TYPE_CHECKING":
+                each.body.clear()
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"{path} imports relatively"
-            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+            folder = path.relative_to(PACKAGE.parent).parts[: -node.level] if node.level else ()
+            within = ".".join([*folder, *([node.module] if node.module else [])])
+            names |= {f"{within}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+            names |= {str(each.value) for each in node.args if isinstance(each, ast.Constant)}
     return names
 
 
@@ -42,14 +54,21 @@ def loaded_by(module: str) -> set[str]:
     )
 
 
-MODULES = {
-    ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__"): path
-    for path in sorted(PACKAGE.rglob("*.py"))
-}
+def modules_in(folder: Path) -> dict[str, Path]:
+    """Return the files of a package by the names of their modules."""
+    return {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for path in sorted(folder.rglob("*.py"))
+    }
+
+
+MODULES = modules_in(PACKAGE)
+BESIDE = {name: modules_in(PACKAGE.parent / name) for name in ("benchmarks", "proof")}
+"""The packages that are not in the wheel."""
 
 VALUES = (
-    "_checks _databases _engines _events _generators _owners _platform _threads authority.hosts errors "
-    "holder lease tokens"
+    "_backoff _checks _databases _engines _events _generators _owners _process _threads _workers "
+    "authority.hosts errors holder lease tokens"
 )
 REDLOCK = "authority.redlock"
 ARROWS = {
@@ -57,7 +76,7 @@ ARROWS = {
     "values": "",
     "authority.base": "values",
     "lock": "values authority.base",
-    "authority.generators": "values authority.base lock",
+    "authority.generators": "values authority.base",
     "authority.loops": "values authority.base authority.generators",
     "authority.database": "values authority.base authority.loops",
     "authority.line": "values authority.base authority.loops",
@@ -70,13 +89,13 @@ ARROWS = {
     REDLOCK: f"values authority.base authority.generators {REDLOCK}.protocol {REDLOCK}.membership "
     f"{REDLOCK}.wire {REDLOCK}.transport",
     "_locking": f"values authority.base authority.database authority.line lock {REDLOCK} {REDLOCK}.transport",
-    "lock.decorator": "values lock _locking",
+    "_fenced": "values lock _locking",
     "guard": "values",
     "max_fence": "guard",
     "transaction": "values guard lock _locking",
-    "_fenced_once": "_locking guard lock lock.decorator transaction",
-    "integrations": "values _outcomes",
+    "_fenced_once": "_fenced _locking guard lock transaction",
     "_outcomes": "values",
+    "integrations": "values _outcomes",
     "_leader": "values authority.base _locking",
     "alembic": "values guard authority.database",
     "observe": f"values {REDLOCK}",
@@ -86,9 +105,12 @@ ARROWS = {
     "max_fence observe",
     "__main__": "cli",
     "": f"values _locking _outcomes _fenced_once authority.database authority.etcd authority.zookeeper "
-    f"{REDLOCK} guard _leader lock lock.decorator transaction",
+    f"{REDLOCK} guard _leader lock _fenced transaction",
 }
-"""The house from the ground up."""
+"""The house from the ground up: a room knows only rooms above its line."""
+
+FOR_TYPES = {"authority.generators": "lock"}
+"""The arrows that only a type checker follows: `authority.lock()` returns a lock."""
 
 STOREYS_OF_GUARD = (
     "_sqlalchemy",
@@ -114,28 +136,51 @@ def room_of(module: str) -> str:
     return ROOMS[next(prefix for prefix in PREFIXES if f"{name}.".startswith(f"{prefix}.") or not prefix)]
 
 
-def known_to(module: str) -> set[str]:
-    """Return the modules of the package that a module imports, anywhere and for any purpose."""
-    names = imports_of(MODULES[module])
-    found = {name if name in MODULES else name.rpartition(".")[0] for name in names}
-    return (found & MODULES.keys()) - {module}
+def known_to(module: str, modules: Mapping[str, Path] = MODULES, *, at_run_time: bool = False) -> set[str]:
+    """Return those of the modules that a module imports, anywhere and for any purpose."""
+    names = imports_of(modules[module], at_run_time=at_run_time)
+    found = {name if name in modules else name.rpartition(".")[0] for name in names}
+    return (found & modules.keys()) - {module}
+
+
+def circles_in(modules: Mapping[str, Path]) -> dict[str, set[str]]:
+    """Return the modules that are left when all that know nothing of the rest are taken away."""
+    left = {module: known_to(module, modules) for module in modules}
+    while ends := {module for module, known in left.items() if not known & left.keys()}:
+        left = {module: known for module, known in left.items() if module not in ends}
+    return left
 
 
 def test_every_arrow_is_in_the_table_and_every_arrow_of_the_table_is_there() -> None:
     """The halves meet in `transaction`; what observes is known to none that locks or writes."""
-    arrows: dict[str, set[str]] = {room: set() for room in ARROWS}
-    for module in MODULES:
-        arrows[room_of(module)] |= {room_of(known) for known in known_to(module) if known != "fencelock"}
-    found = {room: " ".join(sorted(known - {room})) for room, known in arrows.items()}
-    assert found == {room: " ".join(sorted(known.split())) for room, known in ARROWS.items()}
+    for at_run_time in (True, False):
+        arrows: dict[str, set[str]] = {room: set() for room in ARROWS}
+        for module in MODULES:
+            known = known_to(module, at_run_time=at_run_time) - {"fencelock"}
+            arrows[room_of(module)] |= set(map(room_of, known))
+        for_types = {} if at_run_time else FOR_TYPES
+        found = {room: arrows[room] - {room, for_types.get(room)} for room in ARROWS}
+        assert found == {room: set(known.split()) for room, known in ARROWS.items()}
+
+
+def test_no_arrow_runs_up() -> None:
+    """Each room knows only rooms that stand before it in the table."""
+    floor = {room: number for number, room in enumerate(ARROWS)}
+    ups = {(room, known) for room in ARROWS for known in ARROWS[room].split() if floor[known] >= floor[room]}
+    assert ups == set()
 
 
 def test_no_circle() -> None:
-    """Between modules: what is left when all that know nothing of the rest are taken away."""
-    left = {module: known_to(module) for module in MODULES}
-    while ends := {module for module, known in left.items() if not known & left.keys()}:
-        left = {module: known for module, known in left.items() if module not in ends}
-    assert left == {}
+    """Neither in the library, nor in what proves and measures it."""
+    assert circles_in(MODULES) == {}
+    assert circles_in({**BESIDE["benchmarks"], **BESIDE["proof"]}) == {}
+
+
+def test_proofs_know_no_benchmark_and_the_library_knows_neither() -> None:
+    """A benchmark may use the servers of the proofs."""
+    for modules, others in ((BESIDE["proof"], {"benchmarks"}), (MODULES, {"benchmarks", "proof"})):
+        for module, path in modules.items():
+            assert not {name.partition(".")[0] for name in imports_of(path)} & others, module
 
 
 def test_rooms_of_the_guard_know_only_rooms_below_them() -> None:

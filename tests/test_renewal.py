@@ -515,13 +515,24 @@ def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
 ) -> None:
     """It keeps nothing alive: neither a process nor a Redlock."""
     monkeypatch.setattr("fencelock.lock.renewal._IDLE", 0.1)
-    renewer = for_thread(authority)
+    worker = for_thread(authority)._worker
     for _ in range(2):
         with authority.lock("r", ttl=0.2):
-            assert renewer._thread is not None
-            assert renewer._thread.daemon
+            assert worker._thread is not None
+            assert worker._thread.daemon
             time.sleep(0.3)
-        assert eventually(lambda: renewer._thread is None)
+        assert eventually(lambda: worker._thread is None)
+
+
+def test_renewing_thread_stays_while_a_lease_is_held_that_is_due_late(
+    authority: Redlock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A third of a long ttl is longer than an idle thread stays."""
+    monkeypatch.setattr("fencelock.lock.renewal._IDLE", 0.1)
+    with authority.lock("r", ttl=1.2) as token:
+        time.sleep(1.5)
+        with authority.lock("r", timeout=0) as again:
+            assert again == token
 
 
 def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(

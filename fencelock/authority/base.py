@@ -204,3 +204,6 @@ class Authority(abc.ABC):
 
 #: The authorities that have a `close()`, which is called when the interpreter exits.
 in_use: WeakSet[Any] = WeakSet()
+
+#: The function that makes the locks of an authority. `lock.slots` adds it: an authority knows no lock.
+lock_makers: list[Callable[..., Any]] = []

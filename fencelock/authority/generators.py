@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Callable, Coroutine, Sequence
-from typing import Any, Final, Self, TypeVar, Unpack, overload
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, Self, TypeVar, Unpack, overload
 
 from fencelock._generators import Steps
-from fencelock.authority.base import Authority, Grant, Terms, Wish
+from fencelock.authority.base import Authority, Grant, Terms, Wish, lock_makers
 from fencelock.errors import FencelockError
 from fencelock.holder import LockInfo
 from fencelock.lease import check_resource
-from fencelock.lock.lock import FencedLock
-from fencelock.lock.options import LockSettings
-from fencelock.lock.slots import make_lock
+
+if TYPE_CHECKING:  # an authority knows no lock, but a caller of `lock` gets one
+    from fencelock.lock.lock import FencedLock
+    from fencelock.lock.options import LockSettings
 
 _T = TypeVar("_T")
-_OF_READERS: Final = frozenset({"shared", "readers"})
 
 
 class GeneratorAuthority(Authority):
@@ -62,8 +62,7 @@ class GeneratorAuthority(Authority):
         Raises:
             TypeError, ValueError: as `fenced_lock` does.
         """
-        make: Callable[..., FencedLock[Any]] = FencedLock if _OF_READERS.isdisjoint(settings) else make_lock
-        return make(resources, lambda: self, **settings)
+        return lock_makers[0](resources, lambda: self, **settings)
 
     def acquire(self, resources: tuple[str, ...], **terms: Unpack[Terms]) -> Grant:
         return self.run(self.acquire_gen(resources, **terms))

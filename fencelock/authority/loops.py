@@ -7,17 +7,16 @@ import asyncio
 import contextlib
 import contextvars
 import logging
-import random
 import threading
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Final, NamedTuple, TypeVar
 from weakref import WeakSet
 
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
-from fencelock._threads import sleep_until_woken
-from fencelock.authority.base import warn_of_blocked_loop
+from fencelock._process import start_over_in_children
+from fencelock.authority.base import in_use, warn_of_blocked_loop
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
 
@@ -30,16 +29,14 @@ class ThreadWakeup:
     """Wakes a thread that sleeps; a `wake` before the sleep counts, too. Any thread may call `wake`."""
 
     def __init__(self) -> None:
-        # Not an Event, because a signal handler that interrupts `set` and calls it again could wait for ever.
-        self._asleep = threading.Lock()
+        self._asleep = threading.Lock()  # see `_threads.new_wakeup`
         self._asleep.acquire()
 
     def wake(self) -> None:
-        with contextlib.suppress(RuntimeError):  # it is awake
-            self._asleep.release()
+        _threads.wake(self._asleep)
 
     def sleep(self, seconds: float) -> None:
-        sleep_until_woken(self._asleep, seconds)
+        _threads.sleep_until_woken(self._asleep, seconds)
 
 
 class LoopWakeup:
@@ -91,14 +88,6 @@ class Later(NamedTuple):
     """A step: run the generator of `steps` in the background. The caller does not wait for its end."""
 
     steps: Callable[[], Steps[None]]
-
-
-def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
-    """Yield the seconds to wait before each try; random, so that clients try at different moments."""
-    pause = shortest
-    while True:
-        yield pause * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
-        pause = min(longest, pause * growth)
 
 
 #: The longest sleep in seconds; after it, the caller checks whether it still has to wait.
@@ -159,8 +148,26 @@ class LoopEnd:
             task.exception()  # retrieved here, because a cancelled caller does not retrieve it
 
 
+#: What authorities had in a parent process. A child keeps it, because a driver that frees a connection closes
+#: it, and may send data.
+_of_parents: list[dict[str, Any]] = []
+
+
 class WithLoops(GeneratorAuthority):
-    """An authority whose steps are those of this module, and those that `work` and `work_soon` execute."""
+    """An authority whose steps are those of this module, and those that `work` and `work_soon` execute.
+
+    `__init__` of a subclass ends with `_begin`.
+    """
+
+    def _begin(self) -> None:
+        self._start_over()
+        start_over_in_children(self)
+        in_use.add(self)
+
+    def begin_in_child(self) -> None:
+        """Leave the connections to the parent, and start over."""
+        _of_parents.append(vars(self).copy())
+        self._start_over()
 
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""

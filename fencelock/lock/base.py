@@ -20,10 +20,11 @@ from fencelock import _events
 from fencelock._checks import check_at_least, check_max_hold, check_timeout, check_ttl
 from fencelock._events import LockNotAcquired, Outcome
 from fencelock._generators import Steps
+from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, GivenUp, Grant, Terms, named
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
-from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource
-from fencelock.lock.hold import Block, Hold, find, last_of_ours, remove
+from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource, note_held, stands_here
+from fencelock.lock.hold import Block, Hold, by_owner, remove
 from fencelock.lock.options import DEFAULT_TTL, IfHeld, IfLost
 from fencelock.lock.releasing import (
     LostLease,
@@ -34,6 +35,9 @@ from fencelock.lock.releasing import (
 )
 from fencelock.lock.renewal import for_loop, for_thread, tell
 from fencelock.lock.waiting import acquire_unless_held_gen, go_on_waiting, name_holder_gen, with_reason
+
+# The owner of a hold is a thread, task or greenlet (see `_owners`). It can enter its hold again, with the
+# same token, if its context has the lease. All other callers wait, even if the same thread serves them.
 
 logger: logging.Logger = logging.getLogger("fencelock.lock")
 
@@ -138,7 +142,7 @@ class BaseLock(Generic[Token]):
 
     def _acquire_gen(self, block: Block) -> Steps[Any]:
         """Enter the lock; return the tokens for `with`, and else the first lease."""
-        held = [hold for name in self._resources if (hold := find(block.authority, block.owner, name))]
+        held = [hold for name in self._resources if (hold := _find(block, name))]
         missing = tuple(dict.fromkeys(self._resources)) if len(self._resources) > 1 else self._resources
         if held:
             missing = yield from self._enter_again_gen(block, held, missing)
@@ -150,19 +154,19 @@ class BaseLock(Generic[Token]):
                 for hold in block.holds:
                     _check_still_held(hold)  # it may have ended during the wait for the other resources
                 new = self._new_hold(block, block.grant)
-                block.enter([*block.holds, new])
+                enter(block, (*block.holds, new))
             except BaseException as caught:
                 under_way.pop(block, None)
                 yield from self._explain_gen(caught, block, missing, began)
                 raise
             under_way.pop(block, None)
         else:
-            block.enter(block.holds)
+            enter(block, block.holds)
         self._entered.append(block)
         if block.is_with:
             self._with_blocks.append(block)
         if new is not None:
-            if _events.listeners and block.whole is None:
+            if _events.listeners:
                 new.note_acquired(time.monotonic() - began, has_waited=block.had_to_wait)
             if new.renewer is not None:
                 # Last, because the traceback of an earlier interruption would keep a renewed hold alive.
@@ -214,7 +218,7 @@ class BaseLock(Generic[Token]):
             raise LockTimeoutError(f"{self!r}: {_ITSELF}")
         if self._handed is not None:
             return names
-        if False in [block.enter_again(hold) for hold in held]:
+        if False in [_enter_again(block, hold) for hold in held]:
             yield wait_for_releases(block.owner)
         for hold in block.holds:
             if self._ttl not in {hold.ttl, DEFAULT_TTL}:
@@ -227,8 +231,6 @@ class BaseLock(Generic[Token]):
         self, caught: BaseException, block: Block, missing: tuple[str, ...], began: float
     ) -> Steps[None]:
         """Tell listeners of a failed acquisition; name the holder in its error, or raise a clearer error."""
-        if block.whole is not None:
-            return
         error = caught
         if isinstance(error, GivenUp):
             error = LockTimeoutError(f"{named(missing)}: the acquisition was cancelled")
@@ -244,19 +246,6 @@ class BaseLock(Generic[Token]):
             _events.tell(LockNotAcquired(block.authority, missing, self.template, *facts))
         if error is not caught:
             raise error from None
-
-    def _take_back_gen(self, block: Block) -> Steps[LostLease | None]:
-        """Leave a block, also one whose acquisition has failed; return a lost lease or None."""
-        under_way.pop(block, None)
-        for blocks in (self._with_blocks, self._entered):
-            if block in blocks:
-                blocks.remove(block)
-        try:
-            if block.grant is not None:  # the grant has not become a hold
-                yield from block.authority.release_gen(block.grant)
-        finally:
-            lost = (yield from self._leave_gen(block)) if block.holds else None
-        return lost
 
     def _extend_gen(self, block: Block, ttl: float | None) -> Steps[None]:
         seconds = self._ttl if ttl is None else check_ttl(ttl)
@@ -317,31 +306,34 @@ class BaseLock(Generic[Token]):
             yield from resume_renewal_gen(hold)
         return json.dumps({HANDED: its})
 
-    def _leave_gen(self, block: Block, *, is_exit: bool = False) -> Steps[LostLease | None]:
-        """Leave one block, unless the body of `with` has released it; return a lost lease or None."""
+    def _leave_gen(self, block: Block, *, is_release: bool = False) -> Steps[LostLease | None]:
+        """Leave a block, also one whose acquisition has failed; return a lost lease or None.
+
+        A block that was left has no holds, so leaving it again does no harm. `with` leaves its block again
+        after a release by its body.
+        """
         try:
-            if is_exit and block in self._with_blocks:
+            under_way.pop(block, None)
+            if not is_release and block in self._with_blocks:
                 self._with_blocks.remove(block)
             if block in self._entered:
                 self._entered.remove(block)
-            elif is_exit:
-                return None
             return (yield from leave_gen(block))
         except (Exception, KeyboardInterrupt, SystemExit):
-            # A signal handler may raise at any line; leaving twice does no harm. After a cancellation this is
-            # not needed, because the release was sent.
+            # A signal handler may raise at any line. After a cancellation this is not needed, because the
+            # release was sent.
             yield from leave_gen(block)
             raise
 
     def _innermost(self, *, to_leave: bool = False) -> Block:
-        """Return the block that `last_of_ours` chooses; raise NotHeldError if the lock is not held."""
-        if (block := last_of_ours(self._entered, to_leave=to_leave)) is None:
+        """Return the block that `_last_of_ours` chooses; raise NotHeldError if the lock is not held."""
+        if (block := _last_of_ours(self._entered, to_leave=to_leave)) is None:
             raise NotHeldError(f"{self!r} is not held: acquire it first")
         return block
 
     def _block_to_leave(self) -> Block | None:
         # `_entered` is for a lock that was acquired first, and then pushed to an ExitStack.
-        return last_of_ours(self._with_blocks, to_leave=True) or last_of_ours(self._entered, to_leave=True)
+        return _last_of_ours(self._with_blocks, to_leave=True) or _last_of_ours(self._entered, to_leave=True)
 
     def _complain(self, lost: LostLease, exc_value: BaseException | None) -> None:
         if exc_value is not None:
@@ -350,6 +342,58 @@ class BaseLock(Generic[Token]):
             logger.warning("%s", lost.error)
         else:
             raise lost.error
+
+
+def _find(block: Block, resource: str) -> Hold | None:
+    """Return the owner's hold of a resource if it can be entered again, else None.
+
+    A lost hold cannot be entered: a larger token may exist. A hold of another context is another caller's.
+    """
+    hold = by_owner.get((block.authority, block.owner, resource))
+    if hold is None or hold.inherited or hold.lost or not stands_here(hold.leases[0]):
+        return None
+    return hold
+
+
+def _enter_again(block: Block, hold: Hold) -> bool:
+    """Enter a hold that the owner has already; return False if the hold is being released."""
+    if hold not in block.holds:
+        block.holds = (*block.holds, hold)  # first, so that the hold is left after an interruption
+        if not (hold.blocks or hold.stop_waiting()):
+            block.holds = block.holds[:-1]
+            return False
+        hold.blocks.add(block.mark)
+        for lease in hold.leases:
+            lease.left = False
+    return True
+
+
+def enter(block: Block, holds: Sequence[Hold]) -> None:
+    """Enter holds that together have all `names`: the owner may enter them again, and write under them."""
+    block.holds = tuple(dict.fromkeys(holds))
+    block.grant = None
+    by_name: dict[str, Lease] = {}
+    for hold in block.holds:
+        hold.blocks.add(block.mark)
+        for resource, lease in zip(hold.grant.resources, hold.leases, strict=True):
+            by_owner[hold.authority, hold.owner, resource] = hold
+            by_name[resource] = lease
+        note_held(*hold.leases)
+    block.leases = tuple([by_name[resource] for resource in block.names])
+
+
+def _last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
+    """Return the block that this thread, task or greenlet entered last; if it entered none, the last of all.
+
+    With `to_leave`, it prefers lost blocks of others to the rest, which may belong to later callers.
+    """
+    snapshot = tuple(blocks)
+    if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
+        return snapshot[0] if snapshot else None
+    owner = current_owner()
+    ours = [block for block in snapshot if block.owner == owner]
+    lost = [block for block in snapshot if to_leave and (not block.holds or block.holds[0].lost)]
+    return (ours or lost or snapshot)[-1]
 
 
 def _take_over_gen(authority: Any, grant: Grant, ttl: float) -> Steps[Grant]:

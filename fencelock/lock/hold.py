@@ -1,8 +1,4 @@
-"""The grants that this process holds, their owners, and the blocks that have entered them.
-
-An owner is a thread, task or greenlet (see `_owners`). It can enter its hold again, with the same token, if
-its context has the lease. All other callers wait, even if the same thread serves them.
-"""
+"""The grants that this process holds, and the blocks that have entered them; `base` has the operations."""
 
 from __future__ import annotations
 
@@ -12,7 +8,7 @@ import functools
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any, Literal
@@ -23,7 +19,7 @@ from fencelock._events import LeaseLost, LockAcquired, LockEnd, LockReleased, Lo
 from fencelock._generators import Steps
 from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, Grant, named
-from fencelock.lease import Lease, note_ended, note_held, stands_here
+from fencelock.lease import Lease, note_ended
 
 
 class Renewer(abc.ABC):
@@ -213,25 +209,7 @@ class Hold:
 
 
 #: Holds by authority, owner and resource. Weak, because an abandoned lock object must be freed.
-_holds: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDictionary()
-
-
-def find(authority: Authority, owner: object, resource: str) -> Hold | None:
-    """Return the owner's hold of a resource if it can be entered again, else None.
-
-    A lost hold cannot be entered: a larger token may exist. A hold of another context is another caller's.
-    """
-    hold = _holds.get((authority, owner, resource))
-    if hold is None or hold.inherited or hold.lost or not stands_here(hold.leases[0]):
-        return None
-    return hold
-
-
-def add(hold: Hold) -> None:
-    """Note that the owner of a hold may enter it again, and that this context may write under it."""
-    for resource in hold.grant.resources:
-        _holds[hold.authority, hold.owner, resource] = hold
-    note_held(*hold.leases)
+by_owner: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDictionary()
 
 
 def remove(hold: Hold) -> None:
@@ -241,18 +219,18 @@ def remove(hold: Hold) -> None:
     note_ended(*hold.leases)
     for resource in hold.grant.resources:
         key = (hold.authority, hold.owner, resource)
-        if _holds.get(key) is hold:
-            _holds.pop(key, None)  # a signal handler may have removed it already
+        if by_owner.get(key) is hold:
+            by_owner.pop(key, None)  # a signal handler may have removed it already
 
 
 def holds_of(authority: Authority, resources: Iterable[str]) -> list[Hold]:
     wanted = set(resources)
-    found = [(key, _holds.get(key)) for key in list(_holds)]
+    found = [(key, by_owner.get(key)) for key in list(by_owner)]
     return [hold for (its, _, name), hold in found if hold and its is authority and name in wanted]
 
 
 def everything_held() -> list[Hold]:
-    return [hold for hold in dict.fromkeys(_holds.values()) if not hold.inherited]
+    return [hold for hold in dict.fromkeys(by_owner.values()) if not hold.inherited]
 
 
 @dataclass(eq=False, slots=True)
@@ -266,7 +244,6 @@ class Block:
         is_try: whether the error need not name the holder, as for `try_acquire`.
         names: the resources whose leases and tokens the user gets.
         in_loop: whether a task of an event loop enters it.
-        whole: the writer's block for which this one acquires a part, and of which listeners hear; else None.
         owner: the thread, task or greenlet that enters it.
         mark: represents the block in `Hold.blocks`. A hold must not refer to a block, because this cycle
             would keep an abandoned lock alive, and renewed, until the next garbage collection.
@@ -274,7 +251,7 @@ class Block:
         given_up: whether its acquisition must stop waiting.
         had_to_wait: whether its acquisition has waited.
         grant: a grant that has not become a hold yet.
-        holds: the holds that it has entered.
+        holds: the holds that it has entered; empty when it was left.
         leases: in the order of `names`.
     """
 
@@ -284,7 +261,6 @@ class Block:
     is_try: bool = False
     names: tuple[str, ...] = ()
     in_loop: bool = False
-    whole: Block | None = None
     owner: object = field(default_factory=current_owner)
     mark: object = field(default_factory=object)
     thread: int = field(default_factory=threading.get_ident)
@@ -294,45 +270,8 @@ class Block:
     holds: tuple[Hold, ...] = ()
     leases: tuple[Lease, ...] = ()
 
-    def enter_again(self, hold: Hold) -> bool:
-        """Enter a hold that the owner has already; return False if the hold is being released."""
-        if hold not in self.holds:
-            self.holds = (*self.holds, hold)  # first, so that the hold is left after an interruption
-            if not (hold.blocks or hold.stop_waiting()):
-                self.holds = self.holds[:-1]
-                return False
-            hold.blocks.add(self.mark)
-            for lease in hold.leases:
-                lease.left = False
-        return True
-
-    def enter(self, holds: Sequence[Hold]) -> None:
-        """Enter holds that together have all `names`, and add their leases to this context."""
-        self.holds = tuple(dict.fromkeys(holds))
-        self.grant = None
-        by_name: dict[str, Lease] = {}
-        for hold in self.holds:
-            hold.blocks.add(self.mark)
-            add(hold)
-            by_name.update(zip(hold.grant.resources, hold.leases, strict=True))
-        self.leases = tuple([by_name[resource] for resource in self.names])
-
     @property
     def tokens(self) -> Any:
         """The token, or the tokens of several resources, as `with` yields them."""
         tokens = tuple([lease.fencing_token for lease in self.leases])
         return tokens[0] if len(tokens) == 1 else tokens
-
-
-def last_of_ours(blocks: list[Block], *, to_leave: bool = False) -> Block | None:
-    """Return the block that this thread, task or greenlet entered last; if it entered none, the last of all.
-
-    With `to_leave`, it prefers lost blocks of others to the rest, which may belong to later callers.
-    """
-    snapshot = tuple(blocks)
-    if len(snapshot) < 2:  # noqa: PLR2004 - then there is nothing to choose
-        return snapshot[0] if snapshot else None
-    owner = current_owner()
-    ours = [block for block in snapshot if block.owner == owner]
-    lost = [block for block in snapshot if to_leave and any(hold.lost for hold in block.holds)]
-    return (ours or lost or snapshot)[-1]

@@ -89,7 +89,7 @@ class FencedLock(BaseLock[Token]):
         try:
             return block.authority.run(self._acquire_gen(block))
         except BaseException:
-            block.authority.run(self._take_back_gen(block))
+            block.authority.run(self._leave_gen(block))
             raise
 
     def extend(self, ttl: float | None = None) -> None:
@@ -164,7 +164,7 @@ class FencedLock(BaseLock[Token]):
                 it and no transaction is open or in doubt, a warning is logged instead.
         """
         block = self._innermost(to_leave=True)
-        if (lost := block.authority.run(self._leave_gen(block))) is not None:
+        if (lost := block.authority.run(self._leave_gen(block, is_release=True))) is not None:
             self._complain(lost, None)
 
     def on_lost(self, callback: Callable[[Lease], object]) -> None:
@@ -190,11 +190,11 @@ class FencedLock(BaseLock[Token]):
         block = lost = None
         try:
             if (block := self._block_to_leave()) is not None:
-                lost = block.authority.run(self._leave_gen(block, is_exit=True))
+                lost = block.authority.run(self._leave_gen(block))
         except BaseException:
-            # A signal handler may raise at any line. If `block` is still None, no block was left: find it.
+            # Perhaps a signal handler's, before `_leave_gen` began. Without a block, none was left: find it.
             if (block := block or self._block_to_leave()) is not None:
-                block.authority.run(self._take_back_gen(block))
+                block.authority.run(self._leave_gen(block))
             raise
         if lost is not None:
             self._complain(lost, exc_value)
@@ -205,7 +205,7 @@ class FencedLock(BaseLock[Token]):
             return await block.authority.aio.run(self._acquire_gen(block))
         except BaseException:
             if block.grant is not None or block.holds:  # otherwise the loop may be closed already
-                await block.authority.aio.run(self._take_back_gen(block))
+                await block.authority.aio.run(self._leave_gen(block))
             raise
 
     def __aenter__(self) -> Coroutine[Any, Any, Token]:
@@ -213,7 +213,7 @@ class FencedLock(BaseLock[Token]):
 
     async def __aexit__(self, exc_type: object, exc_value: BaseException | None, traceback: object) -> None:
         if (block := self._block_to_leave()) is not None:
-            lost = await block.authority.aio.run(self._leave_gen(block, is_exit=True))
+            lost = await block.authority.aio.run(self._leave_gen(block))
             if lost is not None:
                 self._complain(lost, exc_value)
 
@@ -278,5 +278,6 @@ class AsyncLock(Generic[Token]):
     async def release(self) -> None:
         """Release the lock: see `FencedLock.release`."""
         block = self._lock._innermost(to_leave=True)
-        if (lost := await block.authority.aio.run(self._lock._leave_gen(block))) is not None:
+        leaving = self._lock._leave_gen(block, is_release=True)
+        if (lost := await block.authority.aio.run(leaving)) is not None:
             self._lock._complain(lost, None)

@@ -152,7 +152,10 @@ def resume_renewal_gen(hold: Hold) -> Steps[None]:
 
 
 def leave_gen(block: Block) -> Steps[LostLease | None]:
-    """Leave a block, and release the holds that no other block has entered; return a lost lease or None."""
+    """Leave a block, and release the holds that no other block has entered; return a lost lease or None.
+
+    A second call finishes what an error has interrupted.
+    """
     over = []
     for hold in reversed(block.holds):
         hold.blocks.discard(block.mark)
@@ -164,8 +167,12 @@ def leave_gen(block: Block) -> Steps[LostLease | None]:
             lost = (yield from release_hold_gen(hold)) or lost
         except BaseException as error:  # noqa: BLE001 - the others are released all the same
             interruption = interruption or error
+    if block.grant is not None:  # it has not become a hold
+        grant, block.grant = block.grant, None
+        yield from block.authority.release_gen(grant)
     if interruption is not None:
         raise interruption
+    block.holds = ()
     return lost
 
 

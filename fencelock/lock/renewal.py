@@ -32,8 +32,9 @@ from fencelock import _events, _threads
 from fencelock._events import LeaseExtended
 from fencelock._generators import Steps
 from fencelock._owners import running_loop
-from fencelock._platform import in_forked_child
+from fencelock._process import in_forked_child
 from fencelock._threads import sleep_until_woken
+from fencelock._workers import Worker
 from fencelock.authority.base import Authority, Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockLostError
 from fencelock.lock.hold import Hold, Renewer
@@ -224,25 +225,23 @@ class ThreadRenewer(BatchRenewer):
 
     def __init__(self) -> None:
         super().__init__()
-        self._changed = _threads.Sleepers()
-        self._wakes_at = -math.inf
-        self._thread: threading.Thread | None = None
+        self._extended = _threads.Sleepers()
+        self._worker = Worker("fencelock-renewal", self._turn, _IDLE)
 
     def add(self, hold: Hold) -> None:
-        with self._mutex:
-            self.reschedule(hold, time.monotonic())
-            if self._thread is None or not self._thread.is_alive():  # its start may have been interrupted
-                self._start()
-            elif hold.renew_at < self._wakes_at:
-                self._wakes_at = hold.renew_at
-                self._changed.wake_all()
+        self.reschedule(hold, time.monotonic())
+        if hold.renew_at < self._worker.wakes_at:
+            try:
+                self._worker.wake()
+            except RuntimeError as error:  # too many threads, or the interpreter ends
+                logger.warning("leases are not extended, because no thread can be started: %s", error)
 
     def stop(self, hold: Hold) -> None:
         while True:
             with self._mutex:
                 if self.cancel(hold):
                     return
-                wakeup = self._changed.add()
+                wakeup = self._extended.add()
             sleep_until_woken(wakeup, threading.TIMEOUT_MAX)
 
     async def stop_soon(self, hold: Hold) -> None:
@@ -250,54 +249,18 @@ class ThreadRenewer(BatchRenewer):
         while not self.cancel(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
             await asyncio.sleep(_LOOK)
 
-    def _start(self) -> None:
-        # An empty context, because the thread must not keep the leases of its starter alive.
-        target = contextvars.Context().run
-        thread = threading.Thread(target=target, args=(self._work,), name="fencelock-renewal", daemon=True)
-        self._thread = thread
-        self._changed.wake_all()  # if an older thread still runs, it ends
-        try:
-            _threads.start(thread)
-        except RuntimeError as error:  # too many threads, or the interpreter ends
-            self._thread = None
-            logger.warning("leases are not extended, because no thread can be started: %s", error)
-
-    def _work(self) -> None:
-        while due := self._await_due():
-            self._extend(due)
-            del due  # the thread must not keep these holds alive while it waits
-
-    def _extend(self, due: list[Hold]) -> None:
-        due[0].authority.run(self.renew_due(due, time.monotonic, _tell_apart))
+    def _turn(self) -> float:
         with self._mutex:
-            self._in_flight = frozenset()
-            self._changed.wake_all()
-
-    def _await_due(self) -> list[Hold]:
-        """Wait for holds that are due, and return them; an empty list if this thread is idle or replaced.
-
-        A thread is replaced if a signal handler raised inside `Thread.start`, because it seems dead then.
-        """
-        idle_since = time.monotonic()
-        while True:
+            due = self.pop_due(time.monotonic())
+        try:
+            if due:
+                due[0].authority.run(self.renew_due(due, time.monotonic, _tell_apart))
+        finally:
             with self._mutex:
-                if self._thread is not threading.current_thread():
-                    return []
-                left = threading.TIMEOUT_MAX
-                if not self._in_flight:  # otherwise a replaced thread still extends holds, and then ends
-                    now = time.monotonic()
-                    if due := self.pop_due(now):
-                        self._wakes_at = -math.inf
-                        return due
-                    self._wakes_at = min(self.next_at, idle_since + _IDLE)
-                    left = self._wakes_at - now
-                    if left <= 0:
-                        self._thread = None
-                        return []
-                wakeup = self._changed.add()
-            sleep_until_woken(wakeup, left)
-            with self._mutex:
-                self._changed.remove(wakeup)
+                self._in_flight = frozenset()
+                self._extended.wake_all()
+        with self._mutex:
+            return self.next_at
 
 
 _of_threads: WeakKeyDictionary[Authority, ThreadRenewer] = WeakKeyDictionary()

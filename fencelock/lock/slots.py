@@ -18,10 +18,10 @@ from weakref import WeakKeyDictionary
 
 from fencelock._checks import check_flag
 from fencelock._generators import Call, Steps
-from fencelock.authority.base import Authority, Grant
+from fencelock.authority.base import Authority, Grant, lock_makers
 from fencelock.errors import LockError, LockTimeoutError
 from fencelock.lease import check_resource
-from fencelock.lock.base import Token
+from fencelock.lock.base import Token, enter
 from fencelock.lock.hold import Block, Hold
 from fencelock.lock.lock import FencedLock
 
@@ -62,6 +62,9 @@ def make_lock(
         )
     kind = ReaderLock if shared else WriterLock
     return kind(check_name(resources[0]), check_slots("readers", readers), find_authority, **settings)
+
+
+lock_makers.append(make_lock)
 
 
 def check_name(name: object) -> str:
@@ -260,30 +263,13 @@ class WriterLock(FencedLock[int]):
         return super()._explain_gen(caught, block, waited_for, began)
 
     def _collect_gen(self, block: Block, name: str, end: float) -> Steps[None]:
-        """Acquire one resource for the block; with `renew`, it is renewed while the others are acquired.
-
-        `at_least` is not passed on, because a writer that gives up must release its parts at once.
-        """
-        part = FencedLock[int](
-            (name,),
-            self._find_authority,
-            ttl=self._ttl,
-            timeout=_left_until(end),
-            renew=self._renew,
-            max_hold=None if self._max_hold == math.inf else self._max_hold,
-            fair=self._fair,
-        )
-        own = part._new_block()  # noqa: SLF001 - the modules of a lock share private names
-        own.whole, own.in_loop = block, block.in_loop
-        try:
-            yield from part._acquire_gen(own)  # noqa: SLF001 - the same
-            block.enter_again(own.holds[0])
-        finally:
-            try:
-                yield from part._take_back_gen(own)  # noqa: SLF001 - the same; the block keeps the hold
-            except (Exception, KeyboardInterrupt, SystemExit):  # of a signal handler; twice does no harm
-                yield from part._take_back_gen(own)  # noqa: SLF001 - the same
-                raise
+        """Acquire one resource for the block; with `renew`, it is renewed while the others are acquired."""
+        block.timeout = _left_until(end)
+        block.grant = yield from super()._grant_gen(block, (name,))
+        hold = self._new_hold(block, block.grant)
+        enter(block, (*block.holds, hold))
+        if hold.renewer is not None:
+            hold.renewer.add(hold)
 
 
 def _left_until(end: float) -> float | None:

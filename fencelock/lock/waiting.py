@@ -50,14 +50,13 @@ _PARENT: Final = (
 
 def go_on_waiting(block: Block, resources: tuple[str, ...], template: str) -> None:
     """Tell listeners once that an acquisition waits; raise GivenUp if it was cancelled."""
-    whole = block.whole or block
-    if block.given_up or whole.given_up:
+    if block.given_up:
         raise GivenUp
-    if not whole.had_to_wait:
-        whole.had_to_wait = True
+    if not block.had_to_wait:
+        block.had_to_wait = True
         _warn_of_connection(resources)
         if _events.listeners:
-            _events.tell(LockWaiting(whole.authority, resources, template))
+            _events.tell(LockWaiting(block.authority, resources, template))
 
 
 def acquire_unless_held_gen(

@@ -14,8 +14,8 @@ from __future__ import annotations
 
 import atexit
 import logging
+import math
 import os
-import threading
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -40,10 +40,12 @@ from sqlalchemy import (
 )
 from sqlalchemy.dialects.mysql import DATETIME
 
-from fencelock import _events, _threads
+from fencelock import _events
 from fencelock._databases import RESOURCE
 from fencelock._events import Event, LeaseLost, LockAcquired, StaleWriteRefused
 from fencelock._owners import name_of_process
+from fencelock._process import start_over_in_children
+from fencelock._workers import Worker
 
 logger: logging.Logger = logging.getLogger("fencelock.observe")
 
@@ -105,48 +107,42 @@ class Recorder:
         self._keep = keep
         self._table = history_table(MetaData(), schema=schema)
         self._table.create(engine, checkfirst=True)
-        self._pruned_at = float("-inf")
-        self._start_over()
+        self._writes_at = self._pruned_at = -math.inf
+        self._inherits = False
+        self._waiting: deque[Entry] = deque(maxlen=_MOST_WAITING)
+        self._worker = Worker("fencelock-history", self._turn)
+        start_over_in_children(self)
         _events.on_event(self)
         atexit.register(self.close)
 
-    def _start_over(self) -> None:
-        """Begin without entries and without a thread: in a new recorder, and in a forked child."""
-        self._pid = os.getpid()
-        self._waiting: deque[Entry] = deque(maxlen=_MOST_WAITING)
-        self._over = threading.Event()
-        self._thread: threading.Thread | None = None
+    def begin_in_child(self) -> None:
+        self._inherits = True
+        self._waiting.clear()
 
     def __call__(self, event: Event) -> None:
         if entries := list(_entries_of(event)):
-            if self._pid != os.getpid():
-                self._start_over()
-                self._engine.dispose(close=False)  # its connections belong to the parent process
             self._waiting.extend(entries)
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="fencelock-history", daemon=True)
-                try:
-                    _threads.start(self._thread)
-                except RuntimeError:  # too many threads: the next event tries again
-                    self._thread = None
-                    raise
+            if self._worker.wakes_at == math.inf:
+                self._writes_at = time.monotonic() + _PAUSE
+                self._worker.wake()
 
     def close(self) -> None:
         """Stop listening, and write the remaining entries, if the database answers in time."""
         _events.forget(self)
         atexit.unregister(self.close)
-        if self._pid == os.getpid():
-            self._over.set()
-            if self._thread is not None:
-                self._thread.join(5)
-            if self._thread is None or not self._thread.is_alive():  # else it waits for the database
-                self._write()
-
-    def _work(self) -> None:
-        while not self._over.wait(_PAUSE):
+        if self._worker.close(5) and self._waiting:  # a thread that has not ended waits for the database
             self._write()
 
+    def _turn(self) -> float:
+        if time.monotonic() >= self._writes_at:
+            self._write()
+            self._writes_at = time.monotonic() + _PAUSE
+        return self._writes_at
+
     def _write(self) -> None:
+        if self._inherits:  # the connections of the engine belong to the parent process
+            self._engine.dispose(close=False)
+            self._inherits = False
         entries: list[dict[str, Any]] = []
         with suppress(IndexError):
             while True:

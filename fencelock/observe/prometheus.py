@@ -15,6 +15,7 @@ from __future__ import annotations
 import logging
 import os
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable
 from functools import partial
@@ -40,7 +41,8 @@ from fencelock._events import (
     UnfencedWriteRefused,
     WrittenWithoutLease,
 )
-from fencelock._platform import in_forked_child
+from fencelock._process import start_over_in_children
+from fencelock._workers import Worker
 from fencelock.authority.redlock.admin import NodeState
 from fencelock.errors import AuthorityError, FencelockError
 from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_of_lock
@@ -105,8 +107,8 @@ class Metrics:
     ) -> None:
         self._registry = registry
         self._later: deque[Event] = deque()
-        self._start_over()
-        in_forked_child(self._start_over)
+        self.begin_in_child()
+        start_over_in_children(self)
         registry.register(self)
         self._made: list[Any] = [self]
         self._name = label
@@ -162,7 +164,7 @@ class Metrics:
             self._made += [self._textbook_wait, self._textbook_failures]
             _events.on_event(self._count_by_textbook)
 
-    def _start_over(self) -> None:
+    def begin_in_child(self) -> None:
         """Make the mutex for counting; a forked child needs a new one, because its copy may be locked."""
         self._mutex = threading.Lock()
 
@@ -292,28 +294,25 @@ def watch_nodes(
     state = gauge("fencelock_node_state", "Whether a node is in this state", ("node", "state"))
     epoch = gauge("fencelock_node_epoch", "The epoch that a node grants in", ("node",))
     left = gauge("fencelock_node_recovery_remaining_seconds", "Until a node may vote again", ("node",))
-    over = threading.Event()
 
-    def watch() -> None:
-        while not over.is_set():
-            try:
-                found = authority.status()
-            except FencelockError as error:
-                logger.warning("the nodes could not be asked for their state: %s", error)
-                found = ()
-            for node in found:
-                for each in NodeState:
-                    state.labels(node.address, each.value).set(each is node.state)
-                epoch.labels(node.address).set(node.epoch or 0)
-                left.labels(node.address).set(node.recovering_for or 0.0)
-            over.wait(every)
+    def watch() -> float:
+        try:
+            found = authority.status()
+        except FencelockError as error:
+            logger.warning("the nodes could not be asked for their state: %s", error)
+            found = ()
+        for node in found:
+            for each in NodeState:
+                state.labels(node.address, each.value).set(each is node.state)
+            epoch.labels(node.address).set(node.epoch or 0)
+            left.labels(node.address).set(node.recovering_for or 0.0)
+        return time.monotonic() + every
 
     def end() -> None:
-        over.set()
-        thread.join()
+        worker.close(threading.TIMEOUT_MAX)
         for metric in (state, epoch, left):
             registry.unregister(metric)
 
-    thread = threading.Thread(target=watch, name="fencelock-watch-nodes", daemon=True)
-    thread.start()
+    worker = Worker("fencelock-watch-nodes", watch)
+    worker.wake()
     return end

@@ -278,7 +278,7 @@ class SlotClient(Client):
                 try:
                     yield from lock._acquire_gen(block)
                 except BaseException:
-                    yield from lock._take_back_gen(block)
+                    yield from lock._leave_gen(block)
                     raise
             except FencelockError:
                 yield Sleep(0.05 * (0.5 + chance()))

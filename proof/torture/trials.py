@@ -27,8 +27,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
-from benchmarks.guard import mariadb
 from proof.servers import zookeeper
+from proof.servers.mariadb import mariadb
 from proof.torture.checker import Verdict, check_file, describe
 from proof.torture.history import Fault, read_records
 from proof.torture.service import OUTAGE

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from fencelock import Database, FencedLock, fenced_lock, fenced_semaphore
+from fencelock import Database, fenced_lock, fenced_semaphore
 from fencelock.lock import slots
-from fencelock.lock.hold import everything_held
+from fencelock.lock.hold import Hold, everything_held
+from fencelock.lock.renewal import ThreadRenewer
 from tests.polling import eventually
 from tests.redlock.strikes import InterruptionError, strike_at
 
@@ -116,19 +117,17 @@ def test_granted_slot_is_given_back_where_its_wait_is_noted(tmp_path: Path) -> N
         assert eventually(lambda: mine.inspect() == [], 1.0)
 
 
-def test_collected_slots_are_given_back_where_a_part_is_left(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The handler strikes while a writer leaves the block with which it collected the resource."""
-    take_back, struck = FencedLock._take_back_gen, list[bool]()
+def test_a_part_is_given_back_where_it_was_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The handler strikes when a writer has the resource, and none of the slots."""
+    add, struck = ThreadRenewer.add, list[str]()
 
-    def struck_once(self: Any, block: Any) -> Generator[Any, Any, Any]:
-        if not struck:
-            struck.append(True)
+    def struck_once(self: ThreadRenewer, hold: Hold) -> None:
+        if hold.name == "'order:1'" and not struck:
+            struck.append(hold.name)
             raise InterruptionError
-        return (yield from take_back(self, block))
+        add(self, hold)
 
-    monkeypatch.setattr(FencedLock, "_take_back_gen", struck_once)
+    monkeypatch.setattr(ThreadRenewer, "add", struck_once)
     url = f"sqlite:///{tmp_path}/app.db"
     with Database(url) as mine, Database(url) as other:
         with (

@@ -6,9 +6,9 @@ import json
 import logging
 import os
 import sqlite3
+import threading
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from sqlalchemy import Engine, NullPool, create_engine, text
 from sqlalchemy.ext.asyncio import create_async_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import FencedModel, Lease, Redlock, StaleTokenError, bind, claim, fence_table
+from fencelock import FencedModel, Lease, Redlock, StaleTokenError, _threads, bind, claim, fence_table
 from fencelock.observe import history
 from fencelock.observe.history import Recorder
 from tests.polling import eventually
@@ -158,12 +158,15 @@ def test_history_begins_when_a_thread_can_be_started(
     engine: Engine, authority: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A process may be at its limit of threads for a moment."""
+    start = _threads.start
 
-    def refuse(_thread: object) -> None:
-        raise RuntimeError("can't start new thread")
+    def refuse(thread: threading.Thread) -> None:
+        if thread.name == "fencelock-history":
+            raise RuntimeError("can't start new thread")
+        start(thread)
 
     with monkeypatch.context() as patched:
-        patched.setattr(history, "_threads", SimpleNamespace(start=refuse))
+        patched.setattr(_threads, "start", refuse)
         with authority.lock("order:1"):
             pass
     with authority.lock("order:2"):

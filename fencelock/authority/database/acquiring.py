@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import functools
 import math
-import random
 import secrets
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from fencelock._backoff import randomly
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, held_by_another, named, too_slow
 from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, is_in_doubt
@@ -215,8 +215,7 @@ class Acquiring(Releasing):
             longest = min(longest, _SEVERAL)
         place = waiting.place
         pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2
-        # Random, so that callers check at different moments.
-        return min(longest, max(shortest, pause)) * random.uniform(0.5, 1.0)  # noqa: S311 - no secret
+        return randomly(min(longest, max(shortest, pause)))
 
     def _refusing(self, waiting: _Waiting) -> Steps[None]:
         held = yield from self._held(waiting, gives_up=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import os
 import time
 import traceback
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from fencelock._databases import (
 from fencelock._engines import for_blocking, is_async_engine, shown, url_of
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock._generators import Steps
-from fencelock.authority.base import in_use
 from fencelock.authority.database.connections import (
     Connections,
     Lent,
@@ -53,8 +51,6 @@ STANDBY: Final = "; this server is a standby: name all hosts in the URL, and tar
 _TRIES: Final = 3
 #: The most and the least seconds that work of one statement may take by default.
 ANSWER: Final = (2.0, 1.0)
-#: Connections of a parent process. A child keeps a reference, because freeing them would close them.
-_of_parents: list[object] = []
 
 
 class Work(NamedTuple):
@@ -109,14 +105,12 @@ class Connecting(WithLoops):
         self._schema = _schema_of(engine, schema)
         self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
         self._says = Statements(self._dialect, self._table, dialect)
-        self._start_over()
-        in_use.add(self)
+        self._begin()
 
     def _start_over(self) -> None:
         super()._start_over()
         self._queues = Queues(ThreadWakeup, in_threads=True)
         self.here: Any = self._queues
-        self._pid = os.getpid()
         self._connections: Connections | None = None
         self._threads: ThreadPoolExecutor | None = None
 
@@ -125,7 +119,6 @@ class Connecting(WithLoops):
 
     def close(self) -> None:
         """Close the connections. Held leases end with their ttl; the next use connects again."""
-        self._check_process()
         super().close()
         if (ear := self._queues.ear) is not None:
             ear.close()  # first, because its thread could connect again
@@ -200,7 +193,6 @@ class Connecting(WithLoops):
         return AuthorityError(f"{self._shown} refuses: {said}")
 
     def work(self, step: Work | Ear) -> Any:
-        self._check_process()
         if self._engine.dialect.is_async:
             raise AuthorityError(
                 f"the driver of {self._shown} is for coroutines: use `async with`, or in blocking code the "
@@ -226,7 +218,6 @@ class Connecting(WithLoops):
 
     def open_in_loop(self) -> LoopEnd:
         """Return the `LoopEnd` of the running event loop, with a pool if the driver is for coroutines."""
-        self._check_process()
         if not self._engine.dialect.is_async:
             return LoopEnd(Queues(LoopWakeup, in_threads=False))
         connections = self._connect()
@@ -238,12 +229,6 @@ class Connecting(WithLoops):
         if self._dialect == "sqlite":
             watch_file(engine)
         return Connections(engine, _EXPECTED)
-
-    def _check_process(self) -> None:
-        """In a forked child, leave the connections to the parent, and start over."""
-        if self._pid != os.getpid():
-            _of_parents.append((self._connections, self._threads, self._loop_ends, self._queues))
-            self._start_over()
 
     def _work(self, connection: Lent, step: Work) -> Any:
         try:

@@ -6,6 +6,7 @@ No connection is pinged before use. If one is found lost, the pool drops it and 
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import socket
 import threading
@@ -31,6 +32,7 @@ from sqlalchemy.pool import (
 
 from fencelock import _threads
 from fencelock._engines import url_of
+from fencelock._workers import Worker
 from fencelock.authority.database.statements import Statement
 
 _T = TypeVar("_T")
@@ -308,25 +310,23 @@ class Connections:
 
 
 class Watch:
-    """A thread that shuts down the connections of blocking code whose statements take too long.
-
-    It starts when it is needed, and ends when nothing has been under way for a while.
-    """
+    """A thread that shuts down the connections of blocking code whose statements take too long."""
 
     def __init__(self) -> None:
         self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._under_way: dict[object, tuple[float, Callable[[], None]]] = {}
-        self._thread: threading.Thread | None = None
+        self._idle_at = 0.0
+        self._worker = Worker("fencelock-watch", self._look)
 
     def begin(self, until: float, hang_up: Callable[[], None]) -> Callable[[], None]:
         """Call `hang_up` at the time `until`; return a function that cancels this."""
         key = object()
         with self._mutex:
             self._under_way[key] = until, hang_up
-            if self._thread is None or not self._thread.is_alive():
-                self._thread = threading.Thread(target=self._look, name="fencelock-watch", daemon=True)
-                with suppress(RuntimeError):  # too many threads, or the interpreter ends: no limit then
-                    _threads.start(self._thread)
+        if self._worker.wakes_at == math.inf:  # otherwise it looks within `_LOOK`
+            self._idle_at = until + _IDLE
+            with suppress(RuntimeError):  # too many threads, or the interpreter ends: no limit then
+                self._worker.wake()
 
         def end() -> None:
             with self._mutex:  # until a shutdown is done, no new socket may get the same descriptor
@@ -334,21 +334,16 @@ class Watch:
 
         return end
 
-    def _look(self) -> None:
-        idle_since = time.monotonic()
-        while True:
-            time.sleep(_LOOK)
-            now = time.monotonic()
-            with self._mutex:
-                if self._under_way:
-                    idle_since = now
-                elif now - idle_since > _IDLE:
-                    self._thread = None
-                    return
-                for key, (until, hang_up) in list(self._under_way.items()):
-                    if now >= until:
-                        del self._under_way[key]
-                        hang_up()
+    def _look(self) -> float:
+        now = time.monotonic()
+        with self._mutex:
+            if self._under_way:
+                self._idle_at = now + _IDLE
+            for key, (until, hang_up) in list(self._under_way.items()):
+                if now >= until:
+                    del self._under_way[key]
+                    hang_up()
+        return now + _LOOK if now < self._idle_at else math.inf
 
 
 def _watch_in_loop(until: float, hang_up: Callable[[], None]) -> Callable[[], None]:

@@ -14,10 +14,11 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import URL, Engine, event
 from sqlalchemy.exc import DisconnectionError
 
+from fencelock._process import in_forked_child
 from fencelock.errors import AuthorityError
 
-#: The folder of the lease files for databases in memory, by the id of the process that made the folder.
-_folder: dict[int, Path] = {}
+#: The folder of the lease files for databases in memory, if this process has made one.
+_folder: list[Path] = []
 _of_engines: WeakKeyDictionary[Engine, str] = WeakKeyDictionary()
 _NUMBER: Final = "fencelock.file"
 
@@ -37,20 +38,22 @@ def file_of(url: URL, engine: object) -> URL:
 
 
 def _temporary(engine: object) -> str:
-    pid = os.getpid()
-    if pid not in _folder:
-        _folder[pid] = Path(tempfile.mkdtemp(prefix="fencelock-"))
-        atexit.register(_remove, pid)
+    if not _folder:
+        _folder.append(Path(tempfile.mkdtemp(prefix="fencelock-")))
     if not isinstance(engine, Engine):
-        return str(_folder[pid] / "memory-leases")
+        return str(_folder[0] / "memory-leases")
     if engine not in _of_engines:
-        _of_engines[engine] = str(_folder[pid] / f"memory-{len(_of_engines)}-leases")
+        _of_engines[engine] = str(_folder[0] / f"memory-{len(_of_engines)}-leases")
     return _of_engines[engine]
 
 
-def _remove(pid: int) -> None:
-    if os.getpid() == pid:  # and not a forked child
-        shutil.rmtree(_folder.pop(pid), ignore_errors=True)
+@atexit.register
+def _remove() -> None:
+    for folder in _folder:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+in_forked_child(_folder.clear)  # the parent removes its folder
 
 
 def make_before_connecting(engine: Engine) -> None:

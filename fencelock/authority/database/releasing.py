@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, Final, NamedTuple
 
+from fencelock._backoff import pauses
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process
 from fencelock.authority.base import Grant, named
@@ -20,7 +21,7 @@ from fencelock.authority.database.connecting import ANSWER, Connecting, Work
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.queues import Place, Queues
 from fencelock.authority.database.statements import Statement
-from fencelock.authority.loops import HERE, Abandon, Later, Wait, pauses
+from fencelock.authority.loops import HERE, Abandon, Later, Wait
 from fencelock.errors import AuthorityError, FencelockError, QuorumError
 from fencelock.lease import validity
 

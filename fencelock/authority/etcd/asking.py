@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import threading
 import time
 from collections.abc import Callable
@@ -25,8 +24,6 @@ _AWAY: Final = frozenset({4, messages.UNAVAILABLE})
 _AWAY_WORDS: Final = ("not a primary lessor", "leader changed", "too many requests", "lost leader")
 #: Texts of errors about a login that is too old.
 _LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old")
-#: Connections of a parent process. A child keeps a reference, because freeing them would close them.
-_of_parents: list[object] = []
 
 
 class Watching(NamedTuple):
@@ -67,7 +64,6 @@ class Asking(LineAuthority):
 
     def close(self) -> None:
         """Close the connections. Held leases end with their ttl; the next use connects again."""
-        self._check_process()
         super().close()
         link, self._link = self._link, None
         if link is not None:
@@ -91,7 +87,6 @@ class Asking(LineAuthority):
         return answer.messages[0]
 
     def work(self, step: Exchange | Watching) -> Any:
-        self._check_process()
         link = self._opened(step.seconds if isinstance(step, Exchange) else ANSWER[1])
         if isinstance(step, Watching):
             return None if link.is_crowded else Watch(link, step.call, step.ended)
@@ -151,15 +146,8 @@ class Asking(LineAuthority):
             return link
 
     def open_in_loop(self) -> LoopEnd:
-        self._check_process()
         state = LoopState()
         return LoopEnd(kept=state, close=state.close)
-
-    def _check_process(self) -> None:
-        """In a forked child, leave the connections to the parent, and start over."""
-        if self._pid != os.getpid():
-            _of_parents.append((self._link, self._loop_ends))
-            self._start_over()
 
 
 def _why_to_log_in(answer: Answer) -> str:

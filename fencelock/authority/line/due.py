@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Final, NamedTuple
 
-from fencelock import _threads
+from fencelock._workers import Worker
 from fencelock.authority.base import named
-from fencelock.authority.loops import ThreadWakeup
 from fencelock.errors import FencelockError, QuorumError
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
@@ -38,36 +37,26 @@ class DueReleases(dict[str, Due]):
     def __init__(self, release: Callable[[str, Due], object]) -> None:
         super().__init__()
         self._release = release
-        self._thread: threading.Thread | None = None
-        self._wakeup = ThreadWakeup()
+        self._worker = Worker("fencelock-due", self._send, _IDLE)
 
     def plan(self, nonce: str, due: Due) -> None:
         self[nonce] = due
-        if self._thread is None:
-            self._thread = threading.Thread(target=self._run, daemon=True)
-            try:
-                _threads.start(self._thread)
-            except RuntimeError:  # no thread can be started now: the next call of `plan` tries again
-                self._thread = None
-        self._wakeup.wake()
+        if due.at < self._worker.wakes_at:
+            with suppress(RuntimeError):  # no thread can be started now: the next call of `plan` tries again
+                self._worker.wake()
 
     @property
     def is_at_work(self) -> bool:
         """Whether the caller is the thread that sends the releases."""
-        return threading.current_thread() is self._thread
+        return self._worker.is_caller
 
-    def _run(self) -> None:
-        while True:
-            for nonce, due in list(self.items()):
-                # `get` finds another release, or none, if this one was replaced or removed meanwhile.
-                if due.at <= time.monotonic() and self.get(nonce) is due and self._has_to_go_on(nonce, due):
-                    self.setdefault(nonce, due._replace(at=time.monotonic() + _PAUSE))
-            first = min((due.at for due in list(self.values())), default=math.inf)
-            self._wakeup.sleep(max(0.0, min(first - time.monotonic(), _IDLE)))
-            if not self and first == math.inf:
-                self._thread = None
-                if not self:  # `plan` first adds a release, and then checks for the thread
-                    return
+    def _send(self) -> float:
+        """Send the releases that are due; return when the next one is."""
+        for nonce, due in list(self.items()):
+            # `get` finds another release, or none, if this one was replaced or removed meanwhile.
+            if due.at <= time.monotonic() and self.get(nonce) is due and self._has_to_go_on(nonce, due):
+                self.setdefault(nonce, due._replace(at=time.monotonic() + _PAUSE))
+        return min((due.at for due in list(self.values())), default=math.inf)
 
     def _has_to_go_on(self, nonce: str, due: Due) -> bool:
         """Send a release; return whether to send it once more."""

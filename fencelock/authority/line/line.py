@@ -5,7 +5,6 @@ from __future__ import annotations
 import abc
 import functools
 import math
-import os
 import re
 import secrets
 import time
@@ -15,12 +14,13 @@ from dataclasses import replace
 from operator import attrgetter
 from typing import Any, Final
 
+from fencelock._backoff import pauses
 from fencelock._checks import check_older_than
 from fencelock._generators import Steps
-from fencelock.authority.base import Grant, Wish, held_by_another, in_use, named, too_slow
+from fencelock.authority.base import Grant, Wish, held_by_another, named, too_slow
 from fencelock.authority.line.due import Due, DueReleases
 from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, lost
-from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait, WithLoops, pauses
+from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait, WithLoops
 from fencelock.errors import (
     AuthorityError,
     CountersExhaustedError,
@@ -120,12 +120,10 @@ class LineAuthority(WithLoops):
     # All stores share the following.
 
     def __init__(self) -> None:
-        self._start_over()
-        in_use.add(self)
+        self._begin()
 
     def _start_over(self) -> None:
         super()._start_over()
-        self._pid = os.getpid()
         #: Releases that a thread has to send, by nonce.
         self._due = DueReleases(lambda nonce, due: self.run(self._ending(due.resources, nonce)))
 

@@ -6,14 +6,15 @@ thread starts when an answer shows that a node has lost its memory, has restarte
 
 from __future__ import annotations
 
-import random
+import math
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, cast
 
-from fencelock import _threads
+from fencelock._backoff import grown, randomly
 from fencelock._generators import run
+from fencelock._workers import Worker
 from fencelock.authority.redlock.membership.reports import Steps
 from fencelock.authority.redlock.protocol.messages import Broadcast, Request
 from fencelock.authority.redlock.transport.blocking import SharedConnections
@@ -34,30 +35,24 @@ class Recoverer:
     def __init__(self, connect: Callable[[], SharedConnections], work: Callable[[], Steps[bool]]) -> None:
         self._connect = connect
         self._work = work
-        self._lock = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._worker = Worker("fencelock-recovery", self._turn)
         self._connections: SharedConnections | None = None
         self._failures = 0
         self._not_before = 0.0
 
     def on_trouble(self) -> None:
         """Start a recovery, because a node is in trouble. The call is cheap, and any thread may make it."""
-        if self._is_at_work() or time.monotonic() < self._not_before:
+        if self._has_to_wait or self._worker.is_alive:
             return
-        with self._lock:
-            if self._is_at_work() or self._stop.is_set():
-                return
-            thread = threading.Thread(target=self._run, name="fencelock-recovery", daemon=True)
-            self._thread = thread
-            try:
-                _threads.start(thread)
-            except RuntimeError:  # too many threads, or the interpreter ends
-                self._pause(succeeded=False)
+        try:
+            self._worker.wake()
+        except RuntimeError:  # too many threads, or the interpreter ends
+            self._pause(succeeded=False)
 
-    def _is_at_work(self) -> bool:
-        thread = self._thread
-        return thread is not None and thread.is_alive()  # its start may have been interrupted
+    @property
+    def _has_to_wait(self) -> bool:
+        return time.monotonic() < self._not_before or self._stop.is_set()
 
     def close(self) -> None:
         """End a running recovery at its next wait, and begin no other.
@@ -65,18 +60,11 @@ class Recoverer:
         Programs that end soon recover nodes, too: the first puts a ticket on a node, a later one admits it.
         """
         self._stop.set()
-        thread = self._thread
-        if thread is not None and thread.is_alive() and thread is not threading.current_thread():
-            thread.join(_FAREWELL)
+        self._worker.close(_FAREWELL)
 
-    def leave_to_parent(self) -> None:
-        """In a forked child, close its copies of the sockets; the thread does not exist there."""
-        if self._connections is not None:
-            self._connections.leave_to_parent()
-
-    def _run(self) -> None:
-        if self._thread is not threading.current_thread():  # a signal handler has started another thread
-            return
+    def _turn(self) -> float:
+        if self._has_to_wait:  # another caller has started the last recovery at the same time
+            return math.inf
         succeeded = False
         try:
             self._connections = self._connect()
@@ -88,7 +76,7 @@ class Recoverer:
                 self._connections.close()
                 self._connections = None
             self._pause(succeeded=succeeded)
-            self._thread = None
+        return math.inf
 
     def _do(self, request: Request) -> Any:
         if isinstance(request, Broadcast):
@@ -99,5 +87,5 @@ class Recoverer:
 
     def _pause(self, *, succeeded: bool) -> None:
         self._failures = 0 if succeeded else self._failures + 1
-        pause = min(_LONGEST_PAUSE, _SHORTEST_PAUSE * 2**self._failures)
-        self._not_before = time.monotonic() + pause * random.uniform(0.5, 1.0)  # noqa: S311
+        pause = grown(_SHORTEST_PAUSE, _LONGEST_PAUSE, self._failures, growth=2.0)
+        self._not_before = time.monotonic() + randomly(pause)

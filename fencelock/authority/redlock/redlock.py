@@ -15,6 +15,7 @@ from weakref import WeakKeyDictionary
 from fencelock._checks import check_seconds
 from fencelock._generators import Call, Steps, run, run_async
 from fencelock._owners import name_of_process
+from fencelock._process import start_over_in_children
 from fencelock.authority.base import Grant, Wish, in_use
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.authority.redlock import admin
@@ -112,12 +113,12 @@ class Redlock(GeneratorAuthority):
         #: The same authority for coroutines, with the operations that they need.
         self.aio = AsyncRedlock(self)
         self._start_over()
+        start_over_in_children(self)
         in_use.add(self)
 
     def _start_over(self) -> None:
-        self._pid = os.getpid()
         self._client = os.urandom(attempts.CLIENT_DIGITS // 2).hex()
-        itself = f"{self._node_key}:w:{self._client}", name_of_process(self._pid)
+        itself = f"{self._node_key}:w:{self._client}", name_of_process(os.getpid())
         self._introduction = Command(INTRODUCE, "", (), (*itself, "PX", int(INTRODUCED_FOR * 1000)))
         self._view = MembershipView(self._names, self._node_key, self._node_timeout, self._init_command())
         self._current = self._view.current
@@ -134,8 +135,6 @@ class Redlock(GeneratorAuthority):
 
     def close(self) -> None:
         """Close the connections. Held leases end with their ttl; the next use connects again."""
-        if self._pid != os.getpid():
-            self.begin_in_child()
         self._connections.close()
         recoverer, self._recoverer = self._recoverer, self._new_recoverer()
         recoverer.close()
@@ -240,8 +239,6 @@ class Redlock(GeneratorAuthority):
         return Grant(resources, tokens, 0.0, Proof(attempt, halves[names[0]][0], counters))
 
     def run(self, steps: Steps[_T]) -> _T:
-        if self._pid != os.getpid():
-            self.begin_in_child()
         return run(steps, self._connections.do)
 
     def init(
@@ -347,10 +344,6 @@ class Redlock(GeneratorAuthority):
             connections.close()
 
     def begin_in_child(self) -> None:
-        """In a forked child, leave the connections to the parent, and start over."""
-        self._connections.leave_to_parent()
-        self._recoverer.leave_to_parent()
-        self.aio.leave_to_parent()
         self._start_over()
 
     def _connect(self) -> SharedConnections:
@@ -403,10 +396,10 @@ class AsyncRedlock(AsyncView):
 
     def __init__(self, authority: Redlock) -> None:
         super().__init__(authority)
-        self._start_over()
+        self.begin_in_child()
+        start_over_in_children(self)
 
-    def _start_over(self) -> None:
-        self._pid = os.getpid()
+    def begin_in_child(self) -> None:
         self._lock = threading.Lock()
         self._by_loop: WeakKeyDictionary[asyncio.AbstractEventLoop, LoopConnections] = WeakKeyDictionary()
 
@@ -456,8 +449,6 @@ class AsyncRedlock(AsyncView):
             connections.close()
 
     def here(self) -> LoopConnections:
-        if self._pid != os.getpid():
-            self._authority.begin_in_child()
         loop = asyncio.get_running_loop()
         connections = self._by_loop.get(loop)
         if connections is None or connections.closed:
@@ -482,12 +473,6 @@ class AsyncRedlock(AsyncView):
                 connections.do_there(connections.close)
             else:
                 connections.close()
-
-    def leave_to_parent(self) -> None:
-        """In a forked child, close its copies of the sockets, without a mutex that a thread may have held."""
-        for connections in list(self._by_loop.values()):
-            connections.leave_to_parent()
-        self._start_over()
 
 
 _FAREWELL: Final = 0.5

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections import OrderedDict
@@ -22,7 +21,7 @@ from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, entry_text, quoted
 from fencelock.authority.line.line import ANSWER, AsyncLine, LineAuthority
-from fencelock.authority.loops import LoopEnd, LoopWakeup, ThreadWakeup
+from fencelock.authority.loops import LoopWakeup, ThreadWakeup
 from fencelock.authority.zookeeper import verbs
 from fencelock.authority.zookeeper.session import Request, Session, Watching, hosts_of
 from fencelock.errors import AuthorityError
@@ -31,8 +30,6 @@ from fencelock.errors import AuthorityError
 _MOST: Final = 500
 #: The most lines, and the most marks, that a client remembers.
 _REMEMBERED: Final = 10_000
-#: Sessions of a parent process. A child keeps a reference, because kazoo would send data when it is freed.
-_of_parents: list[object] = []
 
 
 class ZooKeeper(LineAuthority):
@@ -102,7 +99,6 @@ class ZooKeeper(LineAuthority):
 
     def close(self) -> None:
         """Close the session; held leases keep it open until they end. The next use connects again."""
-        self._check_process()
         super().close()
         self._closes = True
         self._end_session()
@@ -136,12 +132,7 @@ class ZooKeeper(LineAuthority):
             return session.watch(step.path, LoopWakeup())
         return await session.exchange_soon(step)
 
-    def open_in_loop(self) -> LoopEnd:
-        self._check_process()
-        return LoopEnd()
-
     def _opened(self) -> Session:
-        self._check_process()
         self._closes = self._closes and self._due.is_at_work
         if (session := self._session) is None:
             with self._opening:
@@ -153,12 +144,6 @@ class ZooKeeper(LineAuthority):
                     self._paths.clear()
                     self._renewals = session.renewals
         return session
-
-    def _check_process(self) -> None:
-        """In a forked child, leave the session to the parent, and start over."""
-        if self._pid != os.getpid():
-            _of_parents.append((self._session, self._loop_ends))
-            self._start_over()
 
     # The line.
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Final
 
+from fencelock._backoff import spread
 from fencelock.authority.redlock.membership.establish import establish, let_vote, raise_voters
 from fencelock.authority.redlock.membership.reports import Census, NodeGroup, Reports, Steps
 from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
@@ -66,14 +67,14 @@ def recover(group: NodeGroup) -> Steps[bool]:
         left = (min if census.has_quorum else max)(waits.values(), default=0.0)
         if left > 0:
             # All programs that waited for this node wake up at the same time, and one is enough.
-            spread = min(_SPREAD, census.membership.max_ttl / 10)
-            yield Sleep(left + spread * group.jitter())
+            longest = min(_SPREAD, census.membership.max_ttl / 10)
+            yield Sleep(left + spread(longest, group.jitter(), 0.0))
         elif is_courteous and _is_busy(census):
             is_courteous = False
-            yield Sleep(_COURTESY * (0.5 + group.jitter()))
+            yield Sleep(spread(_COURTESY, group.jitter(), 0.5, 1.5))
         elif not (yield from _admit(group, census, tickets, [n for n, wait in waits.items() if wait <= 0])):
             failures += 1
-            yield Sleep(_PAUSE * failures * (0.5 + group.jitter()))
+            yield Sleep(spread(_PAUSE * failures, group.jitter(), 0.5, 1.5))
     return False
 
 

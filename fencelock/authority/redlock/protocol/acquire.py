@@ -28,6 +28,7 @@ from collections.abc import Callable, Generator
 from dataclasses import replace
 from typing import Any
 
+from fencelock._backoff import grown, spread
 from fencelock.authority.base import Grant
 from fencelock.authority.redlock.protocol.attempts import (
     Attempt,
@@ -401,10 +402,10 @@ def next_pause(outcome: Failed, tries: int, random: float) -> float:
     if outcome.waits_for_a_call:
         # The nodes will call. Try again in case they do not, or the contender before us never comes. Locks
         # that end within `_LOOK` are mostly claims of a called contender: all others would try at once.
-        pause = min(1.0, _LOOK * 1.5 ** min(tries, 12)) * (0.75 + 0.5 * random)
+        pause = spread(grown(_LOOK, 1.0, tries), random, 0.75, 1.25)
         ends = [end for end in ends if end > _LOOK]
     else:
-        pause = min(0.1, 0.01 * 1.5 ** min(tries, 12)) * (0.5 + random)
+        pause = spread(grown(0.01, 0.1, tries), random, 0.5, 1.5)
     # A little later than the first end of a lock, because at that moment the node may still refuse.
     return min([pause, *(end + 0.001 + 0.01 * random for end in ends)])
 

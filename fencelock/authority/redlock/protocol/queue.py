@@ -18,6 +18,8 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from fencelock._backoff import spread
+
 #: Seconds after which a contender tries if only some nodes have called its place: 0.5 to 1.5 times this.
 HESITATION = 0.02
 
@@ -84,7 +86,7 @@ class WaitQueue:
         if len(place.callers) >= self._quorum:
             place.due = now
         elif len(place.callers) == 1:
-            place.due = min(place.due, now + HESITATION * (0.5 + self._jitter()))
+            place.due = min(place.due, now + spread(HESITATION, self._jitter(), 0.5, 1.5))
         return name
 
     def due(self, place: str) -> float:

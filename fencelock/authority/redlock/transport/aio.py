@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import math
-import os
 import socket
 import time
 import weakref
@@ -18,6 +17,7 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Final
 
+from fencelock._process import start_over_in_children
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.transport.blocking import FRESH, read_from, write_to
 from fencelock.authority.redlock.transport.connector import Connections, Node, Opened, UnusableError
@@ -68,7 +68,6 @@ class LoopConnections(Connections):
         self._arrived: dict[int, Opened | UnusableError] = {}
         self._congested: set[int] = set()
         self._loop = weakref.ref(loop)
-        self._pid = os.getpid()
         self._newcomers: weakref.WeakSet[asyncio.Future[None]] = weakref.WeakSet()
         self._in_line: weakref.WeakValueDictionary[str, asyncio.Future[None]] = weakref.WeakValueDictionary()
         self._flush_is_due = False
@@ -80,6 +79,7 @@ class LoopConnections(Connections):
         #: Whether these connections cannot be used any more.
         self.closed: bool = False
         self._farewell = weakref.finalize(loop, self.close)
+        start_over_in_children(self)
 
     # The loop of the connections.
 
@@ -105,16 +105,16 @@ class LoopConnections(Connections):
                 loop.call_soon_threadsafe(action)
 
     def close(self) -> None:
-        if self._pid != os.getpid():
-            self.leave_to_parent()
-            return
         self._farewell.detach()
         self.closed = True
         self._flush()
         self._nodes.close()
         self._close_arrived()
 
-    def leave_to_parent(self) -> None:
+    def begin_in_child(self) -> None:
+        """Close the child's copies of the sockets, and send nothing at the end of the loop."""
+        self._farewell.detach()
+        self.closed = True
         for sock in self._sockets.values():
             sock.close()
 

@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any, Final, NamedTuple
 
 from fencelock._owners import current_stack
+from fencelock._process import start_over_in_children
 from fencelock._threads import Sleepers, sleep_until_woken
 from fencelock.authority.base import named, warn_of_blocked_loop
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
@@ -138,6 +139,7 @@ class SharedConnections(Connections):
         self._last_read = 0.0
         #: The wait of each stack of frames that uses these connections. An interruption may leave an entry.
         self._inside: dict[int, Wait] = {}
+        start_over_in_children(self)
 
     def _check_not_inside(self) -> int:
         """Return the number of this stack; raise RuntimeError if a frame of it uses these connections.
@@ -225,8 +227,8 @@ class SharedConnections(Connections):
             self._nodes.close()
             self._changed.wake_all()
 
-    def leave_to_parent(self) -> None:
-        """In a forked child, close its copies of the sockets, without a mutex that a thread may have held."""
+    def begin_in_child(self) -> None:
+        """Close the child's copies of the sockets, without a mutex that a thread may have held."""
         for link in self._links.values():
             link.sock.close()
 

@@ -15,6 +15,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final, Protocol
 
+from fencelock._backoff import spread
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.attempts import without_place
 from fencelock.authority.redlock.protocol.messages import SUBSCRIBE, Broadcast, Command, Reply, ReplyKind
@@ -254,7 +255,7 @@ class NodeConnections:
         node = self._nodes[index]
         node.failure = failure
         node.pause = min(LONGEST_BACKOFF, 2 * node.pause)
-        node.retry_at = now + node.pause * (0.5 + 0.5 * self._jitter())
+        node.retry_at = now + spread(node.pause, self._jitter())
 
     def receive(self, index: int, read: Callable[[], bytes | None], now: float) -> Sequence[str]:
         """Pass on the answers that `read` returns; return the places in line that were called.

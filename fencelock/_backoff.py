@@ -1,0 +1,33 @@
+"""Pauses between tries: mostly longer each time, and random, so that clients try at different moments.
+
+The rooms that the simulator runs give the chance, a number between 0 and 1.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import count
+
+#: No power of more tries is needed, and a larger one could overflow.
+_MOST_TRIES = 50
+
+
+def grown(shortest: float, longest: float, tries: int, growth: float = 1.5) -> float:
+    """Return the seconds of a pause after so many tries, before the random factor."""
+    return min(longest, shortest * growth ** min(tries, _MOST_TRIES))
+
+
+def spread(seconds: float, chance: float, least: float = 0.5, most: float = 1.0) -> float:
+    """Return the pause, times a factor between `least` and `most`."""
+    return seconds * (least + (most - least) * chance)
+
+
+def randomly(seconds: float) -> float:
+    """Return a random pause between half of the seconds and all of them."""
+    return spread(seconds, random.random())  # noqa: S311 - no secret
+
+
+def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:
+    """Yield the seconds to wait before each try."""
+    return (randomly(grown(shortest, longest, tries, growth)) for tries in count())
