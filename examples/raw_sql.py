@@ -85,7 +85,7 @@ def main(engine: Engine) -> int:
 
     # Not renewed, as in a process that is held up as a whole.
     slow = fenced_lock(RESOURCE, ttl=0.5, renew=False)
-    stale = slow.acquire().fencing_token
+    stale = slow.acquire().token
     print(f"the first worker has token {stale}, and is held up")
 
     # In a thread of its own: this one would simply enter again what it holds.

@@ -11,7 +11,6 @@ from fencelock._locking import load as _load
 from fencelock._outcomes import http_status, is_retryable
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
-from fencelock.authority.redlock.redlock import Redlock
 from fencelock.errors import (
     AuthorityError,
     CommitInDoubtError,
@@ -57,6 +56,7 @@ from fencelock.transaction import AsyncFencedTransaction, FencedTransaction, fen
 
 if _typing.TYPE_CHECKING:
     from fencelock.authority.etcd.etcd import Etcd as Etcd
+    from fencelock.authority.redlock.redlock import Redlock as Redlock
     from fencelock.authority.zookeeper.zookeeper import ZooKeeper as ZooKeeper
 
 __all__ = [
@@ -122,7 +122,10 @@ __all__ = [
 
 
 def __getattr__(name: str) -> _typing.Any:
-    """Return `Etcd` or `ZooKeeper`. `__all__` lacks them, so that `import *` works without their extras."""
-    if name in {"Etcd", "ZooKeeper"}:
+    """Return an authority, and load the client of its servers only now.
+
+    `__all__` lacks `Etcd` and `ZooKeeper`, so that `import *` works without their extras.
+    """
+    if name in {"Redlock", "Etcd", "ZooKeeper"}:
         return _load(name)
     raise AttributeError(f"module 'fencelock' has no attribute {name!r}")

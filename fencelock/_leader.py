@@ -68,7 +68,7 @@ class Term:
     @property
     def token(self) -> int:
         """The fencing token; later terms have larger tokens."""
-        return self.lease.fencing_token
+        return self.lease.token
 
     @property
     def is_current(self) -> bool:
@@ -77,7 +77,7 @@ class Term:
         It becomes False a tenth of the ttl before the lease ends, after a known loss, and after the block.
         """
         lease = self.lease
-        if not self._over.is_set() and (self._seconds_left() <= 0 or lease.lost or not lease.usable):
+        if not self._over.is_set() and (self._seconds_left() <= 0 or lease.lost or not lease._usable):
             self._end()
         return not self._over.is_set()
 
@@ -242,7 +242,7 @@ class Leader:
 
     def _next_pause(self, term: Term | None, last: float) -> float:
         """Return a random pause; its limit rises with each election, unless a term lasted over a ttl."""
-        has_lasted = term is not None and time.monotonic() - term.lease.granted_at > self._ttl
+        has_lasted = term is not None and time.monotonic() - term.lease._granted_at > self._ttl
         longest = _FIRST_PAUSE if has_lasted else min(_LONGEST_PAUSE, _FIRST_PAUSE + 2 * last)
         return randomly(longest)
 

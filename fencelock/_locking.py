@@ -11,16 +11,13 @@ import os
 import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar, Unpack, cast, overload
+from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Unpack, cast, overload
 
 from sqlalchemy import URL, Engine
 
 from fencelock._engines import is_async_engine
 from fencelock.authority.base import Authority, Grant
 from fencelock.authority.database.database import Database
-from fencelock.authority.line.line import LineAuthority
-from fencelock.authority.redlock.redlock import Redlock
-from fencelock.authority.redlock.transport.endpoints import Source
 from fencelock.errors import AuthorityError
 from fencelock.lock.base import HANDED
 from fencelock.lock.lock import FencedLock
@@ -31,18 +28,22 @@ from fencelock.tokens import check as check_token
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
+    from fencelock.authority.line.line import LineAuthority
+    from fencelock.authority.redlock.redlock import Redlock
+    from fencelock.authority.redlock.transport.endpoints import Source
+
+    #: The authorities of this library.
+    Shipped: TypeAlias = Redlock | Database | LineAuthority
+
 
 _Authority = TypeVar("_Authority", bound=Authority)
 
 logger = logging.getLogger("fencelock.authority")
 
-#: The authorities of this library.
-Shipped = Redlock | Database | LineAuthority
-
-#: The class of an authority, or the name of a class that needs an extra, by URL scheme without `+driver`.
-_FACTORIES: dict[str, Callable[..., Shipped] | str] = {
-    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), Redlock),
-    **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), Database),
+#: The class of an authority by URL scheme without `+driver`. A class is loaded when it is first needed.
+_FACTORIES: dict[str, str] = {
+    **dict.fromkeys(("redis", "rediss", "valkey", "valkeys", "unix"), "Redlock"),
+    **dict.fromkeys(("postgresql", "mysql", "mariadb", "sqlite"), "Database"),
     **dict.fromkeys(("etcd", "etcds"), "Etcd"),
     **dict.fromkeys(("zookeeper", "zookeepers"), "ZooKeeper"),
 }
@@ -107,13 +108,13 @@ def _place(authority: Any) -> object:
             authority = _make(authority, {})
         except (ValueError, TypeError, ImportError):
             return None
-    if isinstance(authority, Redlock):
-        return {*authority.nodes}
+    if (nodes := getattr(authority, "nodes", None)) is not None:
+        return {*nodes}
     return re.sub(r"\+\w+(?=://)|(?<=//)[^@/]*@|:(?:5432|3306)(?=/)|\?.*|>$", "", repr(authority))
 
 
 def load(name: str) -> Any:
-    """Return the class of an authority that needs an extra: `Etcd` or `ZooKeeper`."""
+    """Return the class of an authority, and import it with the client of its servers."""
     room = name.lower()
     try:
         return getattr(importlib.import_module(f"fencelock.authority.{room}.{room}"), name)
@@ -132,8 +133,7 @@ def factory_of(url: str) -> Callable[..., Shipped]:
             "postgresql+psycopg://user@host/name, mysql+pymysql://user@host/name, redis://host:6379, "
             "etcd://host:2379 or zookeeper://host:2181"
         )
-    found = _FACTORIES[scheme]
-    return load(found) if isinstance(found, str) else found
+    return cast("Callable[..., Shipped]", load(_FACTORIES[scheme]))
 
 
 def _make(source: Any, options: dict[str, Any]) -> Shipped:
@@ -142,7 +142,7 @@ def _make(source: Any, options: dict[str, Any]) -> Shipped:
     if isinstance(source, URL | Engine) or is_async_engine(source):
         return Database(source, **options)
     if isinstance(source, Sequence) or callable(getattr(source, "execute_command", None)):
-        return Redlock(source, **options)
+        return cast("Shipped", load("Redlock")(source, **options))
     raise TypeError(f"an authority is a URL, an Engine or redis-py clients, not {type(source).__name__}")
 
 

@@ -95,42 +95,44 @@ class Lease:
 
     Args:
         resource: name of the resource.
-        fencing_token: 1 … 2**63 - 1.
+        token: 1 … 2**63 - 1.
         expires_at: when the lease ends, on the clock of `time.monotonic`. By default it never ends: give
             `bind` such a lease if the token is of another source.
-
-    Attributes:
-        released: whether the holder has released the lease.
-        left: whether its last block was left while open transactions still need the lease.
-        why_lost: why the lease ended before its release; empty if no loss was noted.
-        guarded: whether the guard has seen a transaction that needed the lease, whatever its outcome.
-        committed: whether the guard has seen the COMMIT of such a transaction.
-        granted_at: when it was granted, on the clock of `time.monotonic`; -inf if this is unknown.
     """
 
     __slots__ = (
-        *("__weakref__", "_doubted", "_expires_at", "_fencing_token", "_needed_by", "_process"),
-        *("_resource", "_waiting", "committed", "granted_at", "guarded", "left", "released", "why_lost"),
+        *("__weakref__", "_doubted", "_expires_at", "_needed_by", "_process"),
+        *(
+            "_resource",
+            "_token",
+            "_waiting",
+            "_committed",
+            "_granted_at",
+            "_guarded",
+            "_left",
+            "_released",
+            "_why_lost",
+        ),
     )
 
-    def __init__(self, resource: str, fencing_token: int, expires_at: float = math.inf) -> None:
+    def __init__(self, resource: str, token: int, expires_at: float = math.inf) -> None:
         self._resource = check_resource(resource)
-        self._fencing_token = check_token(fencing_token)
+        self._token = check_token(token)
         self._expires_at = expires_at
-        self.released: bool = False
-        self.left: bool = False
-        self.guarded: bool = False
-        self.committed: bool = False
-        self.why_lost: str = ""
-        self.granted_at: float = -math.inf
+        self._released: bool = False
+        self._left: bool = False
+        self._guarded: bool = False
+        self._committed: bool = False
+        self._why_lost: str = ""
+        self._granted_at: float = -math.inf
         self._process = _process[0]
         self._doubted = 0
         self._needed_by: set[object] = set()
         self._waiting: list[Callable[[], object]] = []
 
     def __repr__(self) -> str:
-        state = "released" if self.released else "lost" if self.lost else f"{self.remaining:.3f} s left"
-        return f"<Lease {self._resource!r} token={self._fencing_token} {state}>"
+        state = "released" if self._released else "lost" if self.lost else f"{self.remaining:.3f} s left"
+        return f"<Lease {self._resource!r} token={self._token} {state}>"
 
     @property
     def resource(self) -> str:
@@ -138,21 +140,16 @@ class Lease:
         return self._resource
 
     @property
-    def fencing_token(self) -> int:
-        """The token to write with. It changes only when the lease is reminted."""
-        return self._fencing_token
-
-    @property
     def token(self) -> int:
-        """The same as `fencing_token`."""
-        return self._fencing_token
+        """The fencing token to write with. It changes only when the lease is reminted."""
+        return self._token
 
     def to_header(self) -> str:
         """Return name and token as ASCII text for the header `Fencing-Token`, such as `order:1=123`.
 
         The text is no secret, and no proof: see docs/services.md.
         """
-        return f"{quote(self._resource, safe=_SAFE)}={self._fencing_token}"
+        return f"{quote(self._resource, safe=_SAFE)}={self._token}"
 
     @staticmethod
     def from_header(text: str) -> Lease:
@@ -178,9 +175,14 @@ class Lease:
         return max(0.0, self._expires_at - time.monotonic())
 
     @property
-    def usable(self) -> bool:
+    def why_lost(self) -> str:
+        """Why the lease ended before its release; empty if no loss was noted."""
+        return self._why_lost
+
+    @property
+    def _usable(self) -> bool:
         """Whether the lease is not released, and its last block was not left. It may be lost."""
-        return not (self.released or self.left)
+        return not (self._released or self._left)
 
     @property
     def lost(self) -> bool:
@@ -188,33 +190,35 @@ class Lease:
 
         True if its time ran out by this process' clock, if its loss was noted, and in a forked child's copy.
         """
-        if self.released:
+        if self._released:
             return False
-        return bool(self.why_lost) or self._process is not _process[0] or self._expires_at <= time.monotonic()
+        return (
+            bool(self._why_lost) or self._process is not _process[0] or self._expires_at <= time.monotonic()
+        )
 
     @property
-    def over(self) -> bool:
+    def _over(self) -> bool:
         """Whether the lease was released, its loss was noted, or it belongs to the parent process."""
-        return self.released or bool(self.why_lost) or self.inherited
+        return self._released or bool(self._why_lost) or self._inherited
 
     @property
-    def inherited(self) -> bool:
+    def _inherited(self) -> bool:
         """Whether this is a forked child's copy of a lease, which only the parent process may release."""
         return self._process is not _process[0]
 
-    def check(self) -> None:
+    def _check(self) -> None:
         """Raise an error if a loss was noted; the end by the clock does not count.
 
         Raises:
             LockLostError: a loss was noted, or the lease belongs to the parent process.
         """
         parent = "it belongs to the process that this one was forked from"
-        if reason := parent if self._process is not _process[0] else self.why_lost:
+        if reason := parent if self._process is not _process[0] else self._why_lost:
             raise LockLostError(
                 f"the lease of {self._resource!r} is lost: {reason}; acquire the lock again", written=False
             )
 
-    def token_to_write(self) -> int:
+    def _token_to_write(self) -> int:
         """Return the token for a write under the lease.
 
         It raises after the end of the lease, because the storage accepts an older token until a newer holder
@@ -224,60 +228,60 @@ class Lease:
             LockLostError: a loss was noted, or the time of the lease has run out by this process' clock.
             CommitInDoubtError: an earlier transaction that wrote with this token may still be committed.
         """
-        self.check()
+        self._check()
         if self._expires_at <= time.monotonic():
             raise LockLostError(
                 f"the lease of {self._resource!r} ended before this statement: nothing was sent, so roll "
                 f"back, and lock again",
                 written=False,
             )
-        if self._doubted == self._fencing_token:
+        if self._doubted == self._token:
             raise CommitInDoubtError(
                 f"a transaction that was written under the lease of {self._resource!r} with token "
-                f"{self._fencing_token} may still be committed: the outcome of its COMMIT is unknown, so "
+                f"{self._token} may still be committed: the outcome of its COMMIT is unknown, so "
                 f"roll back, call remint() on the lock (or lock again), and load again what you write"
             )
-        return self._fencing_token
+        return self._token
 
     # Methods that the lock calls.
 
-    def extend_to(self, expires_at: float) -> None:
+    def _extend_to(self, expires_at: float) -> None:
         """Note that the authority has extended the lease."""
         self._expires_at = expires_at
 
-    def remint(self, fencing_token: int, expires_at: float) -> None:
+    def _remint(self, token: int, expires_at: float) -> None:
         """Note that the authority has given a larger token to the same hold."""
-        self._fencing_token = check_token(fencing_token)
+        self._token = check_token(token)
         self._expires_at = expires_at
 
-    def mark_lost(self, reason: str) -> None:
+    def _mark_lost(self, reason: str) -> None:
         """Note that the lease has ended before the work did; the first reason stays."""
-        self.why_lost = self.why_lost or reason
+        self._why_lost = self._why_lost or reason
 
     # Methods that the guard and the lock call, in any thread.
 
     @property
     def in_doubt(self) -> bool:
         """Whether an earlier transaction that wrote with the present token may still be committed."""
-        return self._doubted == self._fencing_token
+        return self._doubted == self._token
 
-    def doubt(self) -> None:
+    def _doubt(self) -> None:
         """Note that the outcome of a COMMIT with the present token is unknown."""
-        self._doubted = self._fencing_token
+        self._doubted = self._token
 
     @property
-    def needed(self) -> bool:
+    def _needed(self) -> bool:
         """Whether an open transaction needs the lease."""
         return bool(self._needed_by)
 
-    def need(self, user: object) -> None:
+    def _need(self, user: object) -> None:
         """Note that `user`, which stands for a transaction, needs the lease until its end."""
-        self.guarded = True
+        self._guarded = True
         self._needed_by.add(user)
 
-    def let_go(self, user: object, *, committed: bool = False) -> list[Callable[[], object]]:
+    def _let_go(self, user: object, *, committed: bool = False) -> list[Callable[[], object]]:
         """Note that `user` has ended; return the functions to call if nothing needs the lease any more."""
-        self.committed = self.committed or committed
+        self._committed = self._committed or committed
         self._needed_by.discard(user)
         calls: list[Callable[[], object]] = []
         with contextlib.suppress(IndexError):
@@ -285,7 +289,7 @@ class Lease:
                 calls.append(self._waiting.pop())
         return calls
 
-    def when_let_go(self, call: Callable[[], object]) -> bool:
+    def _when_let_go(self, call: Callable[[], object]) -> bool:
         """Keep `call` until no transaction needs the lease; return False if none needs it now."""
         self._waiting.append(call)
         if self._needed_by:
@@ -304,7 +308,7 @@ _left: ContextVar[tuple[float, tuple[Lease, ...]]] = ContextVar("fencelock_left"
 def held_leases() -> tuple[Lease, ...]:
     """Return the leases that the current context holds, in the order in which it acquired them."""
     leases = [entry if isinstance(entry, Lease) else entry() for entry in _held.get()]
-    return tuple([lease for lease in leases if lease is not None and lease.usable])
+    return tuple([lease for lease in leases if lease is not None and lease._usable])
 
 
 def stands_here(lease: Lease) -> bool:
@@ -317,7 +321,7 @@ def stands_here(lease: Lease) -> bool:
 
 def _standing() -> list[Lease]:
     leases = [entry if isinstance(entry, Lease) else entry() for entry in _held.get()]
-    return [lease for lease in leases if lease is not None and not lease.released]
+    return [lease for lease in leases if lease is not None and not lease._released]
 
 
 def note_held(*leases: Lease) -> None:
@@ -387,7 +391,7 @@ def assert_held(resource: str) -> Lease:
     """
     for lease in held_leases():
         if lease.resource == resource:
-            lease.check()
+            lease._check()
             if lease.lost:
                 raise LockLostError(f"the lease of {resource!r} has ended: lock again", written=False)
             return lease

@@ -53,7 +53,7 @@ def test_block_yields_the_token_and_releases(authority: Redlock, run: Run) -> No
     async def main() -> None:
         async with authority.lock("r") as token:
             assert_type(token, int)
-            assert [lease.fencing_token for lease in held_leases()] == [token]
+            assert [lease.token for lease in held_leases()] == [token]
         assert held_leases() == ()
         async with fenced_lock("b", "r", authority=authority) as tokens:
             assert_type(tokens, tuple[int, ...])

@@ -72,7 +72,7 @@ engine = create_engine(url)
 def another_pays(cents):
     with Session(engine) as session:
         for lease in held_leases():
-            fencelock.bind(session, fencelock.Lease(lease.resource, lease.fencing_token + 1))
+            fencelock.bind(session, fencelock.Lease(lease.resource, lease.token + 1))
         session.get_one(Invoice, 1).paid_cents += 30
         session.commit()
 

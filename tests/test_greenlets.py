@@ -86,14 +86,14 @@ def test_hold_of_a_thread_that_threading_has_not_started_is_nobody_elses(quorum:
 
     def first() -> None:
         lock = quorum.lock("r", ttl=30)
-        kept.append((lock, lock.acquire().fencing_token))
+        kept.append((lock, lock.acquire().token))
         idents.append(_thread.get_ident())
         ended.release()
 
     def other() -> None:
         lock = quorum.lock("r", ttl=30)
         lease = lock.try_acquire()
-        tokens.append(None if lease is None else lease.fencing_token)
+        tokens.append(None if lease is None else lease.token)
         idents.append(_thread.get_ident())
         ended.release()
 

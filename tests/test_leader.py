@@ -40,7 +40,7 @@ def test_block_is_a_term(authority: Redlock) -> None:
     candidate = leader("r", authority=authority)
     with candidate as term:
         assert term.wait(0.01)
-        assert term.token == term.lease.fencing_token
+        assert term.token == term.lease.token
         assert held_leases() == (term.lease,)
         assert repr(candidate) == "<leader 'r' elected>"
         assert repr(term) == f"<Term of 'r' token={term.token} current>"
@@ -206,7 +206,7 @@ def test_run_returns_what_work_returns(authority: Redlock) -> None:
 
 def lost(term: Term) -> None:
     """Fail as a write under the lease does."""
-    term.lease.token_to_write()
+    term.lease._token_to_write()
 
 
 def stale(term: Term) -> None:

@@ -231,12 +231,12 @@ def test_lease_tells_what_is_held_and_for_how_long(authority: Redlock) -> None:
         _ = lock.lease
     with lock as token:
         lease = lock.lease
-        assert (lease.resource, lease.fencing_token) == ("r", token)
+        assert (lease.resource, lease.token) == ("r", token)
         assert 9.5 < lease.remaining < 9.9
         before, left, after = time.monotonic(), lease.remaining, time.monotonic()
         assert before + left - 1e-6 < lease.expires_at < after + left + 1e-6
         assert not lease.lost
-    assert lease.released
+    assert lease._released
     assert not lease.lost
     assert lock.leases == ()
 
@@ -269,7 +269,7 @@ def test_holder_enters_again_with_the_same_token(authority: Redlock, rival: Redl
         with lock as again, authority.lock("r", timeout=0) as once_more:
             assert again == once_more == token
         assert rival.lock("r").try_acquire() is None
-        assert [lease.fencing_token for lease in held_leases()] == [token]
+        assert [lease.token for lease in held_leases()] == [token]
     assert held_leases() == ()
     with rival.lock("r", timeout=0) as later:
         assert later > token
@@ -315,10 +315,10 @@ def test_lost_lease_is_acquired_anew(authority: Redlock) -> None:
     outer = authority.lock("r", ttl=0.05, renew=False)
     stale = outer.acquire()
     time.sleep(0.06)
-    before = stale.fencing_token
+    before = stale.token
     with authority.lock("r", timeout=1) as token, authority.lock("r", timeout=0) as again:
-        assert token == again > before == stale.fencing_token
-        assert held_leases()[-1].fencing_token == token
+        assert token == again > before == stale.token
+        assert held_leases()[-1].token == token
     with pytest.raises(LockLostError, match="ended before"):
         outer.release()
 
@@ -406,7 +406,7 @@ def test_what_ended_while_others_were_waited_for_is_not_entered(authority: Redlo
 def test_what_is_left_while_others_are_waited_for_stays_held(authority: Redlock, rival: Redlock) -> None:
     """The block that waits for "b" is inside "a" already, so the outer one's end does not release it."""
     outer = authority.lock("a")
-    token = outer.acquire().fencing_token
+    token = outer.acquire().token
     obstacle = rival.lock("b", ttl=0.6, renew=False)
     obstacle.acquire()
     timer = threading.Timer(0.1, outer.release)
@@ -464,7 +464,7 @@ def test_extension_moves_the_end_and_keeps_the_token(authority: Redlock) -> None
         assert lock.lease.remaining > 29
         lock.extend()
         assert lock.lease.remaining > 29
-        assert lock.lease.fencing_token == token
+        assert lock.lease.token == token
         with pytest.raises(ValueError, match="ttl"):
             lock.extend(0)
     with authority.lock("r", timeout=0):
@@ -531,7 +531,7 @@ def test_held_leases_are_those_of_the_context(authority: Redlock) -> None:
     """In order; not in other threads; gone after the release, also in copies of the context."""
     with authority.lock("a") as first, authority.lock("b", "c") as others:
         assert [lease.resource for lease in held_leases()] == ["a", "b", "c"]
-        assert [lease.fencing_token for lease in held_leases()] == [first, *others]
+        assert [lease.token for lease in held_leases()] == [first, *others]
         elsewhere: list[tuple[Lease, ...]] = []
         thread = threading.Thread(target=lambda: elsewhere.append(held_leases()))
         thread.start()

@@ -91,7 +91,7 @@ def test_two_callers_in_one_thread_exclude_each_other(
         assert f"this same thread has acquired it, in {__file__}:" in said
         assert lock(authority).try_acquire() is None
         one.release()
-        assert lease.released
+        assert lease._released
         assert lock(authority).locked() is False
 
     asyncio.run(main())
@@ -171,10 +171,10 @@ def test_lost_block_of_another_caller_is_left_and_not_the_holders(authority: Dat
     call(one.__enter__)
     (lease,) = [each for each in one.leases if not each.lost]
     call(lambda: one.__exit__(None, None, None))
-    assert not lease.released
+    assert not lease._released
     assert lock(authority).locked()
     call(lambda: one.__exit__(None, None, None))
-    assert lease.released
+    assert lease._released
 
 
 def test_error_says_nothing_of_an_outer_lease_that_is_lost(authority: Database, tmp_path: Path) -> None:
@@ -210,7 +210,7 @@ GEVENT = """
     (one, lease), (_, none) = pool.apply(take), pool.apply(take)
     assert lease is not None and none is None, (lease, none)
     one.release()
-    assert lease.released
+    assert lease._released
     print("right")
 """
 

@@ -306,7 +306,7 @@ def test_a_lease_is_handed_over_between_tasks(pair: tuple[Any, Any]) -> None:
         lease = await lock.aio.acquire()
         handed = await lock.aio.hand_over()
         taken = take_over(handed, authority=other, renew=True)
-        assert (await taken.aio.acquire()).fencing_token == lease.fencing_token
+        assert (await taken.aio.acquire()).token == lease.token
         await asyncio.sleep(1.3)
         assert not taken.lease.lost
         await taken.aio.release()
@@ -348,7 +348,7 @@ def test_another_process_takes_it_over(kind: Kind, pair: tuple[Any, Any]) -> Non
     """For which the text is made."""
     mine, _ = pair
     lock = mine.lock("r", ttl=10)
-    token = lock.acquire().fencing_token
+    token = lock.acquire().token
     handed = lock.hand_over()
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Queue(), context.Queue()
@@ -488,7 +488,7 @@ def test_another_authority_is_refused(authority: Redlock, node_urls: list[str], 
 def test_other_nodes_have_not_granted_it(authority: Redlock, make_nodes: Callable[..., Nodes]) -> None:
     """It is lost there, nothing is left there, and nothing has happened to the lease itself."""
     lock = authority.lock("r", ttl=5)
-    token = lock.acquire().fencing_token
+    token = lock.acquire().token
     handed = lock.hand_over()
     with Redlock(make_nodes(3).urls) as others:
         others.init(base=0)
@@ -511,7 +511,7 @@ def test_a_text_has_no_password(nodes: Nodes) -> None:
 def test_nodes_that_are_out_do_not_lose_it(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
     """A minority; where a majority is out, QuorumError, and another try with the text succeeds."""
     lock = authority.lock("r", ttl=20)
-    token = lock.acquire().fencing_token
+    token = lock.acquire().token
     handed = lock.hand_over()
     for node in nodes[:3]:
         node.pause()

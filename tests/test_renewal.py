@@ -78,7 +78,7 @@ def test_lease_of_a_task_outlives_its_ttl(authority: Redlock, rival: Redlock) ->
         async with lock as token:
             await asyncio.sleep(1.5 * TTL)
             assert await rival.lock("r").aio.try_acquire() is None
-            assert lock.lease.fencing_token == token
+            assert lock.lease.token == token
             assert lock.lease.remaining > 0
         assert await rival.lock("r").aio.try_acquire() is not None
         await rival.aio.close()
@@ -147,7 +147,7 @@ def test_lock_that_a_majority_has_lost_is_lost(authority: Redlock, rival: Redloc
     assert told == [lease]
     assert lease.lost
     with pytest.raises(LockLostError, match="the lease has ended"):
-        lease.check()
+        lease._check()
     assert eventually(lambda: locks(nodes) == [None] * 5)
     with rival.lock("r", timeout=1, renew=False):
         assert eventually(lambda: None not in locks(nodes))  # late votes are on their way
@@ -187,7 +187,7 @@ def test_hold_ends_with_max_hold(authority: Redlock, rival: Redlock) -> None:
         assert 0.35 < time.monotonic() - began < 5
     assert eventually(lambda: bool(told))
     with pytest.raises(LockLostError, match="max_hold"):
-        told[0].check()
+        told[0]._check()
     with pytest.raises(LockLostError):
         lock.release()
 
@@ -308,8 +308,8 @@ def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Red
                 lock = own.lock("r", ttl=0.4, if_lost="warn")
                 lease = lock.acquire()
                 os.write(write, b"+")
-                eventually(lambda: lease.over, 5)
-                os.write(write, b"lost" if lease.over else b"kept")
+                eventually(lambda: lease._over, 5)
+                os.write(write, b"lost" if lease._over else b"kept")
         except BaseException:  # noqa: BLE001 - it must not go on as the test run that it is a copy of
             os.write(write, b"-" + traceback.format_exc().encode())
         os._exit(0)
@@ -350,7 +350,7 @@ def test_extension_under_way_does_not_bring_back_the_old_token(authority: Redloc
             token = lock.remint()
             for _ in range(4):
                 await asyncio.sleep(TTL / 3)
-            assert lock.lease.fencing_token == token
+            assert lock.lease.token == token
             assert hold.grant.tokens == (token,)
             assert not lock.lease.lost
         assert eventually(lambda: locks(nodes) == [None] * 5)

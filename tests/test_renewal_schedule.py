@@ -175,7 +175,7 @@ def test_lease_that_cannot_be_extended_in_time_is_lost_when_its_time_is_over(
     ((lease, when),) = work.told
     assert end <= when < end + ttl / 20
     with pytest.raises(LockLostError, match=r"could not be extended in time: no answer in time"):
-        lease.check()
+        lease._check()
     assert work.released == [hold.grant]
     assert max(asked.at for asked in work.asked) < end
 
@@ -188,7 +188,7 @@ def test_process_that_was_held_up_beyond_the_end_asks_for_nothing(work: Clockwor
     assert hold.over
     assert work.asked == []
     with pytest.raises(LockLostError, match="this process was held up"):
-        work.told[0][0].check()
+        work.told[0][0]._check()
 
 
 def test_lease_that_the_authority_has_lost_is_told_once(work: Clockwork) -> None:
@@ -227,7 +227,7 @@ def test_hold_ends_with_max_hold_and_nobody_spins(work: Clockwork, ttl: float, m
     ((lease, when),) = work.told
     assert min(max_hold, hold.grant.expires_at - work.began) <= when - work.began < max_hold + ttl / 3 / 16
     with pytest.raises(LockLostError, match="max_hold"):
-        lease.check()
+        lease._check()
     assert all(asked.at + asked.seconds <= work.began + max_hold + 1e-6 for asked in work.asked)
     assert len(work.asked) <= 3 * max_hold / ttl + 4
     assert hold.over

@@ -86,7 +86,7 @@ def test_every_order_is_right(authority: Redlock, rival: Redlock, accounts: Engi
         with fenced_transaction(factory, "account:1", authority=authority) as session:
             (lease,) = held_leases()
             fence = select(FENCES.c.last_fencing_token)
-            assert session.scalar(fence) == lease.fencing_token
+            assert session.scalar(fence) == lease.token
             session.get_one(Account, 1).balance -= 10
         assert is_free(rival)
         assert balance(accounts) == expected
@@ -376,7 +376,7 @@ def test_a_body_runs_again_after_a_commit_in_doubt(
 
     def pay(session: Session) -> str:
         (lease,) = held_leases()
-        tokens.append(lease.fencing_token)
+        tokens.append(lease.token)
         account = session.get_one(Account, 1)
         read.append(account.balance)
         if account.balance == 100:  # not paid yet

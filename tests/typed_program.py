@@ -274,7 +274,7 @@ def by_hand(quorum: Redlock) -> None:
     lock.on_lost(lambda lease: print(lease.resource, lease.lost))
     lease = lock.acquire(timeout=0)
     assert_type(lease, Lease)
-    print(lease.fencing_token, lease.expires_at, lease.remaining)
+    print(lease.token, lease.expires_at, lease.remaining)
     assert_type(Lease.from_header(lease.to_header()).token, int)
     assert_type(lock.remint(), int)
     lock.extend(60)

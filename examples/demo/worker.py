@@ -37,7 +37,7 @@ class Worker:
     def lock(self, ttl: float) -> int:
         """Take the lock, and return the fencing token."""
         self._lock = self._authority.lock(RESOURCE, ttl=ttl, timeout=20, renew=False)
-        return self._lock.acquire().fencing_token
+        return self._lock.acquire().token
 
     def unlock(self) -> str:
         """Release the lock."""
@@ -97,7 +97,7 @@ class Worker:
         """Write the balance with a Core statement."""
         statement = update(Account).where(Account.id == ACCOUNT).values(balance=balance)
         with self._engine.begin() as connection:
-            connection.execute(statement, execution_options={"fencing_token": self._lock.lease.fencing_token})
+            connection.execute(statement, execution_options={"fencing_token": self._lock.lease.token})
         return balance
 
     def write_with_cursor(self, balance: int) -> int:
@@ -107,7 +107,7 @@ class Worker:
             Account.__tablename__,
             {"balance": balance},
             {"id": ACCOUNT},
-            self._lock.lease.fencing_token,
+            self._lock.lease.token,
             paramstyle=self._engine.dialect.paramstyle,
         )
         cursor = connection.cursor()

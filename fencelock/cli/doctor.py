@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from functools import partial
 from pkgutil import resolve_name
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import typer
 from redis import Redis
@@ -19,7 +19,6 @@ from rich.markup import escape
 from rich.padding import Padding
 from sqlalchemy import Connection, MetaData, inspect
 
-from fencelock._locking import Shipped
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.statements import SERVER_BITS
 from fencelock.authority.line.line import LineAuthority
@@ -34,6 +33,9 @@ from fencelock.guard import triggers
 from fencelock.guard.tables import FENCE_TABLE, fenced_table, trigger_of
 from fencelock.max_fence import fenced_tables, highest_fence
 from fencelock.tokens import split
+
+if TYPE_CHECKING:
+    from fencelock._locking import Shipped
 
 _OLDEST_SERVER: Final = (6, 2)
 #: Seconds for which clocks are compared, and the part of them that clocks may drift: see `lease.validity`.

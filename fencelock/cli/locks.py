@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Final
+from typing import TYPE_CHECKING, Annotated, Any, Final
 
 import sqlalchemy
 import typer
@@ -25,7 +25,6 @@ from sqlalchemy import Engine, column, select, table
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from fencelock._locking import Shipped
 from fencelock.authority.database.database import Database
 from fencelock.authority.line.line import LineAuthority
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
@@ -40,6 +39,9 @@ from fencelock.holder import LockInfo
 from fencelock.lease import Lease, check_resource
 from fencelock.lock.slots import slot_names
 from fencelock.observe.history import EVENT_TABLE, note, read
+
+if TYPE_CHECKING:
+    from fencelock._locking import Shipped
 
 logger: logging.Logger = logging.getLogger("fencelock.command")
 

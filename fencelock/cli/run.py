@@ -144,7 +144,7 @@ class _Command:
     def run(self, lock: FencedLock[int]) -> int:
         """Run the command, and terminate it if the lease is lost; return its status, as a shell does."""
         lease = lock.lease
-        its = {"FENCELOCK_TOKEN": str(lease.fencing_token), "FENCELOCK_RESOURCE": lease.resource}
+        its = {"FENCELOCK_TOKEN": str(lease.token), "FENCELOCK_RESOURCE": lease.resource}
         self._starting = True
         try:
             program = subprocess.Popen(  # noqa: S603 - as typed

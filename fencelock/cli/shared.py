@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Annotated, Any, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -16,12 +16,15 @@ from sqlalchemy import Engine
 from sqlalchemy.exc import SQLAlchemyError
 
 from fencelock._engines import blocking_engine, url_of, with_blocking_driver
-from fencelock._locking import Shipped, factory_of
+from fencelock._locking import factory_of
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.files import file_of
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.errors import FencelockError
 from fencelock.holder import printable
+
+if TYPE_CHECKING:
+    from fencelock._locking import Shipped
 
 #: The exit status of a bad answer, which is no error: for example, a lock is free, or there are problems.
 FOUND_NOTHING = 3

@@ -118,13 +118,13 @@ class TransactionLeases:
         """Note that a lease must not be released before the transaction ends."""
         if lease not in self._needs:
             self._needs.add(lease)
-            lease.need(self._mark)
+            lease._need(self._mark)
 
     def remember(self, resource: str, lease: Lease) -> None:
         """Note a lease under which the transaction writes; UnfencedWriteError if the lease was released."""
         if self.used.get(resource) is not lease:
             self.need(lease)
-            if not lease.usable:  # the lease was usable when `candidates` found it
+            if not lease._usable:  # the lease was usable when `candidates` found it
                 raise UnfencedWriteError(
                     f"the lease of {resource!r} has been released meanwhile, before anything was written "
                     f"under it in this transaction; release it after the flush"
@@ -133,20 +133,20 @@ class TransactionLeases:
 
     def end(self, *, committed: bool, in_doubt: bool) -> None:
         for lease in self._needs if in_doubt else ():
-            lease.doubt()
+            lease._doubt()
             if _events.listeners:
-                _events.tell(CommitInDoubt(lease.resource, lease.fencing_token))
+                _events.tell(CommitInDoubt(lease.resource, lease.token))
         _call_each(self._let_go(committed=committed))
 
     def _let_go(self, *, committed: bool) -> list[Callable[[], object]]:
-        calls = [call for lease in self._needs for call in lease.let_go(self._mark, committed=committed)]
+        calls = [call for lease in self._needs for call in lease._let_go(self._mark, committed=committed)]
         self._needs.clear()
         return calls
 
 
 def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
     """Return the usable leases by resource: of the bound leases, or of the held ones if `bound` is None."""
-    found = held_leases() if bound is None else [lease for lease in bound if lease.usable]
+    found = held_leases() if bound is None else [lease for lease in bound if lease._usable]
     return {lease.resource: lease for lease in found}
 
 
@@ -207,7 +207,7 @@ def note_token(connection: Connection, token: int) -> None:
     """Note that a transaction writes with this token, and so needs the leases that have the token."""
     leases = leases_on(connection)
     for lease in leases.candidates(connection).values():
-        if lease.fencing_token == token:
+        if lease.token == token:
             leases.need(lease)
 
 
@@ -282,7 +282,7 @@ class TokenLookup:
 
     def check(self) -> None:
         for lease in self._used:
-            lease.token_to_write()
+            lease._token_to_write()
 
     @property
     def hold_some(self) -> bool:
@@ -367,9 +367,13 @@ class TokenLookup:
                 f"are {', '.join(map(repr, self._candidates))}; "
                 f"{how}{self.leases.bound_instead and '. '}{self.leases.bound_instead}"
             )
-        lease.guarded = True  # also if it is lost: then the guard has refused a write
-        token = lease.token_to_write()
-        if self._claiming and began(self._connection) < lease.granted_at and keeps_snapshot(self._connection):
+        lease._guarded = True  # also if it is lost: then the guard has refused a write
+        token = lease._token_to_write()
+        if (
+            self._claiming
+            and began(self._connection) < lease._granted_at
+            and keeps_snapshot(self._connection)
+        ):
             detail = _OLD_SNAPSHOT.format(resource)
             raise StaleReadError(self.fenced.name, None, token, None, None, detail=detail)
         self.leases.remember(resource, lease)

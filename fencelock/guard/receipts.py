@@ -271,7 +271,7 @@ def _token(connection: Connection) -> int | None:
     leases = leases_on(connection)
     refuse_autocommit(leases, connection, connection.get_execution_options(), RECEIPT_TABLE)
     for resource, lease in leases.candidates(connection).items():
-        token = lease.token_to_write()
+        token = lease._token_to_write()
         leases.remember(resource, lease)
         return token
     return None

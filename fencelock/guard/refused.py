@@ -77,7 +77,7 @@ def _resource_of(connections: Collection[Connection], refusal: FencelockError) -
     token = getattr(refusal, "token", None)
     of_transactions = [leases for each in connections if (leases := open_leases(each)) is not None]
     used = (lease for leases in of_transactions for lease in leases.used.values())
-    return next((lease.resource for lease in used if lease.fencing_token == token), None)
+    return next((lease.resource for lease in used if lease.token == token), None)
 
 
 def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:

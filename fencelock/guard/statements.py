@@ -58,7 +58,8 @@ def guarding(execute: _Execute) -> _Execute:
             private.options_to_execute(connection), options
         )
         verdict = None
-        _check_option(connection, merged)
+        if TOKEN_OPTION in merged:
+            _check_option(connection, merged)
         try:
             if is_bypassed(merged, connection):
                 statement = _bypassing(connection, statement, fenced, rows, merged)

@@ -65,7 +65,7 @@ def held() -> dict[str, str]:
     """
     leases = held_leases()
     for lease in leases:
-        lease.token_to_write()
+        lease._token_to_write()
     return {HEADER: to_header(leases)} if leases else {}
 
 

@@ -294,7 +294,7 @@ class BaseLock(Generic[Token]):
             _check_still_held(hold)
             if len(block.holds) > 1 or len(hold.blocks) > 1:
                 raise LockError(f"{self!r} was entered more than once: leave the other blocks first")
-            if any(lease.needed or lease.in_doubt for lease in hold.leases):
+            if any(lease._needed or lease.in_doubt for lease in hold.leases):
                 raise LockError(f"{self!r}: a transaction under it is open or in doubt: end it first")
             its = {"resources": hold.grant.resources, "tokens": hold.grant.tokens, "ttl": hold.ttl}
             its |= {"proof": authority.dump(hold.grant), "by": repr(authority)}
@@ -364,7 +364,7 @@ def _enter_again(block: Block, hold: Hold) -> bool:
             return False
         hold.blocks.add(block.mark)
         for lease in hold.leases:
-            lease.left = False
+            lease._left = False
     return True
 
 
@@ -418,8 +418,8 @@ def _outcome_of(error: BaseException) -> Outcome:
 
 def _check_still_held(hold: Hold) -> None:
     for lease in hold.leases:
-        lease.check()
-        if lease.lost or lease.released:
+        lease._check()
+        if lease.lost or lease._released:
             raise LockLostError(f"the lease of {lease.resource!r} has ended; acquire the lock again")
 
 

@@ -101,13 +101,13 @@ class Hold:
         granted = zip(self.grant.resources, self.grant.tokens, strict=True)
         self.leases = tuple([Lease(resource, token, self.grant.expires_at) for resource, token in granted])
         for lease in self.leases:
-            lease.granted_at = time.monotonic()
+            lease._granted_at = time.monotonic()
         self.give_back = self.authority.release_gen
         self.itself = ref(self)
 
     def keep_at_least(self, seconds: float) -> None:
         """Keep the lease for `seconds` after its grant; the longest time of all its blocks counts."""
-        self.keep_until = max(self.keep_until, self.leases[0].granted_at + seconds)
+        self.keep_until = max(self.keep_until, self.leases[0]._granted_at + seconds)
 
     def wait_for_transactions(self) -> None:
         """Note that the last block was left, so that the end of the open transactions releases the hold."""
@@ -128,7 +128,7 @@ class Hold:
     @property
     def inherited(self) -> bool:
         """Whether this is a forked child's copy, which the child neither holds nor may release."""
-        return self.leases[0].inherited
+        return self.leases[0]._inherited
 
     @property
     def lost(self) -> bool:
@@ -137,11 +137,11 @@ class Hold:
     @property
     def over(self) -> bool:
         """Whether nothing is left to extend: it was released or inherited, or its loss was noted."""
-        return self.leases[0].over
+        return self.leases[0]._over
 
     @property
     def released(self) -> bool:
-        return self.leases[0].released
+        return self.leases[0]._released
 
     def ttl_left(self, now: float) -> float:
         """Return for how many seconds to extend the hold: for its ttl, but not beyond its deadline."""
@@ -159,13 +159,13 @@ class Hold:
         self.grant = grant
         self.last_error = ""
         for lease in self.leases:
-            lease.extend_to(grant.expires_at)
+            lease._extend_to(grant.expires_at)
 
     def remint(self, grant: Grant) -> None:
         """Note that the authority has given larger tokens to the same hold."""
         self.grant = grant
         for lease, token in zip(self.leases, grant.tokens, strict=True):
-            lease.remint(token, grant.expires_at)
+            lease._remint(token, grant.expires_at)
         if _events.listeners:
             _events.tell(TokenReminted(*self.names, grant.tokens))
 
@@ -174,7 +174,7 @@ class Hold:
         if self.released:
             return ()
         for lease in self.leases:
-            lease.mark_lost(detail)
+            lease._mark_lost(detail)
         self.note_loss(detail, reason)
         return self.calls_when_lost()
 
@@ -215,7 +215,7 @@ by_owner: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDi
 def remove(hold: Hold) -> None:
     """Mark the leases of a hold as released, and forget the hold."""
     for lease in hold.leases:
-        lease.released = True
+        lease._released = True
     note_ended(*hold.leases)
     for resource in hold.grant.resources:
         key = (hold.authority, hold.owner, resource)
@@ -273,5 +273,5 @@ class Block:
     @property
     def tokens(self) -> Any:
         """The token, or the tokens of several resources, as `with` yields them."""
-        tokens = tuple([lease.fencing_token for lease in self.leases])
+        tokens = tuple([lease.token for lease in self.leases])
         return tokens[0] if len(tokens) == 1 else tokens

@@ -46,14 +46,14 @@ def defer_release(hold: Hold) -> bool:
     change. Until then the hold is renewed, and its owner may enter it again. New transactions do not begin
     under it.
     """
-    if not any(lease.needed for lease in hold.leases) or hold.inherited or hold.lost or hold.released:
+    if not any(lease._needed for lease in hold.leases) or hold.inherited or hold.lost or hold.released:
         return False
     hold.wait_for_transactions()
     lease = _call_when_idle(hold)
     if lease is None:
         return not hold.stop_waiting()  # the transaction has ended, and may have released the hold
     for each in hold.leases:
-        each.left = True
+        each._left = True
     note_left(*hold.leases)
     written = lease.resource
     logger.debug("%s: released when the transaction that has written to %r ends", hold.name, written)
@@ -63,7 +63,7 @@ def defer_release(hold: Hold) -> bool:
 def _call_when_idle(hold: Hold) -> Lease | None:
     """Plan a call of `_release_if_idle` for the end of a lease's transactions; return that lease, or None."""
     call = functools.partial(_release_if_idle, hold)
-    return next((lease for lease in hold.leases if lease.needed and lease.when_let_go(call)), None)
+    return next((lease for lease in hold.leases if lease._needed and lease._when_let_go(call)), None)
 
 
 def _release_if_idle(hold: Hold) -> None:
@@ -187,7 +187,7 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
     if hold.keep_until > time.monotonic() and not lost:
         hold.give_back = functools.partial(cast("Any", hold.authority).keep_gen, until=hold.keep_until)
     remove(hold)
-    if lost and hold.leases[0].inherited:
+    if lost and hold.leases[0]._inherited:
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
         return LostLease(LockLostError(error))
     again = hold.release_finished  # the first release was interrupted, so that this one may find nothing
@@ -227,18 +227,18 @@ def _lost_lease(hold: Hold) -> LostLease:
     ended = f"the lease of {hold.name} (token {hold.grant.tokens[0]}) ended before the work did"
     if reason := leases[0].why_lost:
         ended += f" ({reason})"
-    if any(lease.needed or lease.in_doubt for lease in leases):
+    if any(lease._needed or lease.in_doubt for lease in leases):
         ended += (
             "; a transaction that wrote under it is open, or its COMMIT is in doubt: roll back, lock "
             "again, and look at the row"
         )
-    elif any(lease.committed for lease in leases):
+    elif any(lease._committed for lease in leases):
         ended += (
             ". What was committed stays committed, and overwrites nothing of a newer holder; make the ttl "
             "longer, or the work shorter"
         )
         return LostLease(LockLostError(ended), is_committed=True)
-    elif any(lease.guarded for lease in leases):
+    elif any(lease._guarded for lease in leases):
         ended += "; all that was written under it was rolled back: lock again, and begin again"
         return LostLease(LockLostError(ended, written=False))
     else:

@@ -102,7 +102,7 @@ def _why_in_vain(authority: Authority, resources: Sequence[str]) -> str:
     inherited = held_leases()
     here = None if running_loop() else threading.get_ident()
     for hold in holds:
-        if hold.leases[0].left:
+        if hold.leases[0]._left:
             return _KEPT.format(_shown(hold.place))
         if hold.thread == here and hold.loop() is None:
             return _OTHER_CALLER.format(_shown(hold.place))

@@ -59,12 +59,12 @@ class FencedFile:
         Raises:
             StaleTokenError: a version has a larger token.
             NotHeldError: the lock is not held.
-            LockLostError, CommitInDoubtError: as `Lease.token_to_write`.
+            LockLostError, CommitInDoubtError: as for other writes under the lease.
             TypeError, ValueError: for a bad argument.
         """
         if not isinstance(content, bytes):
             raise TypeError(f"a fenced file has bytes, not {type(content).__name__}: encode it")
-        chosen = assert_held(self._resource).token_to_write() if token is None else check_token(token)
+        chosen = assert_held(self._resource)._token_to_write() if token is None else check_token(token)
         version = f"{chosen:0{_DIGITS}}"
         with self._locked():
             newest = self._newest()

@@ -40,7 +40,7 @@ class _Value:
         self._script: Any = client.register_script(SCRIPT)
 
     def _call(self, value: bytes | str, token: int | None) -> dict[str, Any]:
-        chosen = assert_held(self._resource).token_to_write() if token is None else check_token(token)
+        chosen = assert_held(self._resource)._token_to_write() if token is None else check_token(token)
         return {"keys": [self._key], "args": [f"{chosen:0{_DIGITS}}", value]}
 
     def _check(self, fence: bytes | str | None, call: dict[str, Any]) -> None:

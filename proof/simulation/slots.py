@@ -218,7 +218,7 @@ class Inside:
 
     def is_valid(self) -> bool:
         held = [each for its in self._block.holds for each in its.leases]
-        alive = self._process.alive and not any(each.over for each in held)
+        alive = self._process.alive and not any(each._over for each in held)
         return alive and self._process.now < min(each.expires_at for each in held)
 
     def promise_broken_by(self, other: Inside) -> str:

@@ -66,7 +66,7 @@ class Notes:
         now = time.monotonic_ns()
         for lease in leases:
             valid_until = int(lease.expires_at * 1e9)
-            facts = (lease.resource, began, now, lease.fencing_token, valid_until, kept)
+            facts = (lease.resource, began, now, lease.token, valid_until, kept)
             self.journal.note(Acquisition(self.worker, *facts))
 
     def failed(self, resources: Iterable[str], began: int, error: BaseException) -> None:

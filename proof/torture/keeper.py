@@ -53,7 +53,7 @@ class Keeper:
             watch = _Watch(lease, self.ttl)
             while self._is_kept and not self.over() and watch.goes_on():
                 yield sleep(_LOOK)
-            tokens, worked_until = {lease.resource: lease.fencing_token}, time.monotonic_ns()
+            tokens, worked_until = {lease.resource: lease.token}, time.monotonic_ns()
             try:
                 yield Call(lock.release, lock.aio.release)
             except FencelockError as error:

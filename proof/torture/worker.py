@@ -232,7 +232,7 @@ class Worker:
                     lock.release()
         else:
             # A COMMIT under a lease that was lost had it only logged.
-            lost = any(lease.why_lost or lease in self._lost for lease in leases)
+            lost = any(lease._why_lost or lease in self._lost for lease in leases)
             self._notes.released(tokens, worked_until, LockLostError.__name__ if lost else "")
 
     def _exposed(self, call: Callable[[], _T]) -> Callable[[], _T]:
@@ -320,4 +320,4 @@ def _settling(plan: Plan) -> Plan:
 
 def _tokens(lock: FencedLock[Any], plan: Plan) -> dict[str, int]:
     """Return those of what is written to and noted, which are the first."""
-    return {lease.resource: lease.fencing_token for lease in lock.leases[: len(plan.resources)]}
+    return {lease.resource: lease.token for lease in lock.leases[: len(plan.resources)]}

@@ -207,11 +207,11 @@ def test_release_of_a_transaction_keeps_too(authority: Redlock, rival: Redlock) 
     transaction = object()
     with lock:
         lease = lock.lease
-        lease.need(transaction)
-    assert lease.left
-    for call in lease.let_go(transaction):
+        lease._need(transaction)
+    assert lease._left
+    for call in lease._let_go(transaction):
         call()
-    assert lease.released
+    assert lease._released
     assert 1.0 <= free_for(rival) - began < 1.0 + LATE
 
 

@@ -92,7 +92,7 @@ def test_what_was_read_before_the_ghost_commits_is_not_written(
 ) -> None:
     """Mint anew, load, write: the write waits for the ghost's row lock, and then the write id is another."""
     lose_the_answer(door, lease).close()
-    lease.remint(6, lease.expires_at)
+    lease._remint(6, lease.expires_at)
     with holding(engine, lease) as session:
         account = session.get_one(Account, 1)
         assert account.balance == 100, "the ghost has not committed yet"
@@ -109,7 +109,7 @@ def test_a_statement_that_does_not_claim_overwrites_the_ghost(
 ) -> None:
     """The control, and what stays open: a statement with a value that was read compares no write id."""
     lose_the_answer(door, lease).close()
-    lease.remint(6, lease.expires_at)
+    lease._remint(6, lease.expires_at)
     with holding(engine, lease) as session, session.begin():
         read = session.scalar(select(Account.balance).where(Account.id == 1))
         assert read == 100
@@ -126,7 +126,7 @@ def test_nothing_is_written_with_the_old_token(engine: Engine, door: Door, lease
         for attempt in (write, lambda each: claim(each, Account, 1), gate):
             with turned_away(session, CommitInDoubtError, match="remint"):
                 attempt(session)
-        lease.remint(6, lease.expires_at)
+        lease._remint(6, lease.expires_at)
         with let_through_later(door):
             account = claim(session, Account, 1)
         assert account.balance == 90
@@ -139,7 +139,7 @@ def test_a_second_phase_is_in_doubt_as_well(engine: Engine, door: Door, lease: L
     """What is prepared keeps its row locks without any connection: the claim waits for its COMMIT."""
     lose_the_answer(door, lease, twophase=True).close()
     assert lease.in_doubt
-    lease.remint(6, lease.expires_at)
+    lease._remint(6, lease.expires_at)
     with Session(engine) as session, let_through_later(door):
         bind(session, lease)
         assert claim(session, Account, 1).balance == 90
@@ -155,7 +155,7 @@ def test_a_gate_waits_as_well(engine: Engine, door: Door, lease: Lease) -> None:
     with pytest.raises(DBAPIError):
         session.commit()
     session.close()
-    lease.remint(6, lease.expires_at)
+    lease._remint(6, lease.expires_at)
     with holding(engine, lease) as again:
         with let_through_later(door):
             gate(again)
@@ -252,7 +252,7 @@ def test_coroutines_are_in_doubt(engine: Engine, lease: Lease, for_asyncio: ForA
         with pytest.raises(CommitInDoubtError):
             await session.flush()
         await session.rollback()
-        lease.remint(6, lease.expires_at)
+        lease._remint(6, lease.expires_at)
         (await claim(session, Account, 1)).balance -= 10
         await session.commit()
 
@@ -297,7 +297,7 @@ def test_a_cancelled_commit_is_in_doubt(
         with pytest.raises(CommitInDoubtError, match="remint"):
             await session.flush()
         await session.rollback()
-        lease.remint(6, lease.expires_at)
+        lease._remint(6, lease.expires_at)
         assert (await claim(session, Account, 1)).balance == 90
         await session.rollback()
 

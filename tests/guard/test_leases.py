@@ -241,7 +241,7 @@ def test_a_transaction_remembers_its_lease(session: Session) -> None:
     lease = Lease("ticket:1", 3)
     note_held(lease)
     write(session, "a")
-    lease.released = True
+    lease._released = True
     note_ended(lease)
     ticket = write(session, "b")
     session.commit()
@@ -291,10 +291,10 @@ def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_liv
         bind(connection, lease)
         connection.begin().__class__ = Own
         connection.execute(update(tickets).where(tickets.c.id == 1).values(seat="a"))
-        was_needed = lease.needed
+        was_needed = lease._needed
         connection.commit()
         assert was_needed
-        assert eventually(lambda: not lease.needed)
+        assert eventually(lambda: not lease._needed)
         assert connection.scalar(select(tickets.c.last_fencing_token).where(tickets.c.id == 1)) == 3
 
 
@@ -307,8 +307,8 @@ def test_bind_refuses_what_is_neither(session: Session, target: object, lease: A
 @pytest.mark.parametrize(
     ("end", "error", "match"),
     [
-        (lambda lease: setattr(lease, "released", True), UnfencedWriteError, "no lease is held"),
-        (lambda lease: lease.mark_lost("the nodes said so"), LockLostError, "the nodes said so"),
+        (lambda lease: setattr(lease, "_released", True), UnfencedWriteError, "no lease is held"),
+        (lambda lease: lease._mark_lost("the nodes said so"), LockLostError, "the nodes said so"),
     ],
     ids=["released", "lost"],
 )
@@ -367,7 +367,7 @@ def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Eng
 
     def run_out(*args: Any) -> None:
         if not args[2].startswith("SELECT"):
-            lease.extend_to(time.monotonic() - 1)
+            lease._extend_to(time.monotonic() - 1)
 
     lost = pytest.raises(LockLostError, match="nothing was sent")
     with listening(engine, "before_cursor_execute", run_out), lost:
@@ -398,13 +398,13 @@ def test_a_lease_that_has_ended_writes_nothing_more(
     bind(session, lease)
     if begun:
         write(session, "a")
-    lease.extend_to(time.monotonic())
+    lease._extend_to(time.monotonic())
     lost = pytest.raises(LockLostError, match="ended before this statement: nothing was sent")
     with statements(engine) as sent, lost:
         write_it(session)
     assert {*words(sent)} <= {"SELECT", "SAVEPOINT", "BEGIN"}
     session.rollback()
-    lease.extend_to(time.monotonic() + 60)  # it was renewed in time, by its authority
+    lease._extend_to(time.monotonic() + 60)  # it was renewed in time, by its authority
     write(session, "c")
     session.commit()
 
@@ -450,7 +450,7 @@ def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(s
 
     def release(_mapper: object, _connection: object, ticket: Ticket) -> None:
         if ticket.id == 1:
-            second.released = True
+            second._released = True
 
     for ticket in session.scalars(select(Ticket).order_by(Ticket.id)):
         ticket.seat = "z"
@@ -477,7 +477,7 @@ def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_g
         connection.execute(insert(children), {"id": 1, "of": 99})
         with pytest.raises(IntegrityError):
             connection.commit()
-        assert not lease.needed
+        assert not lease._needed
         connection.rollback()
         connection.execute(insert(children), {"id": 2})
         connection.commit()
@@ -597,7 +597,7 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
     try:
         write_both()
         assert fences() == {5}
-        lease.remint(6, math.inf)
+        lease._remint(6, math.inf)
         write_both()
         assert fences() == {6}
         note_held(other)
@@ -608,13 +608,13 @@ def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
             session.execute(update(Stock).values(count=6))
         bind(session)
         write_both()
-        lease.doubt()
+        lease._doubt()
         with turned_away(session, fencelock.CommitInDoubtError):
             session.execute(update(Stock).values(count=7))
-        lease.remint(7, math.inf)
+        lease._remint(7, math.inf)
         write_both()
         assert fences() == {7}
-        lease.mark_lost("its time ran out")
+        lease._mark_lost("its time ran out")
         with pytest.raises(LockLostError):
             session.execute(update(Stock).values(count=8))
     finally:

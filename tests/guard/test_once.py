@@ -303,9 +303,9 @@ def test_receipt_keeps_the_token(engine: Engine) -> None:
     lease = Lease("order:1", 77)
     with holding(engine, lease) as session:
         once(session, "k")
-        was_needed = lease.needed
+        was_needed = lease._needed
         session.commit()
-    assert (was_needed, lease.needed) == (True, False), "the lock outlives the COMMIT"
+    assert (was_needed, lease._needed) == (True, False), "the lock outlives the COMMIT"
     with Session(engine) as session, session.begin():
         once(session, "without")
     rows = {row.key: row for row in receipts(engine)}

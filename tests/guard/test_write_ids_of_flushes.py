@@ -220,7 +220,7 @@ class TestTheSameHolder:
             session.commit()
             for token in (6, 7, 8):
                 if token > 6:
-                    hold.remint(token, hold.expires_at)
+                    hold._remint(token, hold.expires_at)
                 row.balance -= 10
                 new.balance -= 10
                 session.commit()

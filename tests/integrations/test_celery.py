@@ -153,7 +153,7 @@ def test_no_task_is_called_under_a_lease_that_ended() -> None:
     with holding([Lease("order:1", 7, expires_at=0.0)]), pytest.raises(LockLostError):
         nothing.delay()
     doubtful = Lease("order:1", 7)
-    doubtful.doubt()
+    doubtful._doubt()
     with holding([doubtful]), pytest.raises(CommitInDoubtError):
         nothing.delay()
     assert header.held() == {}

@@ -239,7 +239,7 @@ def test_release_by_force_needs_not_wait_for_those_in_line(engine: Engine, kind:
     with ThreadPoolExecutor(1) as threads:
         successor = threads.submit(succeed)
         time.sleep(0.5)
-        of_old = ("--token", str(old.fencing_token), "--database", database, "--url", kind.url)
+        of_old = ("--token", str(old.token), "--database", database, "--url", kind.url)
         force = ("release", "order:1", "--force", "--reason", "paused", *of_old)
         taken = program(*force, "--claim", "cm_orders:id=1")
         assert taken.returncode == 0, taken.stderr
@@ -251,7 +251,7 @@ def test_release_by_force_needs_not_wait_for_those_in_line(engine: Engine, kind:
         assert held is not None
         assert held.token == successor.result()
     with Session(engine) as session:
-        bind(session, Lease("order:1", old.fencing_token))
+        bind(session, Lease("order:1", old.token))
         with pytest.raises(StaleTokenError):
             claim(session, Order, 1)
     with Session(engine) as session:

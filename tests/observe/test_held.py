@@ -82,7 +82,7 @@ def test_assert_held(authority: Redlock) -> None:
     with pytest.raises(NotHeldError, match=r"with fenced_lock\('asserted:1'\)"):
         assert_held("asserted:1")
     with authority.lock("asserted:1") as token:
-        assert assert_held("asserted:1").fencing_token == token
+        assert assert_held("asserted:1").token == token
         with pytest.raises(NotHeldError):
             assert_held("asserted:2")
         found: list[BaseException] = []

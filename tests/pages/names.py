@@ -44,13 +44,13 @@ OBJECTS: Final = (
 MEMBERS: Final = {
     "Lease": (
         "resource",
-        "fencing_token",
         "token",
         "to_header",
         "from_header",
         "expires_at",
         "remaining",
         "lost",
+        "why_lost",
         "in_doubt",
     ),
     "Database": ("lock", "inspect", "force_release", "init", "close"),

@@ -97,7 +97,7 @@ def test_leases_end_before_others_are_granted(nodes: Nodes, present: list[str]) 
         change_nodes(present, nodes.urls[3:], tell=told.append, patience=0.5)
         assert lease.lost
         assert any(sentence.startswith("waiting") for sentence in told)
-        assert take(list(nodes.urls[3:])) > lease.fencing_token
+        assert take(list(nodes.urls[3:])) > lease.token
 
 
 def test_client_with_the_former_list_goes_on(nodes: Nodes, present: list[str]) -> None:

@@ -440,13 +440,13 @@ def test_lease_survives_the_recovery_of_a_node(nodes: Nodes, connect: MakeRedloc
     authority.init(base=0, max_ttl=MAX_TTL)
     nodes[0].restart(keep_data=False)
     lock = authority.lock("held", ttl=0.5)
-    token = lock.acquire().fencing_token
+    token = lock.acquire().token
     end = time.monotonic() + 3 * MAX_TTL
     while time.monotonic() < end:
         take(authority)
         lock.extend(0.5)
     assert split(take(authority))[0] == 1
-    assert lock.lease.fencing_token == token
+    assert lock.lease.token == token
     lock.release()
 
 

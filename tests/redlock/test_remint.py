@@ -47,10 +47,10 @@ def test_token_is_larger_and_the_hold_goes_on(authority: Redlock, rival: Redlock
         assert lock.remint() > second
         assert lock.lease is lease
         with authority.lock(RESOURCE, timeout=0) as again:
-            assert again == lease.fencing_token > second
+            assert again == lease.token > second
         time.sleep(1.0)
         assert not lease.lost
-        last = lease.fencing_token
+        last = lease.token
     with rival.lock(RESOURCE, timeout=0) as later:
         assert later > last
 
@@ -61,7 +61,7 @@ def test_several_resources_get_new_tokens_together(authority: Redlock) -> None:
     with lock as before:
         after = lock.remint()
         assert all(new > old for new, old in zip(after, before, strict=True))
-        assert after == tuple(lease.fencing_token for lease in lock.leases)
+        assert after == tuple(lease.token for lease in lock.leases)
 
 
 def test_nobody_comes_between(authority: Redlock, rival: Redlock) -> None:
@@ -129,11 +129,11 @@ def test_majority_that_hangs_loses_the_lease(authority: Redlock, rival: Redlock,
     for node in nodes[:3]:
         node.resume()
     with pytest.raises(LockLostError, match="a new token was asked for"):
-        lease.check()
+        lease._check()
     with pytest.raises(LockLostError):
         lock.release()
     with rival.lock(RESOURCE, timeout=3) as token:
-        assert token > lease.fencing_token
+        assert token > lease.token
 
 
 def test_lock_that_somebody_else_has_is_not_minted_anew(
@@ -193,7 +193,7 @@ def test_tasks_mint_anew(authority: Redlock) -> None:
     async def main() -> None:
         lock = authority.lock(RESOURCE)
         async with lock as first:
-            assert await lock.aio.remint() == lock.lease.fencing_token > first
+            assert await lock.aio.remint() == lock.lease.token > first
         await authority.aio.close()
 
     asyncio.run(main())

@@ -88,7 +88,7 @@ def test_lease_that_is_only_renewed_outlives_a_restart_of_every_node(
         lost: list[Lease] = []
         lock = holder.lock("held", ttl=MAX_TTL)
         lock.on_lost(lost.append)
-        token = lock.acquire().fencing_token
+        token = lock.acquire().token
         waiter = Waiter(other)
         restart_all(three)
         assert (lost, waiter.outcome) == ([], None)
