@@ -12,7 +12,7 @@ import pytest
 
 from fencelock import Redlock
 from proof.servers import Nodes
-from tests.pages.blocks import blocks, read
+from tests.test_first_file import LATE, PROGRAM
 
 pytestmark = pytest.mark.timed
 
@@ -34,10 +34,9 @@ WITHOUT = """
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with README's file, in which Python has less than here."""
+    """A folder with README's program and a late worker, in which Python has less than here."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(WITHOUT))
-    (page,) = (block.text for block in blocks(read("README.md")) if block.file == "refused.py")
-    (tmp_path / "refused.py").write_text(page)
+    (tmp_path / "refused.py").write_text(PROGRAM + LATE)
     return tmp_path
 
 
@@ -53,14 +52,14 @@ def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def test_readmes_file_runs_over_sqlite(folder: Path) -> None:
+def test_readmes_program_runs_over_sqlite(folder: Path) -> None:
     done = run(folder, "refused.py")
     assert done.returncode == 0, done.stderr
-    assert "refused: token" in done.stdout
+    assert "StaleTokenError: token" in done.stdout
 
 
 @pytest.mark.parametrize("is_asyncio", [False, True])
-def test_readmes_file_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio: bool) -> None:
+def test_readmes_program_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio: bool) -> None:
     """Blocking code waits by `select.select`; loops by what `selectors` finds."""
     with Redlock(nodes[0].url) as authority:
         authority.init()
@@ -84,7 +83,7 @@ def test_readmes_file_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio
     (folder / "refused.py").write_text(page)
     done = run(folder, "refused.py")
     assert done.returncode == 0, done.stderr
-    assert "refused: token" in done.stdout
+    assert "StaleTokenError: token" in done.stdout
 
 
 @pytest.mark.parametrize("command", ["init", "inspect", "nodes", "doctor"])
