@@ -12,7 +12,7 @@ round.
 PostgreSQL is embedded, with a disk that is waited for, unless --postgresql names another. MariaDB takes part
 where FENCELOCK_TEST_MARIADB_URL names one or one answers at its standard port, ZooKeeper where Java and its
 library are installed. etcd has three members, which wait for the disk like ZooKeeper. Peers take part if they
-are installed: `pip install 'fencelock[bench]'`. mithril-locks gets a home of its own (`benchmarks.peers`);
+are installed: `pip install --group bench`. mithril-locks gets a home of its own (`benchmarks.peers`);
 `--no-homes` leaves it out.
 """
 
@@ -62,7 +62,7 @@ _DURABLE = {"fsync": "on", "full_page_writes": "on", "synchronous_commit": "on"}
 _DATABASES = (POSTGRESQL, MARIADB, SQLITE)
 PLACES = (*_DATABASES, ETCD, ZOOKEEPER)
 _PREAMBLE = """\
-Written by `make bench-authorities`, not by hand. All locks of a table used the same database in the same run
+Written by `python -m benchmarks.authorities`. All locks of a table used the same database in the same run
 and took turns in short rounds of random order, each in processes of its own. Medians of the rounds are shown,
 with the slowest and the fastest round; ratios are medians of the ratios of each round. Server and clients
 share the machine. A COMMIT waits for the disk, and so do the three members of etcd and ZooKeeper's one

@@ -51,7 +51,7 @@ _FLUSH_LIMITS = {
 }
 _SELECT_LIMIT = 1.1
 _PREAMBLE = """\
-Written by `make bench-guard`, not by hand. In every round all entrants did the same to rows of a table of
+Written by `python -m benchmarks.guard`. In every round all entrants did the same to rows of a table of
 their own, in random order; a figure is the median of the rounds' ratios to the plain table of three columns,
 which protects nothing. The tables show elapsed time. The goals count client CPU, with quartiles.
 "One more column" protects nothing either: it tells what a wider row costs by itself, which is most of what

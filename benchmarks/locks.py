@@ -8,7 +8,7 @@ alike, and ratios are taken within a round. The table at the end holds the goals
     python -m benchmarks.locks one-thread hand-overs --rounds 15
     python -m benchmarks.locks --docs benchmarks    # also writes locks.md and locks.svg
 
-Peers take part if they are installed: `pip install 'fencelock[bench]'`. Those that need another redis-py, or
+Peers take part if they are installed: `pip install --group bench`. Those that need another redis-py, or
 node, get homes of their own (`benchmarks.peers`); `--no-homes` leaves them out.
 """
 

@@ -155,20 +155,20 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
 
 
 LONG = (
-    Proof("model", ["make", "spec"]),
+    Proof("model", [sys.executable, str(ROOT / "proof" / "spec" / "check.py"), "--jobs", "2"]),
     Proof("simulation", _python("proof.simulation", "--seeds", "2000", "--jobs", "2")),
     Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "20000")),
     Proof("the line of etcd and ZooKeeper, and controls", _python("proof.line", "--seeds", "40000")),
     Proof("mutants: searched for from the first seed", _python("proof.simulation.mutants", "--jobs", "2")),
     Proof("bytes and texts at random", _python("proof.fuzz", "--seconds", "600")),
-    Proof("torture", ["make", "torture"]),
-    Proof("torture-databases", ["make", "torture-databases"]),
-    Proof("torture-edges", ["make", "torture-edges"]),
-    Proof("torture-consensus", ["make", "torture-consensus"]),
+    Proof("torture", _python("proof.torture.trials", "--folder", "runs", "--docs", "proof/torture")),
+    Proof("torture of databases", _python("proof.torture.trials", "--databases")),
+    Proof("torture at the edges", _python("proof.torture.trials", "--edges")),
+    Proof("torture of etcd and ZooKeeper", _python("proof.torture.trials", "--consensus")),
     Proof("leaders", _python("proof.leaders", "--rounds", "20")),
     Proof("slots, readers and writers", _python("proof.slots", "--seconds", "600")),
     Proof("receipts", _python("proof.receipts")),
-    Proof("retries", ["make", "retries"]),
+    Proof("retries", _python("proof.retries", "--seconds", "600")),
 )
 
 

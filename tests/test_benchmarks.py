@@ -102,7 +102,7 @@ def test_consensus_is_measured_beside_its_peers(place: str, postgres: Postgres) 
     if place == ZOOKEEPER and (lacks := missing()):
         pytest.skip(f"ZooKeeper needs {lacks}")
     for peer in ("grpc", "etcd3gw") if place == ETCD else ():
-        pytest.importorskip(peer, reason="the peers of etcd come with pip install 'fencelock[bench]'")
+        pytest.importorskip(peer, reason="the peers of etcd come with pip install --group bench")
     options = argparse.Namespace(
         quick=True, no_homes=True, only=[place], postgresql=postgres.create_database(), rounds=0, seconds=0.0
     )

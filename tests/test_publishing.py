@@ -56,10 +56,13 @@ def test_lowest_versions_are_read_from_the_project() -> None:
 
 @pytest.mark.parametrize("workflow", WORKFLOWS, ids=lambda path: path.name)
 def test_workflows_call_targets_that_are_there(workflow: Path) -> None:
-    """With the variables that the Makefile has."""
-    calls = re.findall(r"run: make (.+)", workflow.read_text())
-    assert calls
-    for call in calls:
+    """With the variables that the Makefile has, and the parts that .ci/run has."""
+    text, script = workflow.read_text(), (ROOT / ".ci" / "run").read_text()
+    calls = re.findall(r"run: make (.+)", text)
+    assert calls or "run: bash .ci/run" in text
+    for part in re.findall(r'part: \[?"(\w+)"', text):
+        assert re.search(rf"(?m)^ +{part}\)", script), part
+    for call in [*calls, *(re.findall(r"^ *make (\w+)$", script, re.MULTILINE) if not calls else ())]:
         words = re.sub(r"\$\{\{[^}]*\}\}", "x", call)
         target = words.split()[0]
         make = shutil.which("make") or "make"
@@ -67,3 +70,22 @@ def test_workflows_call_targets_that_are_there(workflow: Path) -> None:
         assert done.returncode == 0, done.stderr
         for variable in re.findall(r"([A-Z]+)=", words):
             assert re.search(rf"\$\({variable}\)|^{variable} ", (ROOT / "Makefile").read_text(), re.MULTILINE)
+
+
+def test_help_shows_each_target() -> None:
+    """Ten, and no others: longer runs are commands of Python, which proof/ and benchmarks/ tell."""
+    make = (ROOT / "Makefile").read_text()
+    shown = re.findall(r'@echo "make ([a-z-]+) ', make)
+    (phony,) = re.findall(r"^\.PHONY: help (.+)$", make, re.MULTILINE)
+    assert shown == phony.split()
+    assert len(shown) == 10
+
+
+def test_a_release_of_another_repository_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`[project.urls]` names the repository that publishes."""
+    source = release.PROJECT["urls"]["Source"]
+    monkeypatch.setenv("GITHUB_REPOSITORY", "another/fencelock")
+    with pytest.raises(release.NotReadyError, match="correct pyproject"):
+        release.check_changelog(release.PROJECT["version"])
+    monkeypatch.setenv("GITHUB_REPOSITORY", "/".join(source.split("/")[-2:]))
+    release.check_changelog(release.PROJECT["version"])

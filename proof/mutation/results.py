@@ -66,7 +66,8 @@ class Results:
 _HEAD = """\
 # What the tests see
 
-Written by `make mutation`. Each change alters one place of the library. The tests that run the place then
+Written by `python -m proof.mutation`.
+Each change alters one place of the library. The tests that run the place then
 run in a copy of the checkout, in portions, until one fails, fails again, and passes without the change. The
 score is the share of changes that a test sees.
 """

@@ -26,11 +26,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
 
-from proof.release.materials import FOR_DEVELOPERS, ROOT
+from proof.release.materials import ROOT
 
 PROJECT: Final[dict[str, Any]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-#: The extras that a user installs; the others are for work on fencelock.
-EXTRAS: Final = sorted(PROJECT["optional-dependencies"].keys() - FOR_DEVELOPERS)
+EXTRAS: Final = sorted(PROJECT["optional-dependencies"])
 #: The files of tests that show what depends on the versions of other packages.
 AT_THE_LOWEST: Final = (
     *("tests/test_alembic.py", "tests/test_migrations.py", "tests/test_cli.py", "tests/observe"),
@@ -265,7 +264,7 @@ def check_lowest(release: Release) -> None:
 
 
 def check_changelog(tag: str) -> None:
-    """The changelog has a dated section of the version, and the tag names that version."""
+    """The changelog has a dated section of the tag's version, and the URLs are of this repository."""
     version = PROJECT["version"]
     if tag.removeprefix("v") != version:
         raise NotReadyError(f"the tag is {tag}, and pyproject.toml has version {version}")
@@ -273,6 +272,11 @@ def check_changelog(tag: str) -> None:
         rf"(?m)^## {re.escape(version)} - \d{{4}}-\d\d-\d\d$", (ROOT / "CHANGELOG.md").read_text()
     ):
         raise NotReadyError(f"CHANGELOG.md has no section `## {version} - YYYY-MM-DD`")
+    source, repository = PROJECT["urls"]["Source"], os.environ.get("GITHUB_REPOSITORY")
+    if repository is not None and not source.endswith(f"/{repository}"):
+        raise NotReadyError(
+            f"[project.urls] names {source}, and this is {repository}: correct pyproject.toml"
+        )
 
 
 CHECKS: Final[dict[str, Callable[[Release], None]]] = {

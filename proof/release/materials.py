@@ -13,16 +13,12 @@ from typing import Any, Final
 
 ROOT: Final = Path(__file__).parents[2]
 FILE: Final = Path(__file__).with_name("fencelock.cdx.json")
-#: The extras of this project's own work.
-FOR_DEVELOPERS: Final = frozenset({"bench", "dev", "docs"})
 
 
 def render() -> str:
     """Return the list for this `pyproject.toml`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = {
-        name: lines for name, lines in project["optional-dependencies"].items() if name not in FOR_DEVELOPERS
-    }
+    extras = project["optional-dependencies"]
     required = _names(project["dependencies"])
     optional = _names(line for lines in extras.values() for line in lines) - required
     ours = _component(

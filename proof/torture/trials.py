@@ -1,4 +1,4 @@
-"""Runs of `python -m proof.torture`, and how each has to end: those of `make torture` and of each database.
+"""Runs of `python -m proof.torture`, and how each has to end: the long one, and those of each database.
 
     python -m proof.torture.trials --docs proof/torture    # half an hour; writes long-run.md there
     python -m proof.torture.trials --databases      # five minutes; prints what came of each run
@@ -260,7 +260,10 @@ def main() -> None:
     parser.add_argument("--docs", type=Path, metavar="FOLDER", help="write long-run.md there")
     options = parser.parse_args()
     about = f"Python {platform.python_version()}, {os.cpu_count()} cores for servers and workers together."
-    page = ["# Long runs", f"Written by `make torture`, not by hand, from the histories of the runs. {about}"]
+    page = [
+        "# Long runs",
+        f"Written by `python -m proof.torture.trials`, not by hand, from the histories of the runs. {about}",
+    ]
     with ExitStack() as stack:
         folder = options.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         chosen: Iterable[Trial] = options.trials or LONG

@@ -50,8 +50,9 @@ pip() {
 }
 make() { command make --no-print-directory -n -C "$FENCELOCK_ROOT" "$@" > /dev/null; }
 python() {
-    case "${2-}" in
-        proof.torture) command python "$@" --help > /dev/null ;;
+    case "${1-} ${2-}" in
+        "-m proof."* | "-m benchmarks."*) command python "$@" --help > /dev/null ;;
+        "proof/"*) command python "$FENCELOCK_ROOT/$@" --help > /dev/null ;;
         # In the background, $! is the program itself, as for a reader, who may send it a signal.
         *) if [ "$BASHPID" != "$$" ]; then exec python "$@"; else command python "$@"; fi ;;
     esac

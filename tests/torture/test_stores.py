@@ -1,6 +1,7 @@
 """`python -m proof.torture --authority etcd` and `zookeeper`: each loses what it granted, and tokens rise.
 
-`make torture-consensus` has all faults. Here are the worst ones, the controls, and what a run has found once.
+`proof.torture.trials --consensus` has all faults. Here are the worst ones, the controls, and one that a run has
+found.
 """
 
 from __future__ import annotations
