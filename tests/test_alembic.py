@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeAlias
 
 import pytest
 from alembic import command
+from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.migration import MigrationContext
 from alembic.operations import Operations
@@ -234,6 +235,47 @@ def test_autogenerate_fences_a_model(
     assert not inspect(engine).has_table("fencelock_fences")
     project.upgrade()
     project.check()
+
+
+@EACH_TRIGGER
+@pytest.mark.parametrize("batch", [False, True])
+def test_check_is_clean_after_each_step_there_and_back(
+    project: Project, engine: Engine, trigger: Trigger, *, batch: bool
+) -> None:
+    """A fence is added and dropped; after each upgrade and downgrade the database is as its model says.
+
+    `alembic check` itself wants the database at its head, so this asks what it asks.
+    """
+
+    def check() -> None:
+        with engine.connect() as connection:
+            options = {"compare_type": True, "compare_server_default": True}
+            context = MigrationContext.configure(connection, opts=options)
+            assert compare_metadata(context, project.config.attributes["metadata"]) == []
+
+    def plain() -> None:
+        project.means(orders(), batch=batch)
+
+    def fenced() -> None:
+        its = orders(*fence(trigger=trigger))
+        project.means(its, fence_table, receipt_table, batch=batch)
+
+    fenced()
+    project.revision()
+    project.upgrade()
+    check()
+    plain()
+    project.revision()
+    project.upgrade()
+    check()
+    for step, models in ((project.downgrade, fenced), (project.downgrade, plain)):
+        step()
+        models()
+        check()
+    for models in (fenced, plain):
+        command.upgrade(project.config, "+1")
+        models()
+        check()
 
 
 @pytest.mark.long

@@ -1,7 +1,6 @@
 """`python -m proof.torture --authority etcd` and `zookeeper`: each loses what it granted, and tokens rise.
 
-`proof.torture.trials --consensus` has all faults. Here are the worst ones, the controls, and one that a run has
-found.
+`proof.torture.trials --consensus` has all faults. Here are the worst ones and the controls.
 """
 
 from __future__ import annotations
