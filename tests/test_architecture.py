@@ -1,4 +1,4 @@
-"""Which room may know what."""
+"""Each room of the library knows only the rooms that it may know."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_every_arrow_is_in_the_table_and_every_arrow_of_the_table_is_there() -> 
 
 
 def test_no_circle() -> None:
-    """Between modules: what is left when all that know nothing of the rest are taken away."""
+    """Modules that know no other module are taken away, again and again, until none is left."""
     left = {module: known_to(module) for module in MODULES}
     while ends := {module for module, known in left.items() if not known & left.keys()}:
         left = {module: known for module, known in left.items() if module not in ends}

@@ -112,7 +112,7 @@ threads = sum(thread.name == "fencelock-renewal" and thread.is_alive() for threa
 print(json.dumps({"interrupted": count, "left": found, "threads": threads}))
 """
 
-#: Locks in a handler, while a lock is taken, minted anew and given back.
+#: Locks in a handler, while a lock is taken, reminted and given back.
 _LOCKING_IN_HANDLERS = """
 from fencelock import Redlock, fenced_lock
 from fencelock.lock.hold import everything_held
@@ -146,7 +146,7 @@ print(json.dumps({**said, "threads": threads}))
 """
 
 
-#: Strikes when a thread of ours has begun, while whoever starts it is still in the midst of that.
+#: Strikes when a thread of ours has begun, while its starter is still in the midst of starting it.
 _STRUCK_AT_THE_START = """
 import os, faulthandler, redis
 from fencelock import Redlock, fenced_lock

@@ -1,4 +1,4 @@
-"""Forks, in a process that may fork: see `programs`."""
+"""A forked child shares no lease and no connection with its parent. `programs` has the processes."""
 
 from __future__ import annotations
 

@@ -116,7 +116,7 @@ def test_a_second_claim_or_gate_is_refused_at_a_node_that_lags(nodes: list[Engin
 
 
 def test_what_changes_nothing_is_noticed_by_nobody(nodes: list[Engine]) -> None:
-    """The control: the old holder decides on what is not so any more."""
+    """The control: the old holder decides on a state that has changed."""
     decide_again(nodes, raise_it)
     assert number_of(nodes[0], Order) == 1
 

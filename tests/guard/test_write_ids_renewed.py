@@ -1,4 +1,4 @@
-"""What comes between the load of an object and its write makes the object no younger, or all of it."""
+"""An act between the load of an object and its write renews the whole object, or no part of it."""
 
 from __future__ import annotations
 

@@ -330,7 +330,7 @@ def query(statement: Any) -> Load:
 
 
 def computing(name: str, value: Callable[[Any], object]) -> Step:
-    """Assign what is computed from the object."""
+    """Assign a value that is computed from the object."""
     return lambda _session, row: setattr(row, name, value(row))
 
 

@@ -49,7 +49,7 @@ def victim(own_nodes: Nodes, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class Story:
-    """Collects what is done and what comes of it."""
+    """Collects the acts of the story, and their results."""
 
     def __init__(self, urls: str, database: str) -> None:
         self.urls = urls
