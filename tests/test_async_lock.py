@@ -1,4 +1,4 @@
-"""`async with fenced_lock(…)`, as coroutines see it: re-entry, cancellation, loops, and the guard in it."""
+"""`async with fenced_lock(…)` keeps its promises about re-entry, cancellation, loops and the guard."""
 
 from __future__ import annotations
 

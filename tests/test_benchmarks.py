@@ -1,4 +1,4 @@
-"""A short form of `python -m benchmarks.locks`: real nodes, real workers, few turns."""
+"""A short form of `python -m benchmarks.locks` runs with real nodes, real workers and few turns."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: `fencelock init` and `fencelock nodes`."""
+"""`fencelock init` and `fencelock nodes` make nodes usable, show them, recover them and change their list."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`@fenced`: functions that run only while they hold the lock that their arguments name."""
+"""`@fenced` runs a function only while it holds the lock that the function's arguments name."""
 
 # ruff: noqa: ARG001, ARG004, ARG005 - the arguments name the locks
 

@@ -1,4 +1,4 @@
-"""The examples, run as a reader would run them: each in a process of its own, on real servers."""
+"""Each example runs as a reader would run it: in a process of its own, on real servers."""
 
 from __future__ import annotations
 

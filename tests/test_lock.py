@@ -1,4 +1,4 @@
-"""`fenced_lock` as its users see it, on five real nodes: arguments, waiting, losing and leaving."""
+"""`fenced_lock` keeps its promises about arguments, waiting, losing and leaving, on five real nodes."""
 
 from __future__ import annotations
 

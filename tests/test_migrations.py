@@ -1,4 +1,4 @@
-"""The migrations, run by Alembic's own command line on real databases, to and fro."""
+"""The migrations run to and fro, by Alembic's own command line on real databases."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Names that users of other libraries look for: `locked`, `reentrant`, `cancel`, `hand_over` and `take_over`.
+"""`locked`, `reentrant`, `cancel`, `hand_over` and `take_over` do what users of other libraries expect.
 
 On nodes and on each database, in blocking code and in coroutines.
 """

@@ -1,4 +1,4 @@
-"""Kinds of sessions: each is guarded, and each lets go of the lock at its COMMIT and not before."""
+"""Each kind of session is guarded, and lets go of the lock at its COMMIT and not before."""
 
 from __future__ import annotations
 

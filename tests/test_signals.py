@@ -1,6 +1,7 @@
-"""Signal handlers that raise at any moment: as Ctrl-C does, and the soft time limits of task queues.
+"""A handler may raise at any moment, as those of Ctrl-C and soft time limits do, and no lock stays behind.
 
-Python runs them between two instructions, wherever that is. What they interrupt runs in a process of its own.
+Python runs handlers between two instructions, wherever that is. What they interrupt runs in a process of its
+own.
 """
 
 from __future__ import annotations

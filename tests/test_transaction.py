@@ -1,4 +1,4 @@
-"""Fenced transactions: lease, transaction, gate; commit, release; and once more after a COMMIT in doubt."""
+"""A fenced transaction acquires, passes the gate, commits, releases, and goes on after a COMMIT in doubt."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A forked child shares no lease and no connection with its parent. `programs` has the processes."""
+"""A forked child holds nothing, uses no connection of its parent, and is refused its parent's locks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The guard on a cluster whose nodes lag, and at COMMITs that a node does not answer.
+"""The guard refuses late claims on a cluster whose nodes lag, and a COMMIT without an answer is in doubt.
 
 A node has a row's lock for itself. The others hear of a transaction when it commits, and only of what it has
 changed.

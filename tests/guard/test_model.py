@@ -1,4 +1,4 @@
-"""Mapping a fenced class checks its settings, and installs the guard's listeners."""
+"""Mapping a fenced class checks it at once, and the first fenced model puts the guard in place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write ids of one holder's own writes, of many objects in one flush, and of statements without objects."""
+"""Write ids let a holder's own writes through, in flushes of many objects and beside other statements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An act between the load of an object and its write renews the whole object, or no part of it."""
+"""Between its load and its write, an object becomes newer only if all of it is loaded again."""
 
 from __future__ import annotations
 

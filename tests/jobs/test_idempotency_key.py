@@ -1,4 +1,4 @@
-"""The header `Idempotency-Key` in FastAPI: 400, 409 and 422, and the stored answer."""
+"""The header `Idempotency-Key` in FastAPI gets 400, 409 or 422, or the stored answer."""
 
 from __future__ import annotations
 

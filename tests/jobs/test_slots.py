@@ -1,4 +1,4 @@
-"""Semaphores, readers and writers: on every authority, in threads and tasks."""
+"""Semaphores, readers and writers keep their limits on every authority, in threads and tasks."""
 
 from __future__ import annotations
 

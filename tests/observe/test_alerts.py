@@ -1,4 +1,4 @@
-"""The shipped alert rules and dashboard, in a real Prometheus that scrapes a real program which breaks."""
+"""The shipped alerts fire, and the dashboard can be drawn, in a real Prometheus with a real program."""
 
 from __future__ import annotations
 

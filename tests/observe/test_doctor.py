@@ -1,4 +1,4 @@
-"""The doctor says how many grants a database may lose, and which servers stand behind it."""
+"""The doctor says which grants a database may lose, and which servers stand behind it."""
 
 from __future__ import annotations
 

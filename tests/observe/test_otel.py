@@ -1,4 +1,4 @@
-"""Metrics and spans for OpenTelemetry, with the real SDK."""
+"""Metrics and spans for OpenTelemetry show the locks of a program, with the real SDK."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Semaphores, readers and writers, as metrics, spans and commands show them."""
+"""Metrics, spans and commands show semaphores, readers and writers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A night on call, as docs/operations.md tells it: the page has what these commands print.
+"""docs/operations.md tells a night on call, with the text that its commands print.
 
     FENCELOCK_WRITE_DOCS=1 python -m pytest tests/observe/test_story.py
 

@@ -1,4 +1,4 @@
-"""All memory is gone, and the database knows a fence: new tokens are above it, after any client's `init`."""
+"""After all memory is lost, an `init` that names the highest fence of the database gives larger tokens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The asyncio driver on real nodes: many tasks on one connection a node, loops that come and go.
+"""The asyncio driver loses no answer and no lock on real nodes, with many tasks, and loops that come and go.
 
 These tests check the same as `test_faults.py` does with the blocking driver. They also check the cases that
 only asyncio has: a task may be cancelled at any await, and a loop may end at any time.

@@ -1,4 +1,4 @@
-"""Other nodes take the place of the present ones: on real nodes, interrupted anywhere, under clients."""
+"""Tokens grow across a change of nodes: on real nodes, interrupted anywhere, under clients."""
 
 from __future__ import annotations
 

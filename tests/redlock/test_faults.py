@@ -1,4 +1,4 @@
-"""The drivers on real nodes that die, hang, come back blank or old, and on sockets that break.
+"""The drivers keep their promises on real nodes that die, hang or come back, and on sockets that break.
 
 Each test checks the same promises: a driver mistakes no answer for another's, waits for nothing twice, and
 leaves no lock on a node that could have been told.

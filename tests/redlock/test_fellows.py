@@ -1,7 +1,7 @@
-"""A node comes back with the data of a fellow node, and says that it is that one.
+"""A node with the data of a fellow node gets back the seat that the list has for its own address.
 
-It has followed the other and was promoted again, or was started with the other's file. What it says is not
-where it belongs: it gets back the seat that the list has for its address.
+Such a node has followed the other one and was promoted again, or was started with the other's file. So it
+tells the id of the other.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Servers without the commands that providers take away, as docs/redis.md names them."""
+"""The library works on servers without the commands that providers take away, as docs/redis.md says."""
 
 from __future__ import annotations
 

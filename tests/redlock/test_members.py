@@ -1,4 +1,4 @@
-"""Recovery and change of nodes in a storm: the real generators on nodes in memory, as good as real ones."""
+"""No node votes twice in an epoch in a storm of recoveries and changes: real generators, nodes in memory."""
 
 from __future__ import annotations
 

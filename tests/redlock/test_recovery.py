@@ -1,4 +1,4 @@
-"""Real nodes that restart, forget and lag behind, and clients that admit them again in the background."""
+"""Clients admit real nodes again that restart, forget or lag behind, in the background."""
 
 from __future__ import annotations
 

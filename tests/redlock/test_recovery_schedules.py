@@ -1,7 +1,8 @@
-"""The schedules that break weaker forms of recovery and of a change of nodes, replayed on real nodes.
+"""Recovery and a change of nodes survive, on real nodes, the schedules that break weaker forms of them.
 
-`proof/spec/` found them; each has the name that it has there. Each is shown twice: the shipped scripts and
-generators survive it, and a mutant without the rule in question gives a token twice, or lets two lists vote.
+`proof/spec/` found these schedules; each has its name from there. Each is shown twice: the shipped scripts
+and generators survive it, and a mutant without the rule in question gives a token twice, or lets two lists
+vote.
 """
 
 from __future__ import annotations

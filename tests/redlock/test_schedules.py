@@ -1,7 +1,7 @@
-"""The schedules that break weaker protocols, replayed message by message on real nodes.
+"""The protocol survives the schedules that break weaker ones, replayed message by message on real nodes.
 
-Each is shown twice: the shipped code survives it, and a mutant without the rule in question does not.
-The mutants exist only here.
+Each schedule is shown twice: the shipped code survives it, and a mutant without the rule in question does
+not. The mutants exist only here.
 """
 
 from __future__ import annotations

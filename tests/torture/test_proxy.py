@@ -1,4 +1,4 @@
-"""The network between workers and nodes, in each of its weathers, with a real node behind it."""
+"""The network between workers and a real node delays, drops and duplicates as its weather says."""
 
 from __future__ import annotations
 
