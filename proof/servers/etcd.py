@@ -146,7 +146,7 @@ class Etcd(Members):
         self._await(workspace, self._proxy_obeys, "the proxy between the members does not start")
 
     def _proxy_obeys(self) -> bool:
-        """Tell the proxy whom to cut off; False where it does not answer."""
+        """Tell the proxy which member to cut off; False where it does not answer."""
         cut = [] if self._isolated is None else [self._isolated, self._processes[self._isolated].pid]
         with suppress(OSError), socket.create_connection((_HOST, self._control_port), _SECONDS) as proxy:
             proxy.sendall(json.dumps(cut).encode() + b"\n")

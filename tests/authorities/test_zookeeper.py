@@ -223,7 +223,7 @@ def test_entry_that_somebody_deletes(authority: ZooKeeper, other: ZooKeeper, kaz
 
 
 def test_release_by_force_frees_what_is_kept(authority: ZooKeeper, other: ZooKeeper) -> None:
-    """`at_least` keeps without an entry, and the operator sees by whom."""
+    """`at_least` keeps a lock without an entry, and the operator sees its holder."""
     lock = authority.lock("r", ttl=4.0, at_least=60.0)
     with lock as token:
         pass
