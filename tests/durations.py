@@ -1,4 +1,4 @@
-"""What the tests cost: seconds and cases of each file, the dearest first. CI keeps the report."""
+"""Seconds and cases of each file of tests, the dearest first. CI keeps the report."""
 
 from __future__ import annotations
 

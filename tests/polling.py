@@ -1,4 +1,4 @@
-"""Waiting in tests for what other processes and threads do in their own time."""
+"""Waiting in tests for other processes and threads, which act in their own time."""
 
 from __future__ import annotations
 

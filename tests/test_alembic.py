@@ -1,4 +1,4 @@
-"""Alembic's operations for fences, and what its autogenerate finds, on real databases."""
+"""Alembic's operations make fences, and its autogenerate finds differences, on real databases."""
 
 from __future__ import annotations
 
@@ -627,7 +627,7 @@ def rewrite(project: Project, revision: str, upgrade: str) -> None:
 
 
 def test_the_fence_table_has_a_trigger_where_it_is_wanted(project: Project, engine: Engine) -> None:
-    """Its fences never go down, whoever writes; and gates are passed as before."""
+    """The fences in the table never go down, whichever program writes. Gates are passed as before."""
     project.means(orders(), partial(fence_table, trigger=True))
     assert "op.create_fence_trigger('fencelock_fences')" in project.revision()
     project.upgrade()

@@ -1,4 +1,4 @@
-"""The pages of the API: each public function has an example, says what it returns, and what it raises."""
+"""On the pages of the API, each public function has an example, its result and its errors."""
 
 from __future__ import annotations
 

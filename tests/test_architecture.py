@@ -1,4 +1,4 @@
-"""Which room may know what."""
+"""Each room of the library knows only the rooms that it may know."""
 
 from __future__ import annotations
 
@@ -174,7 +174,7 @@ def test_no_arrow_runs_up() -> None:
 
 
 def test_no_circle() -> None:
-    """Neither in the library, nor in what proves and measures it."""
+    """Neither in the library, nor in proof/ and benchmarks/ together."""
     assert circles_in(MODULES) == {}
     assert circles_in({**BESIDE["benchmarks"], **BESIDE["proof"]}) == {}
 

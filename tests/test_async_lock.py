@@ -1,4 +1,4 @@
-"""`async with fenced_lock(…)`, as coroutines see it: re-entry, cancellation, loops, and the guard in it."""
+"""`async with fenced_lock(…)` keeps its promises about re-entry, cancellation, loops and the guard."""
 
 from __future__ import annotations
 
@@ -89,7 +89,10 @@ def test_methods_have_their_twins(authority: Redlock, run: Run) -> None:
     "aioredis-py#1040", "all tasks of a loop share the thread, and so the lock's thread-local token"
 )
 def test_task_enters_again_and_other_tasks_wait(authority: Redlock, run: Run) -> None:
-    """The same token inside; a child task is somebody else, though it sees its parent's leases."""
+    """The task gets the same token inside.
+
+    A child task is another owner, though it sees its parent's leases.
+    """
 
     async def child() -> Lease | None:
         assert held_leases()

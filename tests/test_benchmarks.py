@@ -1,4 +1,4 @@
-"""A short form of `python -m benchmarks.locks`: real nodes, real workers, few turns."""
+"""A short form of `python -m benchmarks.locks` runs with real nodes, real workers and few turns."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_who_cannot_take_part_is_named(arena: NodesArena) -> None:
 
 
 def test_a_worker_that_ends_leaves_its_last_words() -> None:
-    """What it said is in the error; nobody waits for its answer."""
+    """The error has the worker's last words, and the benchmark does not wait for its answer."""
     worker = Worker(
         rates.OURS, Setting([]), [sys.executable, "-c", "raise SystemExit('something is missing')"]
     )

@@ -1,4 +1,4 @@
-"""What comes from outside is checked where it comes in: times, files, templates, texts, environments."""
+"""Input from outside is checked where it comes in: times, files, templates, texts, environments."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_one_who_is_refused_what_looks_free_does_not_spin(tmp_path: Path) -> Non
 
 
 def test_the_file_of_leases_has_the_rights_of_its_database(tmp_path: Path) -> None:
-    """It names what is locked. What SQLite puts beside it gets the same."""
+    """The file names the locked resources. The files that SQLite puts beside it get the same rights."""
     database = tmp_path / "a.db"
     database.touch(0o600)
     with Database(f"sqlite:///{database}") as authority, authority.lock("user:alice@example.org"):

@@ -1,4 +1,4 @@
-"""The policy that docs/celery.md prints, in the outage that it is for: the only Redis has lost its memory."""
+"""The policy that docs/celery.md prints holds in its outage: the only Redis has lost its memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The command line: `fencelock init` and `fencelock nodes`."""
+"""`fencelock init` and `fencelock nodes` make nodes usable, show them, recover them and change their list."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def take(quorum: Redlock) -> int:
 
 
 def test_nodes_may_have_several_hosts_each(nodes: Nodes) -> None:
-    """A comma inside a URL ends nothing: in the arguments, in --current, and in what is to be exported."""
+    """A comma inside a URL ends nothing: in the arguments, in --current, and in the line to export."""
     with Cluster(2) as cluster:
         urls = [cluster.url(), *nodes.urls[:2]]
         made = fencelock("init", *urls)
@@ -172,7 +172,7 @@ def test_nodes_may_have_several_hosts_each(nodes: Nodes) -> None:
 
 
 def test_no_password_is_shown(make_nodes: Callable[..., Nodes]) -> None:
-    """Neither in what is to be exported, nor where a database or a URL is wrong."""
+    """No password is in the line to export, or in an error about a wrong database or URL."""
     secret = "s3cr3t"
     nodes = make_nodes(2, password=secret)
     assert secret in nodes.url
@@ -335,7 +335,7 @@ def test_init_after_loss_takes_the_url_of_a_program_for_coroutines(lost: tuple[l
 
 @pytest.mark.parametrize("typed", ["n\n", ""])
 def test_init_after_loss_asks_first(lost: tuple[list[str], str], typed: str) -> None:
-    """Whoever says no, or nothing, has lost nothing."""
+    """An operator that says no, or nothing, has lost nothing."""
     before = [keys(url) for url in lost[0]]
     result = after_loss(lost, typed=typed)
     assert (result.returncode, f"{lost[0][0]} still" in result.stderr) == (1, True)

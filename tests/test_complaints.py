@@ -1,4 +1,4 @@
-"""proof/complaints.md: what users of other libraries complain of, and the test that shows how it is here.
+"""proof/complaints.md: complaints of users of other libraries, and the tests that show how it is here.
 
 A test says so by its marker: `@pytest.mark.complaint("redsync#186", "what those users met")`.
 `FENCELOCK_WRITE_DOCS=1` has this file write the table.

@@ -222,7 +222,10 @@ def test_users_have_rights_below_a_prefix(tls: bool) -> None:
 
 
 def test_members_with_tls_demand_a_certificate() -> None:
-    """The certificate of the server is good for its address; nobody gets in without one of their own."""
+    """The certificate of the server is good for its address.
+
+    A client without a certificate of its own is refused.
+    """
     with Etcd(1, tls=True) as cluster:
         assert cluster.tls is not None
         assert cluster.url == f"etcds://127.0.0.1:{cluster.client_ports[0]}"

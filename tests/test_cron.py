@@ -1,4 +1,4 @@
-"""Jobs of timers: each command of docs/cron.md, and what `--if-held` and `--at-least` do to it."""
+"""Each command of docs/cron.md works as a timer's job, also with `--if-held` and `--at-least`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the errors of MariaDB mean, as the server sends them and each driver raises them.
+"""The library reads the errors of MariaDB right, as the server sends them and each driver raises them.
 
 Some drivers also tell an SQLSTATE, which is HY000 for most numbers and says nothing.
 """

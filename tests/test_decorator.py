@@ -1,6 +1,6 @@
-"""`@fenced`: functions that run only while they hold the lock that their arguments name."""
+"""`@fenced` runs a function only while it holds the lock that the function's arguments name."""
 
-# ruff: noqa: ARG001, ARG004, ARG005 - the arguments name what is locked
+# ruff: noqa: ARG001, ARG004, ARG005 - the arguments name the locks
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Account:
 
 
 def names() -> list[str]:
-    """Return what is held here."""
+    """Return the names of the held leases."""
     return [lease.resource for lease in held_leases()]
 
 
@@ -236,7 +236,7 @@ class Shipper:
     """An object that is called like a coroutine function."""
 
     async def __call__(self, order_id: int) -> list[str]:
-        """Return what is held, a moment later."""
+        """Return the names of the held leases, a moment later."""
         await asyncio.sleep(0 * order_id)
         return names()
 
@@ -276,7 +276,7 @@ def test_coroutine_that_would_run_after_the_release_is_refused(authority: Redloc
 
 
 def test_settings_are_checked_where_the_function_is_decorated() -> None:
-    """A negative ttl is found before anybody calls."""
+    """A negative ttl is found before any call."""
     with pytest.raises(ValueError, match="ttl"):
         fenced("r", ttl=-1)
     with pytest.raises(ValueError, match="max_hold"):

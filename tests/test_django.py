@@ -1,4 +1,4 @@
-"""docs/django.md on PostgreSQL, too, and what it says of Django that its blocks do not show."""
+"""docs/django.md holds on PostgreSQL, too, also in its sentences about Django that no block shows."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ NOT_RUN: Final[dict[tuple[str, str], str]] = {
 }
 #: Pages that are about a project that exists: their blocks run in a copy of it.
 PROJECTS: Final = {"docs/migrating.md": "examples/existing_app"}
-#: Pages that tell to install what they need, for those who begin with them.
+#: Pages that say how to install their needs, because readers may begin with them.
 INSTALLING: Final = (
     "docs/celery.md",
     "docs/django.md",
@@ -51,7 +51,7 @@ _CONSENSUS: Final = {
 }
 #: The page that prints the models of most pages, as shop.py.
 SHOP: Final = "docs/writing.md"
-#: Pages for people who have configured nothing yet.
+#: Pages for readers that have configured nothing yet.
 BEGINNING: Final = {"docs/first-hour.md"}
 LONGEST_SENTENCE: Final = 25
 LONGEST_README: Final = 500
@@ -310,7 +310,7 @@ def sentences(text: str) -> Iterator[str]:
 
 @pytest.mark.parametrize("page", ["README.md", "docs/first-hour.md", "docs/errors.md"])
 def test_sentences_are_short(page: str) -> None:
-    """What is read first, and what is read in a hurry, has no sentence of more than 25 words."""
+    """The pages that users read first, or in a hurry, have no sentence of more than 25 words."""
     assert [line for line in sentences(read(page)) if len(line.split()) > LONGEST_SENTENCE] == []
 
 

@@ -1,4 +1,4 @@
-"""Processes that end while they hold a lock: what is left on the nodes afterwards."""
+"""A process that ends gives its locks back, unless it is killed without a word."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_lease_that_was_never_left_is_released_when_the_interpreter_exits(urls: 
     process = start(urls, program)
     assert locked(urls) >= 3
     assert end(process) == (0, "")
-    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # the exit waits for a majority of the nodes only
 
 
 def test_lease_of_a_task_that_was_never_left_is_released_when_the_interpreter_exits(urls: list[str]) -> None:
@@ -97,7 +97,7 @@ def test_lease_of_a_task_that_was_never_left_is_released_when_the_interpreter_ex
         asyncio.run(main())
     """
     assert end(start(urls, program)) == (0, "")
-    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # the exit waits for a majority of the nodes only
 
 
 @pytest.mark.complaint("pottery#274", "a lock that is never released crashes in `__del__` at shutdown")
@@ -141,7 +141,7 @@ def test_sigterm_releases_where_it_was_asked_for(urls: list[str], body: str) -> 
     process = start(urls, "fencelock.exit_on_signals()\n" + body)
     process.send_signal(signal.SIGTERM)
     assert end(process)[0] == 128 + signal.SIGTERM
-    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # the exit waits for a majority of the nodes only
 
 
 def test_sigint_leaves_the_blocks_by_itself(urls: list[str]) -> None:
@@ -149,7 +149,7 @@ def test_sigint_leaves_the_blocks_by_itself(urls: list[str]) -> None:
     process = start(urls, 'with quorum.lock("r", ttl=60):\n    print("held", flush=True)\n    time.sleep(30)')
     process.send_signal(signal.SIGINT)
     assert end(process)[0] == -signal.SIGINT
-    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # the exit waits for a majority of the nodes only
 
 
 def test_end_is_not_delayed_by_nodes_that_hang(urls: list[str], nodes: Nodes) -> None:
@@ -231,7 +231,7 @@ def test_signal_that_the_process_was_started_to_ignore_stays_ignored(urls: list[
     status, errors = end(process)
     assert status == 128 + signal.SIGTERM
     assert errors.startswith("SIGHUP stays ignored")
-    assert eventually(lambda: locked(urls) == 0)  # who exits waits for a majority of the nodes only
+    assert eventually(lambda: locked(urls) == 0)  # the exit waits for a majority of the nodes only
 
 
 def test_signals_may_be_named_twice() -> None:

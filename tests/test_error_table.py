@@ -1,4 +1,4 @@
-"""docs/errors.md: its tables have the classes that there are, and what they say is so on real databases."""
+"""The tables of docs/errors.md have every error class, and say how real databases behave."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class Base(DeclarativeBase):
 
 
 class Account(FencedModel, Base):
-    """The row that everybody wants."""
+    """The row that all callers want."""
 
     __tablename__ = "table_accounts"
     __fence_resource__ = "account:{id}"
@@ -249,7 +249,10 @@ def test_pages_on_frameworks_do_as_the_table_says(row: list[str]) -> None:
 
 
 def test_fastapi_answers_where_no_connection_can_be_made() -> None:
-    """Asyncpg's own error, which SQLAlchemy does not wrap; and the answer says nothing of what is inside."""
+    """The error is asyncpg's own, because SQLAlchemy does not wrap it.
+
+    The answer tells nothing of the inside.
+    """
     app = FastAPI()
     answer_errors(app)
     (port,) = free_ports(1)

@@ -1,4 +1,4 @@
-"""examples/celery_shop with a real worker and two beats, while what grants the locks is away for a while."""
+"""examples/celery_shop with a real worker and two beats goes on after an outage of the locks' server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/fastapi_shop with two uvicorn workers on a real PostgreSQL: many clients, a pause, an outage."""
+"""examples/fastapi_shop counts each deposit once, with two uvicorn workers, a pause and an outage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""examples/flask_shop with three gunicorn workers on a file of SQLite: many clients, Flask-Admin, a pause."""
+"""examples/flask_shop counts each request once, with three gunicorn workers, Flask-Admin and a pause."""
 
 from __future__ import annotations
 

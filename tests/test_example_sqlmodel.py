@@ -1,4 +1,4 @@
-"""examples/sqlmodel_shop; the blocks of its page run it on a server."""
+"""The tests of examples/sqlmodel_shop pass; the blocks of its page run it on a server."""
 
 from __future__ import annotations
 

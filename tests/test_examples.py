@@ -1,4 +1,4 @@
-"""The examples, run as a reader would run them: each in a process of its own, on real servers."""
+"""Each example runs as a reader would run it: in a process of its own, on real servers."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_story_that_does_not_come_true_ends_with_status_1(
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_blank_nodes_are_named_with_the_command_to_run(database_url: str, node_urls: list[str]) -> None:
-    """An example on nodes that nobody has initialised ends with the error that says how to."""
+    """An example on nodes without initialisation ends with the error that says how to initialise them."""
     ended = run("order_payment.py", "--database", database_url, "--nodes", ",".join(node_urls))
     assert ended.returncode == 1
     assert "NodesNotInitialisedError" in ended.stderr

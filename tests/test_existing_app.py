@@ -55,7 +55,7 @@ EDITS = [
     ),
 ]
 
-#: While the bank takes its time, somebody else pays too: in a fenced project, the next holder of the lock.
+#: While the bank takes its time, another caller pays too: in a fenced project, the next holder of the lock.
 STORY = """
 import sys
 import fencelock

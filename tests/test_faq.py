@@ -20,7 +20,7 @@ MESSAGES = _ROW.findall(read("docs/faq.md"))
 
 
 def text_of(node: ast.expr) -> str:
-    """Return the text that an expression makes, with `…` for what is known only when it runs."""
+    """Return the text that an expression makes, with `…` for parts that are known only when it runs."""
     match node:
         case ast.Constant(value=str() as text):
             return _FIELD.sub(VALUE, text)

@@ -1,4 +1,4 @@
-"""The first thing that a reader does: README's install line, and its program, in an empty environment."""
+"""README's install line and its program work in an empty environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the other tests rely on: servers and databases that know nothing of the test before."""
+"""The fixtures give each test servers and databases that know nothing of the test before."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Who owns a hold where greenlets run: under gevent, patched or not, and in Celery's pools.
+"""Each greenlet owns its holds: under gevent, patched or not, and in Celery's pools.
 
-Each program runs in a process of its own, for what is patched stays so.
+Each program runs in a process of its own, because a patch stays for the whole process.
 """
 
 from __future__ import annotations
@@ -188,7 +188,10 @@ def test_greenlet_waits_for_what_the_rest_of_its_thread_holds(quorum: Redlock) -
 
 @pytest.mark.parametrize("patch", LETS_RUN)
 def test_greenlets_take_turns(nodes: Nodes, patch: str) -> None:
-    """Each has a token of its own, and none is inside while another is; who waits lets others run."""
+    """Each greenlet has a token of its own, and no two are inside at once.
+
+    A waiting greenlet lets others run.
+    """
     seen = run(
         nodes,
         patch,

@@ -1,4 +1,4 @@
-"""Who waits for a lock while a session keeps a connection is told so: such callers use up the pool."""
+"""A caller that waits for a lock while a session keeps a connection is told that this uses up the pool."""
 
 from __future__ import annotations
 

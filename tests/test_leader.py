@@ -1,4 +1,4 @@
-"""`leader`: one of several candidates is elected, term after term, and knows when its term ends."""
+"""`leader` elects one of several candidates, term after term, and tells it when its term ends."""
 
 from __future__ import annotations
 

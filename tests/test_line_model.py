@@ -36,7 +36,7 @@ def test_clocks_that_differ_by_more_than_a_restore_takes_break_only_the_order(st
 
 @pytest.mark.parametrize("store", STORES)
 def test_a_base_that_is_lost_in_a_restore_breaks_the_order(store: str) -> None:
-    """Whoever restores a store whose base was raised has to raise it again before programs go on."""
+    """An operator that restores a store whose base was raised has to raise it again before programs go on."""
     judges = [play(seed, store, loses_base=True, restores=5, raises=5) for seed in range(SEEDS)]
     assert any(each.broken[BELOW] or each.broken[TWICE] for each in judges)
 

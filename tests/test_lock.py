@@ -1,4 +1,4 @@
-"""`fenced_lock` as its users see it, on five real nodes: arguments, waiting, losing and leaving."""
+"""`fenced_lock` keeps its promises about arguments, waiting, losing and leaving, on five real nodes."""
 
 from __future__ import annotations
 
@@ -311,7 +311,10 @@ def test_another_task_waits_like_anybody_else(authority: Redlock) -> None:
 @pytest.mark.timed
 @pytest.mark.complaint("Redisson's getToken()", "a stale holder is shown the token of the newer one")
 def test_lost_lease_is_acquired_anew(authority: Redlock) -> None:
-    """Its token may have been exceeded: whoever enters gets one of his own, and the block around it hears."""
+    """The lost token may have been exceeded, so the inner block gets one of its own.
+
+    The outer block hears of the loss.
+    """
     outer = authority.lock("r", ttl=0.05, renew=False)
     stale = outer.acquire()
     time.sleep(0.06)
@@ -325,8 +328,8 @@ def test_lost_lease_is_acquired_anew(authority: Redlock) -> None:
 
 @pytest.mark.timed
 def test_lock_object_that_was_thrown_away_is_not_entered_again(authority: Redlock) -> None:
-    """Nobody could leave its block any more: one waits until its lease ends."""
-    authority.lock("r", ttl=0.3).acquire()  # not renewed either, though nobody said so
+    """No caller could leave its block any more, so the next caller waits until the lease ends."""
+    authority.lock("r", ttl=0.3).acquire()  # not renewed either, though no argument says so
     with authority.lock("r", timeout=5) as token:
         assert token > 1
 
@@ -457,7 +460,7 @@ def test_exception_in_the_body_releases(authority: Redlock) -> None:
 
 
 def test_extension_moves_the_end_and_keeps_the_token(authority: Redlock) -> None:
-    """By what the lock was made with, or what is asked for; never nearer."""
+    """An extension is for the ttl of the lock, or for a given one. It never moves the end nearer."""
     lock = authority.lock("r", ttl=1)
     with lock as token:
         lock.extend(30)
@@ -649,7 +652,7 @@ def test_configure_warns_where_the_environment_names_another_place(
 
 
 def test_lock_is_released_where_it_was_granted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also when the process default is configured anew while it is held; the next hold is of the new one."""
+    """The process default may be configured again during a hold. The next hold is of the new default."""
     monkeypatch.setattr(_locking, "_default", None)
     lock = fenced_lock("r")
     with Redlock(nodes[0].url) as first, Redlock(nodes[1].url) as second:
@@ -684,7 +687,10 @@ class Name(str, enum.Enum):  # noqa: UP042 - which is formatted as its text
 
 
 def test_name_that_equals_a_text_locks_what_the_text_does(authority: Redlock, rival: Redlock) -> None:
-    """Whichever of the two came first, in whichever process: or each would exclude nobody."""
+    """It does not matter which of the two came first, in which process.
+
+    Else neither would exclude the other.
+    """
     for mine, theirs in ((Name.ACCOUNT, "account:1"), ("account:1", Name.ACCOUNT)):
         with authority.lock(mine):
             assert rival.lock(theirs, timeout=0).try_acquire() is None

@@ -1,4 +1,4 @@
-"""The migrations, run by Alembic's own command line on real databases, to and fro."""
+"""The migrations run to and fro, by Alembic's own command line on real databases."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def execute(engine: Engine, sql: str) -> None:
 
 
 def schema(engine: Engine) -> dict[str, Any]:
-    """Return what is in the database, apart from Alembic's own table."""
+    """Return the schema of the database, apart from Alembic's own table."""
     inspector = inspect(engine)
     found: dict[str, Any] = {
         table: {

@@ -1,4 +1,4 @@
-"""The tool that changes the library in one place, to see what the tests see."""
+"""The mutation tool changes the library in one place, and sees whether the tests notice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two callers that one thread serves exclude each other, whoever made the thread."""
+"""Two callers that one thread serves exclude each other, whichever library made the thread."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def test_task_of_django_enters_again(authority: Database) -> None:
 
 
 def test_lost_block_of_another_caller_is_left_and_not_the_holders(authority: Database) -> None:
-    """One object, entered by two: who leaves in a thread of its own leaves what was lost."""
+    """Two callers entered one object. The caller that leaves in a thread of its own leaves the lost hold."""
     one = lock(authority, ttl=0.5, renew=False, timeout=5, if_lost="warn")
 
     def call(function: Any) -> Any:

@@ -1,4 +1,4 @@
-"""How much of the library a reader meets on the way of one lock or one write that nothing disturbs.
+"""One lock or one write that nothing disturbs leads a reader through a small part of the library.
 
 `LIMITS` has what was measured last. More fails, because a path only gets shorter; less fails, too, so that
 the limit follows.

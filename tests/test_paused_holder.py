@@ -1,4 +1,4 @@
-"""What README's picture says: a paused worker holds up nobody, and is refused when it wakes up.
+"""As README's picture says, a paused worker holds up no other, and is refused when it wakes up.
 
 The program is the one of docs/open-transactions.md, as printed. Each worker is a process; the first one stops
 itself by SIGSTOP where it would think, for longer than its lease lasts.

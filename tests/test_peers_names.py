@@ -1,4 +1,4 @@
-"""What users of other lock libraries look for: `locked`, `reentrant`, `cancel`, `hand_over` and `take_over`.
+"""`locked`, `reentrant`, `cancel`, `hand_over` and `take_over` do what users of other libraries expect.
 
 On nodes and on each database, in blocking code and in coroutines.
 """
@@ -66,7 +66,7 @@ def tasks_pair(request: pytest.FixtureRequest) -> Iterator[tuple[Any, Any]]:
     with contextmanager(MAKERS[request.param])(request) as made:
         first, second = made.make(), made.make()
         yield first, second
-        first.close()  # what is no loop's: the session of ZooKeeper
+        first.close()  # the session of ZooKeeper belongs to no loop
         second.close()
 
 
@@ -250,7 +250,7 @@ def test_reentrant_false_in_tasks(pair: tuple[Any, Any]) -> None:
 
 
 def test_a_lost_lease_is_no_reason_not_to_enter(pair: tuple[Any, Any]) -> None:
-    """It is acquired anew."""
+    """The lock is acquired again."""
     mine, _ = pair
     lock = mine.lock("r", ttl=0.3, renew=False, reentrant=False, if_lost="warn")
     with lock as token:
@@ -263,7 +263,7 @@ def test_a_lost_lease_is_no_reason_not_to_enter(pair: tuple[Any, Any]) -> None:
 
 
 def test_a_lease_is_handed_over(pair: tuple[Any, Any]) -> None:
-    """Not held here, held there: same tokens, renewed, minted anew and given back."""
+    """The giver holds nothing, and the taker holds the same tokens: renewed, reminted and given back."""
     mine, other = pair
     lock = mine.lock("order:1", "a", ttl=1.0)
     lost: list[object] = []

@@ -1,4 +1,4 @@
-"""Systems that have no fork, no poll and few signals: played here by taking them away."""
+"""The library works on systems that have no fork, no poll and few signals: the tests take these away."""
 
 from __future__ import annotations
 

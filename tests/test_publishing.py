@@ -1,4 +1,4 @@
-"""What a release is published with: its list of materials, its changelog, and workflows."""
+"""A release has its list of materials, its section of the changelog, and its workflows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Blocks that are left while a transaction is open: the lock outlives the COMMIT."""
+"""A block that is left while a transaction is open releases its lock only after the COMMIT."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Base(DeclarativeBase):
 
 
 class Account(FencedModel, Base):
-    """The row that everybody wants."""
+    """The row that all callers want."""
 
     __tablename__ = "release_accounts"
     __fence_resource__ = "account:{id}"
@@ -81,7 +81,7 @@ def withdraw(session: Session, number: int = 1) -> None:
 def test_nobody_comes_between_the_write_and_its_commit(
     authority: Redlock, rival: Redlock, accounts: Engine
 ) -> None:
-    """A new holder would read by plain queries what is about to change, and act on it."""
+    """Else a new holder would read, by plain queries, rows that are about to change, and act on them."""
     with Session(accounts) as session:
         with authority.lock("account:1"):
             withdraw(session)
@@ -95,7 +95,10 @@ def test_nobody_comes_between_the_write_and_its_commit(
 def test_without_the_remedy_the_next_holder_reads_too_early(
     authority: Redlock, rival: Redlock, accounts: Engine
 ) -> None:
-    """What it is about: a lock that does not wait for the COMMIT lets in who reads what is about to go."""
+    """The control: a lock that does not wait for the COMMIT lets in a reader.
+
+    It reads rows that are about to change.
+    """
     reading = create_engine(accounts.url)
     with Session(accounts) as session:
         with authority.lock("account:1") as token:
@@ -158,7 +161,7 @@ def test_what_was_committed_before_is_released_at_once(
 def test_a_log_record_says_that_a_release_waits(
     authority: Redlock, accounts: Engine, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Of the logger fencelock.lock, for whoever wonders why a lock is still held."""
+    """The logger fencelock.lock says so, for a user that wonders why a lock is still held."""
     caplog.set_level(logging.DEBUG, logger="fencelock.lock")
     with Session(accounts) as session:
         with authority.lock("account:1"):
@@ -170,7 +173,7 @@ def test_a_log_record_says_that_a_release_waits(
 def test_core_connections_are_waited_for(
     authority: Redlock, rival: Redlock, accounts: Engine, *, explicit: bool
 ) -> None:
-    """A transaction without a session ends at its COMMIT, whether or not anybody still refers to it."""
+    """A transaction without a session ends at its COMMIT, whether or not the program still refers to it."""
     statement = update(Account).where(Account.id == 1).values(balance=5)
     with accounts.connect() as connection:
         for commit in (True, False):
@@ -338,7 +341,7 @@ def test_it_is_renewed_until_then(authority: Redlock, rival: Redlock, accounts: 
 
 @pytest.mark.timed
 def test_it_ends_with_max_hold(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
-    """A transaction that nobody ends must not hold the lock for ever; it is refused before SQL is sent."""
+    """A transaction without an end must not hold the lock for ever. It is refused before SQL is sent."""
     lock = authority.lock("account:1", ttl=0.5, max_hold=1.0)
     told: list[str] = []
     lock.on_lost(lambda lease: told.append(lease.resource))
@@ -360,7 +363,7 @@ def test_it_ends_with_max_hold(authority: Redlock, rival: Redlock, accounts: Eng
 def test_a_transaction_may_end_in_another_thread(
     authority: Redlock, rival: Redlock, accounts: Engine
 ) -> None:
-    """Who commits releases, wherever that is."""
+    """The thread that commits also releases."""
     if accounts.dialect.name == "sqlite":
         pytest.skip("SQLite's connections stay in their threads")
     session = Session(accounts)
@@ -376,7 +379,7 @@ def test_a_transaction_may_end_in_another_thread(
 def test_the_end_of_the_interpreter_does_not_wait(
     authority: Redlock, rival: Redlock, accounts: Engine
 ) -> None:
-    """What is open then is never committed; the late end of the transaction does no harm."""
+    """A transaction that is open then is never committed. Its late end does no harm."""
     with Session(accounts) as session:
         with authority.lock("account:1"):
             withdraw(session)
@@ -388,7 +391,7 @@ def test_the_end_of_the_interpreter_does_not_wait(
 def test_tasks_release_without_waiting_for_it(
     authority: Redlock, rival: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
-    """On their loop, after the COMMIT, though nobody awaits the release."""
+    """The release happens on the loop of the tasks, after the COMMIT, though no task awaits it."""
 
     async def main() -> None:
         engine = for_asyncio(accounts)

@@ -88,7 +88,7 @@ def test_lease_of_a_task_outlives_its_ttl(authority: Redlock, rival: Redlock) ->
 
 
 def test_loop_that_is_blocked_for_longer_than_the_ttl_loses_its_leases(authority: Redlock) -> None:
-    """Whoever blocks the loop keeps it from renewing, and hears of it on leaving."""
+    """A task that blocks the loop keeps it from renewing, and hears of the loss on leaving."""
 
     async def main() -> None:
         async with authority.lock("r", ttl=0.2):
@@ -237,7 +237,7 @@ def test_callback_that_fails_takes_its_time_or_ends_its_thread_harms_nobody(
 def test_callback_that_fails_does_not_hide_what_was_found(
     authority: Redlock, nodes: Nodes, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Whoever extends or mints anew, and finds the lease lost, hears of that; and all others are told."""
+    """A caller that extends or remints a lost lease hears of the loss, and so do all callbacks."""
     told: list[Lease] = []
     lock = authority.lock("r", renew=False)
     lock.on_lost(lambda _: 1 // 0)
@@ -254,7 +254,7 @@ def test_callback_that_fails_does_not_hide_what_was_found(
 
 
 def test_callback_may_release_the_lock(authority: Redlock, nodes: Nodes) -> None:
-    """Nobody waits for the callback."""
+    """The renewal does not wait for the callback."""
     outcome: list[object] = []
     lock = authority.lock("r", ttl=TTL)
 
@@ -272,7 +272,7 @@ def test_callback_may_release_the_lock(authority: Redlock, nodes: Nodes) -> None
 
 
 def test_callback_for_a_lease_that_is_lost_already_is_called_at_once(authority: Redlock) -> None:
-    """Whoever asks late is told, too; and what cannot be called is refused."""
+    """A callback that comes late is called, too. A value that cannot be called is refused."""
     told: list[Lease] = []
     lock = authority.lock("r", ttl=0.05, renew=False)
     lease = lock.acquire()
@@ -330,7 +330,7 @@ def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Red
 async def extended(lock: FencedLock[int]) -> Hold:
     """Return the hold of a task's lock when its loop has asked the nodes to extend it."""
     (hold,) = lock._entered[0].holds
-    while hold not in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
+    while hold not in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - no event tells of it
         await asyncio.sleep(0)
     await asyncio.sleep(0.02)
     return hold
@@ -447,7 +447,7 @@ def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
 def test_extension_that_arrives_behind_the_release_leaves_nothing(
     authority: Redlock, nodes: Nodes, last: str
 ) -> None:
-    """A thread gives back what a task holds, and cannot wait for the loop: whoever is last cleans up."""
+    """A thread gives back a task's lease, and cannot wait for the loop. The last of the two cleans up."""
     extend_gen, release_gen = authority.extend_gen, authority.release_gen
     extended, answered, arrives, ended = (threading.Event() for _ in range(4))
 
@@ -476,7 +476,7 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
         giving_back = asyncio.create_task(asyncio.to_thread(lock.release))
         await (giving_back if last == "extension" else asyncio.to_thread(answered.wait, 20))
         arrives.set()
-        while hold in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - it says so to nobody
+        while hold in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0)
         ended.set()
         await giving_back
@@ -491,7 +491,7 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
 def test_loop_renews_though_every_task_was_cancelled(
     authority: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
-    """As supervisors do who begin to shut down, and then clean up for a while."""
+    """Supervisors do the same when they begin to shut down, and then clean up for a while."""
 
     async def main() -> None:
         lock = authority.lock("r", ttl=TTL)

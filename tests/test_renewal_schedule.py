@@ -1,4 +1,4 @@
-"""When leases are extended, and what becomes of them: the schedule of renewal, on a clock of the tests."""
+"""The schedule of renewal extends each lease in time, on a clock of the tests."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Clockwork:
         return Grant(grant.resources, grant.tokens, self.now + seconds, None)
 
     def run(self, seconds: float) -> None:
-        """Let time pass, and the renewer do what is due."""
+        """Let time pass, and let the renewer do its due work."""
         end = self.now + seconds
         while self.plans.next_at <= end:
             self.now = max(self.now, self.plans.next_at)
@@ -298,7 +298,7 @@ def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck(work: Clockw
 
 
 def test_schedule_looks_at_many_together_and_forgets_the_released(work: Clockwork) -> None:
-    """What is entered within a sixteenth of the interval is looked at in one batch."""
+    """Leases that are entered within a sixteenth of the interval are looked at in one batch."""
     first, *others = [work.hold(ttl=30.0) for _ in range(4)]
     work.plans.cancel(first)
     assert 10.0 - 1e-6 <= work.plans.next_at - work.now < 10.0 + 10.0 / 16

@@ -1,4 +1,4 @@
-"""Errors whose sentence says what went wrong, and the next step: what the first users of a project meet."""
+"""Errors that the first users of a project meet say what went wrong, and the next step."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ needs_root = pytest.mark.skipif(
 
 
 def ask(node: Node, *command: str) -> Any:
-    """Send one command over a connection of its own, which says at once what is wrong."""
+    """Send one command over a connection of its own, which reports an error at once."""
     retry = Retry(NoBackoff(), 0)
     with redis.Redis.from_url(node.url, retry=retry, socket_timeout=0.5, decode_responses=True) as connection:
         return connection.execute_command(*command)
@@ -144,7 +144,7 @@ def test_nodes_are_blank_servers_of_their_own_and_leave_nothing() -> None:
 
 
 def test_forgotten_nodes_end() -> None:
-    """Nodes that nobody refers to any more are ended by the garbage collector; stopped ones start blank."""
+    """The garbage collector ends nodes that the program no longer refers to. Stopped nodes start blank."""
     nodes = Nodes(1).start()
     ask(nodes[0], "SET", "key", "value")
     nodes.stop()
@@ -263,7 +263,7 @@ def test_programs_that_do_not_start(tmp_path: Path) -> None:
 
 
 def test_two_postgresql_servers_at_once(postgres: Postgres) -> None:
-    """Each has its own data and end, which does not wait for clients; nobody else can reach it."""
+    """Each server has its own data and end, which does not wait for clients. No other user can reach it."""
     with Postgres() as other:
         listening = [one.status for one in psutil.Process(other.pid).net_connections("inet")]
         assert psutil.CONN_LISTEN not in listening
@@ -297,7 +297,7 @@ def hidden_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @needs_root
 def test_root_with_a_package_that_nobody_can_read(hidden_package: Path) -> None:
-    """PostgreSQL runs from a copy, as nobody; the mode of the folder above the package stays."""
+    """PostgreSQL runs from a copy, as `nobody`. The mode of the folder above the package stays."""
     with Postgres() as postgres:
         assert psutil.Process(postgres.pid).exe().startswith(str(folder_of(postgres)))
         assert answers(postgres)

@@ -1,4 +1,4 @@
-"""Kinds of sessions: each is guarded, and each lets go of the lock at its COMMIT and not before."""
+"""Each kind of session is guarded, and lets go of the lock at its COMMIT and not before."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Base(DeclarativeBase):
 
 
 class Account(FencedModel, Base):
-    """The row that everybody wants."""
+    """The row that all callers want."""
 
     __tablename__ = "session_accounts"
     __fence_resource__ = "account:{id}"
@@ -70,7 +70,7 @@ def balance(engine: Engine) -> int:
 def test_two_phase_sessions_end_with_the_second_phase(
     authority: Redlock, rival: Redlock, accounts: Engine, *, commits: bool
 ) -> None:
-    """What is prepared may still be committed: the lock is held until it is."""
+    """A prepared transaction may still be committed, so the lock is held until the transaction ends."""
     if accounts.dialect.name == "sqlite":
         pytest.skip("SQLite has no two-phase commit")
     with Session(accounts, twophase=True) as session:
@@ -154,7 +154,10 @@ def test_a_transaction_that_a_session_has_joined_is_waited_for(
 def test_an_engine_without_fenced_tables_is_left_alone(
     authority: Redlock, rival: Redlock, accounts: Engine, visits: Engine
 ) -> None:
-    """One session on two databases: only what is fenced needs a lease, and only it is waited for."""
+    """One session is on two databases.
+
+    Only fenced rows need a lease, and the lock waits only for their COMMIT.
+    """
     if accounts.dialect.name == "sqlite":
         pytest.skip("SQLite's readers wait for writers here")
     statements: list[str] = []

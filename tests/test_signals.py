@@ -1,6 +1,7 @@
-"""Signal handlers that raise at any moment: as Ctrl-C does, and the soft time limits of task queues.
+"""A handler may raise at any moment, as those of Ctrl-C and soft time limits do, and no lock stays behind.
 
-Python runs them between two instructions, wherever that is. What they interrupt runs in a process of its own.
+Python runs handlers between two instructions, wherever that is. What they interrupt runs in a process of its
+own.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ threads = sum(thread.name == "fencelock-renewal" and thread.is_alive() for threa
 print(json.dumps({"interrupted": count, "left": found, "threads": threads}))
 """
 
-#: Locks in a handler, while a lock is taken, minted anew and given back.
+#: Locks in a handler, while a lock is taken, reminted and given back.
 _LOCKING_IN_HANDLERS = """
 from fencelock import Redlock, fenced_lock
 from fencelock.lock.hold import everything_held
@@ -146,7 +147,7 @@ print(json.dumps({**said, "threads": threads}))
 """
 
 
-#: Strikes when a thread of ours has begun, while whoever starts it is still in the midst of that.
+#: Strikes when a thread of ours has begun, while its starter is still in the midst of starting it.
 _STRUCK_AT_THE_START = """
 import os, faulthandler, redis
 from fencelock import Redlock, fenced_lock

@@ -82,19 +82,19 @@ def test_model_and_explorer_leave_out_the_same_rules_and_have_the_same_parts() -
 
 
 def test_every_rule_is_left_out_once(check: Any) -> None:
-    """No rule is in the model of which nobody knows what it is for."""
+    """Each rule of the model is left out in some configuration, which shows its purpose."""
     left_out = {rule for run in check.RUNS for rule in run.mutant.split(",")}
     assert left_out - {""} == mutants_of(EXPLORER)
 
 
 def test_configurations_have_names_of_their_own(check: Any) -> None:
-    """Names select what is run and tell rows of the tables apart."""
+    """Names select the configurations to run, and tell rows of the tables apart."""
     names = [run.name for run in check.RUNS]
     assert len(set(names)) == len(names)
 
 
 def test_results_in_the_readme_are_of_the_present_configurations(check: Any) -> None:
-    """The checker writes the tables; a row whose bounds have changed since says what nobody has seen."""
+    """The checker writes the tables. A row whose bounds have changed since tells a result that no run had."""
     bounds = {run.name: run.bounds for run in check.RUNS}
     lines = (line for line in check.README.read_text().split("\n") if line.startswith("| "))
     rows = [tuple(cell.strip() for cell in line.strip("|").split("|")) for line in lines]

@@ -1,4 +1,4 @@
-"""Fenced transactions: lease, transaction, gate; commit, release; and once more after a COMMIT in doubt."""
+"""A fenced transaction acquires, passes the gate, commits, releases, and goes on after a COMMIT in doubt."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Base(DeclarativeBase):
 
 
 class Account(FencedModel, Base):
-    """The row that everybody wants."""
+    """The row that all callers want."""
 
     __tablename__ = "transaction_accounts"
     __fence_resource__ = "account:{id}"
@@ -106,7 +106,7 @@ def test_a_body_that_raises_is_rolled_back(authority: Redlock, rival: Redlock, a
 
 
 def test_older_holders_do_not_come_between(authority: Redlock, accounts: Engine) -> None:
-    """Who has passed the gate earlier neither passes again nor inserts."""
+    """A holder that has passed the gate earlier neither passes again nor inserts."""
     with fenced_transaction(accounts, "account:1", authority=authority):
         pass
     with Session(accounts) as old:
@@ -313,7 +313,7 @@ def test_who_ends_it_in_the_body_cannot_go_on(
         pass
     transaction = fenced_transaction(accounts, "account:1", authority=authority)
     with pytest.raises(FenceError, match="begin_nested"), transaction as session:  # noqa: PT012
-        kept = claim(session, Account, 1)  # noqa: F841  what nobody refers to leaves the session
+        kept = claim(session, Account, 1)  # noqa: F841  an object without a reference leaves the session
         end(session)
         with pytest.raises(FenceError, match="begin_nested"):
             GO_ON[go_on](session)

@@ -1,4 +1,4 @@
-"""What a user's mypy --strict says about a program that uses fencelock."""
+"""A user's mypy --strict accepts a program that uses fencelock, and finds its mistakes."""
 
 from __future__ import annotations
 

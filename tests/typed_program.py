@@ -1,6 +1,6 @@
-"""A small program of a user who runs mypy --strict: every public name, used as the documentation says.
+"""A small program for a user of mypy --strict: every public name, used as the documentation says.
 
-Nobody runs it. `test_typing.py` has it checked, outside of this project's own settings.
+No test runs it. `test_typing.py` has it checked, outside of this project's own settings.
 """
 
 # ruff: noqa: T201, ARG001 - programs print, and name what they do not use
@@ -316,7 +316,7 @@ async def in_tasks(quorum: Redlock, engine: AsyncEngine) -> None:
 
 
 def mistakes(quorum: Redlock) -> None:
-    """What is refused: --strict also refuses an ignore that nothing needs."""
+    """Mistakes that mypy refuses. --strict also refuses an ignore that nothing needs."""
     fenced_lock("order:1", tll=5)  # type: ignore[call-overload]
     fenced_lock("order:1", ttl="5")  # type: ignore[call-overload]
     fenced_lock("order:1", if_lost="ignore")  # type: ignore[call-overload]

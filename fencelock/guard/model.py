@@ -95,7 +95,7 @@ class FencedModel:
     write id, but not the fence. It is refused if the row was written since its object was loaded. A holder
     that has read the row before is refused after it. With `"required"`, the default, only a holder can write.
 
-    docs/correctness.md lists what is not guarded: rows that you read and do not write (see `claim`), an
+    docs/correctness.md lists the gaps of the guard: rows that you read and do not write (see `claim`), an
     INSERT by a stale holder (see `gate`), changes that the database itself makes (ON DELETE CASCADE and SET
     NULL, triggers, stored functions), and links and `ordering_list` positions that only the other model's
     relationship writes.

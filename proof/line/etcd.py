@@ -281,7 +281,7 @@ class EtcdClient(Client):
         return bool(done) and self.take(lock, mint.tokens)
 
     def _renew(self, lock: Lock) -> Steps[bool]:
-        """Renew all leases; what is valid is what each of them grants."""
+        """Renew all leases. The validity counts from before the first request."""
         sent = self.mono()
         for lease in lock.leases:
             if not (yield self.store.keep_alive, (lease,)):

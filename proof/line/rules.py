@@ -13,7 +13,7 @@ OLD: Final = 3 * OUTAGE
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """What the protocol does; the defaults are what is shipped.
+    """The rules of the protocol; the defaults are the shipped ones.
 
     Attributes:
         source: what a token is made from.
@@ -29,11 +29,12 @@ class Rules:
         forgets_base: ZooKeeper: the base is forgotten with the session.
         retires: ZooKeeper: a session that was cut off is closed once nothing is held under it: what was
             restored has entries of it that its process knows nothing of.
-        all_anew: ZooKeeper: where one entry is missing, all are made anew.
+        all_anew: ZooKeeper: where one entry is missing, all are made again.
         part: ZooKeeper: how much of a session's timeout is valid after an answer.
         forgets_known: ZooKeeper: versions of marks are forgotten with the connection.
         prune_raises: ZooKeeper: prune raises the version of the base, which says that lines begin again.
-        compares_mark: ZooKeeper: who has minted while it entered looks whether another has minted since.
+        compares_mark: ZooKeeper: a client that minted while it entered looks whether another has minted
+            since.
         spares_kept: ZooKeeper: prune leaves a mark alone that says how long its lock is kept.
     """
 

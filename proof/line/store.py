@@ -65,7 +65,7 @@ class Minted(NamedTuple):
     who: Who
     tokens: dict[int, int]
     ahead: bool
-    """Whether somebody stood before it."""
+    """Whether another client stood before it."""
 
 
 class Store:
@@ -94,7 +94,7 @@ class Store:
                 del line[key]
 
     def restore(self, state: State) -> None:
-        """Go back to a snapshot; owners begin their time anew."""
+        """Go back to a snapshot; the time of each owner begins again."""
         self.state = state
         for owner in state.owners.values():
             owner.ends = self.now + owner.ttl
@@ -114,7 +114,7 @@ class Store:
         return True
 
     def force(self, resource: int) -> None:
-        """Release what is at the head of a line, as an operator may."""
+        """Release the head of a line, as an operator may."""
         raise NotImplementedError
 
     def head(self, resource: int) -> Entry | None:

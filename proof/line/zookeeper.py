@@ -69,7 +69,7 @@ class ZooKeeper(Store):
             self.state.nodes.setdefault(resource, Node())
 
     def do_enter(self, session: int, who: Who, resources: list[int], gone: dict[int, Key]) -> dict[int, Key]:
-        """Delete what is left of an earlier place, and make the entries, all or none."""
+        """Delete the remains of an earlier place, and make the entries, all or none."""
         nodes = {resource: self.state.nodes[resource] for resource in resources}
         if any(key not in self.line(resource) for resource, key in gone.items()):
             raise LookupError
@@ -226,7 +226,7 @@ class ZooKeeperClient(Client):
             self._forget()
             if self.mono() < self.heard + TIMEOUT:
                 raise
-            self.session = 0  # a wiped server never tells: it refuses who has seen more than it
+            self.session = 0  # a wiped server never tells: it refuses a client that has seen more than it
             raise SessionError from None
         self._hear()
         return value
@@ -325,7 +325,7 @@ class ZooKeeperClient(Client):
             yield from self._ask("parents", lock.resources)
 
     def _hold(self, lock: Lock) -> Steps[bool]:
-        """Mint; what is valid counts from before the request."""
+        """Mint; the validity counts from before the request."""
         if self.base is None or self.random.random() < 0.1:
             self.base = yield from self._ask("base")
         nodes = {}
@@ -406,7 +406,10 @@ class ZooKeeperClient(Client):
         return False
 
     def release(self, held: Held) -> Steps[None]:
-        """Delete the entries. Nobody else does while this session lives, so that it is owed until done."""
+        """Delete the entries.
+
+        No other client does while this session lives, so the deletion is owed until done.
+        """
         lock = self._own(held)
         self._holding = False
         while True:

@@ -121,7 +121,7 @@ class Copy:
             except subprocess.TimeoutExpired:
                 pass
             finally:
-                with suppress(ProcessLookupError):  # what is left of its programs goes, too
+                with suppress(ProcessLookupError):  # the rest of its programs goes, too
                     os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
         return _read(report.read_text(), output.read_text(errors="replace"), process.returncode)

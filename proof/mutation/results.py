@@ -1,4 +1,4 @@
-"""What is known of the changes so far: a line of JSON for each, and the page that sums them up."""
+"""The results of the changes so far: a line of JSON for each, and the page that sums them up."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ _LEFT_OUT = {"test_architecture.py", "test_mutants.py", "test_mutation.py", "tes
 
 
 class Measured(TypedDict):
-    """What is known of a file of tests.
+    """The known facts about a file of tests.
 
     Attributes:
         of: a digest of the tests and of the code whose lines were counted.
@@ -72,7 +72,7 @@ class Touched:
         return measured
 
     def load(self, only: Sequence[str]) -> None:
-        """Read what is kept about files of tests."""
+        """Read the stored facts about files of tests."""
         for file in self._files(only):
             known, lines = self._known(file), self._path(file, "lines")
             if known is None or not lines.exists():

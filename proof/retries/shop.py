@@ -152,7 +152,10 @@ class Shop:
         self._open = threading.Semaphore(OPEN)
 
     def run(self, seconds: float, *, until: Callable[[Result], bool] = lambda _: False) -> Result:
-        """Take orders for so long, or until something is the case, then have all of them paid, and look."""
+        """Take orders for some seconds, or until a condition holds.
+
+        Then let all of them be paid, and look.
+        """
         with ExitStack() as stack:
             url, door = self._prepare(stack)
             workers = [Worker(self, ("loop", "tenacity")[number % 2]) for number in range(WORKERS)]

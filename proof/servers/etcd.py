@@ -28,7 +28,8 @@ from proof.servers.certificates import Certificates
 from proof.servers.members import Members, take_ports
 from proof.servers.workspace import ServerError, Workspace
 
-#: Who may use the keys below `PREFIX`, and nothing else, after `enable_auth`; also the client's certificate.
+#: The user that may use the keys below `PREFIX`, and nothing else, after `enable_auth`; also the client's
+#: certificate.
 USER: Final = "alice"
 PASSWORD: Final = "wonderland"  # noqa: S105 - of a server that is thrown away
 PREFIX: Final = "/fencelock/"
@@ -145,7 +146,7 @@ class Etcd(Members):
         self._await(workspace, self._proxy_obeys, "the proxy between the members does not start")
 
     def _proxy_obeys(self) -> bool:
-        """Tell the proxy whom to cut off; False where it does not answer."""
+        """Tell the proxy which member to cut off; False where it does not answer."""
         cut = [] if self._isolated is None else [self._isolated, self._processes[self._isolated].pid]
         with suppress(OSError), socket.create_connection((_HOST, self._control_port), _SECONDS) as proxy:
             proxy.sendall(json.dumps(cut).encode() + b"\n")
@@ -247,7 +248,7 @@ class Etcd(Members):
         return found[0]
 
     def _leaders(self) -> list[int]:
-        """Return who leads by the word of those that know the newest term; nobody, or one."""
+        """Return the leader by the word of the members that know the newest term: none, or one."""
         statuses: dict[int, dict[str, Any]] = {}
         for member in self._answering():
             with suppress(OSError, ValueError):

@@ -1,7 +1,7 @@
 """Three nodes of MariaDB Galera as child processes, with the server's default settings.
 
 `proof/servers/__init__.py` says what holds for all servers. The library of Galera and the server come from
-the system, not from a wheel: `missing()` says what is not there.
+the system, not from a wheel: `missing()` names the missing parts.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ class Members(Servers):
         self._processes[member].send_signal(signal.SIGCONT)
 
     def heal(self) -> None:
-        """Resume what is paused, start what has ended, and wait until all is well."""
+        """Resume paused members, start ended ones, and wait until all is well."""
         for member in range(self.count):
             if self.is_running(member):
                 self.resume(member)
@@ -103,7 +103,7 @@ class Members(Servers):
         end(self._processes[member], farewell)
 
     def _answering(self) -> list[int]:
-        """Return those that can be asked: a paused one would keep everybody waiting."""
+        """Return the members that can be asked: a paused one would keep each caller waiting."""
         return list(filter(self._can_answer, range(self.count)))
 
     def _can_answer(self, member: int) -> bool:

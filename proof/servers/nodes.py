@@ -48,8 +48,8 @@ def ephemeral_ports() -> range:
 def _bind(port: int) -> socket.socket:
     """Return a socket that reserves a loopback port for a server; raise OSError where it is taken.
 
-    While the socket is open, Linux gives the port to nobody else, but lets a server that sets SO_REUSEADDR
-    (Valkey and Redis do) listen on it, again and again.
+    While the socket is open, Linux gives the port to no other program, but lets a server that sets
+    SO_REUSEADDR (Valkey and Redis do) listen on it, again and again.
     """
     reservation = socket.socket()
     try:
@@ -102,7 +102,7 @@ class _NodeSettings:
             "appendonly": "yes" if self.appendfsync else "no",
             "appendfsync": self.appendfsync or "no",
         }
-        if self.password is not None:  # in a file, because everybody can read command lines
+        if self.password is not None:  # in a file, because all users can read command lines
             lines["requirepass"] = '"' + "".join(f"\\x{byte:02x}" for byte in self.password.encode()) + '"'
         return "".join(f"{name} {value}\n" for name, value in {**lines, **self.settings}.items())
 
@@ -203,7 +203,7 @@ class Node:
         self.start()
 
     def copy_data(self, folder: str | os.PathLike[str]) -> None:
-        """Copy what is on the node's disk into a new folder, whether it runs or not; see `roll_back`."""
+        """Copy the node's data on the disk into a new folder, whether it runs or not; see `roll_back`."""
         self._check_keeps_data()
         for _ in range(_COPIES):
             manifest = self._read_manifest()

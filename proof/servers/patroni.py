@@ -1,8 +1,8 @@
 """Three nodes of PostgreSQL under Patroni, with three members of etcd, as child processes.
 
 `proof/servers/__init__.py` says what holds for all servers. PostgreSQL comes from the wheel that the other
-tests use. Patroni and etcd come from an environment of their own, `.venv-patroni`: `missing()` says what is
-not there. Nothing waits for the disk, and the servers trust every client on this machine.
+tests use. Patroni and etcd come from an environment of their own, `.venv-patroni`: `missing()` names the
+missing parts. Nothing waits for the disk, and the servers trust every client on this machine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CLIENTS: Final = ("local all all", "host all all 127.0.0.1/32", "host replicati
 _STREAMS: Final = (
     "SELECT sync_state FROM pg_stat_replication WHERE state = 'streaming' AND application_name LIKE 'n_'"
 )
-_TRUSTED: Final = {"username": "postgres", "password": "none"}  # which nobody asks for
+_TRUSTED: Final = {"username": "postgres", "password": "none"}  # no server asks for it
 
 
 def _packages() -> Path:

@@ -1,7 +1,7 @@
 """A network between the members of a cluster, which can cut one off: what it says and hears is held back.
 
-A program of its own, which imports nothing of ours, because the interpreter of whoever uses the cluster may
-be busy. A line of JSON on its first port says whom to cut off, and its process; it answers with a line.
+A program of its own, which imports nothing of ours, because the interpreter of the cluster's user may be
+busy. A line of JSON on its first port says which member to cut off, and its process; it answers with a line.
 Connections stay open, and say what was held back when the cut is over, as TCP does.
 """
 

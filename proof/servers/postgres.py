@@ -31,7 +31,7 @@ from proof.servers.workspace import POLL_SECONDS, ServerError, Servers, Workspac
 MAX_SOCKET_PATH: Final = 103
 # initdb starts `postgres` through a shell, with the path of the program in double quotes.
 _SPOILS_DOUBLE_QUOTES: Final = re.compile(r'["$`\\]')
-# Trust: only those who may enter the folder of the socket can connect at all.
+# Trust: only users that may enter the folder of the socket can connect at all.
 INITDB_OPTIONS: Final = (
     "--username=postgres",
     "--auth=trust",
@@ -44,14 +44,14 @@ INITDB_OPTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Account:
-    """Whom PostgreSQL runs as. It refuses root, so root's servers run as `nobody`."""
+    """The account of the server's process. PostgreSQL refuses root, so root's servers run as `nobody`."""
 
     uid: int
     gid: int
 
     @classmethod
     def for_servers(cls) -> Account | None:
-        """Return the account to change to, or None to stay who we are."""
+        """Return the account to change to, or None to keep the present one."""
         if os.geteuid() != 0:
             return None
         try:

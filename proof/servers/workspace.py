@@ -140,7 +140,7 @@ class Workspace:
 
         One server at a time works in a `folder`. What outlives its `farewell` for long gets SIGKILL.
         """
-        self.check()  # before the lock too: in a forked child nobody may be left to let go of it
+        self.check()  # before the lock too: a forked child may have no thread that lets go of it
         with self._belongings.lock:
             self.check()
             server = _run(command, folder, log, popen)

@@ -1,7 +1,7 @@
 """Servers of ZooKeeper as child processes: one alone, or an ensemble.
 
 `proof/servers/__init__.py` says what holds for all servers. Java and ZooKeeper come from the system, not from
-a wheel: `missing()` says what is not there. Nothing waits for the disk.
+a wheel: `missing()` names the missing parts. Nothing waits for the disk.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from proof.servers.workspace import ServerError, Workspace
 
 _JARS: Final = Path("/usr/share/java")
 _NEEDED: Final = ("zookeeper", "zookeeper-jute", "slf4j-api", "netty-all", "snappy-java", "metrics-core")
-# The first of these says what is wrong; some packages of ZooKeeper want the others.
+# The first of these prints errors; some packages of ZooKeeper want the others.
 _USEFUL: Final = ("slf4j-simple", "log4j-1.2", "commons-cli", "commons-io")
 _MAIN: Final = "org.apache.zookeeper.server.quorum.QuorumPeerMain"
 _FLAGS: Final = (

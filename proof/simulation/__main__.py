@@ -98,7 +98,7 @@ def play_all(
     runs: Iterator[tuple[int, int, Kept, None, type[Run]]], jobs: int
 ) -> Generator[Outcome, None, None]:
     """Start so many processes, and play runs there; return what comes of each, in whatever order that is."""
-    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))  # whoever calls may have threads
+    pool = ProcessPoolExecutor(jobs, mp_context=get_context("spawn"))  # the caller may have threads
 
     def submit(count: int) -> set[Future[Outcome]]:
         return {pool.submit(play, *run) for run in itertools.islice(runs, count)}

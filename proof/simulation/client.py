@@ -1,4 +1,4 @@
-"""What a client does: it acquires, holds, extends, writes, mints anew and releases, for ever.
+"""A client acquires, holds, extends, writes, remints and releases, for ever.
 
 The steps are those of `lock`, `renewal` and the guard, with the generators that ship; what those parts
 do besides (threads, contexts, SQL) is not simulated. A client never looks whether its lease is still valid
@@ -56,11 +56,12 @@ class Hold:
         return self.released or self.lost
 
     def is_valid(self) -> bool:
-        """Whether its holder may believe that nobody else holds the lock, until its transaction has ended."""
+        """Whether its holder may believe that no other client holds the lock.
+
+        After a release, an open transaction still counts as a hold.
+        """
         if self.lost or self.minting or not self.client.process.alive:
-            return (
-                False  # whoever mints anew does nothing else meanwhile, and may find that the lease has ended
-            )
+            return False  # a client that remints does nothing else meanwhile, and may find the lease ended
         writing = self.transaction is not None and not self.transaction.over
         return (writing or not self.released) and self.client.process.now < self.grant.expires_at
 
@@ -310,7 +311,7 @@ class Client:
         yield from self._update(hold, hold.resources[0], None)
 
     def _update(self, hold: Hold, row: str, base: int | None) -> Program:
-        """Write by one statement that commits itself: on what was read, or on what is there."""
+        """Write by one statement that commits itself: on the value that was read, or on the present one."""
         transaction = self._begin(hold)
         value = next(self._writes)
         storage = self._storage
@@ -338,7 +339,7 @@ class Client:
             self._refuse(hold, row, answer)
 
     def _find_out(self, hold: Hold) -> Program:
-        """After a COMMIT in doubt: mint anew, claim with the new token, and only then read and write."""
+        """After a COMMIT in doubt: remint, claim with the new token, and only then read and write."""
         if hold.transaction is not None:
             gone = 0.2 * self._random.random()  # until the database notices; a COMMIT may arrive before that
             self.world.at(self.world.now + gone, self._storage.roll_back, hold.transaction)

@@ -1,6 +1,6 @@
 """Watches a run, and says which promise was broken first.
 
-It knows everything at once, as nobody in the world does: what has been granted and when, and what the
+It knows everything at once, as no process in the world does: what has been granted and when, and what the
 storage has committed in which order.
 """
 
@@ -39,10 +39,10 @@ class Violated(Exception):  # noqa: N818 - it is a finding
 class Holding(Protocol):
     @property
     def owner(self) -> str:
-        """Who that is."""
+        """The holder's name."""
 
     def is_valid(self) -> bool:
-        """Whether its holder may believe that nobody else holds the lock, by his own clock."""
+        """Whether its holder may believe, by its own clock, that no other client holds the lock."""
 
 
 @dataclass

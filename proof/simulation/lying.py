@@ -23,7 +23,7 @@ _PAUSE = 0.1
 
 
 class Lying(Run):
-    """The usual run, with one more process that nobody believes."""
+    """The usual run, with one more process, whose claims no node may trust."""
 
     kind = "lying"
 

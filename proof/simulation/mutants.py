@@ -63,10 +63,10 @@ class Patch:
 class Mutant:
     """A rule that is left out."""
 
-    name: str  #: what is missing, as `proof/spec/` and the named schedules say it where they have it
+    name: str  #: the missing rule, as `proof/spec/` and the named schedules say it where they have it
     rule: str
     kept: Kept = Kept()  # noqa: RUF009 - it is a value
-    patches: tuple[Patch, ...] = ()  #: what is replaced in the shipped generators
+    patches: tuple[Patch, ...] = ()  #: replacements in the shipped generators
     control: str = ""  #: a test that shows what breaks without the rule, as pytest names it
     model: str = ""  #: the configuration of `proof/spec/` in which the rule is left out
     #: How many the simulation tries; fewer where several nodes must forget, each at its moment; none where it
@@ -395,7 +395,7 @@ def hunt(mutant: Mutant, seeds: int) -> Kill | None:
             for seed in range(seeds):
                 outcome = play(seed, size, kept, run=mutant.run)
                 acquisitions += outcome.acquisitions
-                if outcome.violation not in {"", STUCK}:  # whoever is stuck does no harm
+                if outcome.violation not in {"", STUCK}:  # a run that is stuck does no harm
                     return Kill(mutant.searched, outcome.violation, size, seed, acquisitions)
     return None
 
@@ -443,7 +443,7 @@ def recorded() -> dict[str, list[str]]:
 
 
 def replay(mutant: Mutant, cells: Sequence[str]) -> str:
-    """Play the seed of the table; return what is not as it was, and nothing where all is."""
+    """Play the seed of the table; return the difference from it, and nothing where all is as it was."""
     _, noticed, size, seed, _ = cells
     with left_out(mutant) as kept:
         found = f"{mutant.searched}: {play(int(seed), int(size), kept, run=mutant.run).violation}"

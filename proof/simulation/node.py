@@ -1,8 +1,8 @@
 """A node in memory, which answers as the scripts do; `test_conformance.py` holds it to that on a real server.
 
-What it buys is speed, and a clock that stands still until somebody moves it: `now` is the node's own time in
-milliseconds. It is the only model of a node that there is. What is *not* in it: votes that are proven by INFO
-(`verify="vote"`), and everything that concerns sockets.
+The model is fast, and its clock stands still until a caller moves it: `now` is the node's own time in
+milliseconds. It is the only model of a node that there is. It does *not* have votes that are proven by INFO
+(`verify="vote"`), or anything that concerns sockets.
 
 Each rule of the scripts is a method or a class attribute, so that a mutant can do without it.
 """
@@ -43,7 +43,7 @@ class Lock(NamedTuple):
 
 @dataclass
 class Queue:
-    """Who waits for a lock, since when, and when all of that is forgotten."""
+    """The waiters of a lock, since when each waits, and when all of that is forgotten."""
 
     since: dict[str, int]
     ends: float
@@ -98,11 +98,11 @@ class ModelNode:
         self.now = 0.0  #: its clock, in ms
         self.exhausted = False  #: whether it has ever had no counter left
         self.hash: dict[str | int, Any] = {}  #: numbers as keys are stripes, with their counters
-        self.locks: dict[str, Lock] = {}  #: those that have ended may be there still
+        self.locks: dict[str, Lock] = {}  #: an ended lock may still be in it
         self.queues: dict[str, Queue] = {}
         #: By lock, the clients that were called and have not been heard of since.
         self.silent: dict[str, set[str]] = {}
-        #: Is told client and message of each call, and tells whether anybody heard it.
+        #: Is told client and message of each call, and tells whether any client heard it.
         self.publish: Callable[[str, str], bool] = lambda _client, _message: False
         self.unbroken = False  #: whether it has loaded no data since it got its ticket, or was admitted
         self.ever = 0  #: 1 + the highest epoch in which it could vote, whatever it remembers of that
@@ -152,7 +152,7 @@ class ModelNode:
             self._load(disk)
 
     def reload(self, disk: Disk) -> None:
-        """Have the data of an earlier moment, as who has followed another does; the process lives on."""
+        """Take the data of an earlier moment, as a node does that follows another; the process lives on."""
         self._load(disk)
 
     def _load(self, disk: Disk) -> None:
@@ -320,7 +320,7 @@ class ModelNode:
         return any(own > theirs for own, theirs in zip(counters, decided, strict=True))
 
     def release(self, command: Command) -> Reply:
-        """RELEASE: refuse nobody."""
+        """RELEASE: refuse no client."""
         arguments: Sequence[Any] = command.arguments
         keys = command.keys[1:]
         count = 3 + 2 * len(keys)
@@ -488,7 +488,7 @@ class ModelNode:
                 return place
         return ""
 
-    # The scripts about who is a member.
+    # The scripts about members.
 
     def holds(self, ticket: str) -> bool:
         """Whether that is its ticket, of this very process and memory."""

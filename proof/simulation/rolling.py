@@ -1,8 +1,8 @@
 """Another kind of run: every node restarts, one after the other, the next when all of them are admitted.
 
-That is what operators are told to do. Beside the clients that come and go there are some who hold a lease
-all the time and do nothing else, some who wait for it, and some who are idle; not all of them admit nodes.
-Nothing else goes wrong, so nobody may lose a lease, or be told that the list of nodes is wrong.
+That is what operators are told to do. Beside the clients that come and go, some clients hold a lease all the
+time and do nothing else, some wait for it, and some are idle. Not all of them admit nodes. Nothing else goes
+wrong, so no client may lose a lease, or be told that the list of nodes is wrong.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from proof.simulation.run import Run
 from proof.simulation.weather import Weather, draw_well
 from proof.simulation.world import Process, Program, Task
 
-#: Of each sort: those who hold, who wait, and who are idle.
+#: Clients of each sort: holders, waiters and idle ones.
 _OF_EACH = 2
 #: How long all of it may take; and how long nodes have to be admitted.
 _LONGEST = 120.0
@@ -37,7 +37,7 @@ class Rolling(Run):
 
     def _storm(self) -> None:
         world = self.world
-        for client in list(self._clients.values())[1:]:  # somebody has to admit nodes
+        for client in list(self._clients.values())[1:]:  # one client has to admit nodes
             client.process.recovers = world.random.random() < 0.5
         self._begin_errands()
         world.run(world.now + 0.5)
@@ -46,7 +46,7 @@ class Rolling(Run):
             self._run_until(self._all_vote)
             if world.random.random() < 0.5:
                 world.run(world.now + world.random.random())
-        # A lease that nobody extends any more comes to its end.
+        # A lease that no client extends any more comes to its end.
         world.run(world.now + world.weather.ttl)
         self.over = True
         self._run_until(lambda: all(task.result is not None for task in self.errands))

@@ -269,7 +269,7 @@ class Run:
         return self._faults.forgot_amid_change or len(lists) > 1
 
     def _recover(self) -> None:
-        """Let somebody recover the present list, in which the operator has flushed what is closed still."""
+        """Let a client recover the present list. The operator has flushed its nodes that are still closed."""
         world = self.world
         for number in self._members:
             node = world.servers[number].node

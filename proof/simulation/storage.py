@@ -48,7 +48,7 @@ class Transaction:
 
 @dataclass
 class Row:
-    """One row: the write that it saw last, and its fence. Beside it who has it locked, and who waits."""
+    """One row: the write that it saw last, its fence, the owner of its lock, and the waiting transactions."""
 
     value: int = 0
     fence: int = 0
@@ -138,7 +138,7 @@ class Storage:
     def _with_lock(self, transaction: Transaction, name: str, action: Callable[[], None]) -> None:
         row = self.row(name)
         if transaction.over:
-            return  # its connection is gone, and so is whoever waits for the answer
+            return  # its connection is gone, and so is the program that waits for the answer
         if row.owner is None or row.owner is transaction:
             if row.owner is None:
                 row.owner = transaction

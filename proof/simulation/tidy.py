@@ -1,7 +1,7 @@
 """A third kind of run: nothing forgets and nothing crashes, but connections break, and nodes hang.
 
-Leases are so long that none ends meanwhile. When all is calm again and every lock was given back, no lock is
-left on any node: none of an attempt that was given up, of a late grant, or of a RELEASE that found no
+Leases last long enough that none ends meanwhile. When all is calm again and every lock was given back, no
+lock is left on any node: none of an attempt that was given up, of a late grant, or of a RELEASE that found no
 connection. A lock that is left keeps others out for as long as its ttl.
 """
 
@@ -22,7 +22,7 @@ from proof.simulation.world import Process, Program, Task
 #: Seconds with faults, and in which clients may bring to an end what they have begun.
 _SECONDS = 5.0
 _LONGEST = 60.0
-#: Seconds in which what is owed arrives.
+#: Seconds in which owed messages arrive.
 _PEACE = 3.0
 
 

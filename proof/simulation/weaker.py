@@ -1,6 +1,6 @@
 """Nodes and clients that keep one rule less than the shipped ones. They exist only here.
 
-Each has the name of what is missing; `mutants.py` says which rule that is, and what finds it.
+Each has the name of the missing part; `mutants.py` says which rule that is, and which check finds it.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class WithoutCatchingUp(ModelNode):
 
 
 class Credulous(ModelNode):
-    """A node counts on from any number, whoever names it."""
+    """A node counts on from any number, whichever client names it."""
 
     def is_near(self, number: int, last: int) -> bool:  # noqa: ARG002 - the mutation
         return True
@@ -123,7 +123,7 @@ class AnyMemory(ModelNode):
 
 
 class MarkerOnDemand(ModelNode):
-    """A blank node makes itself a marker when somebody wants its vote."""
+    """A blank node makes itself a marker when a client wants its vote."""
 
     def when_blank(self, fingerprint: str) -> Reply | None:
         self.hash = {"e": 0, "p": 0, "r": self.run, "cfg": fingerprint, "b": self.first_counter()}
@@ -198,7 +198,7 @@ def maximum_without_write_back(
     granted: dict[int, tuple[int, ...]],
     ended: float,
 ) -> Generator[Broadcast, Replies, tuple[tuple[int, ...] | None, float]]:
-    """Decide the maximum and tell nobody: instead of `acquire._decide`."""
+    """Decide the maximum and tell no node: instead of `acquire._decide`."""
     yield from ()
     return attempts.maximum_of(granted.values()), ended
 
@@ -233,7 +233,7 @@ def still_promises(*_: Any) -> bool:
 
 
 def no_raise(_group: Any, _list: Any, _epoch: int, nodes: Iterable[int]) -> Generator[Any, Any, set[int]]:
-    """Raise nobody: instead of `establish.raise_voters`."""
+    """Raise no node: instead of `establish.raise_voters`."""
     yield from ()
     return set(nodes)
 

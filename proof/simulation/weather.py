@@ -49,7 +49,7 @@ class Weather:
     think: float  #: seconds between two acquisitions of a client, on the average
     work: float  #: seconds that a lease is used, on the average
     #: Whether clients, the network and a majority of the nodes are well all the time: then no healthy holder
-    #: loses a lease, and nobody is told that his list of nodes is wrong.
+    #: loses a lease, and no client is told that its list of nodes is wrong.
     well: bool = False
     in_order: bool = False  #: whether no message overtakes another on its connection
 
@@ -68,7 +68,7 @@ def draw(rng: random.Random) -> Weather:
     if sane:
         rates |= dict.fromkeys(_OF_CLOCKS, 0.0)
     if not sane and rng.random() < 0.4:
-        # A rush: locks end while they are decided upon, and everybody wants the same.
+        # A rush: locks end while they are decided upon, and all clients want the same.
         return Weather(
             rates=rates | {"lock evicted": rng.uniform(100.0, 600.0), "client pause": 0.0},
             latency=0.002,

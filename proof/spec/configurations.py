@@ -1,4 +1,4 @@
-"""What is checked: every configuration that must hold, and for every rule the one that fails without it."""
+"""The checks: every configuration that must hold, and for every rule the one that fails without it."""
 
 from __future__ import annotations
 

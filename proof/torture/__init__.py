@@ -1,7 +1,7 @@
 """Live faults on real servers, what happened under them, and whether the promises were kept.
 
 `history.py` is what a run writes down and all that its other rooms share: workers and faults write it,
-`checker.py` judges it without knowing who wrote it, `trace.py` and `picture.py` draw it.
+`checker.py` judges it without knowing its writer, `trace.py` and `picture.py` draw it.
 
 A run, from the outside to the inside: `command.py` reads the command line, `run.py` starts servers, lets
 workers work and faults happen (`settings.py` says how much of each), and puts the history together. `crew.py`

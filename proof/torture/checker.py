@@ -1,7 +1,7 @@
 """Judges a history: were the tokens unique and in order, and was no acknowledged write lost?
 
 Apart from the workload, of which it knows nothing but the format of what it has written: it would judge any
-other lock's history the same way. What is judged is what the holders saw: times were taken outside their
+other lock's history the same way. It judges what the holders saw: times were taken outside their
 calls, so that "completed before this one began" is certain wherever it is said here. All of it is sorting
 and sweeping, O(n log n).
 
@@ -71,12 +71,12 @@ class Rule(StrEnum):
     NO_LOST_UPDATE = "lost update"  #: each acknowledged addition is in the row, and no more than was sent
     NO_STALE_ACCEPT = "stale accept"  #: nothing was written below a token that the row had seen
     LEASE_KEPT = "lost lease"  #: a lease that is renewed ends only with its holder, while a majority is well
-    RIGHT_LIST = "wrong list"  #: nobody with the right list of nodes is told that it is wrong
+    RIGHT_LIST = "wrong list"  #: no client with the right list of nodes is told that it is wrong
     OUR_ERRORS = (
         "error"  #: each error is the library's own; none says of nodes that are well that they are not
     )
-    MOVING_LINE = "line"  #: who waits in turn is held up for a moment by a process that does not answer
-    NOTHING_LEFT = "left"  #: what is given back, interrupted or refused leaves no lock beyond its ttl
+    MOVING_LINE = "line"  #: a process that does not answer holds up a waiter only for a moment
+    NOTHING_LEFT = "left"  #: a released, interrupted or refused acquisition leaves no lock beyond its ttl
     FENCE_ABOVE = "fence"  #: at the end, the row's fence is not below any token that was written with
 
 
@@ -110,7 +110,7 @@ class Verdict:
     overstayed: int  #: holds that lasted longer than their holder had been promised to be alone at first
     overlaps: int  #: holds that began while an earlier holder worked: tokens are for that, it is no violation
     valid_overlaps: int  #: those of them that began while the earlier holder had been promised to be alone
-    lost_leases: int  #: holders who heard at their release that the lease had ended before
+    lost_leases: int  #: holders that heard at their release that the lease had ended before
     failures: Mapping[str, int]  #: by their error
     outcomes: Mapping[Outcome, int]
     styles: Mapping[Style, Mapping[Outcome, int]]
@@ -119,7 +119,7 @@ class Verdict:
     rows: int  #: how many were looked at at the end
     faults: Mapping[str, int]  #: by their kind
     disorders: int  #: tokens below earlier ones while two primaries granted, which is no violation
-    unavailable: Gap  #: the longest time in which somebody wanted a lock and nobody anywhere got one
+    unavailable: Gap  #: the longest time in which clients wanted locks, and none of them got one
     lasted: Gap  #: from the first attempt to the end of the last one
     cut: int  #: lines that a killed worker left unfinished
 
@@ -329,7 +329,7 @@ def _may_hit(fault: Fault, worker: int) -> bool:
 
 
 def _wrong_lists(facts: _Facts) -> Iterator[Violation]:
-    """Find who was told that the list of nodes is wrong, which it never is."""
+    """Find workers that were told that the list of nodes is wrong, which it never is."""
     for failure in facts.of(Failure):
         if failure.error == "MembershipError":
             yield Violation(
@@ -343,8 +343,8 @@ def _wrong_lists(facts: _Facts) -> Iterator[Violation]:
 def _wrong_errors(facts: _Facts) -> Iterator[Violation]:
     """Find errors that are not the library's, and those that say of nodes which are well that they are not.
 
-    A counter that is none hits who asked for its resource, also together with others. A handler that raises
-    has its worker's connections closed.
+    A value that is no counter hits the callers that asked for its resource, also together with others. A
+    handler that raises has its worker's connections closed.
     """
     hit = [
         fault
@@ -414,7 +414,7 @@ def _styles(written: Iterable[Write]) -> dict[Style, Counter[Outcome]]:
 
 
 def _read_twice(written: Sequence[Write]) -> Iterator[Violation]:
-    """Lost updates, told by what was read: who builds on the same value undoes the other's addition."""
+    """Find lost updates by their reads: a second write on the same value undoes the addition of the first."""
     firsts: dict[int | None, Write] = {}
     for second in sorted(_acknowledged(written), key=attrgetter("ended")):
         first = firsts.setdefault(second.read, second)
@@ -517,7 +517,7 @@ class _Holds:
     def promised_end(self, hold: Acquisition) -> int:
         """Return until when the holder is known to have worked while it had been promised to be alone.
 
-        One who was killed may have released, and not have come to write it down.
+        A killed worker may have released, and not have come to write it down.
         """
         released = self._releases.get((hold.worker, hold.resource, hold.token), hold.completed)
         return max(hold.completed, min(released, hold.valid_until))
@@ -551,7 +551,7 @@ def gaps(began: Sequence[int], ended: Sequence[int], successes: Sequence[int]) -
     """Yield the times between successes in which there was an attempt; each sequence is sorted by itself."""
     start = 0
     for at, end in enumerate(ended):
-        # As many have ended as have begun before the next one: until then nobody wants a lock.
+        # As many have ended as have begun before the next one: until then no client wants a lock.
         if at + 1 == len(began) or began[at + 1] > end:
             inside = successes[bisect_left(successes, began[start]) : bisect_right(successes, end)]
             for gap in itertools.pairwise([began[start], *inside, end]):

@@ -157,7 +157,7 @@ def _pause_primary(stage: Stage, _: random.Random) -> None:
 def _make_two_primaries(stage: Stage, _: random.Random) -> None:
     with _primary(stage, "two-primaries") as (cluster, leader), _paused([cluster.patroni(leader)]):
         _await_other(stage, cluster, leader)
-        # Who connects anew takes the first primary in its URL.
+        # A client that connects again takes the first primary in its URL.
         with psycopg.connect(cluster.dsn(leader), autocommit=True) as connection:
             connection.execute(_END_ALL)
         stage.sleep(_BESIDE)

@@ -21,7 +21,8 @@ _PROXIED = 3
 
 class Crew:
     def __init__(self, settings: Settings, places: Places) -> None:
-        # Not fork: threads of this process may hold locks. Not spawn: each would import everything anew.
+        # Not fork: threads of this process may hold locks. Not spawn: each worker would import everything
+        # again.
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload([work.__module__])
         self._settings = settings

@@ -1,9 +1,9 @@
 """COMMITs whose connection ends in the middle, one way or the other, on a PostgreSQL that is ours.
 
-The database says itself who is in the middle of a COMMIT, so nothing here is left to luck. A COMMIT can be
-held up before it takes place, by a deferred trigger that waits for an advisory lock: whose connection ends
-then has written nothing. Or after it has taken place, by a standby that does not exist: whose connection ends
-then has written, and does not know.
+The database itself says which session is in the middle of a COMMIT, so nothing here is left to luck. A
+deferred trigger that waits for an advisory lock can hold up a COMMIT before it takes place. A client whose
+connection ends then has written nothing. A standby that does not exist can hold up a COMMIT after it has
+taken place. A client whose connection ends then has written, and does not know.
 """
 
 from __future__ import annotations

@@ -64,7 +64,7 @@ class Strikes:
 
 
 def narrow_sockets() -> None:
-    """Have the sockets to nodes take little at a time, unless the device cuts what is sent by itself."""
+    """Let the sockets to nodes take little at a time, unless the device cuts the data by itself."""
     if _MTU.exists() and int(_MTU.read_text()) <= _ETHERNET:
         return
     really_open = connector._open

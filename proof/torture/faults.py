@@ -32,7 +32,7 @@ from proof.torture.proxy import FAIR, SILENT, Proxies, Weather
 from proof.torture.settings import CLUSTERS
 from proof.torture.stage import FaultError, Note, Stage
 
-#: Seconds to wait for somebody who is in the middle of a COMMIT.
+#: Seconds to wait for a session that is in the middle of a COMMIT.
 _COMMIT_SECONDS: Final = 3.0
 #: Seconds in which a server has copied a node's data.
 _COPY_SECONDS: Final = 30.0

@@ -1,7 +1,7 @@
 """What a run of `python -m proof.torture` writes down: a line of JSON for each thing that happened.
 
 Facts only: a history says nothing about right and wrong, and a checker or a report needs nothing else. All
-times are nanoseconds on one monotonic clock that everybody on the machine shares, taken *outside* the
+times are nanoseconds on one monotonic clock that all processes on the machine share, taken *outside* the
 calls that they enclose: an acquisition had begun before `acquire` was called, and was complete after it
 had returned. Lines may come in any order.
 """
@@ -156,7 +156,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """What is left of a line that a worker was writing when it was killed."""
+    """The rest of a line that a worker was writing when it was killed."""
 
     kind: ClassVar[str] = "cut"
     text: str

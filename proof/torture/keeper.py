@@ -1,4 +1,4 @@
-"""Leases that are kept for as long as a worker lives, and somebody who waits for each of them.
+"""Leases that are kept for as long as a worker lives, and a waiter for each of them.
 
 Most holders are quick, and notice nothing of a node that forgets. These do nothing but extend their lease,
 across everything that happens to the nodes, and leave it to others to admit them. So a lease that is lost
@@ -26,7 +26,7 @@ from proof.torture.steps import sleep
 #: Seconds between two looks at a lease, and after an attempt that failed.
 _LOOK: Final = 0.02
 _BACK_OFF: Final = 0.2
-#: Seconds for which somebody waits for a lease that is held all the time.
+#: Seconds for which a waiter waits for a lease that is held all the time.
 _LONG: Final = 30.0
 
 
@@ -64,7 +64,7 @@ class Keeper:
             yield sleep(_LOOK)
 
     def _lock(self) -> FencedLock[Any]:
-        """Return the lock. Whoever waits for another's gives up before the run is said to hang."""
+        """Return the lock. A worker that waits for another's lock gives up before the run is said to hang."""
         timeout = min(_LONG, 10 * self.ttl)
         return fenced_lock(
             f"kept {self.kept}", ttl=self.ttl, timeout=timeout, max_hold=None, authority=self.authority

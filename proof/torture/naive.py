@@ -7,7 +7,7 @@ In a database, one transaction reads the lease, Python adds 1 to its token, and 
 both back. Whatever another holder does in between is overwritten.
 
 In etcd the token is the revision at which a key was put that was not there, in ZooKeeper the transaction that
-made a node. Stores that begin anew, or go back to a snapshot, count from there again.
+made a node. Stores that begin again, or go back to a snapshot, count from there again.
 """
 
 from __future__ import annotations
@@ -211,7 +211,7 @@ class NaiveZooKeeper(_Naive):
         return self._client
 
     def _leave(self) -> None:
-        """Begin anew: kazoo does not come back to servers that have counted less far."""
+        """Begin with a new client, because kazoo does not come back to servers that have counted less far."""
         client, self._client = self._client, None
         if client is not None:
             with suppress(Exception):  # whatever kazoo says of a connection that is not there

@@ -26,7 +26,7 @@ _COUNTERS: Final = ("abc", "-5", "1e300", "nan", "1.5", "")
 
 Write = Callable[[Any, str], object]
 
-#: What is written into a lock, which then holds it.
+#: Values that are written into a lock's key, and then hold the lock.
 _LOCKS: Final[Mapping[str, Write]] = {
     "a list": lambda node, key: node.rpush(key, "x"),
     "a number": lambda node, key: node.set(key, "7"),
@@ -35,7 +35,7 @@ _LOCKS: Final[Mapping[str, Write]] = {
     "5000 digits": lambda node, key: node.set(key, f"0123456789abcdef0198765432a|1|{'9' * 5000}"),
     "a claim without an end": lambda node, key: node.set(key, ">x.1"),
 }
-#: What is written in the place of a queue, and of the clients that were called in vain.
+#: Values in the place of a queue, and of the clients that were called in vain.
 _LINES: Final[Mapping[str, Write]] = {
     "a text for a line": lambda node, key: node.set(key, "x"),
     "a line of odd places": lambda node, key: node.zadd(key, {"": 1, "no dot": 2, b"\xff.\xff": 3}),

@@ -17,7 +17,7 @@ _TIMEOUT: Final = 5.0
 class Plan:
     resources: tuple[str, ...]
     lock: LockSettings
-    padding: tuple[str, ...] = ()  #: what is locked besides
+    padding: tuple[str, ...] = ()  #: further names to lock
     work: float = 0.0  #: seconds to hold it before anything is written
     writes: bool = False
     think: float = 0.0  #: seconds between the read and the write
@@ -43,7 +43,7 @@ _SHARES: Final = {
 }
 #: What the naive control can do.
 _SIMPLE: Final = {manner: _SHARES[manner] for manner in (Manner.QUICK, Manner.OVERSTAYING, Manner.BRIEF)}
-#: What a database can do, which keeps no waiting line. In a store everybody waits in turn.
+#: What a database can do, which keeps no waiting line. In a store all clients wait in turn.
 _WITHOUT_A_LINE: Final = {
     manner: share for manner, share in _SHARES.items() if manner not in {Manner.FAIR, Manner.LARGE}
 }

@@ -1,8 +1,8 @@
 """A network between workers and nodes, or databases, that can be made bad: it delays, drops and duplicates.
 
-A connection through it stays what TCP promises, a stream without holes: who drops something drops all that
-follows, until the connection ends. What arrives twice arrives the second time on a connection of its own,
-late, as from a network or a client that resends, and nobody reads the answer.
+A connection through it stays what TCP promises, a stream without holes: a proxy that drops something drops
+all that follows, until the connection ends. What arrives twice arrives the second time on a connection of its
+own, late, as from a network or a client that resends, and no client reads the answer.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _REDIS_PORT: Final = 6379
 _REDIS: Final = ("redis", "rediss")
 _READ_SIZE: Final = 65536
 _VOTES: Final = (b"EVALSHA", b"EVAL")
-#: Seconds after which nobody waits for the answer to a duplicate any more.
+#: Seconds after which the proxy waits for the answer to a duplicate no longer.
 _GHOST_SECONDS: Final = 1.0
 
 

@@ -124,7 +124,7 @@ def _merge(history: Path, began: Run, crew: Crew, faults: Path, rows: Sequence[R
 
 
 def _supervise(stage: Stage, faults: Sequence[str], tell: Callable[[float, int], None]) -> bool:
-    """Let workers work and faults happen until it is enough; return whether somebody interrupted it."""
+    """Let workers work and faults happen until it is enough; return whether a user interrupted it."""
     lanes = []
     try:
         _wait_for_the_first(stage.crew)
@@ -299,7 +299,7 @@ def _nodes(settings: Settings, faults: Sequence[str], tools: Sequence[object]) -
 def _databases(
     settings: Settings, folder: Path, faults: Sequence[str], tools: list[object]
 ) -> Iterator[Sequence[str]]:
-    """Yield URLs of the run's database, for the workers in turn; add what is broken to the tools."""
+    """Yield URLs of the run's database, for the workers in turn; add the servers to break to the tools."""
     if settings.database == "postgresql":
         # So that a COMMIT can be held up after it has taken place: see `doubt`.
         with Postgres(settings={"synchronous_commit": "on"}) as server:
@@ -347,7 +347,7 @@ def _first_line(settings: Settings, servers: _Servers) -> Run:
 
 
 def _for_json(settings: Settings) -> dict[str, Any]:
-    """Return the settings without what is secret: URLs may hold passwords."""
+    """Return the settings without secrets, because URLs may hold passwords."""
     said = asdict(settings)
     said["nodes"] = list(Redlock(settings.nodes).nodes) if settings.nodes else []
     if not settings.embedded_database:

@@ -78,7 +78,7 @@ class Storage:
         self._thinking = thinking
 
     def read_before(self, plan: Plan) -> Call:
-        """Return objects of the rows, for who is going to ask for their lock only now; none if that fails."""
+        """Return objects of the rows, for a worker that is yet to ask for their lock; none if that fails."""
         return Call(partial(self._read_before, plan), partial(asyncio.to_thread, self._read_before, plan))
 
     def _read_before(self, plan: Plan) -> dict[str, Kept]:

@@ -130,7 +130,7 @@ def _has_table(url: str, name: str) -> bool:
 
 
 def create_tables(engine: Engine, resources: Sequence[str], *, fences: bool = True) -> None:
-    """Make the tables anew, with a counter at 0 for each resource; and the fence table, if that is wanted."""
+    """Make new tables, with a counter at 0 for each resource; and the fence table, if that is wanted."""
     drop_tables(engine, fences=fences)
     Base.metadata.create_all(engine, tables=tables(fences=fences))
     rows = [{"name": name, "value": 0} for name in resources]

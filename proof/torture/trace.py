@@ -32,7 +32,7 @@ from proof.torture.history import (
 )
 from proof.torture.table import name_of_versioned
 
-#: A shorter wait is not drawn, nor is a shorter time in which nobody got a lock.
+#: A shorter wait is not drawn, nor is a shorter time in which no client got a lock.
 SHORTEST_WAIT: Final = 1_000_000
 SHORTEST_GAP: Final = 250_000_000
 _FOREVER: Final = 1 << 63
@@ -195,7 +195,7 @@ class _Trace:
         self._put({"ph": "M", "pid": 1, "name": "process_labels", "args": {"labels": "fencelock"}}, "\n]}\n")
 
     def _bury(self, worker: int, now: int) -> None:
-        """End what a worker held when it was killed: whoever works `now` is another process."""
+        """End the holds that a worker had when it was killed: the worker at `now` is another process."""
         while (deaths := self._deaths[worker]) and deaths[0] < now:
             death, held = deaths.popleft(), self._held[worker]
             for key in [key for key, hold in held.items() if hold.lease.completed <= death]:

@@ -150,7 +150,7 @@ class Worker:
         self._settings = assignment.settings
         self._tasks = assignment.tasks
         self._board = board
-        board.thinking[assignment.number] = 0  # whoever was this worker before may have been killed there
+        board.thinking[assignment.number] = 0  # an earlier process of this worker may have been killed there
         self._rng = random.Random(f"{assignment.settings.seed}/{assignment.number}/{assignment.life}")
         self._notes = Notes(assignment.number, journal := Journal(assignment.journal))
         self._storage = Storage(
@@ -297,7 +297,7 @@ def store_on(url: str, settings: Settings) -> Any:
 
 
 def _keepers(assignment: Assignment, notes: Notes, over: Callable[[], bool]) -> list[Keeper]:
-    """Return who keeps a lease for as long as the worker lives, and who waits for that of the next."""
+    """Return the keeper of the worker's lease, and the waiter for that of the next worker."""
     settings = assignment.settings
     if not settings.quorum or not settings.on_nodes or "node-rolling" not in settings.faults:
         return []
@@ -319,5 +319,5 @@ def _settling(plan: Plan) -> Plan:
 
 
 def _tokens(lock: FencedLock[Any], plan: Plan) -> dict[str, int]:
-    """Return those of what is written to and noted, which are the first."""
+    """Return the tokens of the resources that are written to and noted, which are the first."""
     return {lease.resource: lease.token for lease in lock.leases[: len(plan.resources)]}

@@ -1,4 +1,4 @@
-"""Authorities as they are often written, which break their promises: the suite must find that out."""
+"""Authorities as programs often have them. They break promises, and the suite must notice."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.authorities.faces import AsyncClient, Client
 
 
 class Naive:
-    """Leases in a table: looked at in one transaction, taken in another, given back by whoever asks.
+    """Leases in a table: looked at in one transaction, taken in another, given back by any client that asks.
 
     Args:
         path: of the SQLite database, which has the table already: see `create`.
@@ -73,7 +73,7 @@ class Naive:
         return token
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """Move the ends, whoever holds the leases."""
+        """Move the ends, whichever client holds the leases."""
         return [self._extend(grant, ttl) for grant, ttl in wishes]
 
     def _extend(self, grant: Grant, ttl: float) -> Grant:
@@ -82,12 +82,12 @@ class Naive:
         return Grant(grant.resources, grant.tokens, time.monotonic() + ttl, None)
 
     def remint(self, grant: Grant, ttl: float) -> Grant:
-        """Take the resources once more, whoever holds them."""
+        """Take the resources once more, whichever client holds them."""
         tokens = tuple(self._take(resource, ttl) for resource in grant.resources)
         return Grant(grant.resources, tokens, time.monotonic() + ttl, None)
 
     def release(self, grant: Grant) -> bool | None:
-        """Have the leases end, whoever holds them."""
+        """End the leases, whichever client holds them."""
         for resource in grant.resources:
             self._execute("UPDATE leases SET expires_at = 0 WHERE resource = ?", resource)
         return True
@@ -114,7 +114,7 @@ class _ForgetfulTasks:
         timeout: float | None,  # noqa: ASYNC109 - as every authority has it
         fair: bool = False,
     ) -> Grant:
-        """Acquire, and then wait once more, without a thought for what is held already."""
+        """Acquire, and then wait once more. A cancellation during that wait loses the grant."""
         grant = await self._inner.acquire(resources, ttl=ttl, timeout=timeout, fair=fair)
         await asyncio.sleep(0)
         return grant

@@ -65,7 +65,7 @@ class _Alarm:
 
 
 def interrupt(url: str, seconds: float = 1.2) -> dict[str, Any]:
-    """Acquire and release while a handler raises; tell what is not free soon after an interruption."""
+    """Acquire and release while a handler raises; return the locks that an interruption left behind."""
     authority, other, alarm = fencelock.configure(url), BlockingFace(fencelock.configure(url)), _Alarm()
     kinds = (KeyboardInterrupt, SoftTimeLimitError)
     dice = random.Random(1)
@@ -89,7 +89,8 @@ def interrupt(url: str, seconds: float = 1.2) -> dict[str, Any]:
         except kinds:
             interrupted += 1
             if grant is not None:
-                # It may have struck before the first line of `release`: whoever holds a lock asks again.
+                # The handler may have struck before the first line of `release`. A program that still holds a
+                # lock asks again.
                 authority.release(grant)
             if not is_free_soon(other, *names):
                 left.append(name)
@@ -119,7 +120,7 @@ def _seconds_of(authority: Client) -> float:
 
 
 def lock_in_handlers(url: str, seconds: float = 1.2) -> dict[str, Any]:
-    """Lock in a handler that strikes while the same authority acquires, extends, mints anew and releases."""
+    """Lock in a handler that strikes while the same authority acquires, extends, remints and releases."""
     authority = fencelock.configure(url)
     dice, rounds, odd = random.Random(2), 0, list[str]()
     took, refused = list[float](), list[float]()
@@ -222,7 +223,7 @@ def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
 
 
 def _wait(face: Face) -> bool:
-    """Wait for what is held; tell whether it was granted and could be given back."""
+    """Wait for a held lock; return whether it was granted and could be given back."""
     return face.release(face.acquire("contended", ttl=20.0, timeout=15.0)) is True
 
 

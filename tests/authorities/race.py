@@ -1,4 +1,4 @@
-"""Clients that fight over resources, the journal of what they were granted, and what it must show."""
+"""Clients that fight over resources, the journal of their grants, and the rules for the journal."""
 
 from __future__ import annotations
 

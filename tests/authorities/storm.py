@@ -1,4 +1,4 @@
-"""Tasks that acquire, extend and release, each cancelled at a random await; and what must hold afterwards."""
+"""Tasks that acquire, extend and release, each cancelled at a random await; and the checks afterwards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task is cancelled wherever it waits: nothing stays behind, and the next task is none the wiser."""
+"""A cancelled call leaves no lease behind, and the next task of the client works as usual."""
 
 from __future__ import annotations
 
@@ -163,7 +163,10 @@ def test_a_cancelled_acquisition_leaves_nothing(stage: Stage) -> None:
 
 
 def test_a_cancelled_first_acquisition_leaves_nothing(stage: Stage) -> None:
-    """The client connects for it, each time anew; and works when it is asked again."""
+    """Each of these first acquisitions opens a connection.
+
+    After the cancellation, the client works when it is asked again.
+    """
     bystander = Bystander(stage)
 
     async def make(_: str) -> Client:

@@ -1,4 +1,4 @@
-"""A database's own: its table, its pool, connections that end, where tokens begin."""
+"""Leases in a database: its table, its pool, connections that end, and the first token."""
 
 from __future__ import annotations
 
@@ -175,7 +175,7 @@ def test_many_threads_use_few_connections(on_server: Engine) -> None:
         meet = threading.Barrier(60)
         with ThreadPoolExecutor(60) as threads:
             list(threads.map(lambda number: _lock_together(authority, meet, number), range(60)))
-        assert 1 < len(opened) <= 30  # 10 at a time; what is more than 5 is closed in between
+        assert 1 < len(opened) <= 30  # 10 at a time; connections beyond 5 are closed in between
     listened.dispose()
 
 
@@ -200,7 +200,7 @@ def test_a_connection_that_is_in_use_while_its_pool_is_given_up_is_closed(on_ser
 
 @pytest.mark.timed
 def test_a_server_has_to_allow_eleven_connections_for_each_process(postgres_database: ReusedDatabase) -> None:
-    """Of any number of threads: docs/authorities.md tells whoever sets `max_connections`."""
+    """So it is for any number of threads. docs/authorities.md gives the number for `max_connections`."""
     url, seen = postgres_database.url, list[int]()
     ask = (
         "SELECT count(*) FROM pg_stat_activity WHERE datname = current_database() AND pid <> pg_backend_pid()"

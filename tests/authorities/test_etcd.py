@@ -1,4 +1,4 @@
-"""What only etcd does: members that fail, TLS and logins, compaction, leases of its own, odd values."""
+"""Leases in etcd: failing members, TLS and logins, compaction, etcd's own leases, and odd values."""
 
 from __future__ import annotations
 
@@ -172,7 +172,7 @@ def test_watch_begins_behind_a_compaction(
             take(face, f"other{number}")
         cluster.compact(cluster.revision())
         monkeypatch.setattr(Etcd, "_take", taking)
-        time.sleep(5.0)  # at a third of its ttl it looks, and watches anew
+        time.sleep(5.0)  # at a third of its ttl the waiter looks, and watches again
         assert len(looks) <= 4
         assert face.release(grant) is True
         waiter.join(10.0)
@@ -209,7 +209,7 @@ def test_restored_snapshot_gives_no_token_again(cluster: Cluster, face: Blocking
 
 
 def test_release_by_force_is_heard_of(face: BlockingFace, authority: Etcd) -> None:
-    """Also by who waits at the place of a holder, and with its token only."""
+    """A release by force needs the token of the present holder. The holder hears of it at its next call."""
     grant = face.acquire("r")
     assert authority.force_release("r", token=grant.tokens[0] + 1) is None
     forced = authority.force_release("r")
@@ -283,7 +283,7 @@ def test_move_that_was_not_answered_is_repeated(
 def test_mark_of_somebody_else_is_named(
     face: BlockingFace, authority: Etcd, cluster: Cluster, value: str
 ) -> None:
-    """Nothing is granted by a number that nobody minted, and nothing is left in the line."""
+    """A number that no client minted grants nothing, and the refused client leaves no entry in the line."""
     key = key_of(authority, "m", "r")
     cluster.ctl("put", key, "--", value)
     with pytest.raises(AuthorityError, match="no mark of fencelock") as caught:

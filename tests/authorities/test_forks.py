@@ -1,4 +1,4 @@
-"""Forks, in a process that may fork: see `programs`."""
+"""A forked child holds nothing, uses no connection of its parent, and is refused its parent's locks."""
 
 from __future__ import annotations
 

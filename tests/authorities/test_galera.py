@@ -1,4 +1,4 @@
-"""Leases on three nodes of MariaDB Galera with the server's defaults, each client at a node of its own."""
+"""Leases hold on three nodes of MariaDB Galera with default settings, each client at a node of its own."""
 
 from __future__ import annotations
 

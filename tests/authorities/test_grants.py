@@ -1,4 +1,4 @@
-"""The page names the grants that a role needs: with these all of it works, and each that is missing is named.
+"""With the grants that the page names, a role can do everything. An error names each missing grant.
 
 The statements are read out of the page, so that the page and this file cannot differ.
 """
@@ -75,7 +75,7 @@ class Shop:
     """A database with a table of leases, whose owner grants rights to a role that has none.
 
     Attributes:
-        owner: an engine of who may grant.
+        owner: an engine of the account that may grant.
         url: of the role.
         dialect: "postgresql", or "mariadb" for MySQL, too.
     """
@@ -240,7 +240,7 @@ def test_each_grant_that_is_missing_is_named(
 
 
 def test_a_role_that_only_looks(shop: Shop) -> None:
-    """It sees who holds what, and gets no lock."""
+    """The role sees the holder of each lock, and gets no lock."""
     make_table(shop)
     shop.grant("to lock", only="SELECT")
     with Database(shop.owner) as holder, Database(shop.url) as looking:

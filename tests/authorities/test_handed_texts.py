@@ -1,4 +1,4 @@
-"""A text of `hand_over` comes from outside: whatever it says, no other name suffers."""
+"""A text of `hand_over` that comes from outside does no harm to other names."""
 
 from __future__ import annotations
 

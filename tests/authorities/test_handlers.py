@@ -1,4 +1,7 @@
-"""Signal handlers that strike at any moment, each in a process of its own: see `programs`."""
+"""A signal handler that strikes at any moment spoils no lock.
+
+Each runs in a process of its own: see `programs`.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,10 @@ def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
 def test_answers_stay_with_their_questions_while_a_handler_strikes_and_connections_open(
     nodes: Nodes,
 ) -> None:
-    """40 threads share the connections; what a handler interrupts is nobody else's."""
+    """40 threads share the connections.
+
+    A handler that interrupts one thread spoils no other thread's answer.
+    """
     said = run("connect_under_signals", ",".join(node.url for node in nodes))
     assert said["wrong"] == []
     assert not said["odd"], "\n".join(said["odd"])

@@ -1,4 +1,4 @@
-"""`at_least`: a lease that stays after its block, until a moment, in every authority and world."""
+"""`at_least` keeps a lease after its block until a moment, with every authority, for threads and tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a lease is of, and how long it lasts: names, extensions, the limits of a ttl, closing."""
+"""Names, extensions, the limits of a ttl, and closing mean the same with every authority."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_an_extension_keeps_the_token_and_moves_the_end(stage: Stage) -> None:
 
 
 def test_the_grant_from_before_an_extension_still_releases(stage: Stage) -> None:
-    """Who extends and is interrupted knows the older grant only."""
+    """A caller that is interrupted in an extension knows only the older grant."""
     mine, other = stage.new(), stage.new()
     first = mine.acquire("r", ttl=1.0)
     mine.extend_many([(first, 20.0)])
@@ -199,7 +199,10 @@ def test_a_day_is_granted_or_refused_in_plain_words(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
 def test_closing_twice_and_going_on(stage: Stage) -> None:
-    """What is used again connects again; what was held before is still held, extended and released."""
+    """A closed client connects again when it is used again.
+
+    It still holds, extends and releases its earlier leases.
+    """
     mine, other = stage.new(), stage.new()
     grant = mine.acquire("r")
     mine.close()
@@ -262,7 +265,7 @@ def test_the_holder_of_several_is_the_last_to_end(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
 def test_a_grant_is_known_elsewhere_by_plain_data(stage: Stage) -> None:
-    """Another client extends it, mints it anew and gives it back."""
+    """Another client extends the loaded grant, remints it and releases it."""
     mine, other = stage.new(), stage.new()
     grant = mine.acquire("b", "a", ttl=5.0)
     dumping: Any = mine.client

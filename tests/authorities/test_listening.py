@@ -1,4 +1,4 @@
-"""How PostgreSQL's calls reach a client: where listening fails, or ends at a bad moment."""
+"""PostgreSQL's calls reach a waiting client, also after its listening has failed or ended at a bad moment."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def test_a_client_that_cannot_listen_looks(url: str, monkeypatch: pytest.MonkeyP
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg_async"])
 @pytest.mark.filterwarnings("error")
 def test_a_loop_closes_a_client_that_begins_to_listen_meanwhile(url: str, driver: str) -> None:
-    """At once, though somebody still waits."""
+    """The client closes at once, though a caller still waits."""
 
     async def main() -> float:
         client = Database(url.replace("psycopg", driver)).aio

@@ -1,4 +1,4 @@
-"""The suite finds out a naive authority: each of these promises is one that it breaks."""
+"""The suite notices a naive authority, because that authority breaks each of these promises."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Leases in a PostgreSQL behind PgBouncer, which gives each transaction another connection."""
+"""Leases work in a PostgreSQL behind PgBouncer, which gives each transaction another connection."""
 
 from __future__ import annotations
 

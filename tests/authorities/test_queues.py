@@ -1,4 +1,4 @@
-"""Who waits for a resource: one caller of a process asks for all, and PostgreSQL calls the next process."""
+"""Waiters take turns: one caller of a process asks for all, and PostgreSQL calls the next process."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_who_is_called_asks_once(stage: Stage, server: Engine, said: Counter[str
 
 @pytest.mark.parametrize("stage", CALLED[:1], indirect=True)
 def test_who_comes_later_does_not_push_in(stage: Stage, server: Engine) -> None:
-    """What is released is kept for the first in the queue, for a moment."""
+    """A released lease is kept for the first waiter in the queue, for a moment."""
     grant, release = wait_in_order(stage, server, 1)
     with server.begin() as connection:  # as the release does, for a world that is slow
         connection.execute(
@@ -214,7 +214,7 @@ def test_callers_of_one_client_ask_for_each_other(stage: Stage, said: Counter[st
 @pytest.mark.long
 @pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
 def test_who_waits_for_several_is_not_passed_over_for_ever(stage: Stage) -> None:
-    """Though those who want one of them always have a next one."""
+    """A caller that wants several locks gets them, though other callers always wait for one of them."""
     crowd, several = [stage.new(), stage.new()], stage.new()
     is_over = threading.Event()
 
@@ -319,7 +319,7 @@ def pair(postgres_database: ReusedDatabase) -> Iterator[tuple[Database, Database
 
 
 def strike_once(monkeypatch: pytest.MonkeyPatch, kind: type, name: str, *, late: bool = False) -> None:
-    """Have a method be interrupted in the main thread, once, as by a signal handler."""
+    """Interrupt a method in the main thread, once, as a signal handler does."""
     method = getattr(kind, name)
     struck: list[bool] = []
 

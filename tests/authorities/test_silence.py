@@ -1,4 +1,4 @@
-"""A server, a network or a proxy goes silent: every wait has an end of ours, and nothing is left behind."""
+"""A silent server, network or proxy delays a call for a limited time, and no lease stays behind."""
 
 from __future__ import annotations
 
@@ -165,7 +165,10 @@ def test_release_that_meets_a_silence_comes_when_it_ends(face: Face, proxy: Prox
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_what_a_loop_left_owed_is_released_by_the_next(proxy: Proxy, beside: Face) -> None:
-    """A loop that ends waits for no server. What is owed is sent again as soon as another release is owed."""
+    """A loop that ends waits for no server.
+
+    An owed release is sent again as soon as another release is owed.
+    """
     with made_of(proxy, "postgresql+asyncpg", "URL") as authority:
 
         async def release_in_vain(resource: str) -> None:
@@ -237,7 +240,7 @@ def test_lost_lease_is_told_by_the_clock(face: Face, proxy: Proxy, run_lock: Run
 
 
 def check_lost_lease(face: Face, silence: Callable[[], None], run_lock: RunLock) -> None:
-    """Have a silence end a lease, and see who is told when."""
+    """Let a silence end a lease, and check when the callback and the block hear of the end."""
     told: list[float] = []
     authority: Any = face.client
     lock: FencedLock[int] = FencedLock(("r",), lambda: authority, ttl=3.0)

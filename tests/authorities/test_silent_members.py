@@ -1,4 +1,4 @@
-"""Members of etcd and servers of ZooKeeper go silent: every wait has an end of ours, as in `test_silence`."""
+"""A silent member of etcd, or server of ZooKeeper, delays a call for a limited time, as in `test_silence`."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ def test_process_ends_beside_silent_servers(silence: Silence) -> None:
 
 @each
 def test_waiting_goes_on_behind_a_silence(face: Face, silence: Silence, beside: Face) -> None:
-    """Who waits looks again, and gets the lock that was released meanwhile."""
+    """The waiter looks again, and gets the lock that was released during the silence."""
     grant = beside.acquire("r", ttl=20.0)
     began = time.monotonic()
 

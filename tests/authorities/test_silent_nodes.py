@@ -1,4 +1,4 @@
-"""Nodes go silent, as a database does in `test_silence`: every wait has an end of ours."""
+"""Silent nodes delay a call for a limited time, as a silent database does in `test_silence`."""
 
 from __future__ import annotations
 
@@ -88,7 +88,10 @@ def face(request: pytest.FixtureRequest, silence: Silence) -> Iterator[Face]:
 
 
 def test_connections_that_went_silent_are_replaced(face: Face, silence: Silence) -> None:
-    """A firewall has forgotten them; the nodes live. Who asks hears so, and a later try connects anew."""
+    """A firewall has forgotten the connections, and the nodes live.
+
+    The caller hears so, and a later try connects again.
+    """
 
     def is_granted() -> bool:
         began = time.monotonic()

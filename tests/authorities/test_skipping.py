@@ -1,4 +1,4 @@
-"""`if_held="skip"`: a holder is not waited for, and of contenders that begin together exactly one runs."""
+"""`if_held="skip"` waits for no holder, and exactly one of several contenders that begin together runs."""
 
 from __future__ import annotations
 

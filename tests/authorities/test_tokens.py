@@ -1,4 +1,4 @@
-"""Each lease has a token of its own, and a later lease has a larger one, whatever became of the earlier."""
+"""Each lease has its own token, and a later lease has a larger one, however the earlier lease ended."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_reminted_grant_has_a_larger_token_and_is_still_exclusive(stage: Stage
 
 
 def test_remint_lasts_for_the_ttl_that_it_is_given(stage: Stage) -> None:
-    """It keeps others out for so long, beyond the end of the old grant, and no longer."""
+    """The reminted lease keeps others out for its ttl, beyond the end of the old grant, and no longer."""
     mine, other = stage.new(), stage.new()
     first = mine.acquire("r", ttl=0.2)
     second = mine.remint(first, ttl=0.6)
@@ -93,7 +93,7 @@ def test_remint_of_a_lost_grant_is_refused(stage: Stage) -> None:
     assert other.release(taken) is True
 
 
-# Nodes grant anew what is free: their lock has looked at its clock before it asks.
+# Nodes grant a free lock again: their lock has looked at its clock before it asks.
 @pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
 def test_remint_is_refused_where_another_came_between(stage: Stage) -> None:
     """Although that one has gone again, and the resource is free."""

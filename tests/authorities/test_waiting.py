@@ -1,4 +1,4 @@
-"""What is refused, and for how long it is waited for; several resources together are granted all or none."""
+"""A contender waits for a held lease until its timeout. A request for several resources gets all or none."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What only ZooKeeper does: sessions, servers that lose their data, entries that somebody deletes, logins."""
+"""Leases in ZooKeeper: sessions, servers that lose their data, entries that are deleted, and logins."""
 
 from __future__ import annotations
 
@@ -149,7 +149,10 @@ def test_process_that_is_stopped_loses_its_session(url: str, other: ZooKeeper) -
 @pytest.mark.long
 @pytest.mark.usefixtures("zookeeper_server")
 def test_wiped_server_gives_no_token_again() -> None:
-    """It counts anew; the time in a token does not. A client that had a session gets another one."""
+    """A wiped server counts from the beginning, but the time in a token goes on.
+
+    A client that had a session gets another one.
+    """
     with Server() as server, ZooKeeper(f"{server.url}?session_timeout=4") as authority:
         lost = granted_soon(authority)
         server.wipe()
@@ -195,7 +198,10 @@ def test_leader_of_three_is_killed() -> None:
 
 
 def test_entry_that_somebody_deletes(authority: ZooKeeper, other: ZooKeeper, kazoo: KazooClient) -> None:
-    """Its holder hears of it at its next extension; a waiter enters anew, and leaves nothing behind."""
+    """The holder of a deleted entry hears of that at its next extension.
+
+    A waiter enters again, and leaves nothing behind.
+    """
     held = authority.acquire(("a", "b"), ttl=4.0, timeout=0)
     got: list[Grant] = []
     waiter = threading.Thread(target=lambda: got.append(other.acquire(("a", "b"), ttl=4.0, timeout=20.0)))
@@ -217,7 +223,7 @@ def test_entry_that_somebody_deletes(authority: ZooKeeper, other: ZooKeeper, kaz
 
 
 def test_release_by_force_frees_what_is_kept(authority: ZooKeeper, other: ZooKeeper) -> None:
-    """`at_least` keeps without an entry, and the operator sees by whom."""
+    """`at_least` keeps a lock without an entry, and the operator sees its holder."""
     lock = authority.lock("r", ttl=4.0, at_least=60.0)
     with lock as token:
         pass
@@ -242,7 +248,7 @@ def test_lease_ends_though_its_session_goes_on(authority: ZooKeeper, other: ZooK
 def test_mark_of_somebody_else_is_named(
     face: BlockingFace, authority: ZooKeeper, kazoo: KazooClient, value: str
 ) -> None:
-    """Nothing is granted by a number that nobody minted, and nothing is left in the line."""
+    """A number that no client minted grants nothing, and the refused client leaves no entry in the line."""
     take(face, "r", ttl=4.0)
     kazoo.set(line_of(authority, "r"), value.encode())
     with pytest.raises(AuthorityError, match="no mark of fencelock"):
@@ -284,7 +290,7 @@ def test_init_above_another_authority(face: BlockingFace, authority: ZooKeeper, 
 
 
 def test_login_guards_the_nodes(url: str) -> None:
-    """Nobody else may read or write what such a client has made."""
+    """No other client may read or write the nodes that such a client has made."""
     with_login = url.replace("://", "://alice:secret@")
     with ZooKeeper(with_login) as authority, ZooKeeper(url) as stranger:
         assert "secret" not in repr(authority)

@@ -1,4 +1,4 @@
-"""Rows of the guard's tests, and who writes them."""
+"""Rows of the guard's tests, and the holders that write them."""
 
 from __future__ import annotations
 

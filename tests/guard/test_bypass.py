@@ -1,4 +1,4 @@
-"""Going around the guard is said of a statement, connection or engine, or for a block, and ends with it."""
+"""A bypass holds for one statement, connection, engine or block, and ends with it."""
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
             connection.execute(text(REPAIR))
         connection.execute(text(REPAIR))
     with engine.connect().execution_options(fencelock="bypass") as connection, Session(connection) as session:
-        session.execute(text(REPAIR))  # whoever made the connection has said it for all of it
+        session.execute(text(REPAIR))  # the option of the connection holds for all of it
 
 
 @pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)  # sqlite3's are of one thread
@@ -195,7 +195,7 @@ def test_block_is_of_its_thread(engine: Engine) -> None:
 
 
 def test_block_for_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
-    """A session or connection of asyncio goes around the guard for its task, and for nobody else."""
+    """A bypass by a session or connection of asyncio holds for its own task, and for no other."""
 
     async def refused(target: AsyncSession | AsyncConnection) -> None:
         with pytest.raises(UnfencedWriteError):

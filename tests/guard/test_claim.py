@@ -1,4 +1,4 @@
-"""Claims: what two holders see of each other, on two connections."""
+"""On two connections, a claim of a newer holder shuts an older holder out."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ TAKEN: dict[str, Act] = {
 
 
 def _claimed_in_the_end(session: Session, **how: Any) -> object:
-    """Claim a task that may be locked, as one who does not want to wait in the database."""
+    """Claim a task that may be locked, as a caller does that will not wait in the database."""
     while True:
         try:
             return claim(session, Task, 1, **how)
@@ -348,7 +348,7 @@ def test_claim_all_of_many_rows_is_refused_as_a_whole(hall: Engine, new: Session
 @with_row_locks
 def test_two_who_claim_all_of_many_rows_wait_for_each_other(hall: Engine) -> None:
     with bypassed(hall) as connection:
-        for row in range(60, 0, -1):  # PostgreSQL puts what is written behind the rest
+        for row in range(60, 0, -1):  # PostgreSQL puts a written row behind the rest
             connection.execute(update(Seat).where(Seat.row == row).values(guest=f"{row}"))
 
     def claim_them() -> int:

@@ -1,4 +1,4 @@
-"""How many statements claims and gates send, and that an object shows its row as it is after one of them."""
+"""Claims and gates send a fixed number of statements, and a claimed object shows the present row."""
 
 from __future__ import annotations
 
@@ -30,7 +30,10 @@ def at_once(engine: Engine, model: type[Any] = Account) -> list[str]:
 def test_claim_sends_one_statement_where_it_is_sound(
     engine: Engine, session: Session, model: type[Any]
 ) -> None:
-    """Twice, because the first use of a model makes its statement; what is claimed can be written."""
+    """The claim runs twice, because the first use of a model makes its statement.
+
+    A claimed row can be written.
+    """
     for _ in range(2):
         with statements(engine) as sent:
             claimed = claim(session, model, 1)
@@ -78,7 +81,7 @@ def test_each_claim_gives_the_row_a_new_write_id(engine: Engine, session: Sessio
 
 @pytest.mark.parametrize("expire_on_commit", [True, False])
 def test_claim_loads_into_the_object_of_the_session(engine: Engine, expire_on_commit: bool) -> None:
-    """Nothing of it is older than the row: neither columns, nor what is loaded later."""
+    """No part of the object is older than the row: no column, and nothing that is loaded later."""
     with holding(engine, Lease("account:1", NEW), expire_on_commit=expire_on_commit) as session:
         known = session.get_one(Account, 1)
         assert (known.status, known.remark, len(known.notes)) == ("new", "none", 1)

@@ -1,4 +1,4 @@
-"""Connections that are lost during a fenced transaction: real ones, of which nobody knows what they did."""
+"""A connection that is lost in a fenced transaction leaves a doubt. A new token and a claim settle it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def write(session: Session) -> None:
 def test_what_was_read_before_the_ghost_commits_is_not_written(
     engine: Engine, door: Door, lease: Lease
 ) -> None:
-    """Mint anew, load, write: the write waits for the ghost's row lock, and then the write id is another."""
+    """Remint, load, write: the write waits for the ghost's row lock, and then finds another write id."""
     lose_the_answer(door, lease).close()
     lease._remint(6, lease.expires_at)
     with holding(engine, lease) as session:
@@ -136,7 +136,7 @@ def test_nothing_is_written_with_the_old_token(engine: Engine, door: Door, lease
 
 
 def test_a_second_phase_is_in_doubt_as_well(engine: Engine, door: Door, lease: Lease) -> None:
-    """What is prepared keeps its row locks without any connection: the claim waits for its COMMIT."""
+    """A prepared transaction keeps its row locks without a connection, so the claim waits for its COMMIT."""
     lose_the_answer(door, lease, twophase=True).close()
     assert lease.in_doubt
     lease._remint(6, lease.expires_at)
@@ -262,7 +262,10 @@ def test_coroutines_are_in_doubt(engine: Engine, lease: Lease, for_asyncio: ForA
 
 @pytest.mark.long
 def test_a_cancelled_query_leaves_no_doubt(engine: Engine, lease: Lease, for_asyncio: ForAsyncio) -> None:
-    """Whoever gives up waiting for it has asked for no COMMIT; the connection is closed, which rolls back."""
+    """A caller that gives up waiting for a query has asked for no COMMIT.
+
+    Closing the connection rolls back.
+    """
     slow = "SELECT pg_sleep(1)" if engine.dialect.name == "postgresql" else "SELECT sleep(1)"
 
     async def play(session: AsyncSession) -> None:
@@ -282,7 +285,10 @@ def test_a_cancelled_query_leaves_no_doubt(engine: Engine, lease: Lease, for_asy
 def test_a_cancelled_commit_is_in_doubt(
     engine: Engine, door: Door, lease: Lease, for_asyncio: ForAsyncio
 ) -> None:
-    """Who gives up waiting for the answer does not know it either; the claim waits for what is under way."""
+    """A caller that gives up waiting for the answer does not know the outcome.
+
+    The claim waits for the COMMIT that is under way.
+    """
     door.hangs = True
 
     async def give_up(session: AsyncSession) -> None:

@@ -1,4 +1,4 @@
-"""Mistakes whose errors had better say what to do."""
+"""Each mistake in the use of the guard gets an error that says what to do."""
 
 from __future__ import annotations
 

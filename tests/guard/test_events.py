@@ -1,4 +1,4 @@
-"""What the guard tells of itself: each refusal and each claim once, with the facts that an operator needs."""
+"""The guard reports each refusal and each claim once, with the facts that an operator needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Joined inheritance whose subclass has the fence, and whose base class has not."""
+"""With joined inheritance, a subclass can have the fence while its base class has none."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Random histories of workers that read from followers which are behind: no acknowledged write is lost.
+"""No acknowledged write is lost in random histories of workers that read from followers which are behind.
 
-Each keeps an object for as long as it likes, loads parts of it from the leader or from one of two followers,
-and writes what it makes of them. A write that was acknowledged is lost where its mark is not in the row.
+Each worker keeps an object for as long as it likes, loads parts of it from the leader or from one of two
+followers, and writes what it makes of them. A write that was acknowledged is lost where its mark is not in
+the row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A part of an object that is loaded later may be older than the rest: from a follower that is behind.
+"""A later part of an object, from a follower that is behind, is refused if it is older than the rest.
 
 The write id comes with every part. Where it differs from that of the object, the object is of two versions,
 and no row has such a one.

@@ -1,7 +1,7 @@
-"""Text inside statements that SQLAlchemy otherwise builds: it must not take the condition with it.
+"""Text inside statements that SQLAlchemy otherwise builds must not take the condition with it.
 
-SQLAlchemy puts text in as it is. What a fragment says beyond what it seems to say, and what is written beside
-the target of a statement, is found here.
+SQLAlchemy puts text in as it is. These tests have fragments that say more than they seem to say, and text
+that is written beside the target of a statement.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Note(Base):
 
 orders: Any = Order.__table__
 notes: Any = Note.__table__
-#: Somebody newer has written the second order.
+#: A newer holder has written the second order.
 ROWS = {
     Order: [{"id": 1, "last_fencing_token": STALE}, {"id": 2, "last_fencing_token": FENCE}],
     Parcel: [{"id": 1}, {"id": 2}],
@@ -67,7 +67,7 @@ OR_TEXT = "id = 2 OR id = 1"
 
 
 class Either(sa.ColumnElement[bool]):
-    """Compiles to text that nobody sees before."""
+    """Compiles to text that the guard cannot see before."""
 
     type = sa.Boolean()
     inherit_cache = True

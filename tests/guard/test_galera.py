@@ -1,4 +1,4 @@
-"""The guard on a cluster whose nodes lag, and at COMMITs that a node does not answer.
+"""The guard refuses late claims on a cluster whose nodes lag, and a COMMIT without an answer is in doubt.
 
 A node has a row's lock for itself. The others hear of a transaction when it commits, and only of what it has
 changed.
@@ -116,7 +116,7 @@ def test_a_second_claim_or_gate_is_refused_at_a_node_that_lags(nodes: list[Engin
 
 
 def test_what_changes_nothing_is_noticed_by_nobody(nodes: list[Engine]) -> None:
-    """The control: the old holder decides on what is not so any more."""
+    """The control: the old holder decides on a state that has changed."""
     decide_again(nodes, raise_it)
     assert number_of(nodes[0], Order) == 1
 

@@ -1,4 +1,4 @@
-"""Gates: the fence of a resource that has no row, or whose row may be gone."""
+"""`gate` refuses a stale holder of a resource that has no row, or whose row may be gone."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_without_a_gate_a_deleted_row_is_resurrected(engine: Engine, old: Sessio
     new.delete(claim(new, Account, 1).notes[0])
     new.delete(claim(new, Account, 1))
     new.commit()
-    old.add(Account(id=1, balance=100))  # as one who has read that there is none
+    old.add(Account(id=1, balance=100))  # as a holder that has read that there is none
     old.commit()
     assert (balance(engine), fence(engine)) == (100, 1), "what the newer holder has deleted is back"
 
@@ -118,7 +118,7 @@ def test_gates_compare_resources_exactly(new: Session) -> None:
 
 
 def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
-    """Whoever looks through the open gates is not bothered by one that is passed meanwhile."""
+    """A thread that looks through the open gates tolerates a gate that another thread passes meanwhile."""
 
     class Open:
         is_active = True
@@ -148,7 +148,7 @@ def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
 
 
 def test_two_first_comers_pass_a_gate_one_after_the_other(engine: Engine) -> None:
-    """The first use of a resource by two holders at once makes its row once, and deadlocks nobody."""
+    """Two holders that use a resource first at once make its row once, and neither runs into a deadlock."""
     claims.let_wait(engine)
     barrier = threading.Barrier(2)
 

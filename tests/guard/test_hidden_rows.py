@@ -1,4 +1,4 @@
-"""Statements that change what their own WHERE clause asks for: nobody can tell afterwards whom they meant."""
+"""The guard finds the rows of a statement before it changes the columns of its own WHERE clause."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def test_a_statement_that_hides_whom_it_has_left_out_is_asked_before(engine: Eng
 
 
 def test_whom_a_statement_is_about_stays_until_it_is_executed(engine: Engine) -> None:
-    """What was asked before is locked: nobody raises the fence of a row before it is written."""
+    """The rows that the guard asked for are locked, so no holder raises a row's fence before the write."""
     if engine.dialect.name == "sqlite":
         pytest.skip("SQLite has no row locks")
     with Session(engine) as session, Session(engine) as other:

@@ -1,13 +1,14 @@
-"""Random histories of writers: whatever paths they take, no stale write is accepted and none is lost.
+"""In random histories of writers on every path, no stale write is accepted and no acknowledged write is lost.
 
-Three workers hold leases of two resources that were granted one after the other, and none knows that its
-time is over. Each keeps what it has claimed in memory from one transaction to the next, as a paused process
-does, so that late writes of old holders mix with those of new ones.
+Three workers hold leases of two resources that were granted one after the other, and no worker knows that its
+time is over. Each worker keeps its claimed rows in memory from one transaction to the next, as a paused
+process does, so that late writes of old holders mix with those of new ones.
 
 In one kind of history each transaction ends before the next begins, and a model in plain Python says what the
-database must do with each write. In the other, transactions with savepoints are open at the same time. Nobody
-waits there: who finds a row locked gives up, as after a lock timeout. What must hold is said of the outcome:
-the marks of the rows are those of the acknowledged writes, in an order in which tokens never go down.
+database must do with each write. In the other kind, transactions with savepoints are open at the same time.
+No worker waits there: a worker that finds a row locked gives up, as after a lock timeout. The check is about
+the outcome: the marks of the rows are those of the acknowledged writes, in an order in which tokens never go
+down.
 
 The controls run such histories with the guard switched off, and must find a violation.
 """
@@ -35,7 +36,7 @@ SHARED = [HealthCheck.function_scoped_fixture]  # each example empties the datab
 LEDGERS = {1: "main", 2: "main", 3: "side"}
 """The rows, and the ledger that each is of."""
 TOKENS = ({"main": 1, "side": 3}, {"main": 2, "side": 1}, {"main": 3, "side": 2})
-"""The leases of each worker: who is the oldest holder of one ledger is the newest of the other."""
+"""The leases of each worker: the oldest holder of one ledger is the newest of the other."""
 
 
 class Base(DeclarativeBase): ...
@@ -228,7 +229,7 @@ PATHS = (
     "after_a_savepoint",
 )
 Step = tuple[int, str, int, bool]
-"""Who writes, how, which row, and whether the transaction is committed."""
+"""The worker, its way to write, the row, and whether the transaction is committed."""
 HISTORIES = st.lists(
     st.tuples(
         st.integers(0, len(TOKENS) - 1),
@@ -239,7 +240,7 @@ HISTORIES = st.lists(
     min_size=1,
     max_size=10,
 )
-ROWS: dict[Any, Any] = {}  # each history begins anew
+ROWS: dict[Any, Any] = {}  # each history starts from the beginning
 
 
 def run(engine: Engine, history: list[Step], *, guarded: bool) -> None:
@@ -318,7 +319,7 @@ def test_without_the_guard_a_history_loses_a_write() -> None:
 
 
 Act = tuple[int, str, int, str]
-"""Who does something, what, to which row, and what he does with his transaction then."""
+"""The worker, its act, the row, and how the worker goes on with its transaction."""
 INTERLEAVED = st.lists(
     st.tuples(
         st.integers(0, len(TOKENS) - 1),
@@ -356,7 +357,7 @@ def impatient(engine: Engine) -> Iterator[Engine]:
 
 
 class Outcome:
-    """What a history has come to, seen by somebody who only reads.
+    """The outcome of a history, as a reader sees it.
 
     Attributes:
         acknowledged: the writes whose COMMIT has returned: row, mark and token of each.
@@ -368,7 +369,7 @@ class Outcome:
         self._fences = dict.fromkeys(LEDGERS, 0)
 
     def check(self) -> None:
-        """Check what is committed now.
+        """Check the committed rows.
 
         Raises:
             AssertionError: if a fence went down, or a write was lost or accepted though it was stale.

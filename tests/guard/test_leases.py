@@ -1,4 +1,4 @@
-"""Which lease guards which row, and what a transaction remembers of it."""
+"""The lease that a row names guards it, and a transaction remembers the leases of its writes."""
 
 from __future__ import annotations
 
@@ -280,7 +280,7 @@ def test_bind_again_replaces_what_the_transaction_remembers(session: Session) ->
 
 
 def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_lives(engine: Engine) -> None:
-    """Nobody tells how it ends; the connection that it was begun on may be used on and on."""
+    """No event says how such a transaction ends, and its connection may be used on and on."""
 
     class Own(RootTransaction):
         __slots__ = ()
@@ -393,7 +393,10 @@ ENDED_WRITES: dict[str, Act] = {
 def test_a_lease_that_has_ended_writes_nothing_more(
     engine: Engine, session: Session, write_it: Act, *, begun: bool
 ) -> None:
-    """By the clock, whoever renews it; also where the transaction has written under it before."""
+    """The clock ends the lease, whichever thread renews it.
+
+    An earlier write under the lease does not help.
+    """
     lease = Lease("ticket:1", 3, expires_at=time.monotonic() + 60)
     bind(session, lease)
     if begun:
@@ -429,7 +432,7 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
 
 
 def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(session: Session) -> None:
-    """A flush has settled its own tokens by then; those of other statements are asked for anew."""
+    """A flush has settled its own tokens by then. Other statements ask for their tokens again."""
     older, newer = Lease("stock", 5), Lease("stock", 6)
     bind(session, older)
 
@@ -444,7 +447,7 @@ def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(se
 
 
 def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(session: Session) -> None:
-    """What the flush of another row has seen to be held is asked anew where it is used for the first time."""
+    """The flush of another row has seen the lease held. The first use of the lease asks again."""
     first, second = Lease("ticket:1", 3), Lease("ticket:2", 3)
     bind(session, first, second)
 
@@ -569,7 +572,7 @@ def test_a_session_is_asked_for_its_own_objects(engine: Engine) -> None:
 
 @pytest.mark.usefixtures("held")
 def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
-    """Who holds the lease that a write needs, and has bound another one, hears that the bind is why."""
+    """A caller that holds the needed lease, and has bound another one, hears that the bind is the reason."""
     bind(session, Lease("ticket:2", 3))
     with turned_away(
         session, UnfencedWriteError, match=r"needs the lease of 'ticket:1'.*bind\(session\) undoes it"

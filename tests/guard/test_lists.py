@@ -1,4 +1,4 @@
-"""Statements that name their rows by a list: each row is written with the token of its own lease."""
+"""A statement that names its rows by a list writes each row with the token of that row's lease."""
 
 from __future__ import annotations
 

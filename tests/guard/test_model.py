@@ -1,4 +1,4 @@
-"""What happens when a fenced class is mapped, and what listens on whose account."""
+"""Mapping a fenced class checks it at once, and the first fenced model puts the guard in place."""
 
 from __future__ import annotations
 
@@ -495,7 +495,7 @@ def test_a_plain_table_leaves_nothing_behind(in_memory: InMemory) -> None:
 
 
 def test_a_class_without_the_mixin_is_guarded_by_its_table(in_memory: InMemory) -> None:
-    """Whoever maps a Table with a fence_column() has joined sub-tables guarded too."""
+    """A class that maps a Table with a fence_column() has its joined sub-tables guarded too."""
     base = new_base()
     boxes = core_table("mo_boxes", Column("kind", String(9)), metadata=base.metadata, resource="boxes")
     kinds = {"polymorphic_on": boxes.c.kind, "polymorphic_identity": "box"}

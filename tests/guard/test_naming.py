@@ -1,4 +1,4 @@
-"""The lease that a statement names is the one that guards the row, whatever the database calls equal."""
+"""The lease that a statement names guards the row, also where the database calls different texts equal."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""Rows whose key the database makes, so that nobody can have locked what they are named after.
+"""A holder may insert a row whose key the database makes, though no lease can have named that row.
 
-The transaction that inserts one may go on with it, and with what hangs on it, until it ends: nobody else sees
-it. Everywhere a lease of something else is held, as every write needs one.
+The transaction that inserts such a row may go on with it, and with the rows that refer to it, until the
+transaction ends, because no other transaction sees the row. Each test holds the lease of something else,
+because every write needs a lease.
 """
 
 from __future__ import annotations
@@ -132,7 +133,7 @@ def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -
 
 @on_sqlite_alone
 def test_it_cannot_be_claimed(session: Session) -> None:
-    """There is no token to claim it with, and nobody to claim it from."""
+    """No token exists to claim the row with, and no holder to claim it from."""
     order = Order()
     session.add(order)
     session.flush()

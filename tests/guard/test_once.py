@@ -1,4 +1,4 @@
-"""Receipts: work that is done once for each key, in the COMMIT that does it."""
+"""`once` does work once for each key, because the receipt is committed with the work."""
 
 from __future__ import annotations
 
@@ -325,7 +325,10 @@ def test_lost_lease_writes_no_receipt(engine: Engine) -> None:
 
 
 def test_transaction_that_never_ends(engine: Engine) -> None:
-    """As long as the database waits; then the error says what is in the way, and may be tried again."""
+    """`once` waits as long as the database does.
+
+    Then its error names the cause, and the caller may try again.
+    """
     short = {
         "postgresql": "SET LOCAL lock_timeout = '200ms'",
         "mysql": "SET innodb_lock_wait_timeout = 1",

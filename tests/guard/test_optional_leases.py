@@ -1,4 +1,4 @@
-"""`__fence_lease__ = "optional"`: whoever holds no lease writes by the version of the row alone."""
+"""`__fence_lease__ = "optional"`: a writer without a lease writes by the version of the row alone."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ def write_elsewhere(engine: Engine) -> None:
 def test_an_object_is_written_over_the_version_that_was_loaded(
     engine: Engine, leases: tuple[Lease, ...], act: str
 ) -> None:
-    """Holders and others are refused alike where somebody has written meanwhile."""
+    """Holders and other writers are refused alike if another writer has changed the row meanwhile."""
     with Session(engine, expire_on_commit=False) as session:
         order = session.get_one(Order, ORDER)
         session.commit()
@@ -220,7 +220,7 @@ def test_an_object_is_written_over_the_version_that_was_loaded(
     ids=["below the fence", "ended"],
 )
 def test_a_holder_is_refused_as_ever(engine: Engine, lease: Lease, error: type[Exception]) -> None:
-    """Who has locked, and lost the lock, is not taken for somebody who never did."""
+    """A holder that has lost its lock is not taken for a writer that never locked."""
     with holding(engine, lease) as session:
         add_by_object(session)
         with pytest.raises(error):
@@ -284,7 +284,10 @@ def test_what_names_a_token_needs_a_lease_all_the_same(engine: Engine, way: str)
 
 @pytest.mark.parametrize("model", [Order, Strict])
 def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[Any]) -> None:
-    """For who does not hold the parent's lease; who does writes the parent's row, too."""
+    """A writer without the parent's lease writes only the children.
+
+    A holder of it writes the parent's row, too.
+    """
     name = "lines" if model is Order else "parts"
     child = Line if model is Order else Part
     with Session(engine) as session:

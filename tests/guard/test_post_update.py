@@ -1,4 +1,4 @@
-"""Relationships with `post_update` whose foreign key is in a joined sub-table, away from the fence."""
+"""`post_update` is guarded where its foreign key is in a joined sub-table, away from the fence."""
 
 from __future__ import annotations
 

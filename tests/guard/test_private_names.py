@@ -1,4 +1,4 @@
-"""Each private name of SQLAlchemy that the guard uses does what is relied on, in every supported version."""
+"""Each private name of SQLAlchemy that the guard uses works as the guard expects, in every version."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ def test_the_isolation_level_of_an_engine_is_known() -> None:
 
 
 def make_thing(engine: Engine, *columns: str, base: Any = None, **attributes: Any) -> Any:
-    """Map a class, with a base of its own where it has none because what is done to it is for ever."""
+    """Map a class. Without `base` it gets a base of its own, because changes to it last for ever."""
     name = "things" if base is None else "special_things"
     given = {column: mapped_column(Integer, default=0) for column in columns}
     named = {"__tablename__": name, "id": mapped_column(Integer, primary_key=True)}
@@ -288,7 +288,7 @@ def test_a_part_of_an_object_is_loaded_with_one_more_attribute(
 
 
 def test_rows_with_another_value_are_told_of(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of objects that are there: whether they are loaded anew, filled in, or only found again."""
+    """This holds for objects that are there, whether a load replaces, fills in or only finds them."""
     for name in ("setup", "create_row_processor"):
         monkeypatch.setattr(orm.ColumnProperty, name, getattr(orm.ColumnProperty, name))
     told: list[tuple[int | None, int | None]] = []

@@ -1,4 +1,4 @@
-"""Real processes that claim and increment one row, each with a token of its own and no lock at all."""
+"""Processes that claim and increment one row lose no update, each with a token of its own and no lock."""
 
 from __future__ import annotations
 

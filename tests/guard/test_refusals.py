@@ -1,4 +1,7 @@
-"""What cannot be guarded is refused before the database sees it, and what is refused changes nothing."""
+"""The guard refuses a statement that it cannot guard before the database sees it.
+
+A refusal changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -217,7 +220,7 @@ def test_a_listener_sees_what_will_be_executed(session: Session, engine: Engine)
 
 @on_sqlite_alone
 def test_a_statement_exchanged_at_the_cursor_is_noticed(session: Session, engine: Engine) -> None:
-    """What somebody else's listener makes of the SQL at the last moment is looked at as well."""
+    """The guard also looks at SQL that a foreign listener changes at the last moment."""
 
     def exchange(_c: object, _cursor: object, sql: str, parameters: Any, *_: object) -> Any:
         return ("DELETE FROM re_orders", ()) if "42" in sql else (sql, parameters)
@@ -293,7 +296,7 @@ def test_errors_are_plain_and_unwrapped(engine: Engine) -> None:
 
 @on_sqlite_alone
 def test_a_session_that_has_left_is_not_rolled_back_instead(session: Session, engine: Engine) -> None:
-    """It lives on, and works elsewhere; what is refused is the connection's."""
+    """That session lives on, and works elsewhere, because the refused write is the connection's."""
     before = rows(engine)
     with engine.connect() as connection, connection.begin(), Session(connection) as gone:
         gone.connection()
@@ -312,7 +315,7 @@ def test_a_session_that_has_left_is_not_rolled_back_instead(session: Session, en
 
 @on_sqlite_alone
 def test_who_shares_a_connection_is_rolled_back_to_its_savepoint(engine: Engine) -> None:
-    """The statement is inside the innermost one, whoever has come last."""
+    """The statement is inside the innermost savepoint, whichever session came last."""
     lease = Lease("orders", 6)
     with engine.connect() as connection, connection.begin(), holding(connection, lease) as one:
         one.execute(update(orders).where(orders.c.id == 2).values(status="kept"))

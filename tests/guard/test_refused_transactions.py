@@ -1,4 +1,4 @@
-"""What the guard has refused some of can only be rolled back, so that half of the work is never committed.
+"""A transaction with a refused write can only be rolled back, so that half of the work is never committed.
 
 A table of pairs: each way to be refused meets each way to go on, and each cause meets both.
 """
@@ -129,7 +129,7 @@ class Holder:
 
     @contextmanager
     def hears_why(self) -> Iterator[None]:
-        """Expect that what is in the block cannot be done, or ended, before a rollback."""
+        """Expect that the acts in the block cannot be done, or ended, before a rollback."""
         with pytest.raises(PendingRollbackError, match=self.why):
             yield
 
@@ -493,7 +493,7 @@ def test_coroutines_roll_back_as_well(engine: Engine, for_asyncio: ForAsyncio) -
 )
 def test_a_session_that_is_thrown_away_keeps_no_connection(engine: Engine, way: str, within: Act) -> None:
     own = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=1)
-    gc.freeze()  # what is there already need not be looked through
+    gc.freeze()  # objects from before need not be looked through
     for _ in range(2):
         session = Session(own)
         within(session)

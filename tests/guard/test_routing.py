@@ -1,4 +1,4 @@
-"""Sessions that choose among databases: claims, gates and upserts go, and read, where a write would go."""
+"""In a session that chooses among databases, claims, gates and upserts go to the database of the writes."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def leader(tmp_path: Path) -> Engine:
 
 @pytest.fixture
 def follower(tmp_path: Path) -> Engine:
-    """What is read from: it is behind, and nothing may be written to it."""
+    """The database for reads: it is behind, and nothing may be written to it."""
     return filled(f"sqlite:///{tmp_path}/follower.sqlite", balance=100, poolclass=NullPool)
 
 

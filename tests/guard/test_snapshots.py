@@ -1,6 +1,7 @@
-"""Transactions that read all rows as they were when they began, and a lock that was acquired later.
+"""A claim or a gate is refused in a transaction whose snapshot is older than the lock.
 
-What a claim or a gate lets a program decide on would be from before the lock. Such a one is refused.
+Such a transaction reads all rows as they were when it began. So a program would decide on rows from before
+the lock.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Core constructs that carry the condition, and whole statements for bare cursors."""
+"""Core constructs, and whole statements for bare cursors, carry the guard's condition."""
 
 from __future__ import annotations
 
@@ -237,7 +237,7 @@ def test_each_statement_takes_a_token(engine: Engine) -> None:
 
 ODD = ["select", "Robert'); DROP TABLE x;--", 'a"b', "", "a b", "é", "1a", "a;b", "a."]
 ROW: Any = {"id": 1}
-#: Without a dialect nobody knows the quotes.
+#: Without a dialect the functions do not know the quotes.
 UNQUOTED: list[Any] = [
     given
     for name in ODD

@@ -1,4 +1,4 @@
-"""BEGIN IMMEDIATE where the engine is one for coroutines."""
+"""BEGIN IMMEDIATE works on an engine for coroutines."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""The table of what only a trigger sees: ways past SQLAlchemy, with no trigger, a plain and a strict one.
+"""The table of ways past SQLAlchemy that only a trigger sees: without one, with a plain and a strict one.
 
-The column without a trigger is the control: what is refused with one is written there.
+The column without a trigger is the control: a write that a trigger refuses is written there.
 """
 
 # ruff: noqa: S608 - the SQL of these tests is written here

@@ -1,4 +1,4 @@
-"""The triggers: what the database refuses by itself, to writers that no Python sees."""
+"""With a trigger, the database itself refuses stale writes of programs that do not use fencelock."""
 
 # ruff: noqa: S608 - the SQL of these tests is written here
 
@@ -108,7 +108,10 @@ def bypass(connection: sa.Connection, statement: str) -> None:
 
 
 def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> None:
-    """What reaches a trigger around the guard raises, and is told, as the guard would, with what is known."""
+    """A write around the guard that a trigger refuses raises the guard's error.
+
+    The event has the known facts.
+    """
     heard: list[GuardEvent] = []
     fencelock.on_event(heard.append)
     with engine.connect() as connection:
@@ -232,7 +235,7 @@ def test_disabled_trigger_counts_as_none(engine: Engine) -> None:
 
 
 def test_mock_engine_prints_the_triggers() -> None:
-    """A script of the schema, for whoever makes it by hand."""
+    """The engine prints a script, for an operator that makes the schema by hand."""
     printed: list[str] = []
     dialect = sa.make_url("postgresql+psycopg://").get_dialect()()
     mock = sa.create_mock_engine(

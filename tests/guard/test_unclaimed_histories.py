@@ -1,4 +1,4 @@
-"""Random histories of writers who never claim, or do: what an object was loaded from is never overwritten.
+"""In random histories with and without claims, a write replaces only the version that its object is of.
 
 Three workers hold leases of one resource that were granted one after the other, and none knows that its time
 is over. Each reads rows before its lease or under it, keeps the objects for as long as it likes, and writes
@@ -45,7 +45,7 @@ class Counted(FencedModel, Keyed, Base):
 
 
 Step = tuple[int, str]
-"""Who does something, and what."""
+"""The worker, and its act."""
 HISTORIES = st.lists(
     st.tuples(
         st.integers(0, len(TOKENS) - 1),
@@ -150,7 +150,7 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
     return happened
 
 
-ROWS: dict[Any, Any] = {}  # each history begins anew
+ROWS: dict[Any, Any] = {}  # each history starts from the beginning
 
 
 def played(engine: Engine, model: Any) -> Counter[str]:

@@ -1,7 +1,7 @@
-"""Every interleaving of two holders who load without a claim: no acknowledged update is lost.
+"""In every interleaving of two holders that load without a claim, no acknowledged update is lost.
 
 An older and a newer holder each load the row, write what they computed from it, and write again, with or
-without loading it anew. Each load and each write is a transaction of its own, so an interleaving is an order
+without loading it again. Each load and each write is a transaction of its own, so an interleaving is an order
 of transactions; all orders are tried, on real databases.
 """
 
@@ -43,7 +43,7 @@ class Counted(FencedModel, Keyed, Base):
 Model = type[Page] | type[Counted]
 Load = Callable[[Session, Model, int], Page | Counted]
 OLDER, NEWER = 1, 2
-"""The tokens of the two, who are both sure that they hold the lock."""
+"""The tokens of the two holders. Both are sure that they hold the lock."""
 PROGRAMS = (("LWW", "LWW"), ("LWLW", "LWW"), ("LWW", "LWLW"))
 """What the older and the newer holder do: load, write."""
 
@@ -57,7 +57,7 @@ class Written(NamedTuple):
 
 
 class Holder:
-    """Somebody with a token, who keeps the object in memory from one transaction to the next."""
+    """A holder with a token, which keeps the object in memory from one transaction to the next."""
 
     def __init__(self, engine: Engine, model: Model, token: int, load: Load) -> None:
         self.session = Session(engine, expire_on_commit=False)
@@ -101,7 +101,7 @@ class Holder:
 
 
 def orders(older: str, newer: str) -> Iterator[list[tuple[int, str]]]:
-    """Yield each interleaving of two programs, as who does what."""
+    """Yield each interleaving of two programs, as pairs of a holder and its act."""
     length = len(older) + len(newer)
     for places in combinations(range(length), len(older)):
         first, second = iter(older), iter(newer)

@@ -1,4 +1,4 @@
-"""INSERT or UPDATE in one statement: guarded on every database, or nothing is written."""
+"""`upsert` inserts or updates in one statement: it is guarded on every database, or it writes nothing."""
 
 from __future__ import annotations
 
@@ -81,7 +81,10 @@ def rows(engine: Engine, model: type[Any]) -> list[tuple[Any, ...]]:
 
 
 def test_rows_are_inserted_or_updated_with_the_token(session: Session, engine: Engine) -> None:
-    """Each with that of its own lease; what is not named keeps its value or gets its default."""
+    """Each row gets the token of its own lease.
+
+    A column that is not named keeps its value or gets its default.
+    """
     bind(session, Lease("order:1", 6), Lease("order:2", 9))
     upsert(session, Order, [{"id": 2}, {"id": 1, "status": "paid"}])
     session.commit()
@@ -91,7 +94,7 @@ def test_rows_are_inserted_or_updated_with_the_token(session: Session, engine: E
 MINE = {"id": 1, "line": 1, "order_id": 2, "amount": 0}
 BOTH = (Lease("order:1", 5), Lease("order:2", 5))
 NAMED = "order:1"
-#: Also the rows of the same call that nobody else has fenced are not written.
+#: The rows of the same call that no other holder has fenced are not written either.
 TURNED_AWAY: dict[str, tuple[tuple[Lease, ...], Any, list[dict[str, Any]], Any, str]] = {
     "stale": (
         (Lease("order:1", 4),),

@@ -1,4 +1,4 @@
-"""Models that have the column and no mixin: their `__fence_resource__` counts as with one."""
+"""A model with the column and without the mixin is guarded: its `__fence_resource__` counts as with one."""
 
 from __future__ import annotations
 
@@ -103,7 +103,10 @@ def check(engine: Engine, order: Any) -> None:
 
 
 def test_links_are_guarded(in_memory: InMemory) -> None:
-    """A change of a link alone is refused to a holder whose lease is over, and free for who holds none."""
+    """A change of a link alone is refused to a holder whose lease is over.
+
+    A writer without a lease may make it.
+    """
 
     class Base(DeclarativeBase): ...
 
@@ -139,7 +142,10 @@ def test_links_are_guarded(in_memory: InMemory) -> None:
 
 
 def test_mistakes_are_told_when_the_class_is_mapped() -> None:
-    """A template that cannot be rendered, and a resource without the column: who names one wants a fence."""
+    """A template that cannot be rendered is a mistake.
+
+    A resource without the column is one, because it asks for a fence.
+    """
     base, resource = orm.declarative_base(), {"__fence_resource__": "order:{no_such}"}
     table = Table("orders", base.metadata, *columns(fence_column()))
     with pytest.raises(ValueError, match=r"Order\.__fence_resource__"):
@@ -209,7 +215,7 @@ def test_a_copy_of_a_table_with_its_own_columns_is_plain_as_well(in_memory: InMe
 
 @pytest.mark.parametrize("way", ["to_metadata", "columns", "Column._copy"])
 def test_a_copy_under_another_name_is_a_plain_table(in_memory: InMemory, way: str) -> None:
-    """A history, an archive: its rows are written by whoever likes, the original's are not."""
+    """The copy is a history or an archive. Any program may write its rows, but not those of the original."""
 
     class Base(DeclarativeBase): ...
 

@@ -148,7 +148,7 @@ both = [write_ids.Engineer, write_ids.Manager]
 append_note = write_ids.computing("note", lambda row: row.note + "A")
 LOADS = {
     "load_only": Story(load=get(Row, 1, load_only(Row.balance))),
-    'defer("*")': Story(load=get(Row, 1, defer("*")), said=None),  # what is written is loaded later
+    'defer("*")': Story(load=get(Row, 1, defer("*")), said=None),  # the written column is loaded later
     "deferred fence": Story(model=Deferred),
     "deferred fence, and load_only": Story(
         load=get(Deferred, 1, load_only(Deferred.balance)), model=Deferred

@@ -1,4 +1,4 @@
-"""Write ids of one holder's own writes, of many objects in one flush, and of statements without objects."""
+"""Write ids let a holder's own writes through, in flushes of many objects and beside other statements."""
 
 from __future__ import annotations
 
@@ -35,7 +35,10 @@ def fill_many(engine: Engine, number: int) -> None:
 def test_whoever_has_written_and_whenever_the_lock_was_taken(
     engine: Engine, token: int, *, locked_first: bool
 ) -> None:
-    """An older holder may write late; the same holder may write in another session. The error says who."""
+    """An older holder may write late, and the same holder may write in another session.
+
+    The error names the writer.
+    """
     with Session(engine, expire_on_commit=False) as session:
         if locked_first:
             bind(session, Lease("rows", MINE))

@@ -1,4 +1,4 @@
-"""What comes between the load of an object and its write makes the object no younger, or all of it."""
+"""Between its load and its write, an object becomes newer only if all of it is loaded again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Objects that outlive a transaction which was undone: no row has the id of a write that never was."""
+"""Objects that outlive a transaction which was rolled back: no row has the id of an undone write."""
 
 from __future__ import annotations
 

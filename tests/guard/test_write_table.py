@@ -1,4 +1,4 @@
-"""The table of write paths in the docs: made by taking every path, on every driver, so that it cannot lie.
+"""The table of write paths in the docs is true, because the tests take every path, on every driver.
 
 Each path is taken on tables without triggers, with plain ones and with strict ones: the guard's own
 statements must pass them all. What only triggers see is in `test_trigger_table`.

@@ -1,4 +1,4 @@
-"""What cannot be guarded, whatever lease is held. `test_write_table` takes them all."""
+"""Writes that the guard cannot guard with any lease. `test_write_table` takes them all."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """The page on ways to write, proof/write-paths.md: each section is what a test has just seen.
 
-`FENCELOCK_WRITE_DOCS=1` has the tests write their sections anew; otherwise the page must say what happens.
+`FENCELOCK_WRITE_DOCS=1` has the tests write their sections. Otherwise the page must say what happens.
 """
 
 from __future__ import annotations

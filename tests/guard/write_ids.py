@@ -1,4 +1,4 @@
-"""What the tests of write ids share: models of every shape, their rows, and the parts of a story.
+"""Models of every shape, their rows, and the parts of a story, which the tests of write ids share.
 
 Rows have the fence 5 and a write id of their own. The test writes under token 9, another holder under 7.
 """
@@ -330,7 +330,7 @@ def query(statement: Any) -> Load:
 
 
 def computing(name: str, value: Callable[[Any], object]) -> Step:
-    """Assign what is computed from the object."""
+    """Assign a value that is computed from the object."""
     return lambda _session, row: setattr(row, name, value(row))
 
 

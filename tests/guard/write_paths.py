@@ -177,7 +177,7 @@ places: Table = Place.__table__  # type: ignore[assignment]
 pay = update(Order).where(Order.id == 1).values(status="paid")
 has_items = sa.select(Item.id).where(Item.order_id == Order.id).exists()
 of_a_place = update(places).where(places.c.row == bindparam("r"), places.c.seat == bindparam("s"))
-#: What is still pending behind them is flushed by the COMMIT.
+#: The COMMIT flushes the changes that are still pending behind them.
 UPDATES: dict[str, Act] = {
     "unit of work": setting(Order, "status", "paid"),
     "expression": setting(Employee, "name", Employee.name + "!"),

@@ -49,7 +49,7 @@ class Gates:
 
 
 async def held_later(gates: Gates) -> dict[str, str]:
-    """Return what is held once the request is over."""
+    """Return the leases that are held once the request is over."""
     await gates.go_on.wait()
     return header.held()
 

@@ -1,4 +1,4 @@
-"""The header `Fencing-Token`: what goes in comes out, and nothing else comes out."""
+"""The header `Fencing-Token` gives back exactly the leases that were written into it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_several_travel(tokens: dict[str, int]) -> None:
 
 
 def test_it_is_readable() -> None:
-    """For a person who looks into a log."""
+    """A person can read the header in a log."""
     leases = [Lease("order:1", 123), Lease("tenant/7:a b;c=é", 45)]
     assert header.to_header(leases) == "order:1=123;tenant/7:a%20b%3Bc%3D%C3%A9=45"
 

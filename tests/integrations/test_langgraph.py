@@ -1,4 +1,4 @@
-"""The saver that docs/langgraph.md prints: its database refuses a checkpoint of an older writer."""
+"""With the saver that docs/langgraph.md prints, the database refuses a checkpoint of an older writer."""
 
 from __future__ import annotations
 

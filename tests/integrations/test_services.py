@@ -1,4 +1,4 @@
-"""The story of docs/services.md, with processes: one service calls another one, and is paused on the way."""
+"""The story of docs/services.md comes true with processes: one service calls another one, and is paused."""
 
 from __future__ import annotations
 

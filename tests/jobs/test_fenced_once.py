@@ -1,4 +1,4 @@
-"""`fenced_once`: receipt, lock and transaction in one; a retry returns the stored result."""
+"""`fenced_once` is receipt, lock and transaction in one, and a retry returns the stored result."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The header `Idempotency-Key` in FastAPI: 400, 409 and 422, and the stored answer."""
+"""The header `Idempotency-Key` in FastAPI gets 400, 409 or 422, or the stored answer."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_another_request_with_the_key_is_refused(app: FastAPI, caplog: pytest.Lo
 
 
 def test_request_that_is_under_way(app: FastAPI, locks: Database, caplog: pytest.LogCaptureFixture) -> None:
-    """The lock is held for longer than its timeout. The log says by whom, the answer does not."""
+    """The lock is held for longer than its timeout. The log names the holder, the answer does not."""
     with locks.lock("account:1"), ThreadPoolExecutor(1) as pool:
         answer = pool.submit(ask, app, "/deposits?cents=1", "a7").result(10)
     assert (answer.status_code, answer.headers["Retry-After"]) == (409, "1")

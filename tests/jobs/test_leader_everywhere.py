@@ -1,4 +1,4 @@
-"""A leader and its successor, whatever grants the terms."""
+"""A leader gets a successor, with every authority that can grant the terms."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Semaphores, readers and writers: on every authority, in threads and tasks."""
+"""Semaphores, readers and writers keep their limits on every authority, in threads and tasks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from fencelock.lock import slots
 from tests.authorities.kinds import MAKERS, SORTS, SORTS_IN_TASKS, Kind
 from tests.polling import eventually
 
-#: Seconds in which what is free must be had on a busy machine.
+#: Seconds in which a free slot must be had on a busy machine.
 SOON = 10.0
 
 

@@ -1,4 +1,4 @@
-"""Semaphores, readers and writers, struck by a signal handler at each of their lines."""
+"""A signal handler may strike semaphores, readers and writers at any line: nothing stays locked."""
 
 from __future__ import annotations
 

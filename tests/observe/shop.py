@@ -85,7 +85,7 @@ class Shop:
                 say(type(error).__name__)
 
     def want(self) -> None:
-        """Try to pay the order until that is done, and say what is in the way."""
+        """Try to pay the order until it is paid, and print each error on the way."""
         while True:
             try:
                 with self.authority.lock("order:1", timeout=0.5), Session(self.engine) as session:

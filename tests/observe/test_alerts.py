@@ -1,4 +1,4 @@
-"""The shipped alert rules and dashboard, in a real Prometheus that scrapes a real program which breaks."""
+"""The shipped alerts fire, and the dashboard can be drawn, in a real Prometheus with a real program."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_every_metric_that_is_asked_for_exists(file: Path, own_nodes: Nodes) -> 
 
 @needs_prometheus
 def test_rules_in_the_course_of_time(tmp_path: Path) -> None:
-    """What is counted for the first time fires for long enough to be sent; what only tries does not."""
+    """A first count fires for long enough to be sent. A lock that is only tried fires no alert."""
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("no promtool on PATH: Debian's prometheus has it")
     firing = 'ALERTS{alertname="Fencelock%s", alertstate="firing"}'

@@ -1,4 +1,4 @@
-"""The commands for whoever is on call."""
+"""The commands show an operator on call the holder of each lock, and say how to go on."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Watched(FencedModel, Wanting):
 
 
 def test_inspect_of_one_lock(kind: Kind, mine: Any) -> None:
-    """Who holds it, as a table and as JSON; status 3 where it is free."""
+    """The command shows the holder, as a table and as JSON. Its status is 3 where the lock is free."""
     free = fencelock("inspect", "order:1", "--url", kind.url)
     assert (free.returncode, free.stdout) == (3, "'order:1' is free\n")
     with mine.lock("order:1") as token:
@@ -432,7 +432,10 @@ def test_run_without_nodes_has_a_status_of_its_own() -> None:
 
 
 def runs(pid: int) -> bool:
-    """Tell whether a process is there and has not ended; one that nobody waits for stays as a zombie."""
+    """Tell whether a process is there and has not ended.
+
+    A process that no parent waits for stays as a zombie.
+    """
     status = Path(f"/proc/{pid}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 

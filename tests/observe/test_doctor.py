@@ -1,4 +1,4 @@
-"""What the doctor says of a database that grants: what it may lose, and which servers stand behind it."""
+"""The doctor says which grants a database may lose, and which servers stand behind it."""
 
 from __future__ import annotations
 

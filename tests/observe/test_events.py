@@ -1,4 +1,4 @@
-"""The events: what a lock, its renewal, its authority and the guard tell, on nodes and on each database."""
+"""A lock, its renewal, its authority and the guard tell their events, on nodes and on each database."""
 
 from __future__ import annotations
 

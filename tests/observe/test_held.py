@@ -1,4 +1,4 @@
-"""What an error says of the holder, and `assert_held`."""
+"""An error names the holder of the lock, and `assert_held` raises without the lock."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_timeout_in_a_task_says_by_whom(mine: Any, other: Any) -> None:
 
 
 def test_a_try_asks_nothing_more(mine: Any, other: Any) -> None:
-    """It returns None, so nobody reads the sentence."""
+    """A try returns None, so no reader would see the sentence."""
     other.inspect_gen = mine.inspect_gen = None  # calling it would fail
     with mine.lock("order:1"):
         assert other.lock("order:1").try_acquire() is None

@@ -1,4 +1,4 @@
-"""The history of locks in a table."""
+"""A table keeps the history of locks."""
 
 from __future__ import annotations
 

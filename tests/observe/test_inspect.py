@@ -1,4 +1,4 @@
-"""`authority.inspect()`: who holds what, on nodes and on each database, in blocking code and coroutines."""
+"""`authority.inspect()` shows the holder of each lock, on nodes and databases, blocking and with asyncio."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_minority_of_nodes_is_gone(make_nodes: Callable[..., Nodes]) -> None:
 
 
 def test_node_that_has_forgotten_the_client(authority: Redlock, rival: Redlock, node_urls: list[str]) -> None:
-    """Another one knows who it is; and without any, the lock is shown all the same."""
+    """Another node knows the client. The lock is shown all the same if no node knows it."""
     with authority.lock("order:1") as token:
         for forgotten in range(5):
             info = rival.inspect("order:1")

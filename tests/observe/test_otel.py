@@ -1,4 +1,4 @@
-"""Metrics and spans for OpenTelemetry, with the real SDK."""
+"""Metrics and spans for OpenTelemetry show the locks of a program, with the real SDK."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def test_task_that_waits_in_vain(authority: Redlock, rival: Redlock, telemetry: 
 
 
 def test_what_becomes_of_a_lock_stands_on_the_span(authority: Redlock, telemetry: Telemetry) -> None:
-    """Where it was minted anew, and lost."""
+    """The span says that the lock was reminted and lost."""
     lock = authority.lock("order:1", ttl=0.3, renew=False, if_lost="warn")
     with telemetry.tracer.start_as_current_span("request"), lock:
         lock.remint()

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: every one has the value that what happened gives it."""
+"""Each metric for Prometheus has the value that the events before give it."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_what_the_guard_refuses(value: Value) -> None:
 
 
 def test_a_million_resources_are_one_series(registry: CollectorRegistry, authority: Redlock) -> None:
-    """Also where they have nothing in common: what is beyond 200 names is `other`."""
+    """So it is if the names have nothing in common: names beyond 200 are `other`."""
     metrics = prometheus.instrument(registry)
     for number in range(210):
         with authority.lock(f"order:{number}"), authority.lock(f"random-{number}:1"):

@@ -1,4 +1,4 @@
-"""A password is shown nowhere: in each place where a URL may have one, through every way to say something."""
+"""No output shows a password, for each place of a URL that may have one."""
 
 from __future__ import annotations
 

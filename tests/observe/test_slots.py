@@ -1,4 +1,4 @@
-"""Semaphores, readers and writers, as metrics, spans and commands show them."""
+"""Metrics, spans and commands show semaphores, readers and writers."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_opentelemetry_counts_slots_under_the_name_of_the_semaphore(authority: R
 
 @pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
 def test_commands_show_slots_and_readers(kind: Kind, mine: Any) -> None:
-    """With a name only its own; `top` shows all; status 3 where nobody is inside."""
+    """A command with a name shows only its own slots. `top` shows all. Status 3 says that no slot is held."""
     url = ("--url", kind.url)
     gpus = [fenced_semaphore("gpu", 3, authority=mine, reentrant=False) for _ in range(2)]
     order = fenced_lock("order:1", readers=2, authority=mine)

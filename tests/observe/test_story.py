@@ -1,4 +1,4 @@
-"""A night on call, as docs/operations.md tells it: the page has what these commands print.
+"""docs/operations.md tells a night on call, with the text that its commands print.
 
     FENCELOCK_WRITE_DOCS=1 python -m pytest tests/observe/test_story.py
 
@@ -49,7 +49,7 @@ def victim(own_nodes: Nodes, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 class Story:
-    """Collects what is done and what comes of it."""
+    """Collects the acts of the story, and their results."""
 
     def __init__(self, urls: str, database: str) -> None:
         self.urls = urls

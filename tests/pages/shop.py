@@ -1,4 +1,4 @@
-"""What the examples of docstrings are about: a small shop in `shop.db`, which grants the locks, too.
+"""The examples of docstrings are about a small shop in `shop.db`, which grants the locks, too.
 
 They run with all names of this module, and all public names of the library.
 """
@@ -63,7 +63,7 @@ class Base(DeclarativeBase):
 
 
 class Order(fencelock.FencedModel, Base):
-    """What is paid and packed."""
+    """An order, which is paid and packed."""
 
     __tablename__ = "orders"
     __fence_resource__ = "order:{id}"

@@ -143,7 +143,7 @@ def for_site(page: str, text: str, linked: set[str]) -> str:
 
 
 def _spaced(lines: list[str]) -> Iterator[str]:
-    """Yield lines with an empty one before each list, and with four blanks for what is inside of an item."""
+    """Yield lines with an empty one before each list, and with four blanks before text inside an item."""
     before = ""
     for line in lines:
         is_item = _ITEM.match(line)
@@ -228,7 +228,7 @@ class Made(HTMLParser):
 
 
 def faults() -> list[str]:
-    """Return what is wrong in the pages that were made."""
+    """Return the faults in the pages that were made."""
     made = {path: Made(path.read_text()) for path in sorted(SITE.rglob("*.html")) if path.name != "404.html"}
     listed = re.findall(r"\]\(([^)]+)\)", (SITE / "llms.txt").read_text())
     found = [

@@ -1,4 +1,4 @@
-"""What several tests of the quorum lock begin with."""
+"""Fixtures that several tests of the quorum lock share."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def no_noise(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def never_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One who stands in line looks after 20 s only: nothing but a call can explain an early success."""
+    """A waiter in line looks after 20 s only: nothing but a call can explain an early success."""
     pause = acquire.next_pause
 
     def patched(outcome: attempts.Failed, tries: int, random: float) -> float:

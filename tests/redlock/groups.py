@@ -58,7 +58,7 @@ def follow(node: Node, master: Node) -> None:
 
 
 def promote(node: Node) -> None:
-    """Have a replica be a primary again."""
+    """Make a replica a primary again."""
     ask(node, "REPLICAOF", "NO", "ONE")
 
 
@@ -77,7 +77,7 @@ def is_refused(authority: Redlock) -> bool:
 
 def ask(node: Node, *words: str | int) -> Any:
     """Return a server's bare answer to a command."""
-    retry = Retry(NoBackoff(), 3)  # a sentinel cuts off whoever is connected to a server that it demotes
+    retry = Retry(NoBackoff(), 3)  # a sentinel cuts off all clients of a server that it demotes
     with redis.Redis.from_url(node.url, socket_timeout=5, protocol=2) as client:
         return retry.call_with_retry(lambda: _ask(client, words), lambda _: None)
 
@@ -279,7 +279,7 @@ class Cluster(_Servers):
         primaries: how many.
         replicas: whether each has one.
         executable: the server program; by default the wheel's Valkey.
-        covered: whether the slots are given to anybody.
+        covered: whether any primary has the slots.
         settings: further ones of each server.
     """
 

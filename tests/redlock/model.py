@@ -1,7 +1,7 @@
 """A network between nodes in memory and many clients that does its worst, without time.
 
-Only attempts, one after the other; what it buys is schedules that no network with delays would make, at a
-hundred thousand deliveries a second. `proof/simulation` has everything else.
+It plays only attempts, one after the other. So it makes schedules that no network with delays would make, at
+a hundred thousand deliveries a second. `proof/simulation` has everything else.
 """
 
 from __future__ import annotations

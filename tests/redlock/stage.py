@@ -48,7 +48,7 @@ from fencelock.authority.redlock.wire.connection import Connection, PendingBroad
 from proof.servers import Node as Server
 
 NODE_KEY = "{fencelock}"
-#: All that a node keeps when nobody holds a lock or waits.
+#: All that a node keeps when no client holds a lock or waits.
 OF_THE_NODE = [NODE_KEY, f"{NODE_KEY}:m"]
 _nonces = itertools.count()
 
@@ -340,7 +340,7 @@ def _group(stations: Sequence[RealNode]) -> NodeGroup:
 
 
 def operator(stations: Sequence[RealNode], wanted: Sequence[int], max_ttl: float | None = None) -> Actor:
-    """Return an operator who wants some of the nodes to be the list."""
+    """Return an operator that wants some of the nodes to be the list."""
     return Actor(stations, change(_group(stations), wanted, lambda _: None, max_ttl))
 
 
@@ -396,7 +396,7 @@ class SlowDoor:
         self._target = port
 
     def forget(self) -> None:
-        """Pass nothing on for the connections that there are, and tell nobody; new ones work."""
+        """Pass nothing on for the connections that there are, and tell no client; new connections work."""
         self._generation += 1
 
     def _pump(self, source: socket.socket, sink: socket.socket, generation: int) -> None:
@@ -405,7 +405,7 @@ class SlowDoor:
                 while data := source.recv(65536):
                     if generation == self._generation:
                         sink.sendall(data)
-            finally:  # also where who closed it had not read everything
+            finally:  # also if the closing side had not read everything
                 sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:

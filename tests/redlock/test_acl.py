@@ -43,14 +43,14 @@ def command(client: redis.Redis, *words: str) -> Any:
 
 @pytest.fixture
 def admin(any_server: Node) -> Iterator[redis.Redis]:
-    """A user who may do everything."""
+    """A user with all rights."""
     with redis.Redis.from_url(any_server.url, decode_responses=True) as client:
         yield client
         command(client, "ACL", "DELUSER", "fencelock")
 
 
 def set_user(admin: redis.Redis, words: list[str]) -> None:
-    """Make the user anew."""
+    """Give the user these rules, and none of the earlier ones."""
     command(admin, "ACL", "SETUSER", "fencelock", "reset", *words)
     command(admin, "ACL", "LOG", "RESET")
 
@@ -119,7 +119,7 @@ def votes_again(authority: Redlock) -> bool:
 
 
 def test_rule_is_enough(any_server: Node, admin: redis.Redis) -> None:
-    """Nothing is refused, not even what is refused in silence."""
+    """The server refuses nothing, not even in silence."""
     set_user(admin, rule_of(admin))
     use_everything(any_server, admin)
     assert refused(admin) == []
@@ -156,7 +156,7 @@ def test_rule_reaches_no_other_key(any_server: Node, admin: redis.Redis) -> None
 
 
 def test_operator_needs_scan_as_well(any_server: Node, admin: redis.Redis) -> None:
-    """To delete what is left after a loss."""
+    """The operator needs it to delete the remains of a loss."""
     set_user(admin, [*rule_of(admin), "+scan"])
     with Redlock(url_of(any_server)) as authority:
         authority.init(base=0, max_ttl=1)

@@ -1,4 +1,4 @@
-"""All memory is gone, and the database knows a fence: new tokens are above it, whoever initialises too."""
+"""After all memory is lost, an `init` that names the highest fence of the database gives larger tokens."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def authority(nodes: Nodes) -> Iterator[Redlock]:
 
 
 def initialiser(authority: Redlock, stations: list[RealNode], above: int = 0) -> Actor:
-    """Return somebody who initialises, step by step."""
+    """Return a client that initialises, step by step."""
     return Actor(stations, authority._initialising(0, MAX_TTL, epoch_above(above)))
 
 
@@ -75,7 +75,10 @@ def test_plain_init_finishes_what_one_after_a_loss_began(
 def test_init_after_a_loss_that_dies_anywhere_is_finished_by_another(
     authority: Redlock, stations: list[RealNode], steps: int
 ) -> None:
-    """From the first OPEN on a plain one has its tokens above; whoever names the fence, in any case."""
+    """After the first OPEN, a plain `init` keeps tokens above the fence.
+
+    An `init` that names the fence always does.
+    """
     steps_of(initialiser(authority, stations, HIGH), steps)
     opened = any("e" in station.remember() for station in stations)
     authority.init(max_ttl=MAX_TTL)
@@ -110,7 +113,7 @@ def test_init_after_a_loss_beside_a_plain_one(
 
 
 def assert_promised(stations: list[RealNode]) -> None:
-    """Check that a majority has promised the epoch of whoever votes."""
+    """Check that a majority has promised the epoch of every voter."""
     told = [station.remember() for station in stations]
     highest = max(int(fields["e"]) for fields in told)
     assert sum(int(fields["p"]) >= highest for fields in told) >= 2

@@ -1,7 +1,7 @@
-"""The asyncio driver on real nodes: many tasks on one connection a node, loops that come and go.
+"""The asyncio driver loses no answer and no lock on real nodes, with many tasks, and loops that come and go.
 
-What is looked at is what `test_faults.py` looks at with the blocking driver, and what only asyncio can do:
-a task may be cancelled at any await, and a loop may end at any time.
+These tests check the same as `test_faults.py` does with the blocking driver. They also check the cases that
+only asyncio has: a task may be cancelled at any await, and a loop may end at any time.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_loop_that_has_ended_is_thrown_away_with_its_connections(
 
 
 def test_close_ends_the_connections_of_a_loop_in_another_thread(authority: Redlock, nodes: Nodes) -> None:
-    """They are closed where that may be done; whoever goes on is connected anew."""
+    """The connections are closed where that may be done. A task that goes on is connected again."""
     ready, closed = threading.Event(), threading.Event()
 
     async def main() -> None:
@@ -92,10 +92,10 @@ def test_close_ends_the_connections_of_a_loop_in_another_thread(authority: Redlo
 def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
     authority: Redlock, nodes: Nodes
 ) -> None:
-    """Tasks still wait, and nobody cancels them: the next loop closes everything, or the end of the first."""
+    """Tasks still wait, and are not cancelled: the next loop closes everything, or the end of the first."""
 
     async def wait(resource: str) -> None:
-        # Fair, because another attempt may be granted while it waits, for nobody.
+        # Fair, because another attempt may be granted while the task waits, for no caller.
         await authority.aio.acquire((resource,), ttl=30, timeout=None, fair=True)
 
     def hears_all() -> bool:
@@ -250,7 +250,7 @@ def test_node_that_is_away_hears_of_every_lock_that_it_has(
 
 
 def test_acquisition_that_is_cancelled_while_connecting_is_forgotten(nodes: Nodes, run: Run) -> None:
-    """The connections are used by whoever waits still, at once; what was cancelled has locked nothing."""
+    """The waiting tasks use the connections at once. The cancelled acquisitions have locked nothing."""
     with (
         closing(SlowDoor(nodes[0].port)) as door,
         Redlock(f"redis://127.0.0.1:{door.port}", connect_timeout=30.0) as authority,
@@ -273,7 +273,7 @@ def test_acquisition_that_is_cancelled_while_connecting_is_forgotten(nodes: Node
 
 
 def test_loop_that_ends_while_connecting_leaves_no_connection(nodes: Nodes, run: Run) -> None:
-    """The connection comes up when nobody is there any more."""
+    """The connection comes up when the loop's tasks are gone."""
     with closing(SlowDoor(nodes[0].port)) as door:
         authority = Redlock(f"redis://127.0.0.1:{door.port}")
 

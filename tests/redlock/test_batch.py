@@ -1,4 +1,4 @@
-"""Commands that travel together: on a real node they do what each does alone."""
+"""Commands that travel together do on a real node the same as each does alone."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class BatchingNode(RealNode):
         return release_command(self.node_set, attempt, 0, [counter])
 
     def state(self) -> dict[str, Any]:
-        """Return the counters, what each lock holds, and who waits."""
+        """Return the counters, the value of each lock, and the waiting clients."""
         counters = {k: v for k, v in self.remember().items() if k.startswith("c") and k != "cfg"}
         locks = {key: self.client.get(key) for key in self.client.keys(f"{NODE_KEY}:l:*")}
         queues = {key: self.client.zrange(key, 0, -1) for key in self.client.keys(f"{NODE_KEY}:q:*")}
@@ -196,7 +196,10 @@ def test_node_that_does_not_vote_says_so_to_each(nodes: Nodes, how: str) -> None
 
 
 def test_node_takes_many_commands_in_one_call(node: BatchingNode) -> None:
-    """A hundred locks: one call to acquire them, one to release them; what is more goes into another one."""
+    """A hundred locks need one call to acquire them and one to release them.
+
+    One more lock needs another call.
+    """
     names = [f"r{number}" for number in range(connection._LARGEST_BATCH)]
     before = node.calls()
     answers = node.ask([node.acquire(name, name) for name in names])
@@ -276,7 +279,7 @@ def test_node_that_has_forgotten_its_scripts_is_told_them_again(node: BatchingNo
 
 
 def test_error_in_the_midst_of_a_call_loses_no_release(node: BatchingNode) -> None:
-    """A node whose memory is full grants nothing, and gives back what is given back."""
+    """A node whose memory is full grants nothing, but executes each release."""
     node.ask([node.acquire("n0", "a"), node.acquire("n1", "b")])
     node.client.config_set("maxmemory", 1)
     commands = [node.acquire("n2", "c"), node.release("n0", "a"), node.release("n1", "b")]

@@ -1,4 +1,4 @@
-"""Other nodes take the place of the present ones: on real nodes, interrupted anywhere, under clients."""
+"""Tokens grow across a change of nodes: on real nodes, interrupted anywhere, under clients."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def present(nodes: Nodes) -> list[str]:
 
 @pytest.fixture
 def stations(nodes: Nodes) -> Iterator[list[RealNode]]:
-    """Connections to all five nodes, for an operator who is stepped by hand."""
+    """Connections to all five nodes, for an operator that is stepped by hand."""
     made = [RealNode(url) for url in nodes.urls]
     yield made
     for station in made:
@@ -89,7 +89,7 @@ def test_way_there_and_back(nodes: Nodes, present: list[str], stations: list[Rea
 
 
 def test_leases_end_before_others_are_granted(nodes: Nodes, present: list[str]) -> None:
-    """A change waits for the holder, who cannot extend any more; nobody else is let in meanwhile."""
+    """A change waits for the holder, which cannot extend any more. No other client is let in meanwhile."""
     with Redlock(present, node_timeout=0.3) as authority:
         lock = authority.lock("r", ttl=MAX_TTL)
         lease = lock.acquire()
@@ -113,7 +113,10 @@ def test_client_with_the_former_list_goes_on(nodes: Nodes, present: list[str]) -
 
 
 def test_clients_lock_through_a_change(nodes: Nodes, present: list[str]) -> None:
-    """Tokens are unique and grow, whoever asks which list; attempts fail for the moment that it takes."""
+    """Tokens are unique and grow, whichever list a client asks.
+
+    Attempts fail for the moment that a change takes.
+    """
     tokens: list[int] = []
     over = threading.Event()
 

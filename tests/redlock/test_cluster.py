@@ -1,7 +1,7 @@
-"""A Redis Cluster as a node: one of its primaries has all keys of a namespace, and which one may change.
+"""A Redis Cluster is one node: one of its primaries has all keys of a namespace, and another may take over.
 
-With real clusters. That a server does not serve the keys (any more) it says itself; and that it serves them
-again, or in another's place, is no reason to let it vote.
+The tests use real clusters. A server says itself that it does not serve the keys (any more). A server that
+serves them again, or in another's place, must not vote for that reason.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def authority(cluster: Cluster) -> Iterator[Redlock]:
 
 
 def test_any_server_of_a_cluster_leads_to_its_keys(cluster: Cluster) -> None:
-    """As one of several in a URL, or alone: nobody has to know how slots are divided."""
+    """The server is one of several in a URL, or alone. A user need not know how slots are divided."""
     urls = [cluster.url(), *(cluster.url(node) for node in cluster.nodes)]
     for number, url in enumerate(urls):
         with Redlock(url) as authority:
@@ -142,7 +142,7 @@ def test_everything_that_locks_can_do_works_in_a_cluster(authority: Redlock) -> 
 @pytest.mark.usefixtures("never_look")
 @pytest.mark.parametrize("fair", [True, False])
 def test_waiting_in_line_works_in_a_cluster(authority: Redlock, cluster: Cluster, fair: bool) -> None:
-    """Calls reach those who listen: they do so where the keys are."""
+    """Calls reach the waiting clients, because these listen where the keys are."""
     tokens: list[int] = []
 
     def take(own: Redlock) -> None:
@@ -293,7 +293,10 @@ def test_slot_that_moves_takes_no_vote_with_it(make_cluster: Callable[..., Clust
 
 
 def test_one_who_waits_listens_where_the_keys_have_gone(make_cluster: Callable[..., Cluster]) -> None:
-    """The connection for calls goes on to live when a slot moves; but who is called is who listens there."""
+    """The connection for calls lives on when a slot moves.
+
+    Calls reach only clients that listen at the new place.
+    """
     cluster = make_cluster(2)
 
     def is_heard(own: Redlock) -> bool:
@@ -318,7 +321,7 @@ def test_one_who_waits_listens_where_the_keys_have_gone(make_cluster: Callable[.
 
 
 def test_cluster_without_its_slots_says_so(make_cluster: Callable[..., Cluster]) -> None:
-    """Nobody has been given the namespace's slot; it may come yet, so the outage is waited for."""
+    """No server has the namespace's slot yet. A server may get it, so the outage is waited for."""
     cluster = make_cluster(1, covered=False)
     for url in (cluster.url(), cluster.nodes[0].url):
         with (

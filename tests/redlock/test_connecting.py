@@ -1,4 +1,4 @@
-"""How connections are opened in the background: once at a time, and with pauses after failures."""
+"""Connections are opened in the background, one attempt at a time, with pauses after failures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What URLs and clients of moving nodes mean, before anything is connected to."""
+"""URLs and clients of moving nodes are understood, or refused, before any connection is made."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Nodes that drop keys when their memory is full: held locks may be gone, and the record of their tokens."""
+"""A node that drops keys when its memory is full is refused, because it may drop locks and counters."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The drivers on real nodes that die, hang, come back blank or old, and on sockets that break.
+"""The drivers keep their promises on real nodes that die, hang or come back, and on sockets that break.
 
-What is looked at is always the same: no answer is mistaken for another's, nothing is waited for twice, and
-no lock stays behind on a node that could have been told.
+Each test checks the same promises: a driver mistakes no answer for another's, waits for nothing twice, and
+leaves no lock on a node that could have been told.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_minority_may_be_killed_while_clients_hold_connections(
         node.kill()
     began = time.monotonic()
     assert [take(mine) for _ in range(10)] == [first + 1 + number for number in range(10)]
-    assert time.monotonic() - began < 10 * 0.3 / 2  # nobody's silence is waited for
+    assert time.monotonic() - began < 10 * 0.3 / 2  # no client waits for a silent node
     assert eventually(lambda: locks_on(nodes) == [])
     nodes[down].kill()
     with pytest.raises(QuorumError):
@@ -78,7 +78,7 @@ def test_minority_may_be_killed_while_clients_hold_connections(
 
 
 def test_hung_minority_costs_nothing(mine: Face, nodes: Nodes) -> None:
-    """Two of five nodes hang: a majority answers, and nobody waits for the others."""
+    """Two of five nodes hang: a majority answers, and no client waits for the others."""
     take(mine)
     nodes[1].pause()
     nodes[2].pause()
@@ -297,7 +297,7 @@ def succeeds(client: Face) -> bool:
 
 
 def test_release_that_a_broken_connection_prevented_is_made_up_for(blank: Stage, nodes: Nodes) -> None:
-    """A quorum of one whose connection breaks after the grant was made: nobody waits for the ttl."""
+    """The connection of a quorum of one breaks after the grant was made. No client waits for the ttl."""
     alone = Redlock(nodes.urls[0], node_timeout=0.3)
     alone.init(base=0)
     mine = blank.new(alone)
@@ -336,11 +336,11 @@ def test_many_threads_share_one_client(mine: Face, nodes: Nodes) -> None:
 
 
 def test_leases_that_are_let_expire_leave_nothing_in_memory(authority: Redlock) -> None:
-    """Taking a lock so that nobody else does the job within a ttl is a use, and must not leak."""
+    """A lock may be taken so that no other process does the job within a ttl. Such a use must not leak."""
     names = []
     for number in range(50):
         lock = authority.lock(f"once-{number}", ttl=0.5)
-        # Not in this thread's context: the next test finds there what is held.
+        # Not in this thread's context, because the next test would find the held locks there.
         assert contextvars.Context().run(lock.try_acquire)
         del lock
         names.append(f"once-{number}")
@@ -415,7 +415,10 @@ def test_idle_waiting_burns_no_processor_time(mine: Face, other: Face, nodes: No
 def test_nodes_that_die_for_good_leave_no_growth(
     mine: Face, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A hung node is asked nothing after the patience, and told so much; so much is kept of what is gone."""
+    """After the patience, a hung node gets only so many releases and no requests.
+
+    A dead node is owed only as many.
+    """
     monkeypatch.setattr(wire_nodes, "MOST_PENDING", 10)
     take(mine)
     nodes[0].pause()

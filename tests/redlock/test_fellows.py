@@ -1,7 +1,7 @@
-"""A node comes back with the data of a fellow node, and says that it is that one.
+"""A node with the data of a fellow node gets back the seat that the list has for its own address.
 
-It has followed the other and was promoted again, or was started with the other's file. What it says is not
-where it belongs: it gets back the seat that the list has for its address.
+Such a node has followed the other one and was promoted again, or was started with the other's file. So it
+tells the id of the other.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def ids(nodes: Sequence[Node]) -> list[str]:
 
 
 def take(authority: Redlock) -> int:
-    """Lock once; return the token, or 0 where there was none. Nobody may say that the list is wrong."""
+    """Lock once; return the token, or 0 where there was none. No error may say that the list is wrong."""
     try:
         with authority.lock("r", ttl=0.5, timeout=5) as token:
             return token
@@ -140,7 +140,7 @@ def test_owner_of_the_id_forgets_meanwhile(
 
 
 def test_status_says_whose_data_a_node_has(make_nodes: Callable[..., Nodes], connect: Connect) -> None:
-    """While it waits for somebody to admit it, and while somebody does."""
+    """The status says so while the node waits for a client to admit it, and while a client does."""
     nodes = list(make_nodes(3))
     authority = connect(nodes, recover=False)
     authority.init(base=0, max_ttl=MAX_TTL)
@@ -171,7 +171,7 @@ def test_two_that_vote_by_one_id_are_told_apart_by_a_change(
 
 
 def test_a_change_refuses_two_ids_that_it_cannot_tell_apart(make_nodes: Callable[..., Nodes]) -> None:
-    """By addresses that the list does not have, nobody knows whose the id is."""
+    """The list does not have these addresses, so no client can tell which node has the id."""
     nodes = list(make_nodes(4))
     urls = [node.url for node in nodes]
     with Redlock(urls[:3]) as authority:

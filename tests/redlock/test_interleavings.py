@@ -1,4 +1,4 @@
-"""P1 and P2 under random schedules of the shipped generators over nodes that answer as the scripts do.
+"""P1 and P2 hold under random schedules of the shipped generators, on nodes that answer as the scripts do.
 
 A failing seed is in the test's name or message, and replays exactly. The controls show that this search
 would have found the holes that the protocol closes.

@@ -1,4 +1,4 @@
-"""Signal handlers that raise at any line of a lock: nothing stays locked, and answers still match."""
+"""A signal handler may raise at any line of a lock: nothing stays locked, and answers still match."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.redlock.views import is_held_everywhere, locks_on
 
 pytestmark = pytest.mark.timed
 
-#: Takes a lock and its authority; returns what is to be interrupted.
+#: Takes a lock and its authority; returns the function to interrupt.
 Prepare = Callable[[FencedLock[int], Redlock], Callable[[], object]]
 
 

@@ -1,4 +1,4 @@
-"""Commands that are too much for one write: the rest goes out when the socket takes more."""
+"""A command that is too large for one write goes out in parts, when the socket takes more."""
 
 from __future__ import annotations
 

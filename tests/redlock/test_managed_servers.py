@@ -1,4 +1,4 @@
-"""Servers without the commands that providers take away, as docs/redis.md names them."""
+"""The library works on servers without the commands that providers take away, as docs/redis.md says."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def test_what_is_needed(missing: str, make_nodes: Callable[..., Nodes], *, is_fi
     ended = fencelock("init", url)
     assert (ended.returncode == 0) is is_fit
     if not is_fit:
-        assert missing in ended.stderr  # it says what is missing, and not only that the node is not fit
+        assert missing in ended.stderr  # the error names the command, and not only the unfit node
     else:
         with Redlock(url) as authority, authority.lock("order:1"):
             pass

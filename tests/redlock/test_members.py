@@ -1,4 +1,4 @@
-"""Recovery and change of nodes in a storm: the real generators on nodes in memory, as good as real ones."""
+"""No node votes twice in an epoch in a storm of recoveries and changes: real generators, nodes in memory."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Storm:
             self.go_on(self.random.choice(self.actors))
 
     def new_actor(self) -> Actor:
-        """Return a recoverer of some list, or an operator who wants another."""
+        """Return a recoverer of some list, or an operator that wants another list."""
         members = list(range(self.size))
         if self.random.random() < 0.5:
             members[self.random.randrange(self.size)] = self.random.randrange(self.size, self.size + 2)
@@ -109,7 +109,7 @@ class Storm:
             self.actors.remove(actor)
 
     def fault(self) -> None:
-        """Restart a node as it was, or let it forget: all, what is new, or for a fellow's data."""
+        """Restart a node as it was, or let it forget all, forget recent data, or take a fellow's data."""
         number = self.random.randrange(len(self.nodes))
         node = self.nodes[number]
         kind = self.random.choice(("restart", "lose", "roll back", "follow"))
@@ -207,7 +207,7 @@ def test_clients_that_initialise_at_once_make_one_list() -> None:
 
 
 def test_clients_that_look_once_and_open_in_any_order_make_two(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Control: who passes over a node that is in another list may open a majority of his own."""
+    """Control: a client that passes over a node of another list may open a majority of its own."""
 
     def do_not_look_again(
         _group: Any, _membership: Any, ids: dict[int, str], *_: Any

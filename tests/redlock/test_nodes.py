@@ -1,6 +1,6 @@
-"""What a Redlock is given as nodes: URLs and clients of every kind, strangers, lists that disagree.
+"""A Redlock works with the nodes that it is given, or raises one clear error.
 
-Each gets one clear error, or works.
+Tests give it URLs and clients of every kind, strangers, and lists that disagree.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ pytestmark = pytest.mark.timed
 
 
 def free_port() -> int:
-    """Return a port on which nobody listens."""
+    """Return a port on which no program listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -127,7 +127,7 @@ def test_node_that_is_named_twice_is_refused() -> None:
 
 
 def test_unreachable_node_is_named_with_its_reason() -> None:
-    """Nobody listens there."""
+    """No program listens on the port."""
     url = f"redis://127.0.0.1:{free_port()}"
     error = failure_of(Redlock(url, outage_grace=0.1))
     assert isinstance(error, QuorumError)
@@ -254,7 +254,10 @@ def test_votes_prove_their_server_once_there_has_been_a_replica(make_nodes: Call
 
 
 def test_connection_to_a_server_that_was_replaced_is_given_up(make_nodes: Callable[..., Nodes]) -> None:
-    """A proxy leads new connections to who took over; the old one goes on to lead to who must not vote."""
+    """A proxy leads new connections to the promoted server.
+
+    The old one goes on to lead to a server that must not vote.
+    """
     first, second = make_nodes(2, settings={"repl-diskless-sync-delay": "0"})
     with (
         closing(SlowDoor(first.port)) as door,
@@ -385,7 +388,7 @@ def test_one_stray_node_does_not_stop_the_others(nodes: Nodes) -> None:
 
 
 def test_mixed_lists_are_told_apart(nodes: Nodes) -> None:
-    """Two nodes of one list and two of another: nobody has a majority."""
+    """Two nodes have one list and two have another, so no list has a majority."""
     with Redlock(nodes.urls[:2]) as first, Redlock(nodes.urls[2:4]) as second:
         first.init()
         second.init()
@@ -482,7 +485,7 @@ def test_init_refuses_a_node_that_restarted_in_between(nodes: Nodes) -> None:
 
 
 def test_several_clients_may_initialise_at_once(nodes: Nodes) -> None:
-    """One list comes out of it, whoever was first."""
+    """One list comes out of it, whichever client was first."""
     clients = [Redlock(nodes.urls) for _ in range(6)]
     with ThreadPoolExecutor(6) as threads:
         assert any(threads.map(lambda client: client.init(base=0), clients))
@@ -517,7 +520,10 @@ def test_init_out_of_range_is_refused(settings: dict[str, Any]) -> None:
 
 
 def test_error_about_blank_nodes_names_both_commands(nodes: Nodes) -> None:
-    """What is likelier comes first: after a loss, where the client or another node knows of former use."""
+    """The likelier command comes first.
+
+    If the client or another node knows of former use, that is the one after a loss.
+    """
     urls = nodes.urls[:3]
 
     def complaint(authority: Redlock) -> tuple[bool, str]:
@@ -551,7 +557,7 @@ def test_error_about_blank_nodes_names_both_commands(nodes: Nodes) -> None:
 
 @pytest.mark.parametrize("max_ttl", [None, 300])
 def test_nodes_keep_the_longest_ttl_that_they_have(nodes: Nodes, max_ttl: float | None) -> None:
-    """New ones get 60 s; whoever initialises again without saying how long changes nothing."""
+    """New nodes get 60 s. A second `init` that does not say how long changes nothing."""
     with Redlock(nodes.urls[:3]) as authority:
         assert authority.init(max_ttl=max_ttl)
         assert not authority.init()

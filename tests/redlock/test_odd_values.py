@@ -1,4 +1,4 @@
-"""Another program writes into the keys of a lock: that one says so, and no other hears of it."""
+"""A lock whose keys another program has overwritten says so in its error. Other locks go on."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRIPE = f"c{zlib.crc32(b'order:1') % 1024}"
 
 Write = Callable[[Any], object]
 
-#: What is in the place of a lock.
+#: Values in the place of a lock.
 HELD: dict[str, Write] = {
     "a list": lambda node: node.rpush(LOCK, "x"),
     "another value, and a queue that is none": lambda node: (node.set(QUEUE, "x"), node.set(LOCK, "someone")),
@@ -46,7 +46,7 @@ HELD: dict[str, Write] = {
         node.set(f"{NODE_KEY}:w:{CLIENT}", f"host {'1' * 5000} program"),
     ),
 }
-#: What is in the place of what helps.
+#: Values in the place of the queue and of the silent clients.
 FREE: dict[str, Write] = {
     "a queue that is a string": lambda node: node.set(QUEUE, "x"),
     "silent clients that are a list": lambda node: node.rpush(SILENT, "x"),

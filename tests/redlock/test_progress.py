@@ -1,4 +1,4 @@
-"""Nobody waits for ever: contenders that split the votes, of 2 to 5 nodes, all get through."""
+"""No contender waits for ever: contenders that split the votes of 2 to 5 nodes all get through."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.timed
 def test_contenders_all_get_their_turns(
     nodes: Nodes, count: int, contenders: int, *, deaf: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Starting together, each with connections of its own, within a bound; also where nobody hears calls.
+    """Contenders that start together all get the lock within a bound, also if no client hears calls.
 
     The bounds of connecting are wide. On two cores, 64 clients take seconds to open 320 connections at once.
     """
@@ -70,7 +70,10 @@ def test_contenders_all_get_their_turns(
 @pytest.mark.long
 @pytest.mark.parametrize("count", [2, 4])
 def test_nobody_starves(nodes: Nodes, count: int) -> None:
-    """Eight who take the lock back at once, again and again: each gets it often, and waits but a moment."""
+    """Eight contenders take the lock back at once, again and again.
+
+    Each gets it often, and waits but a moment.
+    """
     urls = nodes.urls[:count]
     with Redlock(urls) as operator:
         operator.init(base=0)
@@ -97,7 +100,7 @@ def test_nobody_starves(nodes: Nodes, count: int) -> None:
 
 
 def test_first_node_of_the_fixed_order_is_asked_alone() -> None:
-    """After a split: nobody else hears of the attempt before the first node has granted."""
+    """After a split, no other node hears of the attempt before the first node has granted."""
     bidder = Bidder(node_set_of("f", 4), "r", alone=True)
     assert list(bidder.request.nodes) == [0]
     bidder.answers = {0: Reply(ReplyKind.GRANTED, 0, (1,))}
@@ -106,7 +109,7 @@ def test_first_node_of_the_fixed_order_is_asked_alone() -> None:
 
 
 def test_refusal_of_the_first_node_ends_the_attempt() -> None:
-    """Whoever holds it there is ahead; the votes of the others stay together."""
+    """The holder on the first node is ahead, and the votes of the other nodes stay together."""
     bidder = Bidder(node_set_of("f", 4), "r", alone=True)
     bidder.answers = {0: Reply(ReplyKind.HELD, ttl=9.0)}
     bidder.resume()

@@ -1,4 +1,4 @@
-"""The queue on a node, by its scripts alone: whom a lock is kept for, who is called, what that may cost."""
+"""The scripts of the queue keep a free lock for the first waiter for a moment, and call that waiter."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def queue_of(scripts: Scripts, resource: str = "r") -> list[str]:
 
 
 def test_released_lock_is_kept_for_the_first_in_line(scripts: Scripts, calls: Calls) -> None:
-    """It alone is called; everybody else is refused, for as long as its claim lasts."""
+    """Only the first in line is called. All other clients are refused for as long as its claim lasts."""
     assert scripts.queue("n2", "r", position=SECOND).kind is ReplyKind.HELD
     assert scripts.queue("n1", "r", position=FIRST).kind is ReplyKind.HELD
     assert scripts.release("holder", {"r": 1}).kind is ReplyKind.RELEASED
@@ -64,7 +64,10 @@ def test_released_lock_is_kept_for_the_first_in_line(scripts: Scripts, calls: Ca
 
 
 def test_claim_never_lasts_longer_than_a_moment(scripts: Scripts, calls: Calls) -> None:
-    """One who was called and does not come, for its process is hung: after that anybody may have the lock."""
+    """The called client does not come, because its process is hung.
+
+    After a moment any client may have the lock.
+    """
     scripts.queue("n1", "r", position=FIRST)
     scripts.release("holder", {"r": 1})
     assert int(str(scripts.client.pttl(key_of("r")))) <= CLAIM * 1000
@@ -73,7 +76,7 @@ def test_claim_never_lasts_longer_than_a_moment(scripts: Scripts, calls: Calls) 
 
 
 def test_claim_is_no_lock(scripts: Scripts, calls: Calls) -> None:
-    """Nobody can confirm or release it, not even whom it is for."""
+    """No client can confirm or release a claim, not even the client that it is for."""
     scripts.queue("n1", "r", position=FIRST)
     scripts.release("holder", {"r": 1})
     for nonce in ("n1", "holder"):
@@ -84,7 +87,10 @@ def test_claim_is_no_lock(scripts: Scripts, calls: Calls) -> None:
 
 
 def test_extension_makes_a_lock_again_where_a_claim_stands(scripts: Scripts, calls: Calls) -> None:
-    """A majority has it, so who was called here would be refused; they wait on, and are called at its end."""
+    """A majority has the lock, so the called client would be refused here.
+
+    Waiters wait on, and are called at its end.
+    """
     scripts.queue("n1", "r", position=FIRST)
     scripts.release("holder", {"r": 1})
     assert str(scripts.lock("r")).startswith(">")
@@ -100,7 +106,7 @@ def test_extension_makes_a_lock_again_where_a_claim_stands(scripts: Scripts, cal
 
 
 def test_extension_leaves_alone_what_only_looks_like_a_claim(scripts: Scripts) -> None:
-    """Another program's value without an end, and a lock of somebody who was granted it: both are foreign."""
+    """Both values are foreign: another program's value without an end, and a lock granted to a client."""
     scripts.client.set(key_of("r"), ">something")
     assert scripts.extend("elsewhere", "r") == NOT_EXTENDED
     scripts.client.set(key_of("r"), ">n|0|1", px=50)
@@ -155,7 +161,10 @@ def test_one_who_gives_up_leaves_the_queue(scripts: Scripts, calls: Calls) -> No
 
 
 def test_one_who_gives_way_stays_in_line(scripts: Scripts, calls: Calls) -> None:
-    """Its votes were too few. All nodes call the same next one: whoever has waited longest, be it itself."""
+    """The client's votes were too few.
+
+    All nodes call the client that has waited longest, be it the same one.
+    """
     scripts.queue("n2", "r", position=SECOND)
     scripts.queue("n3", "r", position=THIRD)
     scripts.release("holder", {"r": 1})
@@ -223,7 +232,10 @@ def test_a_lock_is_free_where_only_those_wait_who_do_not_come(scripts: Scripts, 
 
 
 def test_free_lock_goes_to_who_has_waited_longest(scripts: Scripts, calls: Calls) -> None:
-    """The holder's lease has run out, nobody was called: one in line who comes early calls the first."""
+    """The holder's lease has run out, and no client was called.
+
+    A waiter that comes early calls the first in line.
+    """
     scripts.queue("n1", "r", position=FIRST)
     scripts.queue("n2", "r", position=SECOND)
     scripts.client.delete(key_of("r"))
@@ -234,7 +246,7 @@ def test_free_lock_goes_to_who_has_waited_longest(scripts: Scripts, calls: Calls
 
 @pytest.mark.timed
 def test_fair_newcomer_leaves_a_free_lock_to_those_who_wait(scripts: Scripts, calls: Calls) -> None:
-    """Also one who is not going to wait; any other newcomer takes it."""
+    """So does a fair newcomer that is not going to wait. Any other newcomer takes the lock."""
     scripts.queue("n1", "r", position=FIRST)
     scripts.client.delete(key_of("r"))
     assert scripts.queue("fair", "r", position=QueuePosition(fair=True)).kind is ReplyKind.HELD
@@ -246,7 +258,7 @@ def test_fair_newcomer_leaves_a_free_lock_to_those_who_wait(scripts: Scripts, ca
 
 
 def test_first_in_line_takes_a_free_lock_at_once(scripts: Scripts, calls: Calls) -> None:
-    """Nobody needs to call the one that is here."""
+    """The first in line is here already, so the node calls no client."""
     scripts.queue("n1", "r", position=FIRST)
     scripts.queue("n2", "r", position=SECOND)
     scripts.client.delete(key_of("r"))
@@ -268,7 +280,7 @@ def test_one_who_cannot_have_all_keeps_nothing_from_others(scripts: Scripts, cal
 
 
 def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls: Calls) -> None:
-    """Nobody hears it, so nothing is kept for anybody."""
+    """No client hears the release, so the lock is kept for none."""
     scripts.queue("n1", "r", position=FIRST)
     scripts.client.acl_setuser("mute", enabled=True, nopass=True, keys=["*"], commands=["+@all"], reset=True)
     try:
@@ -285,7 +297,7 @@ def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls:
 
 
 def test_blank_node_keeps_no_queue(scripts: Scripts) -> None:
-    """It stays blank, whoever attempts there or gives way."""
+    """The node stays blank, whichever client attempts there or gives way."""
     scripts.client.flushall()
     assert scripts.queue("n1", "r", position=FIRST).kind is ReplyKind.AMNESIA
     scripts.give_up("n1", "r", position=FIRST, stay=True)

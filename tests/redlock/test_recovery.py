@@ -1,4 +1,4 @@
-"""Real nodes that restart, forget and lag behind, and clients that admit them again in the background."""
+"""Clients admit real nodes again that restart, forget or lag behind, in the background."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def field(nodes: Nodes, node: int, name: str) -> str | None:
 
 
 def test_blank_minority_votes_again_after_the_longest_lease(nodes: Nodes, connect: MakeRedlock) -> None:
-    """Nobody does anything but lock: two of five forget, wait, and are admitted in a new epoch."""
+    """The clients do nothing but lock: two of five nodes forget, wait, and are admitted in a new epoch."""
     authority = connect(nodes)
     authority.init(base=0, max_ttl=MAX_TTL)
     tokens = [take(authority)]
@@ -101,7 +101,7 @@ def test_blank_minority_votes_again_after_the_longest_lease(nodes: Nodes, connec
 def test_restarted_node_votes_again_over_the_same_sockets(
     make_nodes: Callable[..., Nodes], connect: MakeRedlock
 ) -> None:
-    """The connections that were refused are not opened anew; they vote as soon as the node is admitted."""
+    """The refused connections stay open. They vote as soon as the node is admitted."""
     nodes = make_nodes(3, appendfsync="always")
     authority = connect(nodes)
     authority.init(base=0, max_ttl=MAX_TTL)
@@ -223,7 +223,7 @@ def test_program_that_ends_at_once_leaves_its_ticket(
 def test_restart_of_more_than_a_minority_waits_for_every_node(
     make_nodes: Callable[..., Nodes], connect: MakeRedlock
 ) -> None:
-    """Two of three restarted and the third is down: who knows what that one has promised."""
+    """Two of three nodes restarted and the third is down. No other node knows the promises of the third."""
     nodes = make_nodes(3, appendfsync="always")
     authority = connect(nodes)
     authority.init(base=0, max_ttl=MAX_TTL)
@@ -241,7 +241,7 @@ def test_restart_of_more_than_a_minority_waits_for_every_node(
 
 
 def test_blank_majority_is_left_to_an_operator(nodes: Nodes, connect: MakeRedlock) -> None:
-    """Nobody knows what the others had promised: no ticket, no vote, and an error that says what to do."""
+    """No node knows what the others had promised: no ticket, no vote, and an error that says what to do."""
     authority = connect(list(nodes.urls[:3]))
     authority.init(base=0, max_ttl=MAX_TTL)
     take(authority)
@@ -288,7 +288,7 @@ def test_laggard_is_raised(nodes: Nodes, connect: MakeRedlock) -> None:
 
 
 def test_nothing_happens_with_recover_false(nodes: Nodes, connect: MakeRedlock) -> None:
-    """Whoever leaves it to others starts no thread, and nothing is written to the blank node."""
+    """A client with `recover=False` starts no thread, and writes nothing to the blank node."""
     authority = connect(list(nodes.urls[:3]), recover=False)
     authority.init(base=0, max_ttl=MAX_TTL)
     nodes[0].restart(keep_data=False)
@@ -343,7 +343,7 @@ def test_forked_child_recovers_nothing_unasked(nodes: Nodes, connect: MakeRedloc
 
 
 def test_interpreter_exits_quietly_during_a_recovery(nodes: Nodes) -> None:
-    """A recovery that would take minutes delays nobody, and prints nothing."""
+    """A recovery that would take minutes delays no exit, and prints nothing."""
     with Redlock(nodes.urls[:3]) as authority:
         authority.init(base=0)
     nodes[0].restart(keep_data=False)

@@ -1,7 +1,8 @@
-"""The schedules that break weaker forms of recovery and of a change of nodes, replayed on real nodes.
+"""Recovery and a change of nodes survive, on real nodes, the schedules that break weaker forms of them.
 
-`proof/spec/` found them; each has the name that it has there. Each is shown twice: the shipped scripts and
-generators survive it, and a mutant without the rule in question gives a token twice, or lets two lists vote.
+`proof/spec/` found these schedules; each has its name from there. Each is shown twice: the shipped scripts
+and generators survive it, and a mutant without the rule in question gives a token twice, or lets two lists
+vote.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ def make_stage(nodes: Nodes) -> Iterator[MakeStage]:
 
 @pytest.fixture
 def one_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nobody looks again whether promises are kept."""
+    """Leave out the second look at the promises."""
     monkeypatch.setattr(NodeReport, "still_promises", lambda *_: True)
 
 
@@ -72,7 +73,7 @@ def halves(bidder: Bidder) -> tuple[int, int] | None:
 def attempt(
     stage: Stage, *voters: int, fingerprint: str = "", members: Sequence[int] = (0, 1, 2, 3, 4)
 ) -> Bidder:
-    """Let somebody attempt, whom only some nodes hear; he knows a list of `members`, or that of the stage."""
+    """Let a client attempt. Only the `voters` hear it. Its list is of `members`, or is that of the stage."""
     node_set = node_set_of(fingerprint, len(members)) if fingerprint else stage.node_set
     stations = [stage.nodes[node] for node in members if node < len(stage.nodes)]
     heard = [members.index(node) for node in voters]
@@ -259,7 +260,7 @@ def play_grant_in_flight_across_the_recovery(stage: Stage) -> Tokens:
 
 
 def test_no_epoch(make_stage: MakeStage) -> None:
-    """What is in flight across a recovery is of another epoch."""
+    """A grant in flight across a recovery is of another epoch."""
     assert play_grant_in_flight_across_the_recovery(make_stage()) == ((0, 1), (1, 1))
 
 
@@ -290,7 +291,7 @@ def test_majority_is_raised_before_anybody_is_admitted(make_stage: MakeStage) ->
 
 
 def test_voter_is_raised_before_restarted_nodes_are_admitted(make_stage: MakeStage) -> None:
-    """Where too few vote to ask them alone, whoever does vote is raised before anybody is admitted."""
+    """Too few nodes vote to ask them alone. So the voter is raised before any node is admitted."""
     stage = make_stage()
     for node in stage.nodes[:2]:
         node.client.hset(NODE_KEY, "r", "0" * 40)  # as after a restart with all data
@@ -335,13 +336,13 @@ def play_raise_that_reached_one_node(stage: Stage) -> Tokens:
 
 
 def test_raise_without_promise(make_stage: MakeStage) -> None:
-    """The second recoverer learns of the epoch from those who have promised it."""
+    """The second recoverer learns of the epoch from the nodes that have promised it."""
     assert play_raise_that_reached_one_node(make_stage(count=5)) == (None, (2, 1))
 
 
 @pytest.mark.usefixtures("one_look")
 def test_raise_without_promise_control(make_stage: MakeStage) -> None:
-    """Control: nobody remembers the promise, and the epoch is used again. It takes five nodes."""
+    """Control: no node remembers the promise, and the epoch is used again. It takes five nodes."""
     mutant = without("promise", FORGETFUL_PROMISE)
     assert play_raise_that_reached_one_node(make_stage(mutant, count=5)) == ((1, 1), (1, 1))
 
@@ -376,7 +377,7 @@ def play_promise_that_is_forgotten_before_all_have_made_it(stage: Stage) -> Toke
 
 
 def test_one_look_at_promises(make_stage: MakeStage) -> None:
-    """The second look finds that n2 has forgotten its promise: nobody votes in epoch 2 yet."""
+    """The second look finds that n2 has forgotten its promise: no node votes in epoch 2 yet."""
     assert play_promise_that_is_forgotten_before_all_have_made_it(make_stage()) == (None, (2, 1))
 
 
@@ -479,7 +480,7 @@ def test_read_and_begin_node_by_node_control(
 
 
 def play_two_recoverers_share_a_ticket(stage: Stage) -> Tokens:
-    """One has chosen epoch 1 and is slow; the other, who restarted nodes make read all, chooses 2.
+    """One recoverer is slow, in epoch 1. The other reads all because nodes restarted, and chooses epoch 2.
 
     n0 promises 2 to the other, and is then admitted by the slow one, in 1. The other goes on with n1, which
     is raised to 2, votes for A and forgets.
@@ -512,7 +513,7 @@ def test_admit_lowers_p(make_stage: MakeStage) -> None:
 
 
 def test_admit_lowers_p_control(make_stage: MakeStage) -> None:
-    """Control: it forgets the promise, nobody else holds it, and epoch 2 comes again."""
+    """Control: n0 forgets the promise, no other node holds it, and epoch 2 comes again."""
     mutant = without("admit", "math.max(tonumber(is.p or 0), tonumber(epoch))", "tonumber(epoch)")
     assert play_two_recoverers_share_a_ticket(make_stage(mutant)) == ((2, 1), (2, 1))
 
@@ -620,7 +621,7 @@ def ticket_in_a_key_of_its_own() -> dict[str, str]:
 
 
 def test_ticket_outside_the_hash(make_stage: MakeStage) -> None:
-    """The hash alone is evicted: the ticket goes with it, and n1 is opened by nobody."""
+    """The hash alone is evicted. The ticket goes with it, and no operator opens n1."""
     stage = make_stage()
     assert play_two_operators_open_the_same_list(stage, evict_hash_of_n1) == (None, None)
 
@@ -735,7 +736,7 @@ def test_second_operator_is_told_what_the_first_wants(make_wider_stage: MakeStag
 
 
 def play_recovery_of_a_list_that_is_closed(stage: Stage) -> Tokens:
-    """n0 and n1 are closed, n3 is open in the new list; n0 forgets; somebody recovers the old list."""
+    """n0 and n1 are closed, n3 is open in the new list. n0 forgets, and a client recovers the old list."""
     actor = operator(stage.nodes, (0, 1, 3))
     actor.until("close")
     actor.deliver(0, 1)
@@ -755,7 +756,7 @@ def play_recovery_of_a_list_that_is_closed(stage: Stage) -> Tokens:
 
 
 def test_recovery_reads_closed_nodes(make_wider_stage: MakeStage) -> None:
-    """Of the old list only n2 is open, which is no majority: nobody is admitted to it."""
+    """Of the old list only n2 is open, which is no majority. So no node is admitted to it."""
     assert play_recovery_of_a_list_that_is_closed(make_wider_stage()) == ((1, 1), None)
 
 

@@ -1,4 +1,4 @@
-"""REMINT: a larger token for the same hold, and nobody in between; on real nodes."""
+"""REMINT gives a larger token for the same hold, and no other holder comes in between; on real nodes."""
 
 from __future__ import annotations
 
@@ -115,7 +115,10 @@ def test_late_grant_of_a_new_token_is_kept(authority: Redlock, nodes: Nodes) -> 
 
 
 def test_majority_that_hangs_loses_the_lease(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
-    """It was asked for, and nobody knows who has heard it: neither token is good any more."""
+    """The token was asked for, and the client cannot know which nodes heard so.
+
+    Neither token is good any more.
+    """
     told: list[Lease] = []
     lock = authority.lock(RESOURCE, ttl=1.0)
     lock.on_lost(told.append)
@@ -139,7 +142,7 @@ def test_majority_that_hangs_loses_the_lease(authority: Redlock, rival: Redlock,
 def test_lock_that_somebody_else_has_is_not_minted_anew(
     authority: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
-    """The lease had been lost without anybody noticing."""
+    """The lease had been lost, and the holder had not noticed."""
     lock = authority.lock(RESOURCE, ttl=20)
     lock.acquire()
     for node in nodes:
@@ -255,7 +258,7 @@ def test_release_in_another_thread_meanwhile_leaves_nothing(
     real = getattr(authority, method)
 
     def release() -> None:
-        with suppress(LockLostError):  # its old nonce may be nobody's any more
+        with suppress(LockLostError):  # no lock may have its old nonce any more
             lock.release()
 
     def meanwhile(*arguments: Any) -> Steps[Any]:

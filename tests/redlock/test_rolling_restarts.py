@@ -1,7 +1,7 @@
 """All nodes restart blank, one after the other, the next when all are admitted: a majority is always well.
 
-Nobody who knows the right list may lose a lease by that, or be told that the list is wrong, whatever he does
-or leaves undone meanwhile.
+No client that knows the right list may lose a lease by that, or hear that the list is wrong, whatever the
+client does or leaves undone meanwhile.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ def test_client_that_sees_each_node_blank_still_knows_the_list(three: list[Node]
 
 
 def takes(client: Redlock) -> bool:
-    """Lock once; others may be in the way, but nobody may say that the list is wrong."""
+    """Lock once. Other clients may be in the way, but no error may say that the list is wrong."""
     try:
         with client.lock("r", ttl=0.5, timeout=5):
             return True

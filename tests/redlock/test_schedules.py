@@ -1,7 +1,7 @@
-"""The schedules that break weaker protocols, replayed message by message on real nodes.
+"""The protocol survives the schedules that break weaker ones, replayed message by message on real nodes.
 
-Each is shown twice: the shipped code survives it, and a mutant without the rule in question does not.
-The mutants exist only here.
+Each schedule is shown twice: the shipped code survives it, and a mutant without the rule in question does
+not. The mutants exist only here.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ def play_extension_after_another_had_the_lock(stage: Stage) -> Any:
 
 
 def test_lock_that_was_made_again_does_not_extend_the_lease(make_stage: MakeStage) -> None:
-    """Who finds his locks gone on a majority has lost the lease, though he has made them again."""
+    """A holder that finds its locks gone on a majority has lost the lease, though it has made them again."""
     assert isinstance(play_extension_after_another_had_the_lock(make_stage()), LockLostError)
 
 
@@ -333,7 +333,7 @@ def test_resent_acquire_gets_the_same_answer(make_stage: MakeStage) -> None:
 
 
 def test_late_acquire_of_a_released_bid_takes_no_token_from_anybody(make_stage: MakeStage) -> None:
-    """A late duplicate locks one node for nobody, and tokens still grow past it."""
+    """A late duplicate locks one node for no client, and tokens still grow past it."""
     stage = make_stage()
     a, b = stage.bidder(), stage.bidder()
     late = a.request.command
@@ -347,7 +347,7 @@ def test_late_acquire_of_a_released_bid_takes_no_token_from_anybody(make_stage: 
 
 
 def test_late_release_leaves_another_holder_alone(make_stage: MakeStage) -> None:
-    """A RELEASE that comes twice, or after the lock has gone to somebody else, deletes nothing of theirs."""
+    """A RELEASE that comes twice, or after another client got the lock, deletes nothing of that client."""
     stage = make_stage()
     a, b = stage.bidder(), stage.bidder()
     a.deliver(stage.nodes, 0, 1, 2)
@@ -452,7 +452,10 @@ def test_lease_goes_on_where_a_node_forgets_as_soon_as_another_is_admitted(make_
 
 
 def test_lease_on_two_blank_nodes_of_three_is_not_extended_and_not_lost(make_stage: MakeStage) -> None:
-    """One of them may have been admitted meanwhile, with the lock; and nobody else can have had it there."""
+    """One of the nodes may have been admitted meanwhile, with the lock.
+
+    No other client can have had the lock there.
+    """
     stage = make_stage()
     bidder = play_node_that_forgets_when_another_is_admitted(stage)
     stage.nodes[2].client.flushall()
@@ -470,7 +473,10 @@ def test_nodes_that_forgot_one_after_the_other_are_not_added_up(
 
 
 def test_release_does_not_add_up_nodes_that_forgot_one_after_the_other(make_stage: MakeStage) -> None:
-    """Nobody can tell the holder that his lease had ended; where two voters know nothing of it, it had."""
+    """No node can tell the holder that its lease had ended.
+
+    If two voters know nothing of the lease, it had.
+    """
     stage = make_stage()
     bidder = play_node_that_forgets_when_another_is_admitted(stage)
     actor = Actor(stage.nodes, attempts.release(lambda: bidder.node_set, bidder.outcome.proof))
@@ -520,7 +526,7 @@ def play_bid_for_a_lease_on_a_node_that_was_just_admitted(stage: Stage) -> Reply
 
 
 def test_node_is_admitted_with_the_locks_of_leases_that_are_extended(make_stage: MakeStage) -> None:
-    """Nobody who waits has the lock there, and should another node forget now, the lease has a majority."""
+    """No waiter has the lock there. If another node forgets now, the lease still has a majority."""
     assert play_bid_for_a_lease_on_a_node_that_was_just_admitted(make_stage()) is ReplyKind.HELD
 
 

@@ -1,4 +1,4 @@
-"""The Lua scripts alone, on every server program there is: each answer, and what they leave on the node."""
+"""Each Lua script gives its answers, and leaves the right keys on the node, with every server program."""
 
 from __future__ import annotations
 
@@ -54,14 +54,14 @@ class Scripts:
         return self.real.execute(Command("acquire", nonce, attempt.keys, arguments))
 
     def queue(self, nonce: str, *resources: str, position: QueuePosition | None) -> Reply:
-        """ACQUIRE as one who waits in line, or heeds it."""
+        """ACQUIRE as a client that waits in line, or that heeds the line."""
         attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, 30.0, position)
         return self.real.execute(_acquire_command(attempt, self.node_set))
 
     def give_up(
         self, nonce: str, *resources: str, position: QueuePosition | None = None, stay: bool = False
     ) -> Reply:
-        """RELEASE as one who waits in line, and goes on with that or not."""
+        """RELEASE as a client that waits in line, and that stays there or leaves."""
         attempt = Attempt.of(self.node_set, tuple(sorted(resources)), nonce, 30.0, position)
         nothing = [0] * len(resources)
         return self.real.execute(release_command(self.node_set, attempt, 0, nothing, stay=stay))
@@ -342,7 +342,7 @@ def test_extension_never_shortens(scripts: Scripts) -> None:
 
 
 def test_extension_is_of_all_locks_or_of_none(scripts: Scripts) -> None:
-    """One of two has gone to somebody else: the other is not extended, and a third not made again."""
+    """Another client has one of the locks: the other one is not extended, and a third is not made again."""
     scripts.acquire("n", "a", "c", ttl=20)
     scripts.client.delete(key_of("c"))
     scripts.acquire("m", "c", ttl=20)
@@ -399,7 +399,7 @@ def test_foreign_value_under_a_lock_key_is_somebody_elses(scripts: Scripts) -> N
 
 
 def test_lock_without_an_end_is_said_to_have_none(scripts: Scripts) -> None:
-    """PTTL -1 is not zero: nobody should come back in a millisecond."""
+    """PTTL -1 is not zero: a client must not come back in a millisecond."""
     scripts.client.set(key_of("r"), "foreign")
     assert scripts.acquire("n", "r").ttl == float("inf")
 
@@ -457,6 +457,6 @@ def test_scripts_run_on_every_server_program(any_server: Node) -> None:
 
 @pytest.mark.parametrize("reply", [b"+OK", [b"NONSENSE"], [], 7, None, [[b"GRANTED"]]])
 def test_reply_that_no_script_gives_is_an_error(reply: object) -> None:
-    """Who answers so is no node of ours; the link translates the error."""
+    """A server that answers so is no node of ours. The link translates the error."""
     with pytest.raises((LookupError, TypeError, ValueError)):
         read_answer(reply)

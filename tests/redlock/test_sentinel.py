@@ -1,6 +1,6 @@
-"""Nodes that Sentinel watches: what is promoted in a node's place must not vote before it is admitted again.
+"""Nodes that Sentinel watches: a promoted server must not vote before it is admitted again.
 
-With real services and real failovers. Of a server that took over, nobody knows what it has missed; and one
+The tests use real services and real failovers. No client knows what a promoted server has missed. A server
 that was replaced may go on to answer on connections that were opened to it.
 """
 
@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.timed, pytest.mark.long]
 
 @pytest.fixture(scope="module")
 def calm() -> Iterator[Watched]:
-    """One service that nobody fails over; a test may do what it likes with its data."""
+    """One service without failovers. A test may do what it likes with its data."""
     with Watched() as watched:
         yield watched.start()
 
@@ -312,7 +312,7 @@ def test_failover_and_failback_past_an_open_connection(
 
 @pytest.mark.usefixtures("never_look")
 def test_one_who_waits_is_called_by_the_server_that_took_over(watch: Callable[..., Watched]) -> None:
-    """Who listens goes where the locks have gone."""
+    """A waiting client listens where the locks have gone."""
     service = watch()
     with Redlock(service.url(), **PATIENT) as holder, Redlock(service.url(), **PATIENT) as waiter:
         holder.init(base=0, max_ttl=MAX_TTL)

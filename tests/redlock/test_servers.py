@@ -1,4 +1,4 @@
-"""The lock on every series of server programs that is found: what it does is the same on all of them.
+"""The lock does the same on every series of server programs that is found.
 
 Each of these runs the scripts that it needs on a real server: alone, behind Sentinel, in a cluster.
 """
@@ -70,7 +70,7 @@ def test_lock_is_taken_kept_exchanged_and_given_back(authority: Redlock) -> None
 @pytest.mark.usefixtures("never_look")
 @pytest.mark.parametrize("fair", [True, False])
 def test_those_who_wait_are_called(authority: Redlock, any_server: Node, fair: bool) -> None:
-    """Threads of clients of their own; nobody would look again in time."""
+    """The threads have clients of their own, and no client would look again in time."""
     tokens: list[int] = []
 
     def work() -> None:
@@ -129,7 +129,7 @@ WAYS_BACK = [with_older_data_by_replication, with_older_data_by_file]
 
 @pytest.fixture
 def one_that_goes_back(server_program: Path) -> Iterator[tuple[Nodes, Node]]:
-    """Three nodes that let anybody debug them, and a server to copy one to."""
+    """Three nodes that let local clients debug them, and a server to copy one to."""
     is_old = server_programs().get("redis-6") == server_program  # it knows no such setting
     settings = {} if is_old else {"enable-debug-command": "local"}
     with Nodes(4, executable=server_program, settings=settings) as made:
@@ -159,7 +159,7 @@ def test_node_with_older_data_in_the_same_process_does_not_vote(
 def test_minority_with_older_data_costs_no_token(
     one_that_goes_back: tuple[Nodes, Node], prepare: Callable[[Node, Node], Callable[[], None]]
 ) -> None:
-    """Of three nodes one goes back, and of those who remember one is away: there is no majority meanwhile."""
+    """One of three nodes goes back, and one of the other two is away: there is no majority meanwhile."""
     servers, copy = one_that_goes_back
     with Redlock(servers.urls[:3], recover=False, **PATIENT) as authority:
         authority.init(base=0, max_ttl=MAX_TTL)
@@ -219,7 +219,7 @@ def test_service_fails_over(server_program: Path) -> None:
 
 
 def test_cluster_fails_over(server_program: Path) -> None:
-    """So it does in a cluster; and who waits is called there."""
+    """The lock does the same in a cluster. The failover calls a waiting client there."""
     with (
         Cluster(3, replicas=True, executable=server_program) as cluster,
         Redlock(cluster.url(), **PATIENT) as authority,

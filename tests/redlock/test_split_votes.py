@@ -1,4 +1,4 @@
-"""Two clients that split the votes of an even number of nodes: how the next attempt decides between them."""
+"""If two clients split the votes of an even number of nodes, the next attempt decides between them."""
 
 from __future__ import annotations
 

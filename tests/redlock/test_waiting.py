@@ -1,4 +1,4 @@
-"""Waiting for another holder, by threads and tasks: woken by the nodes' calls, in order, whatever fails."""
+"""Threads and tasks that wait for a holder are woken by the nodes' calls, in order, also after faults."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.redlock.stage import NODE_KEY, OF_THE_NODE, keys_of, node_set_of
 from tests.redlock.views import all_wait, connections_of, connections_to, hold, locks_on, redlock, soon
 
 pytestmark = [pytest.mark.timed, pytest.mark.usefixtures("no_noise")]
-#: For what only a loop can do, or what is the same in threads and in tasks.
+#: For acts that only a loop can do, or that are the same in threads and in tasks.
 ONLY_TASKS = pytest.mark.parametrize("world", ["asyncio", "uvloop"])
 ONLY_THREADS = pytest.mark.parametrize("world", ["blocking"])
 
@@ -57,7 +57,7 @@ class TestLine:
         assert line.due(place) == 10.001
 
     def test_minority_of_calls_is_due_soon(self, line: WaitQueue) -> None:
-        """Nodes that disagree on who is first leave nobody waiting; a repeated call adds nothing."""
+        """Nodes that disagree on the first in line leave no client waiting. A repeated call adds nothing."""
         place = line.expect("")
         for _ in range(5):
             line.on_call(4, b"1", 10.0)
@@ -82,7 +82,7 @@ class TestLine:
         assert line.due(place) == math.inf
 
     def test_nobody_stands_in_line_where_most_nodes_are_silent(self, line: WaitQueue) -> None:
-        """Nobody would call them."""
+        """No node would call the waiters."""
         heard = [line.hears]
         line.go_deaf(1)
         heard.append(line.hears)
@@ -216,7 +216,10 @@ def test_waiter_is_woken_though_calls_of_a_minority_are_lost(
 def test_waiter_whose_calls_are_all_lost_looks_by_itself(
     mine: Face, waiter: Face, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """After somewhat more than a second at the latest: a claim that nobody takes, and a look."""
+    """The lock comes after little more than a second at the latest.
+
+    The time is a claim that no client takes, and a look.
+    """
     monkeypatch.setattr(WaitQueue, "on_call", lambda *_: "")
     assert seconds_until_handed_over(mine, waiter, timeout=10.0) < 2.0
 
@@ -302,7 +305,10 @@ def test_hung_process_at_the_head_costs_a_second(
 
 @ONLY_THREADS
 def test_killed_processes_at_the_head_cost_nothing(mine: Face, waiter: Face, nodes: Nodes) -> None:
-    """Nobody hears them any more, so they are passed over, however many they were: no claim is waited for."""
+    """The killed processes hear no calls, so they are passed over, however many they were.
+
+    No claim is waited for.
+    """
     tries = (seconds_behind_killed_processes(mine, waiter, nodes) for _ in range(3))
     assert any(seconds < 0.09 for seconds in tries)  # where they cost a claim, they always do
 
@@ -396,7 +402,7 @@ def _threads() -> set[threading.Thread]:
 
 
 def test_one_who_gives_up_is_gone_from_the_queues(mine: Face, waiter: Face, nodes: Nodes) -> None:
-    """Its timeout is over: nobody keeps anything for it."""
+    """The waiter's timeout is over, so no node keeps a place for it."""
     mine.acquire("r")
     assert take_and_tell(waiter, timeout=0.3) == math.inf
     assert eventually(lambda: all_wait(nodes, 0), 3.0)  # it ends after 5
@@ -475,7 +481,10 @@ def scripts_run_on(nodes: Nodes) -> int:
 def test_fifty_tasks_take_turns_without_a_herd(
     mine: Face, other: Face, clients: Stage, nodes: Nodes, monkeypatch: pytest.MonkeyPatch, *, hears: bool
 ) -> None:
-    """Whoever is called attempts, the others are quiet; those who look (the control) ask far more often."""
+    """Only the called client attempts, and the others are quiet.
+
+    Clients that look (the control) ask far more often.
+    """
     if not hears:
         monkeypatch.setattr(WaitQueue, "listen", lambda *_: None)
     start_listening(other, mine, nodes=5 if hears else 0)
@@ -499,7 +508,7 @@ def test_fifty_tasks_take_turns_without_a_herd(
 @ONLY_TASKS
 @pytest.mark.usefixtures("never_look")
 def test_two_loops_and_two_threads_hand_the_lock_to_each_other(mine: Face, other: Face, nodes: Nodes) -> None:
-    """Of one client, each called over connections of its own; nobody looks."""
+    """The callers of one client are called over connections of their own, and none of them looks."""
     client, second = redlock(other), Loop()
     faces = [other, AsyncFace(client, second), *(BlockingFace(client),) * 2]
     start_listening(BlockingFace(client), mine)

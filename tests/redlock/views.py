@@ -1,4 +1,4 @@
-"""What tests look at: on the nodes, beside the library, and from tasks of a loop."""
+"""Views for the tests: of the nodes, beside the library, and from tasks of a loop."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def is_free(rival: Redlock, resource: str = "account:1") -> bool:
-    """Tell whether somebody else gets the lock at once."""
+    """Tell whether another client gets the lock at once."""
     other = rival.lock(resource, timeout=0)
     if other.try_acquire() is None:
         return False
@@ -54,7 +54,7 @@ def locks_on(nodes: Sequence[Node]) -> list[str]:
 def is_held_everywhere(urls: Sequence[str], resource: str = "r", seconds: float = 15.0) -> bool:
     """Return whether every node that can be reached and is initialised comes to hold a lock that was granted.
 
-    A majority is enough for the grant. On the others, whoever attempts next may still be the first.
+    A majority is enough for the grant. On the others, the next attempt may still be the first.
     """
     return eventually(lambda: all(_has_lock_or_no_vote(url, resource) for url in urls), seconds)
 

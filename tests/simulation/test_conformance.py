@@ -1,4 +1,4 @@
-"""The node in memory answers as the scripts do on a real server, whatever it is asked in which order.
+"""The node in memory answers each command, in any order, as the scripts do on a real server.
 
 The scripts are the shipped ones, but for the time: a key says what the clock shows, and what would expire by
 itself is deleted when the model's clock says so. Without that, whether the two agree would depend on how fast
@@ -89,7 +89,7 @@ class LockCommand:
 
 @dataclass(frozen=True)
 class MemberCommand:
-    """A command about who is a member; `ticket` counts back from the last that was made."""
+    """A command about members; `ticket` counts back from the last ticket that was made."""
 
     script: str
     which: int

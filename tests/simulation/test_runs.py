@@ -1,4 +1,4 @@
-"""Runs of the simulation: no promise is broken, enough happens, and a seed replays to the last message."""
+"""No run of the simulation breaks a promise, enough happens, and a seed replays to the last message."""
 
 from __future__ import annotations
 

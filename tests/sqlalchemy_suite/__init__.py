@@ -1,1 +1,1 @@
-"""SQLAlchemy's own tests, run with the guard in place: whoever has a fenced model loses nothing by it."""
+"""SQLAlchemy's own tests, run with the guard in place: a program with a fenced model loses nothing by it."""

@@ -1,4 +1,4 @@
-"""Fenced values outside of the database: a stale writer is refused, whatever happens to processes."""
+"""A store of fenced values outside of the database refuses a stale writer."""
 
 from __future__ import annotations
 

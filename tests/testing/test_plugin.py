@@ -1,4 +1,4 @@
-"""The pytest plugin, as a user's suite has it."""
+"""The pytest plugin works in the suite of a user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fencelock.testing`: each rare situation is the real one, whatever code meets it."""
+"""Each rare situation of `fencelock.testing` is the real one, for any code that meets it."""
 
 from __future__ import annotations
 

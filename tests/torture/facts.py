@@ -1,4 +1,4 @@
-"""Records for the tests of what reads histories: made by hand, with times that are small numbers."""
+"""Records for the tests of the readers of histories: made by hand, with times that are small numbers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def write(
 
 
 def row(value: int, fence: int | None, *, resource: str = "r") -> Row:
-    """Make what is found at the end."""
+    """Make a row as it is found at the end."""
     return Row(resource, value, fence)
 
 

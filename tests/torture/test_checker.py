@@ -202,7 +202,7 @@ EDGES: dict[str, tuple[list[Record], dict[Rule, int]]] = {
 
 @pytest.mark.parametrize("name", EDGES)
 def test_more_is_promised_while_nodes_and_network_are_well(name: str) -> None:
-    """Errors, lines, and what is left."""
+    """The rules are about errors, lines and remains."""
     records, rules = EDGES[name]
     assert check([GENTLE, *records]).broken == rules
 
@@ -235,7 +235,10 @@ def test_two_primaries_have_no_order_and_give_no_token_twice() -> None:
 
 
 def test_overlapping_holders_are_counted_and_are_no_violation() -> None:
-    """Those within the first one's validity apart. Who was killed held until then."""
+    """Overlaps within the first hold's validity are counted apart.
+
+    A killed worker held its lock until it was killed.
+    """
     for valid_until, counts in ((30, (1, 0, 1)), (1_000_000, (1, 1, 0))):
         first = acquisition(1, 0, 10, valid_until=valid_until)
         verdict = judge(first, release(1, 50), acquisition(2, 5, 31), release(2, 40))
@@ -256,7 +259,10 @@ def test_writes_are_counted() -> None:
 
 
 def test_the_longest_time_without_any_acquisition_is_found() -> None:
-    """While somebody wanted one: time in which nobody asked does not count, failures do."""
+    """Only time in which a caller wanted a lock counts.
+
+    Time without a request does not count, but failures do.
+    """
     verdict = judge(
         acquisition(1, 0, 10),
         acquisition(2, 500, 510),

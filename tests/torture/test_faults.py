@@ -83,7 +83,7 @@ def test_a_connection_is_ended_before_or_after_its_commit(engine: Engine, when: 
     injector = threading.Thread(target=lambda: ended.append(end(lambda: False, 30.0)))
     errors: list[DBAPIError] = []
     injector.start()
-    while not errors:  # what is committed before the injector is there passes
+    while not errors:  # a COMMIT before the injector is there passes
         before = _value(engine)
         add(engine, errors)
     injector.join()

@@ -1,4 +1,4 @@
-"""A history is read as it was written, and what is no history is refused with the number of the line."""
+"""A history is read as it was written. A text that is no history is refused with the number of the line."""
 
 from __future__ import annotations
 

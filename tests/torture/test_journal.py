@@ -1,4 +1,4 @@
-"""What a worker wrote before it was killed, and what the history makes of it."""
+"""The history takes over the journal of a worker that was killed, and allows for its last write."""
 
 from __future__ import annotations
 

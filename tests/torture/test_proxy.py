@@ -1,4 +1,4 @@
-"""The network between workers and nodes, in each of its weathers, with a real node behind it."""
+"""The network between workers and a real node delays, drops and duplicates as its weather says."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COUNT = "return redis.call('INCR', 'count')"
 
 @pytest.fixture(scope="module")
 def node() -> Iterator[Nodes]:
-    """One node, with a password: what is sent again must say hello, too."""
+    """One node, with a password: a client that sends a command again must say hello, too."""
     with Nodes(1, password="top secret") as made:  # not secret at all
         yield made
 
@@ -72,7 +72,7 @@ def test_a_lost_request_never_arrives(node: Nodes, proxies: Proxies) -> None:
 
 
 def test_a_lost_answer_is_of_a_request_that_arrived(node: Nodes, proxies: Proxies) -> None:
-    """Who sent it cannot know."""
+    """The sender cannot know that the request arrived."""
     with client(proxies.urls[0], patience=0.3) as far:
         far.ping()
         proxies.change(0, Weather(answers_pass=False))

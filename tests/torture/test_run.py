@@ -167,7 +167,7 @@ def test_slices_of_a_track_follow_each_other_or_lie_in_each_other(run: Path) -> 
 
 
 def test_picture_is_a_png_of_some_size(run: Path) -> None:
-    """What is on it, a person has to look at."""
+    """A person has to look at the content of the picture."""
     assert (run / "picture.png").read_bytes().startswith(b"\x89PNG")
     assert (run / "picture.png").stat().st_size > 30_000
 

@@ -1,4 +1,4 @@
-"""What can be asked for, and what cannot: each refusal is a sentence that says what to do."""
+"""Each setting that cannot be had is refused by a sentence that says what to do."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ SELDOM = {"odd-value", *OF_CONNECTIONS}
 def test_faults_that_cannot_be_had_are_skipped_with_a_reason(
     settings: dict[str, Any], skipped: set[str], tmp_path: Path
 ) -> None:
-    """What is not ours is not broken, and never a majority of the nodes."""
+    """Faults break only servers of ours, and never a majority of the nodes."""
     found = Settings(tmp_path, **settings).skipped()
     assert set(found) == skipped
     assert all(found.values())

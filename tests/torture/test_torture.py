@@ -1,4 +1,4 @@
-"""`python -m proof.torture` as a program: a control that fails, servers of the user, early ends, bad input.
+"""`python -m proof.torture` finds its control wrong, spares a user's servers, and ends early with a verdict.
 
 `test_trace.py` has a run that ends RIGHT; `make proof` has all faults, and each control.
 """
