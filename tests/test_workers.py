@@ -28,7 +28,7 @@ def threads() -> list[threading.Thread]:
 
 
 class Work:
-    """Work for a worker: the names of what is to be done, each with its time."""
+    """Work for a worker: the names of the tasks, each with its time."""
 
     def __init__(self, idle: float = 0.0) -> None:
         self.planned: dict[str, float] = {}
