@@ -160,12 +160,7 @@ def as_default(authority: Authority) -> Iterator[None]:
 
 
 def default_authority() -> Authority:
-    """Return the default authority of this process.
-
-    Raises:
-        AuthorityError: none is configured.
-        ValueError, ImportError: FENCELOCK_URL cannot be used.
-    """
+    """Return the default authority of this process; raise AuthorityError if none is configured."""
     global _default  # noqa: PLW0603 - the process default is what this module is about
     with _lock:
         if _default is None:
@@ -184,12 +179,8 @@ def default_authority() -> Authority:
 
 @overload
 def fenced_lock(resource: str, /, **settings: Unpack[AllLockSettings]) -> FencedLock[int]: ...
-
-
 @overload
 def fenced_lock(*resources: str, **settings: Unpack[AllLockSettings]) -> FencedLock[tuple[int, ...]]: ...
-
-
 def fenced_lock(
     *resources: str,
     ttl: float = DEFAULT_TTL,

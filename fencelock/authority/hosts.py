@@ -19,14 +19,7 @@ _MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The parts of a URL.
-
-    Attributes:
-        scheme: the part before `://`.
-        addresses: host and port of each server.
-        root: the folder below which all keys are, without a slash at either end.
-        options: the query of the URL.
-    """
+    """The parts of a URL; `root` is the folder below which all keys are, without a slash at either end."""
 
     scheme: str
     addresses: tuple[tuple[str, int], ...]

@@ -67,12 +67,7 @@ _until: ContextVar[float] = ContextVar("fencelock_connect_until")
 
 
 def engine_of(source: URL | Engine) -> Engine:
-    """Return `source` itself if it is an engine, else a new engine for the URL.
-
-    Raises:
-        ValueError: the driver is not supported, or the pool of the engine shares one connection.
-        ImportError: the driver is not installed.
-    """
+    """Return `source` itself if it is an engine, else a new engine for the URL."""
     dialect: Any = None
     with suppress(NoSuchModuleError):
         dialect = source.dialect if isinstance(source, Engine) else source.get_dialect()
@@ -246,15 +241,13 @@ class Connections:
             connection = Lent(self._engine)
             driver, hang_up = connection.lent.driver_connection, self._hang_up
             over = time.monotonic() + seconds
-            end = self._watch(over, lambda: hang_up(driver)) if hang_up is not None else _nothing
+            end = self._watch(over, lambda: hang_up(driver)) if hang_up is not None else lambda: None
             try:
                 return work(connection)
             finally:
                 end()
                 connection.lent.close()
-                if (
-                    pool is not self._engine.pool
-                ):  # the old pool was disposed of meanwhile, and would keep this connection
+                if pool is not self._engine.pool:  # it was disposed of, and would keep this connection
                     pool.dispose()
         except self._expected:
             raise
@@ -359,10 +352,6 @@ def prepare_if_direct(driver: Any, cursor: Any) -> None:
         cursor.execute("SELECT pg_backend_pid()")
         if cursor.fetchone()[0] != driver.info.backend_pid:
             driver.prepare_threshold = None
-
-
-def _nothing() -> None:
-    """Do nothing, for a statement without a watch."""
 
 
 def _shut_down_descriptor(connection: Any) -> None:

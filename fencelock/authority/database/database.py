@@ -16,11 +16,7 @@ from fencelock._checks import check_older_than
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.database.acquiring import Acquiring
-from fencelock.authority.database.connecting import (
-    ANSWER,
-    STANDBY,
-    Work,
-)
+from fencelock.authority.database.connecting import ANSWER, STANDBY, Work
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.releasing import BATCH, parts
 from fencelock.authority.database.statements import SERVER_BITS

@@ -51,7 +51,7 @@ class Ear:
         self._heard = False
         self._wakeup: Any = queues.new_wakeup()
         self._channel = f"fencelock_{queues.name.rstrip(',')}"
-        self._hang_up: Callable[[], object] = _nothing
+        self._hang_up: Callable[[], object] = lambda: None
         self._is_over = False
         self._thread: threading.Thread | None = None
 
@@ -82,7 +82,7 @@ class Ear:
         except Exception as error:  # noqa: BLE001 - whatever a driver says of a lost connection
             self._note_loss(error)
         finally:
-            self._hang_up = _nothing
+            self._hang_up = lambda: None
             self._queues.go_deaf()
             if lent is not None:
                 lent.close()
@@ -161,7 +161,3 @@ class Ear:
             self._heard = self._queues.hears = True
         elif not self._queues.call(resource):
             run(self._passing_on(resource))
-
-
-def _nothing() -> None:
-    """Do nothing, while there is no connection to shut down."""

@@ -207,9 +207,8 @@ class Statements:
         }
 
         doubles: bool = getattr(driver.identifier_preparer, "_double_percents", False)
-        name = (table.replace("%%", "%") if doubles else table).replace(
-            ":", r"\:"
-        )  # `text` doubles each %, too
+        # `text` doubles each %, too
+        name = (table.replace("%%", "%") if doubles else table).replace(":", r"\:")
 
         def said(template: str) -> Statement:
             while "{" in template:

@@ -24,12 +24,7 @@ _INTERRUPTED: Final = "a signal handler has interrupted a lock's own exchange wi
 
 
 class Link:
-    """A connection to one member of the cluster, opened when it is made.
-
-    Raises:
-        OSError: the member cannot be reached.
-        AuthorityError: etcd refuses the login.
-    """
+    """A connection to one member; making it raises OSError, or AuthorityError if the login is refused."""
 
     def __init__(self, members: Members, seconds: float) -> None:
         self.address: tuple[str, int] = members.address
@@ -60,11 +55,7 @@ class Link:
         members.tell_opened(self.address)
 
     def exchange(self, calls: Sequence[Call], until: float) -> list[Answer]:
-        """Return the answers to calls.
-
-        Raises:
-            OSError: the connection is lost; a TimeoutError, if there was no answer in time.
-        """
+        """Return the answers to calls; raise OSError if the connection is lost, or nothing came in time."""
         answers: list[Answer] = []
         try:
             self.start(calls, answers)
@@ -134,7 +125,6 @@ class Link:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether the connection has no room for another watch: see `Channel.is_crowded`."""
         return self._channel.is_crowded
 
     def lose(self, reason: str) -> None:

@@ -88,12 +88,7 @@ class _Stream:
 
 
 class Channel:
-    """A connection to a member of etcd.
-
-    Args:
-        scheme: "http" or "https".
-        authority: host and port.
-    """
+    """A connection to a member of etcd; `scheme` is "http" or "https", `authority` is host and port."""
 
     def __init__(self, scheme: str, authority: str) -> None:
         self._h2 = h2.connection.H2Connection(_CONFIG)
@@ -121,11 +116,7 @@ class Channel:
         self._headers.append((b"token", token))
 
     def start(self, call: Call) -> Answer:
-        """Begin a call; the caller has to send `data_to_send()` next.
-
-        Raises:
-            ChannelError: the numbers of streams are used up.
-        """
+        """Begin a call; the caller has to send `data_to_send()` next."""
         if self.is_ending:
             raise ChannelError("the connection has carried as many calls as it can")
         stream = _Stream(call)
@@ -183,11 +174,7 @@ class Channel:
         return self._h2.data_to_send()
 
     def receive(self, data: bytes) -> None:
-        """Process received bytes, and notify the answers that they change.
-
-        Raises:
-            ChannelError: the bytes cannot be used, or the server has ended the connection.
-        """
+        """Process received bytes, and notify the answers that they change; may raise ChannelError."""
         try:
             events = self._h2.receive_data(data)
         except h2.exceptions.ProtocolError as error:

@@ -47,12 +47,7 @@ class Members:
         return authenticate(self.hosts.user, self.hosts.password) if self.hosts.user else None
 
     def log_in(self, channel: Channel, answer: Answer) -> None:
-        """Read the answer to `login`, so that later calls of the channel send its token.
-
-        Raises:
-            AuthorityError: etcd refuses the login.
-            OSError: the member is unavailable now.
-        """
+        """Read the answer to `login`, so that later calls of the channel send its token."""
         if answer.status == UNAVAILABLE:
             raise ConnectionError(answer.detail)
         if answer.status != OK:

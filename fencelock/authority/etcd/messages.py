@@ -12,12 +12,9 @@ _SHORT: Final = tuple(bytes([number]) for number in range(0x80))
 # Status codes of gRPC.
 OK: Final = 0
 UNKNOWN: Final = 2
-INVALID_ARGUMENT: Final = 3
 NOT_FOUND: Final = 5
-PERMISSION_DENIED: Final = 7
 FAILED_PRECONDITION: Final = 9
 UNAVAILABLE: Final = 14
-UNAUTHENTICATED: Final = 16
 
 #: The results, and the targets, of a comparison.
 EQUAL, GREATER, LESS = 0, 1, 2
@@ -69,11 +66,7 @@ def _bytes(field: int, content: bytes) -> bytes:
 
 
 def fields_of(message: bytes) -> dict[int, list[Any]]:
-    """Return the fields of a message by their numbers: ints or bytes; for fixed-length ones, empty bytes.
-
-    Raises:
-        ValueError: the message ends too early.
-    """
+    """Return the fields of a message by their numbers: ints or bytes; for fixed-length ones, empty bytes."""
     found: dict[int, list[Any]] = {}
     at, end = 0, len(message)
     try:

@@ -130,11 +130,7 @@ class LineAuthority(WithLoops):
     def asking(
         self, requests: Sequence[Any], until: float, again: list[str] | None = None
     ) -> Steps[list[Any]]:
-        """Return the answers to requests, which may be sent again; `again` collects the reasons for that.
-
-        Raises:
-            QuorumError: no server could answer them in time.
-        """
+        """Return the answers to requests, which may be sent again; `again` collects the reasons for that."""
         failures: dict[str, str] = {}
         waits = pauses(0.01, 0.2)
         while True:

@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
-from kazoo.exceptions import (
-    NodeExistsError,
-    NoNodeError,
-    NotEmptyError,
-)
+from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError
 
 from fencelock._checks import check_seconds
 from fencelock._generators import Steps

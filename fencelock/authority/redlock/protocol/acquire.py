@@ -155,7 +155,7 @@ class Acquisition:
         self._began, self._since, self._now, self._waits = began, since, began, timeout != 0
         self._ends = math.inf if timeout is None else began + timeout
         self._links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
-        self._last_quorum, self._grace, self._outage = began, grace, outage
+        self._last_quorum, self._grace = began, grace
         try:
             while True:
                 node_set = current()
@@ -207,11 +207,7 @@ class Acquisition:
         self._now = yield Sleep(pause, attempt.resources, attempt.place)
 
     def next_attempt(self, node_set: NodeSet) -> Attempt:
-        """Return a new attempt, with a nonce of its own.
-
-        Raises:
-            ValueError: the ttl is longer than these nodes allow.
-        """
+        """Return a new attempt, with a nonce of its own; raise ValueError if the ttl is too long."""
         if self._longest > node_set.max_ttl:
             raise_ttl_too_long(self._longest, node_set)
         nonce = self._new_nonce()
@@ -254,11 +250,7 @@ class Acquisition:
 
 
 def make_attempt(
-    node_set: NodeSet,
-    attempt: Attempt,
-    *,
-    alone: bool = False,
-    links_until: float = math.inf,
+    node_set: NodeSet, attempt: Attempt, *, alone: bool = False, links_until: float = math.inf
 ) -> Generator[Broadcast, Replies, Grant | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM if the counters disagree.
 

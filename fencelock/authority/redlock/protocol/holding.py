@@ -9,12 +9,7 @@ from typing import Any, Final
 from fencelock._checks import MIN_TTL
 from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.redlock.protocol.acquire import Acquisition, make_attempt, next_pause
-from fencelock.authority.redlock.protocol.attempts import (
-    Attempt,
-    NodeSet,
-    Proof,
-    abandon,
-)
+from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet, Proof, abandon
 from fencelock.authority.redlock.protocol.messages import (
     KEPT,
     RECREATED,

@@ -77,11 +77,7 @@ def look(
 
 
 def is_held(current: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Broadcast, Any, bool]:
-    """Return whether one holder has one of these resources on a majority of the nodes.
-
-    Raises:
-        AuthorityError: too few nodes vote.
-    """
+    """Return whether one holder has one of these resources on a majority of the nodes."""
     node_set, seen, _ = yield from _seen_by_nodes(current, resources)
     votes = (Counter(each.nonce for each in its.values()) for its in seen.values())
     return any(max(each.values()) >= node_set.quorum for each in votes)

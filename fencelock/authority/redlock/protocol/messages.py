@@ -54,24 +54,14 @@ class ReplyKind(enum.Enum):
 
 #: Failures that pass with time or with a new connection.
 PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
-
-
 #: The part of the documentation that lists the rights which a user needs.
 MISSING_RIGHT = "docs/redis.md, The smallest ACL rule"
-
-
 #: Stands in place of the counter in the value of a lock that EXTEND has made again.
 RESTORED_VALUE = "restored"
-
-
 #: The answers of EXTEND about a grant: its lock was there, or was made again.
 KEPT, RECREATED = 2, 1
-
-
 #: A module constant, because it is needed for every answer, and an attribute of an enumeration is slow.
 GRANTED = ReplyKind.GRANTED
-
-
 VOTING = frozenset(
     {
         ReplyKind.GRANTED,
@@ -125,12 +115,8 @@ class Command(NamedTuple):
 #: WAITAOF of newer servers, not a script. If it answers 1, earlier commands of this connection are on the
 #: disk. A server without it, or without a file, answers with an error. The ms to wait come last.
 SYNC = Command("sync", "", (), (1, 0, 2000))
-
-
 #: Not a script: from now on, messages on the channel that it names come over this connection.
 SUBSCRIBE = "subscribe"
-
-
 #: Not a script: it sets a key to the description of a client. The ms for which it is kept come last.
 INTRODUCE = "introduce"
 
