@@ -22,19 +22,12 @@ logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 @dataclass(slots=True, unsafe_hash=True)
 class Grant:
-    """Leases of one or several resources that were granted together. A grant is never changed.
+    """Leases of one or several resources that were granted together. A grant is never changed."""
 
-    Attributes:
-        resources: in the order in which they were asked for.
-        tokens: the fencing token of each.
-        expires_at: when all of them end, on the clock of `time.monotonic`.
-        proof: data by which the authority recognises the grant.
-    """
-
-    resources: tuple[str, ...]
-    tokens: tuple[int, ...]
-    expires_at: float
-    proof: Any
+    resources: tuple[str, ...]  # in the order in which they were asked for
+    tokens: tuple[int, ...]  # the fencing token of each
+    expires_at: float  # when all of them end, on the clock of `time.monotonic`
+    proof: Any  # data by which the authority recognises the grant
 
 
 #: A grant, and for how many seconds from now it is to last.
@@ -96,21 +89,14 @@ def warn_of_blocked_loop(key: str) -> None:
 
 
 class Terms(TypedDict):
-    """The terms of an acquisition.
+    """The terms of an acquisition."""
 
-    Attributes:
-        ttl: seconds that the leases last.
-        timeout: seconds to wait for other holders; None for ever, 0 one try.
-        fair: the client that has waited longest acquires first, as far as the authority can tell.
-        go_on: called while waiting; may raise `GivenUp`.
-        at_least: for how many seconds from its grant `keep_gen` may keep the lease.
-    """
-
-    ttl: float
-    timeout: float | None
+    ttl: float  # seconds that the leases last
+    timeout: float | None  # seconds to wait for other holders; None for ever, 0 one try
+    #: The client that has waited longest acquires first, as far as the authority can tell.
     fair: NotRequired[bool]
-    go_on: NotRequired[Callable[[], None]]
-    at_least: NotRequired[float]
+    go_on: NotRequired[Callable[[], None]]  # called while waiting; may raise `GivenUp`
+    at_least: NotRequired[float]  # for how many seconds from its grant `keep_gen` may keep the lease
 
 
 class AsyncRunner(Protocol):

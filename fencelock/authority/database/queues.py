@@ -74,15 +74,11 @@ class Place:
 
 @dataclass(eq=False, slots=True)
 class Queue:
-    """The callers of a world that wait for a resource.
-
-    Attributes:
-        held_until: the end of the other holder's lease, as far as it is known.
-    """
+    """The callers of a world that wait for a resource."""
 
     #: Weak references, because a caller that a signal handler interrupts may not remove its place.
     places: deque[ref[Place]]
-    held_until: float | None = None
+    held_until: float | None = None  # the end of the other holder's lease, as far as it is known
     turn_began: float | None = None
     _queued_at: float = -math.inf
 

@@ -124,17 +124,11 @@ class KeyValue(NamedTuple):
 
 
 class Txn(NamedTuple):
-    """The answer of a transaction.
+    """The answer of a transaction."""
 
-    Attributes:
-        succeeded: whether all comparisons were true.
-        revision: the revision of the store after the transaction.
-        found: for each operation, the keys that it has found.
-    """
-
-    succeeded: bool
-    revision: int
-    found: list[list[KeyValue]]
+    succeeded: bool  # whether all comparisons were true
+    revision: int  # the revision of the store after the transaction
+    found: list[list[KeyValue]]  # for each operation, the keys that it has found
 
     @classmethod
     def read(cls, message: bytes) -> Txn:

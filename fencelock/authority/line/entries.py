@@ -67,22 +67,16 @@ class View(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """An acquisition, and what the store has granted to it.
-
-    Attributes:
-        began: the time from which `granted` counts (`time.monotonic`).
-        granted: seconds that the lease lasts from then on.
-        revision: etcd's revision of its entries; 0 if unknown.
-    """
+    """An acquisition, and what the store has granted to it."""
 
     resources: tuple[str, ...]
     nonce: str
     ttl: float
-    began: float = 0.0
-    granted: float = 0.0
+    began: float = 0.0  # the time from which `granted` counts (`time.monotonic`)
+    granted: float = 0.0  # seconds that the lease lasts from then on
     #: Whether it is known to be the first in all lines.
     holds: bool = False
-    revision: int = 0
+    revision: int = 0  # etcd's revision of its entries; 0 if unknown
     #: The revision of etcd at which the lines were read last.
     seen: int = 0
 

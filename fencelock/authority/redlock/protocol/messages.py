@@ -77,24 +77,17 @@ VOTING = frozenset(
 
 
 class Reply(NamedTuple):
-    """One node's answer to one command; a tuple, because every lease takes many, and tuples are made quickly.
-
-    Attributes:
-        kind: what kind of answer it is.
-        epoch: the node's epoch, if the answer names one.
-        counters: the granted counters, one for each resource; for EXTENDED, the outcome of each grant.
-        ttl: for HELD, seconds that the other holder's lock still lasts; for RESTARTED and EARLY, seconds that
-            the node still stays out. Infinite if unknown.
-        detail: a text for a person, for the kinds that are failures.
-        facts: further texts, for the kinds about membership, leases and held locks.
-    """
+    """One node's answer to one command; a tuple, because a lease takes many, and they are made quickly."""
 
     kind: ReplyKind
-    epoch: int = 0
+    epoch: int = 0  # the node's epoch, if the answer names one
+    #: The granted counters, one for each resource; for EXTENDED, the outcome of each grant.
     counters: tuple[int, ...] = ()
+    #: For HELD, seconds that the other holder's lock still lasts; for RESTARTED and EARLY, seconds that the
+    #: node still stays out. Infinite if unknown.
     ttl: float = 0.0
-    detail: str = ""
-    facts: tuple[str, ...] = ()
+    detail: str = ""  # a text for a person, for the kinds that are failures
+    facts: tuple[str, ...] = ()  # further texts, for the kinds about membership, leases and held locks
 
     def __str__(self) -> str:
         return f"{self.kind.value} ({self.detail})" if self.detail else self.kind.value
@@ -145,17 +138,12 @@ class Replies(NamedTuple):
 
 
 class Sleep(NamedTuple):
-    """Request: resume after some seconds, with the time.
-
-    Attributes:
-        seconds: how many.
-        waits_for: the resources for which a contender waits. A call (see `queue`) may resume it earlier.
-        place: the contender's place in line, by which the nodes call it; empty for none.
-    """
+    """Request: resume after some seconds, with the time."""
 
     seconds: float
+    #: The resources for which a contender waits. A call (see `queue`) may resume it earlier.
     waits_for: tuple[str, ...] = ()
-    place: str = ""
+    place: str = ""  # the contender's place in line, by which the nodes call it; empty for none
 
 
 Request = Broadcast | Sleep

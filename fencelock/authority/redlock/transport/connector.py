@@ -55,17 +55,11 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A connection that has been opened.
+    """A connection that has been opened."""
 
-    Attributes:
-        sock: the socket; it does not block.
-        identity: the server process that answered.
-        pushes: whether it can receive published messages, besides the answers.
-    """
-
-    sock: socket.socket
-    identity: Identity
-    pushes: bool
+    sock: socket.socket  # the socket; it does not block
+    identity: Identity  # the server process that answered
+    pushes: bool  # whether it can receive published messages, besides the answers
 
 
 class Node:

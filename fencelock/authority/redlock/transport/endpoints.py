@@ -79,20 +79,13 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a node is.
+    """Where a node is."""
 
-    Attributes:
-        kind: "sentinel", "cluster", or empty for one server.
-        server: how to connect to the server of the node; behind Sentinel, the address is replaced.
-        named: the sentinels, the servers of the cluster, or the one server.
-        service: the name that the sentinels know the node by.
-        remap: turns the host and port that a sentinel or a server tells into those to connect to.
-    """
-
-    kind: str
-    server: Server
-    named: Sequence[Server]
-    service: str = ""
+    kind: str  # "sentinel", "cluster", or empty for one server
+    server: Server  # how to connect to the server of the node; behind Sentinel, the address is replaced
+    named: Sequence[Server]  # the sentinels, the servers of the cluster, or the one server
+    service: str = ""  # the name that the sentinels know the node by
+    #: Turns the host and port that a sentinel or a server tells into those to connect to.
     remap: Callable[[str, int], tuple[str, int]] = lambda host, port: (host, port)
 
     def url(self, *, to_type: bool = False) -> str:

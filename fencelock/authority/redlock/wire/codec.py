@@ -106,13 +106,7 @@ _SIMPLE: Final = {"acquire": 6, "release": 5}
 
 
 class Packed:
-    """A command as bytes, the same for every node; made when they are first needed.
-
-    Attributes:
-        command: the command.
-        is_simple: whether it may be a part of a batch.
-        fingerprint: its membership's fingerprint, the same for all parts of a batch; empty if it is no part.
-    """
+    """A command as bytes, the same for every node; made when they are first needed."""
 
     __slots__ = ("_alone", "_part", "command", "fingerprint", "is_simple")
 
@@ -120,9 +114,11 @@ class Packed:
         self.command: Command = command
         script, _, _, arguments = command
         # The last argument of an ACQUIRE is a hint, which a batch cannot have.
+        #: Whether it may be a part of a batch.
         self.is_simple: bool = len(arguments) == _SIMPLE.get(script) and (
             script == "release" or not arguments[-1]
         )
+        #: Its membership's fingerprint, the same for all parts of a batch; empty if it is no part.
         self.fingerprint: str | int = arguments[0] if self.is_simple else ""
         self._alone = alone
         self._part: tuple[bytes, bytes] | None = None
