@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import json
-import logging
 import os
 import re
 import threading
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Unpack, cast, overloa
 from sqlalchemy import URL, Engine
 
 from fencelock._engines import is_async_engine
-from fencelock.authority.base import Authority, Grant
+from fencelock.authority.base import Authority, Grant, logger
 from fencelock.authority.database.database import Database
 from fencelock.errors import AuthorityError
 from fencelock.lock.base import HANDED
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
 
 
 _Authority = TypeVar("_Authority", bound=Authority)
-
-logger = logging.getLogger("fencelock.authority")
 
 #: The class of an authority by URL scheme without `+driver`. A class is loaded when it is first needed.
 _FACTORIES: dict[str, str] = {

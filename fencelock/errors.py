@@ -60,7 +60,6 @@ __all__ = [
     "UnfencedWriteError",
 ]
 
-
 #: Advice for a stale holder whose next tokens may be refused as well.
 _OF_ANOTHER_LIFE = (
     ". If new tokens are refused, too, the authority does not grant tokens above this fence: fencelock "

@@ -40,10 +40,6 @@ def check_resource(resource: object) -> str:
 
     A name has 1 to 255 characters, no control characters or surrogates, and no white space at either end.
     Every supported database stores and compares it exactly.
-
-    Raises:
-        TypeError: the name is no string.
-        ValueError: the name is empty, too long, or has characters that a database would change.
     """
     if not isinstance(resource, str):
         raise TypeError(f"a resource is named by a str such as 'order:1', not {type(resource).__name__}")
@@ -102,17 +98,8 @@ class Lease:
 
     __slots__ = (
         *("__weakref__", "_doubted", "_expires_at", "_needed_by", "_process"),
-        *(
-            "_resource",
-            "_token",
-            "_waiting",
-            "_committed",
-            "_granted_at",
-            "_guarded",
-            "_left",
-            "_released",
-            "_why_lost",
-        ),
+        *("_resource", "_token", "_waiting", "_committed"),
+        *("_granted_at", "_guarded", "_left", "_released", "_why_lost"),
     )
 
     def __init__(self, resource: str, token: int, expires_at: float = math.inf) -> None:
@@ -207,11 +194,7 @@ class Lease:
         return self._process is not _process[0]
 
     def _check(self) -> None:
-        """Raise an error if a loss was noted; the end by the clock does not count.
-
-        Raises:
-            LockLostError: a loss was noted, or the lease belongs to the parent process.
-        """
+        """Raise LockLostError if a loss was noted; the end by the clock does not count."""
         parent = "it belongs to the process that this one was forked from"
         if reason := parent if self._process is not _process[0] else self._why_lost:
             raise LockLostError(
@@ -223,10 +206,6 @@ class Lease:
 
         It raises after the end of the lease, because the storage accepts an older token until a newer holder
         has claimed or written the row.
-
-        Raises:
-            LockLostError: a loss was noted, or the time of the lease has run out by this process' clock.
-            CommitInDoubtError: an earlier transaction that wrote with this token may still be committed.
         """
         self._check()
         if self._expires_at <= time.monotonic():
@@ -246,11 +225,9 @@ class Lease:
     # Methods that the lock calls.
 
     def _extend_to(self, expires_at: float) -> None:
-        """Note that the authority has extended the lease."""
         self._expires_at = expires_at
 
     def _remint(self, token: int, expires_at: float) -> None:
-        """Note that the authority has given a larger token to the same hold."""
         self._token = check_token(token)
         self._expires_at = expires_at
 
@@ -266,12 +243,10 @@ class Lease:
         return self._doubted == self._token
 
     def _doubt(self) -> None:
-        """Note that the outcome of a COMMIT with the present token is unknown."""
         self._doubted = self._token
 
     @property
     def _needed(self) -> bool:
-        """Whether an open transaction needs the lease."""
         return bool(self._needed_by)
 
     def _need(self, user: object) -> None:

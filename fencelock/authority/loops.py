@@ -6,7 +6,6 @@ import abc
 import asyncio
 import contextlib
 import contextvars
-import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -16,13 +15,11 @@ from weakref import WeakSet
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
 from fencelock._process import start_over_in_children
-from fencelock.authority.base import in_use, warn_of_blocked_loop
+from fencelock.authority.base import in_use, logger, warn_of_blocked_loop
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
 
 _T = TypeVar("_T")
-
-logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 
 class ThreadWakeup:

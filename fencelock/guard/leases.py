@@ -243,11 +243,9 @@ NOT_INHERITED: Final = (
 )
 """The hint in errors if no lease is held."""
 
-
 _SEEDS: Final = (
     "Writes without rivals, such as seeds, may bypass the guard: with fencelock.bypass(session): …"
 )
-
 
 _OLD_SNAPSHOT: Final = (
     "this transaction began before the lease of {!r} was granted, and its isolation level reads all rows "

@@ -105,7 +105,6 @@ GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
 FenceTrigger: TypeAlias = bool | Literal["strict"]
 """A table's trigger: False for none, True for one that refuses to lower a fence, or a strict one."""
 
-
 FenceLease: TypeAlias = Literal["required", "optional"]
 """Whether a write without a lease is refused, or allowed if its row has the loaded version."""
 

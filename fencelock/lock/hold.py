@@ -148,7 +148,6 @@ class Hold:
             lease._extend_to(grant.expires_at)
 
     def remint(self, grant: Grant) -> None:
-        """Note that the authority has given larger tokens to the same hold."""
         self.grant = grant
         for lease, token in zip(self.leases, grant.tokens, strict=True):
             lease._remint(token, grant.expires_at)
@@ -199,7 +198,6 @@ by_owner: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDi
 
 
 def remove(hold: Hold) -> None:
-    """Mark the leases of a hold as released, and forget the hold."""
     for lease in hold.leases:
         lease._released = True
     note_ended(*hold.leases)

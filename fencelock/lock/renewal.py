@@ -196,7 +196,6 @@ def release_again(hold: Hold) -> Iterator[Steps[Any]]:
 
 
 def tell(calls: Iterable[Callable[[], object]]) -> None:
-    """Call the callbacks of lost leases; log those that fail."""
     for call in calls:
         try:
             call()

@@ -27,11 +27,7 @@ def kind_of_lock(event: LockEvent) -> str:
 
 
 class Labels:
-    """Gives names to locks: "other" for each new name after the first 200. Templates do not count.
-
-    Args:
-        function: returns the name of a lock.
-    """
+    """Gives names to locks: "other" for each new name after the first 200. Templates do not count."""
 
     def __init__(self, function: LabelFunction = kind_of_lock) -> None:
         self._function = function

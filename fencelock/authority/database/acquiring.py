@@ -222,8 +222,6 @@ class Acquiring(Releasing):
         raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
     def _listening(self, queues: Queues) -> Steps[None]:
-        """Return the steps that listen to the calls for a world."""
-
         def calling(channel: str) -> Steps[Any]:
             return self.asking(
                 Work(lambda connection: connection.execute(self._says.call, {"channel": channel}))

@@ -239,9 +239,8 @@ class Connections:
         pool = self._engine.pool
         try:
             connection = Lent(self._engine)
-            driver, hang_up = connection.lent.driver_connection, self._hang_up
-            over = time.monotonic() + seconds
-            end = self._watch(over, lambda: hang_up(driver)) if hang_up is not None else lambda: None
+            driver, over = connection.lent.driver_connection, time.monotonic() + seconds
+            end = self._watch(over, lambda: self.hang_up(driver)) if self._hang_up else lambda: None
             try:
                 return work(connection)
             finally:
@@ -286,7 +285,8 @@ class Connections:
     def hang_up(self, driver: Any) -> None:
         """Shut down a connection of the driver without waiting."""
         if self._hang_up is not None:
-            self._hang_up(driver)
+            with suppress(Exception):
+                self._hang_up(driver)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -355,28 +355,8 @@ def prepare_if_direct(driver: Any, cursor: Any) -> None:
 
 
 def _shut_down_descriptor(connection: Any) -> None:
-    with suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as its:
+    with socket.socket(fileno=os.dup(connection.fileno())) as its:
         its.shutdown(socket.SHUT_RDWR)
-
-
-def _shut_down_socket(connection: Any) -> None:
-    with suppress(Exception):
-        connection._sock.shutdown(socket.SHUT_RDWR)  # noqa: SLF001 - PyMySQL shows it nowhere else
-
-
-def _abort(connection: Any) -> None:
-    with suppress(Exception):
-        connection._writer.transport.abort()  # noqa: SLF001 - aiomysql shows it nowhere else
-
-
-def _close(connection: Any) -> None:
-    with suppress(Exception):
-        connection.close()
-
-
-def _terminate(connection: Any) -> None:
-    with suppress(Exception):
-        connection.terminate()
 
 
 #: By driver: how to shut down a connection without waiting. SQLite needs none, because it has no server.
@@ -384,8 +364,9 @@ _HANG_UP: Final[dict[str, Callable[[Any], None]]] = {
     "psycopg": _shut_down_descriptor,
     "psycopg_async": _shut_down_descriptor,
     "psycopg2": _shut_down_descriptor,
-    "pymysql": _shut_down_socket,
-    "asyncpg": _terminate,
-    "aiomysql": _abort,
-    "asyncmy": _close,
+    # PyMySQL and aiomysql show their sockets nowhere else.
+    "pymysql": lambda its: its._sock.shutdown(socket.SHUT_RDWR),  # noqa: SLF001
+    "asyncpg": lambda its: its.terminate(),
+    "aiomysql": lambda its: its._writer.transport.abort(),  # noqa: SLF001
+    "asyncmy": lambda its: its.close(),
 }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -29,8 +28,6 @@ from fencelock.tokens import check
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
-
-logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Milliseconds. `init` raises the base a day above tokens of another authority. The largest stored token
 #: counts as such if its time is at least an hour ahead.

@@ -6,7 +6,6 @@ PgBouncer in transaction mode passes no calls on, so a world calls itself at tim
 from __future__ import annotations
 
 import asyncio
-import logging
 import selectors
 import threading
 import time
@@ -16,14 +15,13 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import util as sa_util
 
 from fencelock._generators import Steps
+from fencelock.authority.base import logger
 from fencelock.authority.database.queues import Queues
 
 if TYPE_CHECKING:
     from sqlalchemy.pool import PoolProxiedConnection
 
     from fencelock.authority.database.connections import Connections
-
-logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Seconds without a waiting caller, after which the connection is closed.
 _IDLE: Final = 60.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import secrets
@@ -16,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from fencelock._backoff import pauses
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process
-from fencelock.authority.base import Grant, named
+from fencelock.authority.base import Grant, logger, named
 from fencelock.authority.database.connecting import ANSWER, Connecting, Work
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.queues import Place, Queues
@@ -24,8 +23,6 @@ from fencelock.authority.database.statements import Statement
 from fencelock.authority.loops import HERE, Abandon, Later, Wait
 from fencelock.errors import AuthorityError, FencelockError, QuorumError
 from fencelock.lease import validity
-
-logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Stands for the name of an unknown world (see `queues.py`), for which a resource may be kept.
 _ANOTHER: Final = "another"
@@ -154,7 +151,6 @@ class Releasing(Connecting):
                 yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
 
     def _settling(self) -> Steps[None]:
-        """Send the releases that are owed, until none is left."""
         looks = pauses(0.1, 1.0)
         try:
             while self._owed:

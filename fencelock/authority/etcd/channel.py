@@ -27,7 +27,6 @@ _CONFIG: Final = h2.config.H2Configuration(
     validate_inbound_headers=False,
 )
 
-
 #: Events that have headers, and those that end a call.
 _HEADERS: Final = (h2.events.ResponseReceived, h2.events.TrailersReceived)
 _ENDS: Final = (h2.events.StreamEnded, h2.events.StreamReset)

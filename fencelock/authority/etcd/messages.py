@@ -260,7 +260,6 @@ def txn(compares: Iterable[bytes], then: Iterable[bytes], otherwise: Iterable[by
 
 
 def nested(compares: Iterable[bytes], then: Iterable[bytes]) -> bytes:
-    """Return an operation that is a transaction itself."""
     return _bytes(4, txn(compares, then).requests[0])
 
 

@@ -421,7 +421,6 @@ class LineAuthority(WithLoops):
         return Grant(resources, tokens, 0.0, data["nonce"])
 
     def _minted(self, mark: Mark, base: int) -> int:
-        """Return the token that follows a mark."""
         token = max((mark.token >> SHIFT) + 1, base + int(time.time() * 1000)) << SHIFT
         if token > MAX_TOKEN:
             raise CountersExhaustedError(

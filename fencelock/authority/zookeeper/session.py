@@ -13,16 +13,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
+from kazoo import exceptions
 from kazoo.client import KazooClient
-from kazoo.exceptions import (
-    ConnectionClosedError,
-    ConnectionLoss,
-    NotReadOnlyCallError,
-    OperationTimeoutError,
-    SessionExpiredError,
-    SessionMovedError,
-    ThrottledOpError,
-)
 from kazoo.retry import KazooRetry
 from kazoo.security import make_digest_acl
 
@@ -42,13 +34,13 @@ _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")
 #: Errors of a request that may have been executed, and may be sent again.
 AWAY: Final[tuple[type[Exception], ...]] = (
-    ConnectionClosedError,
-    ConnectionLoss,
-    NotReadOnlyCallError,
-    OperationTimeoutError,
-    SessionExpiredError,
-    SessionMovedError,
-    ThrottledOpError,
+    exceptions.ConnectionClosedError,
+    exceptions.ConnectionLoss,
+    exceptions.NotReadOnlyCallError,
+    exceptions.OperationTimeoutError,
+    exceptions.SessionExpiredError,
+    exceptions.SessionMovedError,
+    exceptions.ThrottledOpError,
 )
 
 #: A request: a function that sends it, and returns kazoo's `AsyncResult`.
@@ -62,13 +54,9 @@ class Watching(NamedTuple):
 
 
 class Session:
-    """A session with ZooKeeper, through kazoo's client.
+    """A session with ZooKeeper, through kazoo's client, which asks for a session timeout of `seconds`.
 
     A thread of its own calls kazoo, because a signal handler that raises could leave kazoo's locks locked.
-
-    Args:
-        hosts: the servers.
-        seconds: the session timeout to ask for.
     """
 
     def __init__(self, hosts: Hosts, seconds: float) -> None:
@@ -180,11 +168,7 @@ class Session:
         return results
 
     def exchange(self, step: Exchange) -> list[Any]:
-        """Send requests; return the result of each, or its error.
-
-        Raises:
-            OSError: there was no answer, or no connection.
-        """
+        """Send requests; return the result of each, or its error; raise OSError without an answer."""
         if not step.requests:
             return []
         until, wakeup = time.monotonic() + step.seconds, ThreadWakeup()

@@ -88,7 +88,6 @@ def distance(name: str, other: str) -> int:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Return the entries of a line, the first one first."""
     return sorted(names, key=lambda name: distance(name, names[0]))
 
 

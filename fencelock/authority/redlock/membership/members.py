@@ -61,11 +61,7 @@ class Membership:
 
     @classmethod
     def from_json(cls, text: str) -> Membership:
-        """Return the membership that `to_json` has written as `text`.
-
-        Raises:
-            MembershipError: the text cannot be read, or is of another version of the protocol.
-        """
+        """Return the membership that `to_json` has written; MembershipError for any other text."""
         try:
             facts: dict[str, Any] = json.loads(text)
             spoken = (facts["version"], facts["stripes"], facts["hash"])
@@ -135,11 +131,7 @@ class MembershipView:
             self._said[node] = node_id, membership
 
     def current(self) -> NodeSet:
-        """Return the nodes as they are known now.
-
-        Raises:
-            MembershipError: two nodes are one server, or the list has another number of nodes.
-        """
+        """Return the nodes as known now; raise MembershipError if their list or their servers do not fit."""
         seen, news = self._seen, self._news
         if seen is None or seen[0] is not news:
             seen = self._seen = news, self._look()

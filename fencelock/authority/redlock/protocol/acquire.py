@@ -73,15 +73,8 @@ class Acquisition:
     The first attempt does not wait in line if the client's last acquisition did not wait. Then the lock is
     mostly free, and nodes have less to do.
 
-    Args:
-        resources: names of the resources, in the order of the caller.
-        ttl: seconds that the lease lasts.
-        new_nonce: makes a nonce when it is needed. If two processes that were restored from one snapshot
-            shared a prepared nonce, a node would take the attempt of one for a repeated one of the other.
-        queue: hears which places the nodes call (see `queue`); None if it never waits in line.
-        fair: whether it leaves a free lock to contenders that have waited longer.
-        at_least: seconds for which the holder may keep the lease.
-        instead_of: the grant whose locks the attempts take over.
+    A nonce is made when it is needed. If two processes that were restored from one snapshot shared a prepared
+    nonce, a node would take the attempt of one for a repeated one of the other.
     """
 
     def __init__(
@@ -89,11 +82,11 @@ class Acquisition:
         resources: tuple[str, ...],
         ttl: float,
         new_nonce: Callable[[], str],
-        queue: WaitQueue | None = None,
+        queue: WaitQueue | None = None,  # hears which places the nodes call; None if it never waits in line
         *,
-        fair: bool = False,
+        fair: bool = False,  # leave a free lock to contenders that have waited longer
         at_least: float = 0.0,
-        instead_of: Proof | None = None,
+        instead_of: Proof | None = None,  # the grant whose locks the attempts take over
     ) -> None:
         self._resources = resources
         self._longest = max(ttl, at_least)
@@ -122,36 +115,17 @@ class Acquisition:
 
     def acquire(
         self,
-        current: Callable[[], NodeSet],
+        current: Callable[[], NodeSet],  # returns the nodes as they are known at the moment
         *,
-        began: float,
-        since: float,
+        began: float,  # on the clock of the code that runs the generator
+        since: float,  # the same moment in Unix time, which is about the same for all clients
         timeout: float | None,
-        grace: float,
-        outage: float,
+        grace: float,  # seconds to keep trying without a quorum, so that a short outage is survived
+        outage: float,  # seconds without a quorum for which it waits for connections
         jitter: Callable[[], float],
-        go_on: Callable[[], None] = lambda: None,
+        go_on: Callable[[], None] = lambda: None,  # called after each wait; may raise
     ) -> Generator[Request, Any, Grant]:
-        """Make attempts until a quorum grants, or until the time is over.
-
-        Args:
-            current: returns the nodes as they are known at the moment.
-            began: when the caller began, on the clock of the code that runs the generator.
-            since: the same moment in Unix time, which is about the same for all clients.
-            timeout: seconds to wait for another holder; None for ever, 0 one try.
-            grace: seconds to keep trying without a quorum, so that a short outage is survived.
-            outage: seconds without a quorum for which it waits for connections.
-            jitter: returns a random number between 0 and 1.
-            go_on: called after each wait; may raise.
-
-        Raises:
-            LockTimeoutError: another holder kept the resource until the timeout, or votes stayed divided.
-            QuorumError: too few nodes voted, or too slowly.
-            NodesNotInitialisedError: too many nodes are blank.
-            MembershipError: too many nodes belong to another list, or two are the same server.
-            CountersExhaustedError: too many nodes have no counters left in this epoch.
-            ValueError: the ttl is longer than these nodes allow.
-        """
+        """Make attempts until a quorum grants, or until the time is over; raise as `Redlock.acquire_gen`."""
         self._began, self._since, self._now, self._waits = began, since, began, timeout != 0
         self._ends = math.inf if timeout is None else began + timeout
         self._links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)

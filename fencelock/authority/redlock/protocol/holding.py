@@ -89,10 +89,6 @@ def remint(
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
     decided and confirmed as any other. Some nodes may have forgotten the old nonce, so
     attempts are repeated until the old grant ends, or other clients have too many nodes.
-
-    Raises:
-        LockLostError: there is no new grant, and the old one has ended.
-        MembershipError, ValueError: as `current` and `Acquisition.next_attempt` raise.
     """
     try:
         while True:

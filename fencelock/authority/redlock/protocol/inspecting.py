@@ -63,9 +63,6 @@ def look(
     """Return the locks of these resources that are held; of all resources, if none is named.
 
     A lock that only a minority of the nodes still has is shown, too, unless a majority says that it is free.
-
-    Raises:
-        AuthorityError: too few nodes vote.
     """
     node_set, seen, voters = yield from _seen_by_nodes(current, resources)
     order = {resource: index for index, resource in enumerate(resources)}
@@ -89,9 +86,6 @@ def force(
     """Release a lock of any holder, or only of the holder of `token`; return its `LockInfo`, or None.
 
     The holder learns of this when it extends the lease.
-
-    Raises:
-        AuthorityError: too few nodes vote, or have released it.
     """
     node_set, seen, _ = yield from _seen_by_nodes(current, (resource,))
     its = list(seen.get(resource, {}).values())
@@ -109,11 +103,7 @@ def force(
 def vouch(
     current: Callable[[], NodeSet], nonce: str, tokens: Mapping[str, int]
 ) -> Generator[Broadcast, Any, bool]:
-    """Return whether each resource is locked by this nonce, and a node has granted it this token.
-
-    Raises:
-        AuthorityError: too few nodes vote.
-    """
+    """Return whether each resource is locked by this nonce, and a node has granted it this token."""
     # A node may have granted another token than was decided. A text of `hand_over` that has it harms
     # only this lock.
     _, seen, _ = yield from _seen_by_nodes(current, tuple(tokens))
@@ -153,11 +143,7 @@ def _seen_by_nodes(
 def look_for_endless(
     current: Callable[[], NodeSet], pattern: str
 ) -> Generator[Broadcast, Any, dict[int, list[str]]]:
-    """Return the keys without an expiry that match a pattern of Redis, by each node that votes.
-
-    Raises:
-        AuthorityError: too few nodes vote.
-    """
+    """Return the keys without an expiry that match a pattern of Redis, by each node that votes."""
     yield from _seen_by_nodes(current, ("fencelock",))  # so that the nodes are known
     node_set = current()
     found: dict[int, list[str]] = {}

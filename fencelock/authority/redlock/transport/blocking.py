@@ -47,11 +47,7 @@ _BOTH: Final = READ | WRITE
 
 
 def read_from(sock: socket.socket) -> bytes | None:
-    """Return the data that has arrived, or None.
-
-    Raises:
-        OSError: the connection is broken.
-    """
+    """Return the data that has arrived, or None; raise OSError if the connection is broken."""
     try:
         data = sock.recv(READ_SIZE)
     except _NOTHING:
@@ -67,11 +63,7 @@ def read_from(sock: socket.socket) -> bytes | None:
 
 
 def write_to(sock: socket.socket, connection: Connection) -> bool:
-    """Write as much as the socket takes; return whether that was all.
-
-    Raises:
-        OSError: the connection is broken.
-    """
+    """Write as much as the socket takes; return whether that was all; OSError if the connection is broken."""
     outgoing = connection.outgoing
     try:
         del outgoing[: sock.send(outgoing)]

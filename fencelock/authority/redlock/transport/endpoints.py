@@ -105,10 +105,6 @@ class Endpoint:
         A majority of the sentinels must name the same primary. A minority may be cut off together with a
         primary that was replaced. A recovery would then bring this old primary to the epoch in which its
         successor votes: one node with two votes. Also, one dishonest sentinel cannot get the password.
-
-        Raises:
-            ConnectionError: of redis-py; too few sentinels answer, or agree.
-            ResponseError: a sentinel does not know the service.
         """
         if self.kind != "sentinel":
             return self.named
@@ -193,12 +189,7 @@ def as_redis(url: str) -> str:
 
 
 def endpoint_of(source: Source, timeout: float) -> Endpoint:
-    """Return where a node is; `timeout` is the seconds for connecting, and for each answer while doing so.
-
-    Raises:
-        ValueError: for a URL that cannot be understood.
-        TypeError: `source` is neither a URL nor a client, or is a client that cannot be used.
-    """
+    """Return where a node is; `timeout` is the seconds for connecting, and for each answer while doing so."""
     try:
         if isinstance(source, str):
             return _of_url(as_redis(source), timeout)

@@ -92,14 +92,12 @@ DIGESTS: Final = {
 #: Commands that are no scripts.
 _WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE", INTRODUCE: "SET"}
 
-
 #: Match errors of a server that lacks a command, or whose user lacks the right to it. If a script has called
 #: the command, only newer servers name it. Others name the script and the line.
 _UNKNOWN: Final = re.compile(r"(?i)unknown (?:redis )?command called from")
 _FORBIDDEN: Final = re.compile(r"(?i)(?:no permissions to run|can't run this command)")
 _PLACE: Final = re.compile(r"([0-9a-f]{40}).*@user_script: ?(\d+)", re.DOTALL)
 _CALL: Final = re.compile(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?")
-
 
 #: How many arguments an ACQUIRE and a RELEASE of one lock have, without a place in line.
 _SIMPLE: Final = {"acquire": 6, "release": 5}

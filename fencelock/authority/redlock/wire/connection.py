@@ -111,20 +111,8 @@ class Connection:
     """The state of one connection."""
 
     __slots__ = (
-        "_batches",
-        "_does_batches",
-        "_index",
-        "_own_arguments",
-        "_parts",
-        "_reader",
-        "acquiring",
-        "changing",
-        "epoch",
-        "identity",
-        "outgoing",
-        "published",
-        "pushes",
-        "unanswered",
+        *("_batches", "_does_batches", "_index", "_own_arguments", "_parts", "_reader", "acquiring"),
+        *("changing", "epoch", "identity", "outgoing", "published", "pushes", "unanswered"),
     )
 
     def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
@@ -196,11 +184,7 @@ class Connection:
         self.changing -= 1
 
     def received(self, data: bytes, now: float) -> News:
-        """Pass on the answers that callers wait for; return those that say something about the node.
-
-        Raises:
-            MalformedReplyError: the server does not answer like a node.
-        """
+        """Pass on the answers that callers wait for; return those that say something about the node."""
         news: News = []
         reader = self._reader
         try:

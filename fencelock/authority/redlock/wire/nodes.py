@@ -82,35 +82,21 @@ class _Node:
 
 
 class NodeConnections:
-    """One connection to each node. Two threads must not use it at once.
-
-    Args:
-        names: the nodes' addresses, for messages.
-        transport: moves the bytes.
-        queue: hears the calls that the nodes publish: see `WaitQueue`.
-        channel: the channel of these calls.
-        on_identity: called with the server process of each opened connection.
-        on_trouble: called when an answer shows that a node has forgotten, restarted, or is in another epoch.
-        connect_timeout: seconds that a node may take to accept a connection.
-        patience: seconds after which a node that owes an answer is asked no more.
-        jitter: returns a random number between 0 and 1.
-        introduction: names this client's process; nodes get it before requests for locks, if it is due.
-        new_connection: makes a connection, as `Connection` does.
-    """
+    """One connection to each node. Two threads must not use it at once."""
 
     def __init__(
         self,
         names: Sequence[str],
         transport: Transport,
-        queue: WaitQueue,
+        queue: WaitQueue,  # hears the calls that the nodes publish on the channel
         channel: str,
         *,
-        on_identity: Callable[[int, Identity], object],
-        on_trouble: Callable[[], None],
-        connect_timeout: float,
-        patience: float,
+        on_identity: Callable[[int, Identity], object],  # called with the server of each opened connection
+        on_trouble: Callable[[], None],  # a node has forgotten, restarted, or is in another epoch
+        connect_timeout: float,  # seconds that a node may take to accept a connection
+        patience: float,  # seconds after which a node that owes an answer is asked no more
         jitter: Callable[[], float],
-        introduction: Command | None = None,
+        introduction: Command | None = None,  # names this process; nodes get it before requests, if it is due
         new_connection: Callable[..., Connection] = Connection,
     ) -> None:
         self.queue = queue
