@@ -31,8 +31,7 @@ if TYPE_CHECKING:
     from fencelock.authority.redlock.redlock import Redlock
     from fencelock.authority.redlock.transport.endpoints import Source
 
-    #: The authorities of this library.
-    Shipped: TypeAlias = Redlock | Database | LineAuthority
+    Shipped: TypeAlias = Redlock | Database | LineAuthority  # the authorities of this library
 
 
 _Authority = TypeVar("_Authority", bound=Authority)

@@ -65,8 +65,7 @@ _OF_ANOTHER_LIFE = (
     ". If new tokens are refused, too, the authority does not grant tokens above this fence: fencelock "
     "init --after-loss --database URL"
 )
-#: A distance between two tokens that one authority never reaches in practice.
-_FAR = 1 << (COUNTER_BITS - 4)
+_FAR = 1 << (COUNTER_BITS - 4)  # a distance between two tokens that one authority never reaches in practice
 
 
 class FencelockError(Exception):

@@ -28,8 +28,7 @@ from fencelock.tokens import check as check_token
 MAX_RESOURCE_LENGTH = 255
 #: Matches a name into which an f-string has put an object instead of a value.
 OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
-#: Characters of a name that a header has unquoted, besides letters, digits and `_.-~`.
-_SAFE: Final = ":/@"
+_SAFE: Final = ":/@"  # characters of a name that a header has unquoted, besides letters, digits and `_.-~`
 _ENTRY: Final = re.compile(rf"((?:[A-Za-z0-9_.~{_SAFE}-]|%[0-9A-Fa-f]{{2}})+)=([1-9][0-9]{{0,18}})")
 #: The longest entry of a header: each character of a name may be four bytes, each written like `%F0`.
 _LONGEST_ENTRY: Final = MAX_RESOURCE_LENGTH * 12 + len("=") + 19

@@ -30,8 +30,7 @@ class Grant:
     proof: Any  # data by which the authority recognises the grant
 
 
-#: A grant, and for how many seconds from now it is to last.
-Wish = tuple[Grant, float]
+Wish = tuple[Grant, float]  # a grant, and for how many seconds from now it is to last
 
 
 def named(resources: Iterable[str]) -> str:
@@ -39,8 +38,7 @@ def named(resources: Iterable[str]) -> str:
     return ", ".join(map(repr, resources))
 
 
-_LEAST_SHOWN: Final = 0.001
-"""Seconds; if a holder has less left, the error does not mention a holder."""
+_LEAST_SHOWN: Final = 0.001  # seconds; if a holder has less left, the error does not mention a holder
 
 
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
@@ -135,8 +133,7 @@ class Authority(abc.ABC):
       with its tokens.
     """
 
-    #: The same authority for coroutines.
-    aio: AsyncRunner
+    aio: AsyncRunner  # the same authority for coroutines
 
     @abc.abstractmethod
     def run(self, steps: Steps[_T]) -> _T:

@@ -87,8 +87,7 @@ class Later(NamedTuple):
     steps: Callable[[], Steps[None]]
 
 
-#: The longest sleep in seconds; after it, the caller checks whether it still has to wait.
-_SLEEP: Final = 1.0
+_SLEEP: Final = 1.0  # the longest sleep in seconds; after it, the caller checks whether it still has to wait
 
 
 class LoopEnd:
@@ -101,10 +100,8 @@ class LoopEnd:
         self, here: Any = None, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
-        #: The tasks that are cancelled at the end.
-        self.later: WeakSet[asyncio.Task[Any]] = WeakSet()
-        #: The state of an authority for this loop.
-        self.here: Any = here
+        self.later: WeakSet[asyncio.Task[Any]] = WeakSet()  # the tasks that are cancelled at the end
+        self.here: Any = here  # the state of an authority for this loop
         self.kept: Any = kept
         self.over: bool = False
         self._close = close
@@ -169,8 +166,7 @@ class WithLoops(GeneratorAuthority):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
-        #: The state of the authority for blocking code.
-        self.here: Any = None
+        self.here: Any = None  # the state of the authority for blocking code
 
     @abc.abstractmethod
     def work(self, step: Any) -> Any:

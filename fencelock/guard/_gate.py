@@ -92,8 +92,7 @@ def _define(metadata: MetaData, schema: str | None) -> Table:
     return table
 
 
-FENCES: Final = _define(MetaData(), None)
-"""The fence table in the connection's default schema."""
+FENCES: Final = _define(MetaData(), None)  # the fence table in the connection's default schema
 
 _schemas: set[str | None] = set()
 """The schemas with which `fence_table` was called; None stands for the default schema."""

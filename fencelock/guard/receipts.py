@@ -53,8 +53,7 @@ from fencelock.lease import check_resource
 if TYPE_CHECKING:
     from fencelock.guard.sessions import Async, Blocking
 
-MAX_RESULT: Final = 65_536
-"""The most bytes of a result's JSON, which is ASCII."""
+MAX_RESULT: Final = 65_536  # the most bytes of a result's JSON, which is ASCII
 
 _schemas: set[str | None] = set()
 """The schemas with which `receipt_table` was called; None stands for the default schema."""

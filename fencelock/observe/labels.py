@@ -11,8 +11,7 @@ from fencelock._events import LockEvent
 _MOST_NAMES: Final = 200
 OTHER: Final = "other"
 
-#: Returns the name of a lock in metrics and spans.
-LabelFunction = Callable[[LockEvent], str]
+LabelFunction = Callable[[LockEvent], str]  # returns the name of a lock in metrics and spans
 
 
 def kind_of_lock(event: LockEvent) -> str:

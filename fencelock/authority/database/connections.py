@@ -37,14 +37,11 @@ from fencelock.authority.database.statements import Statement
 
 _T = TypeVar("_T")
 
-#: Seconds between two checks by `Watch` of the statements that are under way.
-_LOOK: Final = 0.05
-#: Seconds in which a connection has to be open, however long an acquisition may wait.
-_LONGEST: Final = 5.0
+_LOOK: Final = 0.05  # seconds between two checks by `Watch` of the statements that are under way
+_LONGEST: Final = 5.0  # seconds in which a connection has to be open, however long an acquisition may wait
 #: Seconds in which a driver for coroutines has to end a statement after its connection was shut down.
 _GRACE: Final = 0.2
-#: Seconds for which the thread of `Watch` stays when no statement is under way.
-_IDLE: Final = 60.0
+_IDLE: Final = 60.0  # seconds for which the thread of `Watch` stays when no statement is under way
 #: The supported drivers, each with default connect arguments.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "psycopg": {"connect_timeout": 2},

@@ -76,8 +76,7 @@ class Database(Acquiring):
         max_overflow: int = 5,
     ) -> None:
         super().__init__(source, schema=schema, pool_size=pool_size, max_overflow=max_overflow)
-        #: The same authority for coroutines.
-        self.aio = AsyncDatabase(self)
+        self.aio = AsyncDatabase(self)  # the same authority for coroutines
 
     def init(self, *, above: int | None = None) -> bool:
         """Make the table of leases; return False if it was there already, or for SQLite.

@@ -23,14 +23,10 @@ if TYPE_CHECKING:
 
     from fencelock.authority.database.connections import Connections
 
-#: Seconds without a waiting caller, after which the connection is closed.
-_IDLE: Final = 60.0
-#: Seconds in which a world's own call has to arrive.
-_PROOF: Final = 2.0
-#: Seconds until a world calls itself again.
-_AGAIN: Final = 20.0
-#: The most seconds between two checks whether listening is over.
-_LOOK: Final = 1.0
+_IDLE: Final = 60.0  # seconds without a waiting caller, after which the connection is closed
+_PROOF: Final = 2.0  # seconds in which a world's own call has to arrive
+_AGAIN: Final = 20.0  # seconds until a world calls itself again
+_LOOK: Final = 1.0  # the most seconds between two checks whether listening is over
 
 
 class Ear:
@@ -40,8 +36,7 @@ class Ear:
         self, queues: Queues, calling: Callable[[str], Steps[Any]], passing_on: Callable[[str], Steps[Any]]
     ) -> None:
         self._queues = queues
-        #: Makes the steps that call this world, over another connection.
-        self._calling = calling
+        self._calling = calling  # makes the steps that call this world, over another connection
         #: Makes the steps that release a resource that is kept for this world, if no caller waits.
         self._passing_on = passing_on
         #: When this world called itself last, and whether it has heard that call.

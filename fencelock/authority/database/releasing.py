@@ -26,18 +26,15 @@ from fencelock.lease import validity
 
 #: Stands for the name of an unknown world (see `queues.py`), for which a resource may be kept.
 _ANOTHER: Final = "another"
-#: Seconds after the confirmation of a release in which a failover may undo it.
-_MAY_BE_LOST: Final = 5.0
-#: The most resources in one statement; to extend a grant, there may be more.
-BATCH: Final = 500
+_MAY_BE_LOST: Final = 5.0  # seconds after the confirmation of a release in which a failover may undo it
+BATCH: Final = 500  # the most resources in one statement; to extend a grant, there may be more
 
 
 class Owed(NamedTuple):
     """A release that is still to be sent."""
 
     resources: tuple[str, ...]
-    #: When the lease ends without a release, on the clock of `time.monotonic`.
-    until: float
+    until: float  # when the lease ends without a release, on the clock of `time.monotonic`
     #: The acquisition may still be on its way to the server; a release that finds nothing may be too early.
     in_doubt: bool
 

@@ -22,8 +22,7 @@ class LoopLink(asyncio.Protocol):
         self._channel = members.new_channel(self.address)
         self._transport: asyncio.Transport | None = None
         self._flushes = False
-        #: Why the connection is lost; empty if it is not.
-        self.lost: str = ""
+        self.lost: str = ""  # why the connection is lost; empty if it is not
 
     @classmethod
     async def open(cls, members: Members, seconds: float) -> LoopLink:

@@ -17,8 +17,7 @@ from fencelock.authority.etcd.messages import Answer, Call
 from fencelock.authority.hosts import shown
 from fencelock.authority.loops import ThreadWakeup
 
-#: Seconds that a send may take; it blocks while the server's receive buffer is full.
-_SEND: Final = 2.0
+_SEND: Final = 2.0  # seconds that a send may take; it blocks while the server's receive buffer is full
 _CHUNK: Final = 65_536
 _INTERRUPTED: Final = "a signal handler has interrupted a lock's own exchange with etcd"
 
@@ -35,8 +34,7 @@ class Link:
         self._works = False
         self._reader: ThreadWakeup | None = None
         self._waiting: dict[ThreadWakeup, None] = {}
-        #: Why the connection is lost; empty if it is not.
-        self.lost: str = ""
+        self.lost: str = ""  # why the connection is lost; empty if it is not
         self._socket = socket.create_connection(self.address, timeout=seconds)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)

@@ -81,8 +81,7 @@ class _Stream:
         self.answer = Answer([])
         self.number = 0
         self.goes_on = call.goes_on
-        #: The received part of a message that is not complete.
-        self.buffer = bytearray()
+        self.buffer = bytearray()  # the received part of a message that is not complete
         self.to_send = b"".join([b"\0" + len(each).to_bytes(4, "big") + each for each in call.requests])
 
 
@@ -107,8 +106,7 @@ class Channel:
         self._waiting: deque[tuple[_Stream, bytes]] = deque()
         #: Calls whose requests wait until the server allows more bytes.
         self._sending: deque[_Stream] = deque()
-        #: Whether no call can begin, because the numbers of streams are used up.
-        self.is_ending: bool = False
+        self.is_ending: bool = False  # whether no call can begin, because the numbers of streams are used up
 
     def authenticate(self, token: bytes) -> None:
         """Send a token of `Auth/Authenticate` with each later call."""

@@ -15,8 +15,7 @@ from fencelock.errors import AuthorityError
 
 _PORT: Final = 2379
 _SCHEMES: Final = ("etcd", "etcds")
-#: Settings in the query of a URL: files in PEM.
-_OPTIONS: Final = ("ca", "cert", "key")
+_OPTIONS: Final = ("ca", "cert", "key")  # settings in the query of a URL: files in PEM
 
 
 class Members:

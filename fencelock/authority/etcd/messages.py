@@ -37,8 +37,7 @@ class Answer:
     messages: list[bytes]
     status: int | None = None
     detail: str = ""
-    #: Called when a message or the status has arrived.
-    notify: Callable[[], object] = lambda: None
+    notify: Callable[[], object] = lambda: None  # called when a message or the status has arrived
 
     @property
     def is_over(self) -> bool:

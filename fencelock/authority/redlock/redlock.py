@@ -110,8 +110,7 @@ class Redlock(GeneratorAuthority):
         for name, count in Counter(self._names).items():
             if count > 1:
                 raise ValueError(f"{name} is named {count} times: each node has one vote")
-        #: The same authority for coroutines, with the operations that they need.
-        self.aio = AsyncRedlock(self)
+        self.aio = AsyncRedlock(self)  # the same authority for coroutines, with the operations that they need
         self._start_over()
         start_over_in_children(self)
         in_use.add(self)
@@ -461,8 +460,7 @@ class AsyncRedlock(AsyncView):
                 connections.close()
 
 
-_FAREWELL: Final = 0.5
-"""The most seconds that `settle` waits for answers when the process ends."""
+_FAREWELL: Final = 0.5  # the most seconds that `settle` waits for answers when the process ends
 
 
 def _check_namespace(namespace: object) -> str:

@@ -27,8 +27,7 @@ from fencelock.authority.loops import ThreadWakeup
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 _PORT: Final = 2181
-#: Seconds that the end of a session may take.
-_FAREWELL: Final = 1.0
+_FAREWELL: Final = 1.0  # seconds that the end of a session may take
 _CONNECTED: Final = "CONNECTED"
 _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")
@@ -63,10 +62,8 @@ class Session:
         self._hosts, self._seconds = hosts, seconds
         #: The session timeout that the servers have granted, in seconds; 0 before the first connection.
         self.timeout: float = 0.0
-        #: How often a new session has replaced one that is over.
-        self.renewals: int = 0
-        #: How often the connection was lost or opened.
-        self.changes: int = 0
+        self.renewals: int = 0  # how often a new session has replaced one that is over
+        self.changes: int = 0  # how often the connection was lost or opened
         self._to_do: SimpleQueue[Callable[[KazooClient], object] | None] = SimpleQueue()
         self._closed = ThreadWakeup()
         _threads.start(threading.Thread(target=self._serve, name="fencelock-zookeeper", daemon=True))

@@ -10,8 +10,7 @@ from kazoo.exceptions import BadVersionError, NoNodeError, RolledBackError, Runt
 
 from fencelock.authority.zookeeper.session import Request
 
-#: Characters of a nonce, with which the name of an entry begins.
-NONCE_LENGTH: Final = 16
+NONCE_LENGTH: Final = 16  # characters of a nonce, with which the name of an entry begins
 #: Operations of a transaction, by kazoo's names.
 CREATE, CHECK, SET, DELETE = "create", "check", "set_data", "delete"
 #: Errors that say that another client was quicker.

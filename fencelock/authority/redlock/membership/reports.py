@@ -75,8 +75,7 @@ class NodeReport:
 
 
 Reports = dict[int, NodeReport]
-#: A procedure: it yields requests to nodes, and returns a result.
-Steps = Generator[Request, Any, _T]
+Steps = Generator[Request, Any, _T]  # a procedure: it yields requests to nodes, and returns a result
 
 
 @dataclass(frozen=True, slots=True)

@@ -63,8 +63,7 @@ from fencelock.tokens import compose
 
 #: Seconds after which a contender tries again without a call, at first; longer than a claim of `queue.lua`.
 _LOOK = 0.15
-#: The least seconds to wait for connections, however short the timeout.
-_LEAST_FOR_LINKS = 0.5
+_LEAST_FOR_LINKS = 0.5  # the least seconds to wait for connections, however short the timeout
 
 
 class Acquisition:
@@ -95,8 +94,7 @@ class Acquisition:
         self._new_nonce = new_nonce
         self._queue = queue
         self._fair = fair
-        #: More fields of each attempt, if it takes over a grant.
-        self._special: dict[str, Any] = {}
+        self._special: dict[str, Any] = {}  # more fields of each attempt, if it takes over a grant
         if instead_of is not None:
             hints = tuple(counter + 1 for counter in instead_of.counters)
             self._special = {
@@ -106,11 +104,9 @@ class Acquisition:
             }
         self._latest: tuple[NodeSet, Attempt] | None = None
         self._attempts = 0
-        #: Whether the next attempt asks one node at a time: see `make_attempt`.
-        self._is_alone = False
+        self._is_alone = False  # whether the next attempt asks one node at a time: see `make_attempt`
         self._waits = True
-        #: The place in line by which the nodes call this acquisition; empty for none.
-        self._place = ""
+        self._place = ""  # the place in line by which the nodes call this acquisition; empty for none
         self._began = self._since = self._now = 0.0
 
     def acquire(

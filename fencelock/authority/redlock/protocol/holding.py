@@ -27,8 +27,7 @@ from fencelock.authority.redlock.protocol.refusals import by_name, raise_ttl_too
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.lease import validity
 
-#: The most grants in one EXTEND, which occupies a node for about a millisecond.
-BATCH: Final = 500
+BATCH: Final = 500  # the most grants in one EXTEND, which occupies a node for about a millisecond
 
 
 def extend_many(

@@ -33,8 +33,7 @@ from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import compose, split
 
-#: Keys that a node reads in one script; it does nothing else meanwhile.
-PAGE: Final = 200
+PAGE: Final = 200  # keys that a node reads in one script; it does nothing else meanwhile
 _FACTS: Final = 5
 _GONE: Final = frozenset({ReplyKind.RELEASED, ReplyKind.LOST, ReplyKind.AMNESIA})
 
@@ -53,8 +52,7 @@ class _Seen(NamedTuple):
         return self.value.partition("|")[0]
 
 
-#: The lock of one resource, as each node has it, by node.
-_Sightings = dict[int, _Seen]
+_Sightings = dict[int, _Seen]  # the lock of one resource, as each node has it, by node
 
 
 def look(

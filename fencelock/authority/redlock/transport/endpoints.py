@@ -21,8 +21,7 @@ from redis.connection import HiredisRespSerializer
 from redis.exceptions import MovedError, ResponseError
 from redis.retry import Retry
 
-#: A node as a user names it.
-Source = str | redis.Redis | redis.RedisCluster
+Source = str | redis.Redis | redis.RedisCluster  # a node as a user names it
 
 #: Settings of a client that are ignored: fencelock has its own, or a connection would send commands unasked.
 _NOT_OURS: Final = re.compile(

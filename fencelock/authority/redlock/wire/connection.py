@@ -132,8 +132,7 @@ class Connection:
         self._index = index
         self._reader = hiredis.Reader()
         self._own_arguments = pack_words(identity.run_id, identity.replid)
-        #: The last commands of `unanswered`, which are not in `outgoing` yet.
-        self._parts: list[Packed] = []
+        self._parts: list[Packed] = []  # the last commands of `unanswered`, which are not in `outgoing` yet
         #: The first command of each batch that is not answered, and how many commands the batch has.
         self._batches: deque[tuple[PendingReply, int]] = deque()
         #: False if each vote has to prove its server (a batch takes shortcuts), or the node lacks the script.

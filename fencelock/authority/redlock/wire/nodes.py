@@ -35,16 +35,14 @@ _SHORTEST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 2.0
 #: The most RELEASEs that are owed to a node. Of more, the oldest are dropped; their locks end with the ttl.
 MOST_PENDING: Final = 10_000
-#: Seconds to wait, before the first exchange, for connections beyond a majority.
-_OTHERS_GRACE: Final = 0.05
+_OTHERS_GRACE: Final = 0.05  # seconds to wait, before the first exchange, for connections beyond a majority
 #: Seconds for which a node may owe an answer before a new connection is tried: its machine may be gone.
 _LOST_AFTER: Final = 10.0
 #: Seconds for which a node remembers a client's introduction. A held lease is extended more often.
 INTRODUCED_FOR: Final = 3600.0
 #: Before these commands a node gets the introduction of this client, if that is due.
 _OF_HOLDERS: Final = frozenset({"acquire", "extend"})
-#: Answers that a node may owe before it counts as silent.
-_MOST_UNANSWERED: Final = 50_000
+_MOST_UNANSWERED: Final = 50_000  # answers that a node may owe before it counts as silent
 
 
 class Transport(Protocol):
@@ -71,8 +69,7 @@ class _Node:
         self.pause = _SHORTEST_BACKOFF
         self.retry_at = -math.inf
         self.introduce_at = -math.inf
-        #: The RELEASEs that are owed to the node, by nonce.
-        self.pending_releases: dict[str, Command] = {}
+        self.pending_releases: dict[str, Command] = {}  # the RELEASEs that are owed to the node, by nonce
 
     def remember_release(self, release: Command) -> None:
         """Keep a RELEASE until the node answers, without its place in line, which may be gone by then."""
@@ -100,8 +97,7 @@ class NodeConnections:
         new_connection: Callable[..., Connection] = Connection,
     ) -> None:
         self.queue = queue
-        #: How many nodes have no connection.
-        self.absent: int = len(names)
+        self.absent: int = len(names)  # how many nodes have no connection
         self._names = names
         self._nodes = [_Node() for _ in names]
         self._transport = transport
