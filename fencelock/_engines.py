@@ -72,7 +72,6 @@ def url_of(source: object) -> URL:
 
 
 def for_blocking(url: URL) -> URL:
-    """Return the URL of the same database with a driver for blocking code."""
     name = url.get_backend_name()
     return url.set(drivername=_FOR_BLOCKING.get(name, name))
 

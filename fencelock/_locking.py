@@ -262,12 +262,7 @@ def _finder(authority: Authority | None) -> Callable[[], Authority]:
 
 
 def fenced_semaphore(
-    name: str,
-    /,
-    slots: int = 4,
-    *,
-    authority: Authority | None = None,
-    **settings: Unpack[LockSettings],
+    name: str, /, slots: int = 4, *, authority: Authority | None = None, **settings: Unpack[LockSettings]
 ) -> FencedSemaphore:
     """Return a lock that `slots` holders may have at once; it yields the number of the slot, and its token.
 

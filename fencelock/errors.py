@@ -164,8 +164,6 @@ class ReceiptMismatchError(FencelockError):
         key: the key, as given to `once`.
     """
 
-    written: bool | None = False
-
     def __init__(self, key: str) -> None:
         super().__init__(key)
         self.key = key

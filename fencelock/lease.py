@@ -231,7 +231,6 @@ class Lease:
         self._expires_at = expires_at
 
     def _mark_lost(self, reason: str) -> None:
-        """Note that the lease has ended before the work did; the first reason stays."""
         self._why_lost = self._why_lost or reason
 
     # Methods that the guard and the lock call, in any thread.

@@ -126,7 +126,6 @@ class LoopEnd:
         await self._generator.aclose()
 
     def begin_to_end(self) -> None:
-        """Begin the end now, in a task of the running loop."""
         self._ending = asyncio.get_running_loop().create_task(self.end())
 
     def begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:

@@ -326,11 +326,7 @@ def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> Non
 
 
 def _raise_fences(
-    authority: Shipped,
-    engine: Engine,
-    resource: str,
-    rows: list[tuple[str, dict[str, str]]],
-    old: int | None,
+    authority: Shipped, engine: Engine, resource: str, rows: list[tuple[str, dict[str, str]]], old: int | None
 ) -> None:
     """Pass the gate and claim the rows with the old token plus one: no successor's token is smaller.
 

@@ -109,10 +109,7 @@ def gate(
 @in_both_worlds
 @refusing
 def gate(
-    session: Blocking,
-    resource: str | None = None,
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
+    session: Blocking, resource: str | None = None, *, bind_arguments: Mapping[str, Any] | None = None
 ) -> None:
     """Claim the resource's own row in the fence table; insert the row if there is none.
 

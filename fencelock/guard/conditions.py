@@ -35,13 +35,11 @@ LOADED_BIND: Final = "fencelock_loaded"
 
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
-
 TOKEN_OPTION: Final = "fencing_token"  # noqa: S105  no password
 """Execution option with an explicit token, which counts whatever leases are held."""
 
 _CUTS_OFF: Final = re.compile(r"(?i)--|/\*|;|#(?![>-])|\b(?:insert|update|delete|merge)\b")
 """Text that begins a comment, ends the statement, or writes. `#>` and `#-` are operators of PostgreSQL."""
-
 _QUOTED: Final = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`""")
 
 

@@ -224,7 +224,6 @@ def refuse_autocommit(
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
-    """Tell whether SQLAlchemy or the driver commits each statement at once."""
     if (options.get("isolation_level") or isolation_on_connect(connection.dialect)) == "AUTOCOMMIT":
         return True
     driver: Any = connection.connection.dbapi_connection

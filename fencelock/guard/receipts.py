@@ -197,11 +197,7 @@ def once(
 @in_both_worlds
 @refusing
 def once(
-    session: Blocking,
-    key: str,
-    *,
-    fingerprint: Any = None,
-    bind_arguments: Mapping[str, Any] | None = None,
+    session: Blocking, key: str, *, fingerprint: Any = None, bind_arguments: Mapping[str, Any] | None = None
 ) -> Receipt:
     """Return the receipt of a key, which says whether the work of that key was done before.
 

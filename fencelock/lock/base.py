@@ -127,11 +127,7 @@ class BaseLock(Generic[Token]):
         self.template = ""  # the template of `@fenced`, for listeners
 
     def _new_block(
-        self,
-        timeout: float | EllipsisType | None = ...,
-        *,
-        is_with: bool = False,
-        is_try: bool = False,
+        self, timeout: float | EllipsisType | None = ..., *, is_with: bool = False, is_try: bool = False
     ) -> Block:
         seconds = self._timeout if timeout is ... else check_timeout(timeout)
         return Block(self._find_authority(), seconds, is_with, is_try, self._names)

@@ -168,7 +168,6 @@ class Hold:
         return self.authority, self.grant.resources, self.template
 
     def note_acquired(self, seconds: float, *, has_waited: bool) -> None:
-        """Tell listeners that the lock is held; its acquisition took `seconds`."""
         self.since = time.monotonic()
         _events.tell(LockAcquired(*self.names, self.grant.tokens, seconds, has_waited))
 

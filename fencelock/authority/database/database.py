@@ -215,8 +215,6 @@ class Database(Acquiring):
         return made
 
     def _create(self, lent: Lent) -> bool:
-        """Make the table if there is none; return whether it was made."""
-
         def is_there() -> bool:
             return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
 

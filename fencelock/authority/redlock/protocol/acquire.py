@@ -212,7 +212,6 @@ class Acquisition:
         return replace(grant, resources=self._resources, tokens=tokens)
 
     def leave_queue(self) -> None:
-        """Forget the place, because the acquisition is over."""
         if self._queue is not None:
             self._queue.waits = self._attempts > 1
             if self._place:
@@ -288,15 +287,10 @@ def _decide(  # noqa: PLR0917 - the state of the attempt
         targets = [node for node in node_set.all_nodes if node not in at_value and node not in refused]
         if len(at_value) + len(targets) < node_set.quorum:
             return None, ended
-        command = Command(
-            "confirm",
-            attempt.nonce,
-            attempt.keys,
-            (node_set.fingerprint, attempt.nonce, epoch, *in_pairs(attempt.stripes, value)),
-        )
-        confirmed = yield Broadcast(
-            command, targets, _enough_confirmed(node_set.quorum - len(at_value), len(targets)), patience
-        )
+        arguments = (node_set.fingerprint, attempt.nonce, epoch, *in_pairs(attempt.stripes, value))
+        command = Command("confirm", attempt.nonce, attempt.keys, arguments)
+        enough = _enough_confirmed(node_set.quorum - len(at_value), len(targets))
+        confirmed = yield Broadcast(command, targets, enough, patience)
         ended = confirmed.ended
         cut_short = any(answer.kind is ReplyKind.HIGHER for answer in confirmed.answers.values())
         for node, answer in confirmed.answers.items():
@@ -331,13 +325,8 @@ def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[
 
 def _acquire_command(attempt: Attempt, node_set: NodeSet) -> Command:
     hints = attempt.hints or (0,) * len(attempt.resources)
-    arguments = (
-        node_set.fingerprint,
-        attempt.nonce,
-        round(attempt.ttl * 1000),
-        attempt.hint_epoch,
-        *in_pairs(attempt.stripes, hints),
-    )
+    wanted = (node_set.fingerprint, attempt.nonce, round(attempt.ttl * 1000), attempt.hint_epoch)
+    arguments = (*wanted, *in_pairs(attempt.stripes, hints))
     position = attempt.position
     if position is not None:
         waiting = (round(position.waited * 1000), round(position.since * 1000))

@@ -201,13 +201,9 @@ def without_place(release: Command) -> Command:
 def abandon(
     node_set: NodeSet, attempt: Attempt, nodes: Sequence[int] | None = None, *, stay: bool = False
 ) -> Generator[Broadcast, Replies, None]:
-    """Release an attempt, also on nodes whose answer was lost; do not wait for answers.
+    """Release an attempt on these nodes, by default on all; do not wait for answers.
 
-    Args:
-        node_set: the nodes.
-        attempt: the attempt.
-        nodes: where to release; on all nodes by default.
-        stay: keep the place in line.
+    With `stay` it keeps the place in line.
     """
     command = release_command(node_set, attempt, 0, (0,) * len(attempt.resources), stay=stay)
     yield Broadcast(command, node_set.all_nodes if nodes is None else nodes, lambda _: True, 0.0)

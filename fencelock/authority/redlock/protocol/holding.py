@@ -208,10 +208,6 @@ def _extend_command(node_set: NodeSet, attempts: Sequence[Attempt], epochs: Sequ
     keys = (node_set.node_key, *(key for attempt in attempts for key in attempt.keys[1:]))
     parts: list[str | int] = []
     for attempt, epoch in zip(attempts, epochs, strict=True):
-        parts += (
-            attempt.nonce,
-            round(attempt.ttl * 1000),
-            len(attempt.resources),
-            f"{attempt.nonce}|{epoch}|{RESTORED_VALUE}",
-        )
+        restored = f"{attempt.nonce}|{epoch}|{RESTORED_VALUE}"
+        parts += (attempt.nonce, round(attempt.ttl * 1000), len(attempt.resources), restored)
     return Command("extend", "", keys, (node_set.fingerprint, "", *parts))

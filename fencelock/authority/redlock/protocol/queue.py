@@ -51,11 +51,9 @@ class WaitQueue:
         return len(self._listening) >= self._quorum
 
     def listen(self, node: int) -> None:
-        """Note that a node's calls arrive from now on."""
         self._listening.add(node)
 
     def go_deaf(self, node: int) -> None:
-        """Note that a node's calls do not arrive any more."""
         self._listening.discard(node)
 
     def expect(self, place: str) -> str:

@@ -152,7 +152,6 @@ class Connection:
         self.changing -= 1
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Put a command that is sent alone into `outgoing`."""
         if self._parts:
             self.flush_batch()
         self.changing += 1

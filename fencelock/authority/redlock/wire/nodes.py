@@ -273,7 +273,6 @@ class NodeConnections:
     def _deal_with(
         self, index: int, connection: Connection, pending: PendingReply, answer: Reply, now: float
     ) -> None:
-        """Handle an answer that says something about its node."""
         answer = self._on_reply(index, connection, answer, now)
         broadcast, command, _ = pending
         if answer.kind is ReplyKind.UNREACHABLE and command.script == "release":
