@@ -9,8 +9,7 @@ import random
 from collections.abc import Iterator
 from itertools import count
 
-#: No power of more tries is needed, and a larger one could overflow.
-_MOST_TRIES = 50
+_MOST_TRIES = 50  # no power of more tries is needed, and a larger one could overflow
 
 
 def grown(shortest: float, longest: float, tries: int, growth: float = 1.5) -> float:

@@ -9,8 +9,7 @@ from typing import Final
 MIN_TTL = 0.01
 MAX_TTL = 604_800.0
 HOUR = 3_600.0
-#: Seconds, more than fencelock exists.
-EVER = 1e9
+EVER = 1e9  # seconds, more than fencelock exists
 IN_URLS: Final = (
     "in the names and passwords of a URL, write % as %25, @ as %40, / as %2F, ? as %3F and : as %3A"
 )

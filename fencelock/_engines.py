@@ -46,13 +46,7 @@ def is_async_session(thing: object) -> TypeGuard[AsyncSession]:
 
 
 def blocking_engine(url: str) -> Engine:
-    """Return an engine for short work on a database; it keeps no connection open.
-
-    Raises:
-        ValueError: the text is no URL.
-        SQLAlchemyError: the URL names no known database or driver.
-        ImportError: the driver is not installed.
-    """
+    """Return an engine for short work on a database; it keeps no connection open."""
     return create_engine(with_blocking_driver(url_of(url)), poolclass=NullPool)
 
 
@@ -62,12 +56,7 @@ def check_metadata(function: str, metadata: object) -> None:
 
 
 def url_of(source: object) -> URL:
-    """Return the URL of an engine, or `source` itself as a URL.
-
-    Raises:
-        TypeError: `source` is neither an engine nor a URL.
-        ValueError: the text is no URL.
-    """
+    """Return the URL of an engine, or `source` itself as a URL; raise TypeError or ValueError for others."""
     if isinstance(source, Engine) or is_async_engine(source):
         return source.url
     if not isinstance(source, str | URL):
@@ -83,7 +72,6 @@ def url_of(source: object) -> URL:
 
 
 def for_blocking(url: URL) -> URL:
-    """Return the URL of the same database with a driver for blocking code."""
     name = url.get_backend_name()
     return url.set(drivername=_FOR_BLOCKING.get(name, name))
 

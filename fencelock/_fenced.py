@@ -88,7 +88,6 @@ def fenced(
 
 
 def fill(templates: Sequence[str | Callable[..., str]], call: inspect.BoundArguments) -> list[str]:
-    """Return the names of the resources: each template, filled in with the arguments of a call."""
     return [
         _Filling().vformat(template, (), call.arguments)
         if isinstance(template, str)

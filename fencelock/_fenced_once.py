@@ -5,18 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Awaitable, Callable
-from typing import (
-    TYPE_CHECKING,
-    Any,
-    Concatenate,
-    NamedTuple,
-    ParamSpec,
-    Protocol,
-    TypeAlias,
-    TypeVar,
-    Unpack,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
@@ -30,8 +19,8 @@ from fencelock.transaction import transaction_of
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, async_scoped_session, async_sessionmaker
 
-    Source: TypeAlias = Engine | sessionmaker[Any] | scoped_session[Any] | Session
-    AsyncSource: TypeAlias = AsyncEngine | async_sessionmaker[Any] | async_scoped_session[Any] | AsyncSession
+    Source = Engine | sessionmaker[Any] | scoped_session[Any] | Session
+    AsyncSource = AsyncEngine | async_sessionmaker[Any] | async_scoped_session[Any] | AsyncSession
 
 _P = ParamSpec("_P")
 _R = TypeVar("_R")

@@ -30,8 +30,7 @@ logger = logging.getLogger("fencelock.leader")
 
 #: A term ends earlier than its lease, by this part of the ttl, so that its work can stop in time.
 _MARGIN: Final = 0.1
-#: Seconds between two checks by a task that sleeps until a term ends.
-_LOOK: Final = 0.05
+_LOOK: Final = 0.05  # seconds between two checks by a task that sleeps until a term ends
 _FIRST_PAUSE: Final = 0.1
 _LONGEST_PAUSE: Final = 5.0
 
@@ -57,8 +56,7 @@ class Term:
         self.lease = lease
         self._margin = ttl * _MARGIN
         self._over = threading.Event()
-        #: Whether the term was current when its block was left.
-        self._was_current = False
+        self._was_current = False  # whether the term was current when its block was left
         self._callbacks: list[Callable[[Term], object]] = []
 
     def __repr__(self) -> str:

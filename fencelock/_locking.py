@@ -6,7 +6,6 @@ import contextlib
 import functools
 import importlib
 import json
-import logging
 import os
 import re
 import threading
@@ -16,7 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar, Unpack, cast, overloa
 from sqlalchemy import URL, Engine
 
 from fencelock._engines import is_async_engine
-from fencelock.authority.base import Authority, Grant
+from fencelock.authority.base import Authority, Grant, logger
 from fencelock.authority.database.database import Database
 from fencelock.errors import AuthorityError
 from fencelock.lock.base import HANDED
@@ -32,13 +31,10 @@ if TYPE_CHECKING:
     from fencelock.authority.redlock.redlock import Redlock
     from fencelock.authority.redlock.transport.endpoints import Source
 
-    #: The authorities of this library.
-    Shipped: TypeAlias = Redlock | Database | LineAuthority
+    Shipped: TypeAlias = Redlock | Database | LineAuthority  # the authorities of this library
 
 
 _Authority = TypeVar("_Authority", bound=Authority)
-
-logger = logging.getLogger("fencelock.authority")
 
 #: The class of an authority by URL scheme without `+driver`. A class is loaded when it is first needed.
 _FACTORIES: dict[str, str] = {
@@ -160,12 +156,7 @@ def as_default(authority: Authority) -> Iterator[None]:
 
 
 def default_authority() -> Authority:
-    """Return the default authority of this process.
-
-    Raises:
-        AuthorityError: none is configured.
-        ValueError, ImportError: FENCELOCK_URL cannot be used.
-    """
+    """Return the default authority of this process; raise AuthorityError if none is configured."""
     global _default  # noqa: PLW0603 - the process default is what this module is about
     with _lock:
         if _default is None:
@@ -184,12 +175,8 @@ def default_authority() -> Authority:
 
 @overload
 def fenced_lock(resource: str, /, **settings: Unpack[AllLockSettings]) -> FencedLock[int]: ...
-
-
 @overload
 def fenced_lock(*resources: str, **settings: Unpack[AllLockSettings]) -> FencedLock[tuple[int, ...]]: ...
-
-
 def fenced_lock(
     *resources: str,
     ttl: float = DEFAULT_TTL,
@@ -275,12 +262,7 @@ def _finder(authority: Authority | None) -> Callable[[], Authority]:
 
 
 def fenced_semaphore(
-    name: str,
-    /,
-    slots: int = 4,
-    *,
-    authority: Authority | None = None,
-    **settings: Unpack[LockSettings],
+    name: str, /, slots: int = 4, *, authority: Authority | None = None, **settings: Unpack[LockSettings]
 ) -> FencedSemaphore:
     """Return a lock that `slots` holders may have at once; it yields the number of the slot, and its token.
 

@@ -22,15 +22,11 @@ from fencelock.holder import printable
 
 
 class _Thread(threading.local):
-    """Identifies a thread. Its ident does not, because a later thread may get the same ident.
-
-    Attributes:
-        itself: an object that only this thread has.
-        serves: whether the thread is an executor's, which serves one caller after the other.
-    """
+    """Identifies a thread. Its ident does not, because a later thread may get the same ident."""
 
     def __init__(self) -> None:
-        self.itself = object()
+        self.itself = object()  # an object that only this thread has
+        #: Whether the thread is an executor's, which serves one caller after the other.
         self.serves = _executors_call() is not None
 
 

@@ -10,8 +10,7 @@ from typing import Final
 
 from fencelock._owners import blocks_greenlets
 
-#: Seconds between two looks at a wakeup, if a wait for it would block all greenlets.
-_GLANCE: Final = 0.01
+_GLANCE: Final = 0.01  # seconds between two looks at a wakeup, if a wait for it would block all greenlets
 
 
 def start(thread: threading.Thread) -> None:

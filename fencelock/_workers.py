@@ -50,11 +50,7 @@ class Worker:
         self.wakes_at: float = math.inf
 
     def wake(self) -> None:
-        """Let the thread make a turn now; start it if it does not run.
-
-        Raises:
-            RuntimeError: there are too many threads, or the interpreter exits. The next call tries again.
-        """
+        """Let the thread make a turn now; start it if it does not run: RuntimeError if that is impossible."""
         with self._mutex:
             if self.is_alive:
                 _threads.wake(self._wakeup)

@@ -60,14 +60,12 @@ __all__ = [
     "UnfencedWriteError",
 ]
 
-
 #: Advice for a stale holder whose next tokens may be refused as well.
 _OF_ANOTHER_LIFE = (
     ". If new tokens are refused, too, the authority does not grant tokens above this fence: fencelock "
     "init --after-loss --database URL"
 )
-#: A distance between two tokens that one authority never reaches in practice.
-_FAR = 1 << (COUNTER_BITS - 4)
+_FAR = 1 << (COUNTER_BITS - 4)  # a distance between two tokens that one authority never reaches in practice
 
 
 class FencelockError(Exception):
@@ -165,8 +163,6 @@ class ReceiptMismatchError(FencelockError):
     Attributes:
         key: the key, as given to `once`.
     """
-
-    written: bool | None = False
 
     def __init__(self, key: str) -> None:
         super().__init__(key)

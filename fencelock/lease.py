@@ -28,8 +28,7 @@ from fencelock.tokens import check as check_token
 MAX_RESOURCE_LENGTH = 255
 #: Matches a name into which an f-string has put an object instead of a value.
 OBJECT_IN_NAME = re.compile(r"<built-in | object at 0x")
-#: Characters of a name that a header has unquoted, besides letters, digits and `_.-~`.
-_SAFE: Final = ":/@"
+_SAFE: Final = ":/@"  # characters of a name that a header has unquoted, besides letters, digits and `_.-~`
 _ENTRY: Final = re.compile(rf"((?:[A-Za-z0-9_.~{_SAFE}-]|%[0-9A-Fa-f]{{2}})+)=([1-9][0-9]{{0,18}})")
 #: The longest entry of a header: each character of a name may be four bytes, each written like `%F0`.
 _LONGEST_ENTRY: Final = MAX_RESOURCE_LENGTH * 12 + len("=") + 19
@@ -40,10 +39,6 @@ def check_resource(resource: object) -> str:
 
     A name has 1 to 255 characters, no control characters or surrogates, and no white space at either end.
     Every supported database stores and compares it exactly.
-
-    Raises:
-        TypeError: the name is no string.
-        ValueError: the name is empty, too long, or has characters that a database would change.
     """
     if not isinstance(resource, str):
         raise TypeError(f"a resource is named by a str such as 'order:1', not {type(resource).__name__}")
@@ -102,17 +97,8 @@ class Lease:
 
     __slots__ = (
         *("__weakref__", "_doubted", "_expires_at", "_needed_by", "_process"),
-        *(
-            "_resource",
-            "_token",
-            "_waiting",
-            "_committed",
-            "_granted_at",
-            "_guarded",
-            "_left",
-            "_released",
-            "_why_lost",
-        ),
+        *("_resource", "_token", "_waiting", "_committed"),
+        *("_granted_at", "_guarded", "_left", "_released", "_why_lost"),
     )
 
     def __init__(self, resource: str, token: int, expires_at: float = math.inf) -> None:
@@ -207,11 +193,7 @@ class Lease:
         return self._process is not _process[0]
 
     def _check(self) -> None:
-        """Raise an error if a loss was noted; the end by the clock does not count.
-
-        Raises:
-            LockLostError: a loss was noted, or the lease belongs to the parent process.
-        """
+        """Raise LockLostError if a loss was noted; the end by the clock does not count."""
         parent = "it belongs to the process that this one was forked from"
         if reason := parent if self._process is not _process[0] else self._why_lost:
             raise LockLostError(
@@ -223,10 +205,6 @@ class Lease:
 
         It raises after the end of the lease, because the storage accepts an older token until a newer holder
         has claimed or written the row.
-
-        Raises:
-            LockLostError: a loss was noted, or the time of the lease has run out by this process' clock.
-            CommitInDoubtError: an earlier transaction that wrote with this token may still be committed.
         """
         self._check()
         if self._expires_at <= time.monotonic():
@@ -246,16 +224,13 @@ class Lease:
     # Methods that the lock calls.
 
     def _extend_to(self, expires_at: float) -> None:
-        """Note that the authority has extended the lease."""
         self._expires_at = expires_at
 
     def _remint(self, token: int, expires_at: float) -> None:
-        """Note that the authority has given a larger token to the same hold."""
         self._token = check_token(token)
         self._expires_at = expires_at
 
     def _mark_lost(self, reason: str) -> None:
-        """Note that the lease has ended before the work did; the first reason stays."""
         self._why_lost = self._why_lost or reason
 
     # Methods that the guard and the lock call, in any thread.
@@ -266,12 +241,10 @@ class Lease:
         return self._doubted == self._token
 
     def _doubt(self) -> None:
-        """Note that the outcome of a COMMIT with the present token is unknown."""
         self._doubted = self._token
 
     @property
     def _needed(self) -> bool:
-        """Whether an open transaction needs the lease."""
         return bool(self._needed_by)
 
     def _need(self, user: object) -> None:

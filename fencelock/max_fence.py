@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from sqlalchemy import Column, Connection, MetaData, Table, func, inspect, select
-from sqlalchemy.engine.interfaces import ReflectedColumn
 from sqlalchemy.engine.reflection import ObjectKind
 
 from fencelock.guard.tables import FENCE_COLUMN
@@ -18,9 +17,6 @@ def highest_fence(connection: Connection) -> tuple[int, int]:
 
     It reads all schemas by reflection, without the models; on MariaDB and MySQL, the connection's database.
     A table whose column has another name, because its model has renamed the column, is not found.
-
-    Raises:
-        sqlalchemy.exc.SQLAlchemyError: a table cannot be read.
     """
     highest = count = 0
     for table in fenced_tables(connection):
@@ -40,9 +36,5 @@ def fenced_tables(connection: Connection) -> Iterator[Table]:
             continue
         found = inspector.get_multi_columns(schema=schema, kind=ObjectKind.TABLE)
         for (_, name), columns in found.items():
-            if any(_is_fence(column) for column in columns):
+            if any(column["name"] == FENCE_COLUMN for column in columns):
                 yield Table(name, MetaData(), Column(FENCE_COLUMN), schema=schema)
-
-
-def _is_fence(column: ReflectedColumn) -> bool:
-    return column["name"] == FENCE_COLUMN

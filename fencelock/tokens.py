@@ -45,9 +45,6 @@ def epoch_above(highest: int) -> int:
 
     A larger counter in the same epoch is not enough, because holders of later tokens, which the storage has
     not seen yet, may still write.
-
-    Raises:
-        ValueError: `highest` is neither 0 nor a token, or is of the last epoch.
     """
     epoch = split(check(highest))[0] + 1 if highest else 0
     if epoch > MAX_EPOCH:

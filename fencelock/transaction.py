@@ -17,7 +17,6 @@ from contextlib import (
     nullcontext,
 )
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Final, Generic, TypeVar, Unpack, overload
 
 from sqlalchemy import Engine, event, update
@@ -46,7 +45,6 @@ else:  # before Python 3.13, a TypeVar of `typing` takes no default
 
 _R = TypeVar("_R")
 _Made = TypeVar("_Made")
-_Block = TypeVar("_Block")
 
 _TAKES: Final = "fenced_transaction takes a sessionmaker, a scoped_session or an engine"
 _FIRST_PAUSE: Final = 0.1
@@ -157,12 +155,11 @@ def _transaction(made: _Made, plan: _Plan[_Made]) -> Iterator[_Made]:
         if not session.in_transaction():
             session.begin()
         _pass_gates(session, plan)
-        with _only_this_transaction(session, plan.gates), _noted(made, plan):
+        with _only_this_transaction(session) if plan.gates else nullcontext(), _noted(made, plan):
             yield made
-            if _has_work(session):
-                session.flush()  # before _telling_doubt, because an error of the flush leaves no doubt
-                with _telling_doubt(plan.resources):
-                    session.commit()
+            if session.in_transaction() or any((session.new, session.dirty, session.deleted)):
+                session.flush()  # before the COMMIT, because an error of the flush leaves no doubt
+                _commit(session, plan.resources)
     finally:
         if plan.shared:
             session.rollback()  # ends its transaction, because a shared session is not closed
@@ -178,18 +175,18 @@ def _pass_gates(session: Session, plan: _Plan[Any]) -> None:
         pass_gate(session, resource)
 
 
-class _Blocks(Generic[_Block]):
+class _Blocks:
     """The open blocks of one fenced transaction, each with the thread, task or greenlet that entered it."""
 
     __slots__ = ("_open",)
 
     def __init__(self) -> None:
-        self._open: list[tuple[object, _Block]] = []
+        self._open: list[tuple[object, Any]] = []
 
-    def add(self, block: _Block) -> None:
+    def add(self, block: object) -> None:
         self._open.append((current_owner(), block))
 
-    def take(self) -> _Block:
+    def take(self) -> Any:
         """Remove and return the block to leave: the last of this thread, task or greenlet, or the only one.
 
         A framework may leave a generator in another thread. If several blocks are open then, RuntimeError is
@@ -208,7 +205,7 @@ class _Blocks(Generic[_Block]):
 
 
 @contextmanager
-def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator[None]:
+def _only_this_transaction(session: Session) -> Iterator[None]:
     """Refuse a second transaction in a block with gates, because it would not have passed them."""
 
     def refuse(_: Session, transaction: SessionTransaction) -> None:
@@ -220,9 +217,6 @@ def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator
                 "be tried again goes into a savepoint, session.begin_nested()"
             )
 
-    if not gates:
-        yield
-        return
     event.listen(session, "after_transaction_create", refuse)
     try:
         yield
@@ -230,11 +224,9 @@ def _only_this_transaction(session: Session, gates: tuple[str, ...]) -> Iterator
         event.remove(session, "after_transaction_create", refuse)
 
 
-@contextmanager
-def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
-    """Turn the driver's error into CommitInDoubtError if the COMMIT may have taken place."""
+def _commit(session: Session, resources: tuple[str, ...]) -> None:
     try:
-        yield
+        session.commit()
     except Exception as error:
         if not leaves_doubt(error):
             raise
@@ -247,32 +239,22 @@ def _telling_doubt(resources: tuple[str, ...]) -> Iterator[None]:
         ) from error
 
 
-def _has_work(session: Session) -> bool:
-    """Return False if nothing is left to commit: the body has ended its transaction, and done no more."""
-    return session.in_transaction() or any((session.new, session.dirty, session.deleted))
-
-
 class FencedTransaction(Generic[_S]):
     """A `fenced_transaction` for blocking code: enter it with `with`, or call `run`."""
 
     def __init__(self, plan: _Plan[_S]) -> None:
         self._plan = plan
-        self._open: _Blocks[AbstractContextManager[_S]] = _Blocks()
+        self._open = _Blocks()
 
     def __enter__(self) -> _S:
         self._plan.refuse_retries()
-        block = self._block()
+        block = self._block(self._plan.lock())
         session = block.__enter__()
         self._open.add(block)
         return session
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        return self._open.take().__exit__(exc_type, exc_value, traceback)
+    def __exit__(self, *raised: object) -> bool | None:
+        return bool(self._open.take().__exit__(*raised))
 
     def run(self, body: Callable[[_S], _R]) -> _R:
         """Call `body` with the session, commit, and return what it returned.
@@ -296,7 +278,7 @@ class FencedTransaction(Generic[_S]):
             while True:
                 attempt += 1
                 try:
-                    with self._session() as session:
+                    with self._block(nullcontext()) as session:
                         return body(session)
                 except Exception:
                     pause = self._plan.pause_before(attempt, lock)
@@ -306,15 +288,11 @@ class FencedTransaction(Generic[_S]):
                 lock.remint()
 
     @contextmanager
-    def _block(self) -> Iterator[_S]:
-        with self._plan.lock(), self._session() as session:
-            yield session
-
-    @contextmanager
-    def _session(self) -> Iterator[_S]:
-        made = self._plan.make()
-        with nullcontext() if self._plan.shared else made, _transaction(made, self._plan) as session:
-            yield session
+    def _block(self, lock: AbstractContextManager[Any]) -> Iterator[_S]:
+        with lock:
+            made = self._plan.make()
+            with nullcontext() if self._plan.shared else made, _transaction(made, self._plan) as session:
+                yield session
 
 
 class AsyncFencedTransaction(Generic[_A]):
@@ -322,22 +300,17 @@ class AsyncFencedTransaction(Generic[_A]):
 
     def __init__(self, plan: _Plan[_A]) -> None:
         self._plan = plan
-        self._open: _Blocks[AbstractAsyncContextManager[_A]] = _Blocks()
+        self._open = _Blocks()
 
     async def __aenter__(self) -> _A:
         self._plan.refuse_retries()
-        block = self._block()
+        block = self._block(self._plan.lock())
         session = await block.__aenter__()
         self._open.add(block)
         return session
 
-    async def __aexit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc_value: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> bool | None:
-        return await self._open.take().__aexit__(exc_type, exc_value, traceback)
+    async def __aexit__(self, *raised: object) -> bool | None:
+        return bool(await self._open.take().__aexit__(*raised))
 
     async def run(self, body: Callable[[_A], Awaitable[_R]]) -> _R:
         """Await `body` with the session, commit, and return what it returned: see `FencedTransaction.run`."""
@@ -349,7 +322,7 @@ class AsyncFencedTransaction(Generic[_A]):
             while True:
                 attempt += 1
                 try:
-                    async with self._session() as session:
+                    async with self._block(nullcontext()) as session:
                         return await body(session)
                 except Exception:
                     pause = self._plan.pause_before(attempt, lock)
@@ -359,14 +332,8 @@ class AsyncFencedTransaction(Generic[_A]):
                 await lock.aio.remint()
 
     @asynccontextmanager
-    async def _block(self) -> AsyncIterator[_A]:
-        async with self._plan.lock(), self._session() as session:
-            yield session
-
-    @asynccontextmanager
-    async def _session(self) -> AsyncIterator[_A]:
-        made = self._plan.make()
-        async with nullcontext() if self._plan.shared else made:
+    async def _block(self, lock: AbstractAsyncContextManager[Any]) -> AsyncIterator[_A]:
+        async with lock, nullcontext(self._plan.make()) as made, nullcontext() if self._plan.shared else made:
             block = _transaction(made, self._plan)
             session = await made.run_sync(lambda _: block.__enter__())
             try:
@@ -379,41 +346,26 @@ class AsyncFencedTransaction(Generic[_A]):
                 await made.run_sync(lambda _: block.__exit__(None, None, None))
 
 
+class _Terms(AllLockSettings, total=False):
+    retries: int
+    gate: bool
+
+
 @overload
 def fenced_transaction(
-    session: sessionmaker[_S] | scoped_session[_S],
-    /,
-    *resources: str,
-    retries: int = ...,
-    gate: bool = ...,
-    **settings: Unpack[AllLockSettings],
+    session: sessionmaker[_S] | scoped_session[_S], /, *resources: str, **settings: Unpack[_Terms]
 ) -> FencedTransaction[_S]: ...
 @overload
 def fenced_transaction(
-    session: Engine,
-    /,
-    *resources: str,
-    retries: int = ...,
-    gate: bool = ...,
-    **settings: Unpack[AllLockSettings],
+    session: Engine, /, *resources: str, **settings: Unpack[_Terms]
 ) -> FencedTransaction[Session]: ...
 @overload
 def fenced_transaction(
-    session: async_sessionmaker[_A] | async_scoped_session[_A],
-    /,
-    *resources: str,
-    retries: int = ...,
-    gate: bool = ...,
-    **settings: Unpack[AllLockSettings],
+    session: async_sessionmaker[_A] | async_scoped_session[_A], /, *resources: str, **settings: Unpack[_Terms]
 ) -> AsyncFencedTransaction[_A]: ...
 @overload
 def fenced_transaction(
-    session: AsyncEngine,
-    /,
-    *resources: str,
-    retries: int = ...,
-    gate: bool = ...,
-    **settings: Unpack[AllLockSettings],
+    session: AsyncEngine, /, *resources: str, **settings: Unpack[_Terms]
 ) -> AsyncFencedTransaction[AsyncSession]: ...
 def fenced_transaction(
     session: Any, /, *resources: str, retries: int = 0, gate: bool = True, **settings: Unpack[AllLockSettings]

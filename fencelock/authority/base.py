@@ -22,23 +22,15 @@ logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 @dataclass(slots=True, unsafe_hash=True)
 class Grant:
-    """Leases of one or several resources that were granted together. A grant is never changed.
+    """Leases of one or several resources that were granted together. A grant is never changed."""
 
-    Attributes:
-        resources: in the order in which they were asked for.
-        tokens: the fencing token of each.
-        expires_at: when all of them end, on the clock of `time.monotonic`.
-        proof: data by which the authority recognises the grant.
-    """
-
-    resources: tuple[str, ...]
-    tokens: tuple[int, ...]
-    expires_at: float
-    proof: Any
+    resources: tuple[str, ...]  # in the order in which they were asked for
+    tokens: tuple[int, ...]  # the fencing token of each
+    expires_at: float  # when all of them end, on the clock of `time.monotonic`
+    proof: Any  # data by which the authority recognises the grant
 
 
-#: A grant, and for how many seconds from now it is to last.
-Wish = tuple[Grant, float]
+Wish = tuple[Grant, float]  # a grant, and for how many seconds from now it is to last
 
 
 def named(resources: Iterable[str]) -> str:
@@ -46,8 +38,7 @@ def named(resources: Iterable[str]) -> str:
     return ", ".join(map(repr, resources))
 
 
-_LEAST_SHOWN: Final = 0.001
-"""Seconds; if a holder has less left, the error does not mention a holder."""
+_LEAST_SHOWN: Final = 0.001  # seconds; if a holder has less left, the error does not mention a holder
 
 
 def held_by_another(resources: Iterable[str], holder_ttl: float | None) -> LockTimeoutError:
@@ -96,21 +87,14 @@ def warn_of_blocked_loop(key: str) -> None:
 
 
 class Terms(TypedDict):
-    """The terms of an acquisition.
+    """The terms of an acquisition."""
 
-    Attributes:
-        ttl: seconds that the leases last.
-        timeout: seconds to wait for other holders; None for ever, 0 one try.
-        fair: the client that has waited longest acquires first, as far as the authority can tell.
-        go_on: called while waiting; may raise `GivenUp`.
-        at_least: for how many seconds from its grant `keep_gen` may keep the lease.
-    """
-
-    ttl: float
-    timeout: float | None
+    ttl: float  # seconds that the leases last
+    timeout: float | None  # seconds to wait for other holders; None for ever, 0 one try
+    #: The client that has waited longest acquires first, as far as the authority can tell.
     fair: NotRequired[bool]
-    go_on: NotRequired[Callable[[], None]]
-    at_least: NotRequired[float]
+    go_on: NotRequired[Callable[[], None]]  # called while waiting; may raise `GivenUp`
+    at_least: NotRequired[float]  # for how many seconds from its grant `keep_gen` may keep the lease
 
 
 class AsyncRunner(Protocol):
@@ -149,8 +133,7 @@ class Authority(abc.ABC):
       with its tokens.
     """
 
-    #: The same authority for coroutines.
-    aio: AsyncRunner
+    aio: AsyncRunner  # the same authority for coroutines
 
     @abc.abstractmethod
     def run(self, steps: Steps[_T]) -> _T:

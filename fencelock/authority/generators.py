@@ -29,7 +29,6 @@ class GeneratorAuthority(Authority):
         """Move the end of the leases: see `Authority`."""
 
     def is_held_gen(self, resources: tuple[str, ...]) -> Steps[bool]:
-        """Return whether a resource is known to have a holder: see `Authority`."""
         return bool((yield from self.inspect_gen(resources)))
 
     @abc.abstractmethod
@@ -41,7 +40,6 @@ class GeneratorAuthority(Authority):
         """Close the connections. Held leases end with their ttl; the next use connects again."""
 
     def vouch_gen(self, grant: Grant) -> Steps[bool]:
-        """Return whether the locks of a loaded grant are held with its tokens."""
         found = yield from self.inspect_gen(grant.resources)
         granted = {info.resource: info.token for info in found}
         return all(granted.get(name) == its for name, its in zip(grant.resources, grant.tokens, strict=True))

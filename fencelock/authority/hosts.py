@@ -19,14 +19,7 @@ _MAX_PORT: Final = 65535
 
 @dataclass(frozen=True, slots=True)
 class Hosts:
-    """The parts of a URL.
-
-    Attributes:
-        scheme: the part before `://`.
-        addresses: host and port of each server.
-        root: the folder below which all keys are, without a slash at either end.
-        options: the query of the URL.
-    """
+    """The parts of a URL; `root` is the folder below which all keys are, without a slash at either end."""
 
     scheme: str
     addresses: tuple[tuple[str, int], ...]
@@ -46,12 +39,7 @@ def shown(address: tuple[str, int]) -> str:
 
 
 def parse(url: object, schemes: Collection[str], port: int, options: Collection[str]) -> Hosts:
-    """Return the parts of a URL; `port` is the default, and `options` are the names that its query may have.
-
-    Raises:
-        ValueError: the URL cannot be used. The message does not show a password.
-        TypeError: `url` is no text.
-    """
+    """Return the parts of a URL; `options` are the names that its query may have. No error has a password."""
     form = f"{next(iter(schemes))}://host1:{port},host2:{port}"
     if not isinstance(url, str):
         raise TypeError(f"a URL is a str such as {form!r}, not {type(url).__name__}")

@@ -6,7 +6,6 @@ import abc
 import asyncio
 import contextlib
 import contextvars
-import logging
 import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
@@ -16,13 +15,11 @@ from weakref import WeakSet
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
 from fencelock._process import start_over_in_children
-from fencelock.authority.base import in_use, warn_of_blocked_loop
+from fencelock.authority.base import in_use, logger, warn_of_blocked_loop
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
 
 _T = TypeVar("_T")
-
-logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 
 class ThreadWakeup:
@@ -90,8 +87,7 @@ class Later(NamedTuple):
     steps: Callable[[], Steps[None]]
 
 
-#: The longest sleep in seconds; after it, the caller checks whether it still has to wait.
-_SLEEP: Final = 1.0
+_SLEEP: Final = 1.0  # the longest sleep in seconds; after it, the caller checks whether it still has to wait
 
 
 class LoopEnd:
@@ -104,10 +100,8 @@ class LoopEnd:
         self, here: Any = None, kept: Any = None, close: Callable[[], Awaitable[None]] | None = None
     ) -> None:
         self.tasks: set[asyncio.Task[Any]] = set()
-        #: The tasks that are cancelled at the end.
-        self.later: WeakSet[asyncio.Task[Any]] = WeakSet()
-        #: The state of an authority for this loop.
-        self.here: Any = here
+        self.later: WeakSet[asyncio.Task[Any]] = WeakSet()  # the tasks that are cancelled at the end
+        self.here: Any = here  # the state of an authority for this loop
         self.kept: Any = kept
         self.over: bool = False
         self._close = close
@@ -132,7 +126,6 @@ class LoopEnd:
         await self._generator.aclose()
 
     def begin_to_end(self) -> None:
-        """Begin the end now, in a task of the running loop."""
         self._ending = asyncio.get_running_loop().create_task(self.end())
 
     def begin(self, work: Coroutine[Any, Any, _T]) -> asyncio.Task[_T]:
@@ -172,8 +165,7 @@ class WithLoops(GeneratorAuthority):
     def _start_over(self) -> None:
         """Begin without connections: at first, and in a forked child."""
         self._loop_ends: dict[asyncio.AbstractEventLoop, LoopEnd] = {}
-        #: The state of the authority for blocking code.
-        self.here: Any = None
+        self.here: Any = None  # the state of the authority for blocking code
 
     @abc.abstractmethod
     def work(self, step: Any) -> Any:

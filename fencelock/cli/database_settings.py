@@ -20,8 +20,7 @@ _HANGS: Final = "a transaction that hangs keeps its rows locked for ever, unless
 _FORGETS: Final = "a crash may lose what was committed, leases and their tokens too"
 _ON_GALERA: Final = "a crash of all nodes of the cluster may lose what was committed"
 _IDLE: Final = "idle_in_transaction_session_timeout"
-#: The smallest number of nodes that survive the loss of one node.
-_CLUSTER: Final = 3
+_CLUSTER: Final = 3  # the smallest number of nodes that survive the loss of one node
 _FLUSH: Final = "innodb_flush_log_at_trx_commit"
 _MIXES: Final = "a transaction sees new versions of the rows that it locks, beside old versions of others"
 

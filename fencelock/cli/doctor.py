@@ -263,7 +263,6 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
 
 
 def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:
-    """Compare the models' fenced tables with the database."""
     inspector = inspect(connection)
     for each in metadata.sorted_tables if metadata is not None else ():
         if (fenced := fenced_table(each)) is None:

@@ -45,10 +45,8 @@ if TYPE_CHECKING:
 
 logger: logging.Logger = logging.getLogger("fencelock.command")
 
-#: The most rows of a printed table; `--json` prints all rows.
-_MOST_ROWS: Final = 100
-#: The number of slots of a name that `inspect` asks for.
-_SLOTS: Final = 100
+_MOST_ROWS: Final = 100  # the most rows of a printed table; `--json` prints all rows
+_SLOTS: Final = 100  # the number of slots of a name that `inspect` asks for
 _FENCES: Final = table(FENCE_TABLE, column("resource"), column(FENCE_COLUMN))
 
 
@@ -328,11 +326,7 @@ def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> Non
 
 
 def _raise_fences(
-    authority: Shipped,
-    engine: Engine,
-    resource: str,
-    rows: list[tuple[str, dict[str, str]]],
-    old: int | None,
+    authority: Shipped, engine: Engine, resource: str, rows: list[tuple[str, dict[str, str]]], old: int | None
 ) -> None:
     """Pass the gate and claim the rows with the old token plus one: no successor's token is smaller.
 

@@ -25,8 +25,7 @@ from fencelock.lock.options import IfHeld
 #: Our own statuses, which few commands use, from `sysexits.h`: what grants the lock failed; another
 #: holder kept the lock; the lock was lost.
 FAILED, NOT_ACQUIRED, LOST = 74, 75, 76
-#: Seconds for a command to end after its lock was lost, before it is killed.
-_GRACE: Final = 10.0
+_GRACE: Final = 10.0  # seconds for a command to end after its lock was lost, before it is killed
 _PR_SET_PDEATHSIG: Final = 1
 
 

@@ -51,7 +51,6 @@ def errors_as_sentences() -> Iterator[None]:
 
 
 def fail(sentence: str) -> NoReturn:
-    """Print the sentence, and exit with status 1."""
     say(sentence, "red")
     raise typer.Exit(1) from None
 

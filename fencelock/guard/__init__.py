@@ -13,14 +13,9 @@ from fencelock.guard.leases import bind
 from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
 from fencelock.guard.receipts import Receipt, once, prune_receipts, receipt_table
 from fencelock.guard.sessions import bypass
-from fencelock.guard.sql import (
-    conditional_delete,
-    conditional_update,
-)
-from fencelock.guard.tables import FENCE_TABLE
+from fencelock.guard.sql import conditional_delete, conditional_update
 
 __all__ = [
-    "FENCE_TABLE",
     "FencedDataclassModel",
     "FencedModel",
     "Receipt",

@@ -92,8 +92,7 @@ def _define(metadata: MetaData, schema: str | None) -> Table:
     return table
 
 
-FENCES: Final = _define(MetaData(), None)
-"""The fence table in the connection's default schema."""
+FENCES: Final = _define(MetaData(), None)  # the fence table in the connection's default schema
 
 _schemas: set[str | None] = set()
 """The schemas with which `fence_table` was called; None stands for the default schema."""
@@ -110,10 +109,7 @@ def gate(
 @in_both_worlds
 @refusing
 def gate(
-    session: Blocking,
-    resource: str | None = None,
-    *,
-    bind_arguments: Mapping[str, Any] | None = None,
+    session: Blocking, resource: str | None = None, *, bind_arguments: Mapping[str, Any] | None = None
 ) -> None:
     """Claim the resource's own row in the fence table; insert the row if there is none.
 

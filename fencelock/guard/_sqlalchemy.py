@@ -24,12 +24,9 @@ refuse_inactive: Callable[[Connection], Any] = methodcaller("_invalid_transactio
 """Raises the error that SQLAlchemy raises for a statement if the connection's transaction is not active."""
 options_to_execute = attrgetter("_execution_options")
 """The execution options of a statement or connection, without a copy."""
-prefixes_of = attrgetter("_prefixes")
-"""The prefixes that prefix_with() has added to a statement."""
-options_of = attrgetter("_with_options")
-"""The options that options() has added to a statement."""
-parameters_of = attrgetter("_bindparams")
-"""The parameters of a text by name."""
+prefixes_of = attrgetter("_prefixes")  # the prefixes that prefix_with() has added to a statement
+options_of = attrgetter("_with_options")  # the options that options() has added to a statement
+parameters_of = attrgetter("_bindparams")  # the parameters of a text by name
 doubles_percents = attrgetter("_double_percents")
 """Whether an identifier preparer writes a percent sign twice for this driver."""
 isolation_on_connect = attrgetter("_on_connect_isolation_level")

@@ -23,14 +23,11 @@ from fencelock.guard._sqlalchemy import keeps_order, options_of, prefixes_of, va
 from fencelock.guard.exact import TOKEN_BIND, holds, is_text
 from fencelock.guard.tables import FENCE_COLUMN, LIMIT, NO_LEASE, WRITE_COLUMN, FencedTable, shifted
 
-Row: TypeAlias = Mapping[str, Any]
-"""The parameters of one execution of a statement."""
+Row: TypeAlias = Mapping[str, Any]  # the parameters of one execution of a statement
 Rows: TypeAlias = Sequence[Row]
-Options: TypeAlias = Mapping[str, Any]
-"""Execution options."""
+Options: TypeAlias = Mapping[str, Any]  # execution options
 
-SHIFT_BIND: Final = "fencelock_move"
-"""The parameter with the number by which a statement shifts write ids."""
+SHIFT_BIND: Final = "fencelock_move"  # the parameter with the number by which a statement shifts write ids
 _LOOKED_UP: Final = "fencelock_of_"
 """The prefix of parameters whose values are taken from the session's object of the row."""
 LOADED_BIND: Final = "fencelock_loaded"
@@ -38,13 +35,11 @@ LOADED_BIND: Final = "fencelock_loaded"
 
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
-
 TOKEN_OPTION: Final = "fencing_token"  # noqa: S105  no password
 """Execution option with an explicit token, which counts whatever leases are held."""
 
 _CUTS_OFF: Final = re.compile(r"(?i)--|/\*|;|#(?![>-])|\b(?:insert|update|delete|merge)\b")
 """Text that begins a comment, ends the statement, or writes. `#>` and `#-` are operators of PostgreSQL."""
-
 _QUOTED: Final = re.compile(r"""'(?:[^']|'')*'|"(?:[^"]|"")*"|`(?:[^`]|``)*`""")
 
 

@@ -28,8 +28,7 @@ logger.addHandler(logging.NullHandler())  # else Python prints refusals, which a
 _BETWEEN: Final = frozenset({"fencelock", "sqlalchemy", "sqlmodel", "contextlib", "asyncio"})
 """Packages whose frames are skipped in the search for the program's own line."""
 
-_places: Final[set[str]] = set()
-"""The lines of the program that the log has named."""
+_places: Final[set[str]] = set()  # the lines of the program that the log has named
 
 _REPORTED: Final = "_fencelock_reported"
 

@@ -224,7 +224,6 @@ def refuse_autocommit(
 
 
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
-    """Tell whether SQLAlchemy or the driver commits each statement at once."""
     if (options.get("isolation_level") or isolation_on_connect(connection.dialect)) == "AUTOCOMMIT":
         return True
     driver: Any = connection.connection.dbapi_connection
@@ -243,11 +242,9 @@ NOT_INHERITED: Final = (
 )
 """The hint in errors if no lease is held."""
 
-
 _SEEDS: Final = (
     "Writes without rivals, such as seeds, may bypass the guard: with fencelock.bypass(session): …"
 )
-
 
 _OLD_SNAPSHOT: Final = (
     "this transaction began before the lease of {!r} was granted, and its isolation level reads all rows "

@@ -13,8 +13,7 @@ from fencelock.guard.conditions import GuardedStatement, Row, Rows, criteria_of,
 from fencelock.guard.exact import holds
 from fencelock.guard.leases import TokenLookup
 
-_MOST: Final = 1000
-"""The most rows that a list may name, because the statement has a token for each row."""
+_MOST: Final = 1000  # the most rows that a list may name, because the statement has a token for each row
 
 
 def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> GuardedStatement:

@@ -273,7 +273,6 @@ def _refuse_another_name(mapper: Mapper[Any], base: Table) -> None:
 
 
 def _refuse_another_key(mapper: Mapper[Any], model: type[Any], base: Table) -> None:
-    """Refuse a model whose primary key is not that of its table."""
     of_table, of_model = list(base.primary_key), list(mapper.primary_key)
     for each in reversed(list(mapper.iterate_to_root())):  # a joined mapper has the key of its parent's table
         equal = dict(equal_to_parents(each))

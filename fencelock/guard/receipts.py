@@ -53,8 +53,7 @@ from fencelock.lease import check_resource
 if TYPE_CHECKING:
     from fencelock.guard.sessions import Async, Blocking
 
-MAX_RESULT: Final = 65_536
-"""The most bytes of a result's JSON, which is ASCII."""
+MAX_RESULT: Final = 65_536  # the most bytes of a result's JSON, which is ASCII
 
 _schemas: set[str | None] = set()
 """The schemas with which `receipt_table` was called; None stands for the default schema."""
@@ -198,11 +197,7 @@ def once(
 @in_both_worlds
 @refusing
 def once(
-    session: Blocking,
-    key: str,
-    *,
-    fingerprint: Any = None,
-    bind_arguments: Mapping[str, Any] | None = None,
+    session: Blocking, key: str, *, fingerprint: Any = None, bind_arguments: Mapping[str, Any] | None = None
 ) -> Receipt:
     """Return the receipt of a key, which says whether the work of that key was done before.
 

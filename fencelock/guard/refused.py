@@ -34,6 +34,8 @@ _STOPPED: Final = (
 )
 _FREED_BY: Final = ("rollback", "rollback_savepoint", "rollback_twophase")
 
+#: Like the reference to a dead transaction: nothing is refused.
+_NOTHING: Final[tuple[Callable[[], None], str]] = (lambda: None), ""
 _refused: WeakKeyDictionary[Connection, tuple[Callable[[], Transaction | None], str]] = WeakKeyDictionary()
 """By connection: a weak reference to its refused transaction or savepoint, and the message of later errors.
 
@@ -96,7 +98,7 @@ def refusing(function: Callable[_P, _R]) -> Callable[_P, _R]:
 
 
 def is_refused(connection: Connection) -> bool:
-    refused, _ = _refused.get(connection, (_nothing, ""))
+    refused, _ = _refused.get(connection, _NOTHING)
     scope = refused()
     return scope is not None and scope in (connection.get_nested_transaction(), connection.get_transaction())
 
@@ -126,8 +128,4 @@ def _stop_release(connection: Connection, name: str, _context: Any) -> None:
 
 
 def _free(connection: Connection, *_: Any) -> None:
-    _refused[connection] = _nothing, ""
-
-
-def _nothing() -> None:
-    """Return None, like the reference to a dead transaction: nothing is refused."""
+    _refused[connection] = _NOTHING

@@ -32,16 +32,12 @@ if TYPE_CHECKING:
 
 _SESSIONS: Final = "_fencelock_sessions"
 """The attribute of a connection with the sessions that have used it; the latest is last."""
-
 _BEGAN: Final = "_fencelock_began"
 """The attribute of a connection with the time when a session last began on it."""
-
 CONNECTIONS: Final = "fencelock.connections"
 """The key in `session.info` of the connections on which the session has begun."""
-
 _CLAIMED: Final = "fencelock.claimed"
 """The key in `session.info` of the objects that were claimed in a savepoint."""
-
 SHIFTED: Final = "fencelock.moved"
 """The key in `session.info` of the number by which the session's last statement shifts write ids."""
 

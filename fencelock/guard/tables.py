@@ -46,12 +46,9 @@ FENCE_COLUMN: Final = "last_fencing_token"
 WRITE_COLUMN: Final = "last_write_id"
 FENCE_TABLE: Final = "fencelock_fences"
 RECEIPT_TABLE: Final = "fencelock_receipts"
-TRANSLATED: Final = "schema_translate_map"
-"""The execution option that replaces the schemas of tables."""
-LIMIT: Final = 2**53
-"""Write ids are below this number, so that JSON and web forms return them unchanged."""
-NO_VERSION: Final = -1
-"""The write id of an object whose version is mixed or unknown. No row has this id."""
+TRANSLATED: Final = "schema_translate_map"  # the execution option that replaces the schemas of tables
+LIMIT: Final = 2**53  # write ids are below this number, so that JSON and web forms return them unchanged
+NO_VERSION: Final = -1  # the write id of an object whose version is mixed or unknown. No row has this id.
 
 
 def schema_of(connection: Connection, named: set[str | None]) -> str | None:
@@ -99,12 +96,10 @@ _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
 _OF_TABLE: Final = "fencelock.of"
 """The key in `Column.info` of the name of the table that the fence column was added to first."""
-GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})
-"""The keys in `Table.info` that only the guard uses."""
+GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})  # the keys in `Table.info` that only the guard uses
 
 FenceTrigger: TypeAlias = bool | Literal["strict"]
 """A table's trigger: False for none, True for one that refuses to lower a fence, or a strict one."""
-
 
 FenceLease: TypeAlias = Literal["required", "optional"]
 """Whether a write without a lease is refused, or allowed if its row has the loaded version."""
@@ -236,8 +231,7 @@ class FencedTable:
         return [mapper for reference in self.of_models if (mapper := reference()) is not None]
 
 
-_names: dict[str, WeakSet[Table]] = {}
-"""The fenced tables and their sub-tables, by name in lower case."""
+_names: dict[str, WeakSet[Table]] = {}  # the fenced tables and their sub-tables, by name in lower case
 
 
 def register(fenced: FencedTable) -> FencedTable:

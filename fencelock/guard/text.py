@@ -19,8 +19,7 @@ from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
 WRITE_ID: Final = "fencing_write_id"
-GUARDED: Final = "fencelock_guarded"
-"""Execution option of a statement that the guard has handled already."""
+GUARDED: Final = "fencelock_guarded"  # execution option of a statement that the guard has handled already
 
 _NAME: Final = r'(?:[\w$]+|"(?:[^"]|"")+"|`(?:[^`]|``)+`)'
 _FULL: Final = rf"{_NAME}(?: ?\. ?{_NAME})*"
@@ -42,8 +41,7 @@ _WRITES: Final = re.compile(
     r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
     r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
 )
-#: Statements with more characters are not cached, and are searched at each execution.
-_LONG: Final = 4096
+_LONG: Final = 4096  # statements with more characters are not cached, and are searched at each execution
 _ORDINARY: Final = re.compile(r"(?i)(?:select|with|values|insert|replace|update|delete)\b")
 _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|comment|grant|revoke)\b")
 

@@ -15,8 +15,7 @@ from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN
 TRIGGERS: Final = ("fence", "ids", "strict")
 Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
-_MASK: Final = 2**53 - 2
-"""The modulus or bit mask with which random write ids stay below 2**53."""
+_MASK: Final = 2**53 - 2  # the modulus or bit mask with which random write ids stay below 2**53
 
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$

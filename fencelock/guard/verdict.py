@@ -118,13 +118,8 @@ class Verdict:
     def _query(self) -> Select[Any]:
         """Return a query, without criteria, for the columns that `_error` needs."""
         source, fenced = self.form.source, self.form.fenced
-        fence, write = source.c[fenced.fence.key], self.form.write
-        return select(
-            *(source.c[each.key] for each in fenced.table.primary_key),
-            fence,
-            write,
-            *self._resource_columns(),
-        )
+        key = [source.c[each.key] for each in fenced.table.primary_key]
+        return select(*key, source.c[fenced.fence.key], self.form.write, *self._resource_columns())
 
     def _execute(self, query: Select[Any], row: Row) -> list[tuple[Any, ...]]:
         options = {TRANSLATED: self.options.get(TRANSLATED)}

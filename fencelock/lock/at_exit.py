@@ -24,8 +24,7 @@ from fencelock.lock.releasing import release_hold_gen
 _PATIENCE = 2.0
 #: Servers whose own signal handlers end a worker so that it leaves its blocks.
 _SERVERS = frozenset({"uvicorn", "gunicorn", "hypercorn"})
-#: Seconds between two checks for locks that other threads have acquired meanwhile.
-_LOOK = 0.005
+_LOOK = 0.005  # seconds between two checks for locks that other threads have acquired meanwhile
 
 logger: logging.Logger = logging.getLogger(__name__)
 

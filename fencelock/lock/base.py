@@ -60,17 +60,14 @@ _NOT_SKIPPED: Final = (
     "`if lock.try_acquire():`, or give the work to a function below @fenced(…, if_held='skip')"
 )
 
-#: Matches braces that were meant for an f-string.
-_UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")
+_UNFILLED = re.compile(r"\{[A-Za-z_][\w.]*\}")  # matches braces that were meant for an f-string
 
-#: The most names of one lock: nodes accept this many, of any length, in one command.
-_MOST_NAMES: Final = 5000
+_MOST_NAMES: Final = 5000  # the most names of one lock: nodes accept this many, of any length, in one command
 
 #: The key of the text that `hand_over` returns; it includes the version of the format.
 HANDED: Final = "fencelock lease 1"
 
-#: The acquisitions that are under way, each with its lock object.
-under_way: dict[Block, object] = {}
+under_way: dict[Block, object] = {}  # the acquisitions that are under way, each with its lock object
 
 _ends: list[bool] = []
 
@@ -127,15 +124,10 @@ class BaseLock(Generic[Token]):
         #: Blocks that `with` has entered and not left. If the body released one, `_entered` lacks it.
         self._with_blocks: list[Block] = []
         self._listeners: tuple[Callable[[Lease], object], ...] = ()
-        #: The template of `@fenced`, for listeners.
-        self.template = ""
+        self.template = ""  # the template of `@fenced`, for listeners
 
     def _new_block(
-        self,
-        timeout: float | EllipsisType | None = ...,
-        *,
-        is_with: bool = False,
-        is_try: bool = False,
+        self, timeout: float | EllipsisType | None = ..., *, is_with: bool = False, is_try: bool = False
     ) -> Block:
         seconds = self._timeout if timeout is ... else check_timeout(timeout)
         return Block(self._find_authority(), seconds, is_with, is_try, self._names)

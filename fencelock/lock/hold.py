@@ -44,56 +44,42 @@ class Renewer(abc.ABC):
 
 @dataclass(eq=False, repr=False, slots=True, weakref_slot=True)
 class Hold:
-    """One grant while it is held.
-
-    Attributes:
-        grant: the grant with its latest end and tokens.
-        ttl: seconds that an extension asks for.
-        deadline: when `max_hold` is over, on the clock of `time.monotonic`.
-        renewer: extends the hold; None without renewal.
-        loop: returns the event loop whose task acquired the hold; returns None for blocking code.
-        leases: one for each resource. All of them end together.
-        itself: a weak reference to the hold, because the renewer must not keep an abandoned lock alive.
-        blocks: marks of the blocks that have entered the hold; it is released when the last one is left.
-        last_error: why the last extension failed; empty if it did not.
-        renew_at: when the renewer looks at the hold next.
-        extended_after_release: whether an extension ended after the release was sent, and so may have made
-            locks again.
-        release_finished: whether the release was answered, or given up. Before that, a late extension must
-            not release once more, because the first release would then report a loss.
-        given_back: whether `release_hold_gen` has ended, even with an AuthorityError: it does not run again.
-        keep_until: until when the lease is kept, even after the last block was left, on the clock of
-            `time.monotonic`.
-        give_back: releases the grant, or moves its end to `keep_until`.
-        template: the template of `@fenced`; empty for other locks.
-        since: when listeners were told of the acquisition; None before that, and after the release.
-        place: the line of the program that acquired the hold: code and line number.
-        thread: the thread that acquired the hold.
-        loss: why the hold was lost, as in `LeaseLost.reason`; empty if it was not.
-    """
+    """One grant while it is held."""
 
     authority: Authority
-    grant: Grant
+    grant: Grant  # the grant with its latest end and tokens
     owner: object
-    ttl: float
-    deadline: float = math.inf
-    renewer: Renewer | None = None
+    ttl: float  # seconds that an extension asks for
+    deadline: float = math.inf  # when `max_hold` is over, on the clock of `time.monotonic`
+    renewer: Renewer | None = None  # extends the hold; None without renewal
+    #: Returns the event loop whose task acquired the hold; returns None for blocking code.
     loop: Callable[[], asyncio.AbstractEventLoop | None] = lambda: None
-    leases: tuple[Lease, ...] = field(init=False)
+    leases: tuple[Lease, ...] = field(init=False)  # one for each resource. All of them end together.
+    #: A weak reference to the hold, because the renewer must not keep an abandoned lock alive.
     itself: ReferenceType[Hold] = field(init=False)
+    #: Marks of the blocks that have entered the hold; it is released when the last one is left.
     blocks: set[object] = field(default_factory=set)
-    last_error: str = ""
-    renew_at: float = math.inf
+    last_error: str = ""  # why the last extension failed; empty if it did not
+    renew_at: float = math.inf  # when the renewer looks at the hold next
+    #: Whether an extension ended after the release was sent, and so may have made locks again.
     extended_after_release: bool = False
+    #: Whether the release was answered, or given up. Before that, a late extension must not release once
+    #: more, because the first release would then report a loss.
     release_finished: bool = False
+    #: Whether `release_hold_gen` has ended, even with an AuthorityError: it does not run again.
     given_back: bool = False
+    #: Until when the lease is kept, even after the last block was left, on the clock of `time.monotonic`.
     keep_until: float = -math.inf
+    #: Releases the grant, or moves its end to `keep_until`.
     give_back: Callable[[Grant], Steps[bool | None]] = field(init=False)
-    template: str = ""
+    template: str = ""  # the template of `@fenced`; empty for other locks
+    #: When listeners were told of the acquisition; None before that, and after the release.
     since: float | None = None
+    #: Why the hold was lost, as in `LeaseLost.reason`; empty if it was not.
     loss: LossReason | Literal[""] = ""
+    #: The line of the program that acquired the hold: code and line number.
     place: tuple[CodeType, int] | None = None
-    thread: int = field(default_factory=threading.get_ident)
+    thread: int = field(default_factory=threading.get_ident)  # the thread that acquired the hold
     _listeners: tuple[Callable[[Lease], object], ...] = ()
     _waiting: list[bool] = field(default_factory=list)
 
@@ -162,7 +148,6 @@ class Hold:
             lease._extend_to(grant.expires_at)
 
     def remint(self, grant: Grant) -> None:
-        """Note that the authority has given larger tokens to the same hold."""
         self.grant = grant
         for lease, token in zip(self.leases, grant.tokens, strict=True):
             lease._remint(token, grant.expires_at)
@@ -183,7 +168,6 @@ class Hold:
         return self.authority, self.grant.resources, self.template
 
     def note_acquired(self, seconds: float, *, has_waited: bool) -> None:
-        """Tell listeners that the lock is held; its acquisition took `seconds`."""
         self.since = time.monotonic()
         _events.tell(LockAcquired(*self.names, self.grant.tokens, seconds, has_waited))
 
@@ -213,7 +197,6 @@ by_owner: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDi
 
 
 def remove(hold: Hold) -> None:
-    """Mark the leases of a hold as released, and forget the hold."""
     for lease in hold.leases:
         lease._released = True
     note_ended(*hold.leases)
@@ -235,40 +218,24 @@ def everything_held() -> list[Hold]:
 
 @dataclass(eq=False, slots=True)
 class Block:
-    """A block of code in which a lock is held: from its acquisition until it is left.
+    """A block of code in which a lock is held: from its acquisition until it is left."""
 
-    Attributes:
-        authority: grants the resources that the owner does not hold yet.
-        timeout: seconds to wait for another holder; None for ever.
-        is_with: whether `with` or `async with` enters it.
-        is_try: whether the error need not name the holder, as for `try_acquire`.
-        names: the resources whose leases and tokens the user gets.
-        in_loop: whether a task of an event loop enters it.
-        owner: the thread, task or greenlet that enters it.
-        mark: represents the block in `Hold.blocks`. A hold must not refer to a block, because this cycle
-            would keep an abandoned lock alive, and renewed, until the next garbage collection.
-        thread: the thread that enters it.
-        given_up: whether its acquisition must stop waiting.
-        had_to_wait: whether its acquisition has waited.
-        grant: a grant that has not become a hold yet.
-        holds: the holds that it has entered; empty when it was left.
-        leases: in the order of `names`.
-    """
-
-    authority: Authority
-    timeout: float | None = None
-    is_with: bool = False
-    is_try: bool = False
-    names: tuple[str, ...] = ()
-    in_loop: bool = False
-    owner: object = field(default_factory=current_owner)
+    authority: Authority  # grants the resources that the owner does not hold yet
+    timeout: float | None = None  # seconds to wait for another holder; None for ever
+    is_with: bool = False  # whether `with` or `async with` enters it
+    is_try: bool = False  # whether the error need not name the holder, as for `try_acquire`
+    names: tuple[str, ...] = ()  # the resources whose leases and tokens the user gets
+    in_loop: bool = False  # whether a task of an event loop enters it
+    owner: object = field(default_factory=current_owner)  # the thread, task or greenlet that enters it
+    #: Represents the block in `Hold.blocks`. A hold must not refer to a block, because this cycle would keep
+    #: an abandoned lock alive, and renewed, until the next garbage collection.
     mark: object = field(default_factory=object)
-    thread: int = field(default_factory=threading.get_ident)
-    given_up: bool = False
-    had_to_wait: bool = False
-    grant: Grant | None = None
-    holds: tuple[Hold, ...] = ()
-    leases: tuple[Lease, ...] = ()
+    thread: int = field(default_factory=threading.get_ident)  # the thread that enters it
+    given_up: bool = False  # whether its acquisition must stop waiting
+    had_to_wait: bool = False  # whether its acquisition has waited
+    grant: Grant | None = None  # a grant that has not become a hold yet
+    holds: tuple[Hold, ...] = ()  # the holds that it has entered; empty when it was left
+    leases: tuple[Lease, ...] = ()  # in the order of `names`
 
     @property
     def tokens(self) -> Any:

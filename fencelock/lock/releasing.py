@@ -27,15 +27,11 @@ _releases: dict[asyncio.Task[None], Hold] = {}
 
 
 class LostLease(NamedTuple):
-    """A lease that ended before its release.
-
-    Attributes:
-        error: the error to raise.
-        is_committed: whether work was committed under it, and no transaction is open or in doubt. Then the
-            loss raises no error, which would invite a retry that does the work twice.
-    """
+    """A lease that ended before its release."""
 
     error: LockLostError
+    #: Whether work was committed under it, and no transaction is open or in doubt. Then the loss raises no
+    #: error, which would invite a retry that does the work twice.
     is_committed: bool = False
 
 

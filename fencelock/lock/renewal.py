@@ -44,8 +44,7 @@ logger: logging.Logger = logging.getLogger("fencelock.renewal")
 _PARTS = 16
 _SHORTEST_PAUSE = 0.01
 
-#: Functions to call for leases that were lost.
-Calls = list[Callable[[], object]]
+Calls = list[Callable[[], object]]  # functions to call for leases that were lost
 
 
 class BatchRenewer(Renewer):
@@ -196,7 +195,6 @@ def release_again(hold: Hold) -> Iterator[Steps[Any]]:
 
 
 def tell(calls: Iterable[Callable[[], object]]) -> None:
-    """Call the callbacks of lost leases; log those that fail."""
     for call in calls:
         try:
             call()
@@ -204,10 +202,8 @@ def tell(calls: Iterable[Callable[[], object]]) -> None:
             logger.exception("an on_lost callback failed")
 
 
-#: Seconds after which a thread ends if it has nothing to extend.
-_IDLE = 30.0
-#: Seconds between two checks by a task that waits until an extension has ended.
-_LOOK = 0.005
+_IDLE = 30.0  # seconds after which a thread ends if it has nothing to extend
+_LOOK = 0.005  # seconds between two checks by a task that waits until an extension has ended
 
 
 def _tell_apart(calls: Calls) -> None:

@@ -26,12 +26,10 @@ from fencelock.lock.hold import Block, Hold
 from fencelock.lock.lock import FencedLock
 
 MAX_SLOTS: Final = 1000
-_PATIENCE: Final = 0.1
-"""Seconds to wait for one slot before all slots are checked again."""
+_PATIENCE: Final = 0.1  # seconds to wait for one slot before all slots are checked again
 _MOMENT: Final = 1.0
 """Seconds for which all slots are taken to be held after an acquisition has waited for one."""
-_MOST_NAMES: Final = 10_000
-"""The most entries of `_checked`, and of `_full_at`, for each authority."""
+_MOST_NAMES: Final = 10_000  # the most entries of `_checked`, and of `_full_at`, for each authority
 _LOOKED_AT: Final = 64
 """How many slots above this program's last one are checked, because other programs may have more slots."""
 

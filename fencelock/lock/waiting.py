@@ -28,8 +28,7 @@ _warned: list[tuple[str, ...]] = []
 
 #: Seconds after which an acquisition with `if_held="skip"` gives up, even if no holder is known.
 _UNDECIDED: Final = 10.0
-#: Seconds for which such an acquisition contends before it checks for a holder again.
-_CONTEST: Final = 0.1
+_CONTEST: Final = 0.1  # seconds for which such an acquisition contends before it checks for a holder again
 
 _OTHER_CALLER: Final = (
     "this same thread has acquired it, {}, in another context. A lock is entered again only where its "

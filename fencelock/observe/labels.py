@@ -11,8 +11,7 @@ from fencelock._events import LockEvent
 _MOST_NAMES: Final = 200
 OTHER: Final = "other"
 
-#: Returns the name of a lock in metrics and spans.
-LabelFunction = Callable[[LockEvent], str]
+LabelFunction = Callable[[LockEvent], str]  # returns the name of a lock in metrics and spans
 
 
 def kind_of_lock(event: LockEvent) -> str:
@@ -27,11 +26,7 @@ def kind_of_lock(event: LockEvent) -> str:
 
 
 class Labels:
-    """Gives names to locks: "other" for each new name after the first 200. Templates do not count.
-
-    Args:
-        function: returns the name of a lock.
-    """
+    """Gives names to locks: "other" for each new name after the first 200. Templates do not count."""
 
     def __init__(self, function: LabelFunction = kind_of_lock) -> None:
         self._function = function

@@ -95,7 +95,6 @@ class _OfLock:
         return self._wait.labels(*self._labels, outcome).observe
 
     def held_until(self, end: str) -> Callable[[float], None]:
-        """Return the function that counts the seconds of a held lock with this end."""
         return self._hold.labels(*self._labels, end).observe
 
 

@@ -22,14 +22,11 @@ from fencelock.authority.loops import HERE, Abandon, Later, Wait
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.lease import validity
 
-#: The most queues that a caller joins at one check, if several resources are wanted at once.
-_FEW: Final = 10
+_FEW: Final = 10  # the most queues that a caller joins at one check, if several resources are wanted at once
 #: The most seconds between two checks of a held resource, if the database calls this world.
 _HEARING: Final = 0.25
-#: Seconds between two checks without calls, for each world that is ahead in the queue.
-_BEHIND: Final = 0.01
-#: The most seconds between two checks, if several resources are wanted at once.
-_SEVERAL: Final = 0.03
+_BEHIND: Final = 0.01  # seconds between two checks without calls, for each world that is ahead in the queue
+_SEVERAL: Final = 0.03  # the most seconds between two checks, if several resources are wanted at once
 #: The least and the most seconds between two checks without calls, before a random factor.
 _PAUSES: Final = {"postgresql": (0.002, 0.1), "mysql": (0.002, 0.05), "sqlite": (0.001, 0.05)}
 
@@ -41,10 +38,8 @@ class _Waiting(NamedTuple):
     end: float
     queues: Queues
     place: Place
-    #: The name that the acquisition has in the queue of worlds.
-    world: str
-    #: Called after each wait; may raise.
-    go_on: Callable[[], None]
+    world: str  # the name that the acquisition has in the queue of worlds
+    go_on: Callable[[], None]  # called after each wait; may raise
 
     @property
     def is_called(self) -> bool:
@@ -222,8 +217,6 @@ class Acquiring(Releasing):
         raise held_by_another(held or waiting.resources, max(held.values(), default=None))
 
     def _listening(self, queues: Queues) -> Steps[None]:
-        """Return the steps that listen to the calls for a world."""
-
         def calling(channel: str) -> Steps[Any]:
             return self.asking(
                 Work(lambda connection: connection.execute(self._says.call, {"channel": channel}))

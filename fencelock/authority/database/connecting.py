@@ -47,26 +47,19 @@ if TYPE_CHECKING:
 
 #: Advice for the errors of a standby.
 STANDBY: Final = "; this server is a standby: name all hosts in the URL, and target_session_attrs=read-write"
-#: The most tries for one `Work`.
-_TRIES: Final = 3
-#: The most and the least seconds that work of one statement may take by default.
-ANSWER: Final = (2.0, 1.0)
+_TRIES: Final = 3  # the most tries for one `Work`
+ANSWER: Final = (2.0, 1.0)  # the most and the least seconds that work of one statement may take by default
 
 
 class Work(NamedTuple):
     """A step (see `_generators`): call `body` with a connection."""
 
     body: Callable[[Lent], Any]
-    #: Whether the work is one transaction; otherwise each statement commits.
-    atomic: bool = False
-    #: Whether the changes must outlive a crash of the machine.
-    durable: bool = True
-    #: How many statements the work takes, roughly.
-    statements: int = 1
-    #: Seconds that the work may take; `asking` raises them if its own limit is higher.
-    seconds: float = 0.0
-    #: Until when a connection has to be open, on the clock of `time.monotonic`.
-    until: float = 0.0
+    atomic: bool = False  # whether the work is one transaction; otherwise each statement commits
+    durable: bool = True  # whether the changes must outlive a crash of the machine
+    statements: int = 1  # how many statements the work takes, roughly
+    seconds: float = 0.0  # seconds that the work may take; `asking` raises them if its own limit is higher
+    until: float = 0.0  # until when a connection has to be open, on the clock of `time.monotonic`
 
 
 class RefusedError(Exception):
@@ -88,8 +81,7 @@ class Connecting(WithLoops):
         pool_size: int,
         max_overflow: int,
     ) -> None:
-        #: The URL of the program's database; as text, it hides the password.
-        self.url: URL = url_of(source)
+        self.url: URL = url_of(source)  # the URL of the program's database; as text, it hides the password
         name = self.url.get_backend_name()
         if name not in SUPPORTED:
             raise ValueError(f"leases can be kept in PostgreSQL, MariaDB, MySQL and SQLite, not in {name}")

@@ -37,14 +37,11 @@ from fencelock.authority.database.statements import Statement
 
 _T = TypeVar("_T")
 
-#: Seconds between two checks by `Watch` of the statements that are under way.
-_LOOK: Final = 0.05
-#: Seconds in which a connection has to be open, however long an acquisition may wait.
-_LONGEST: Final = 5.0
+_LOOK: Final = 0.05  # seconds between two checks by `Watch` of the statements that are under way
+_LONGEST: Final = 5.0  # seconds in which a connection has to be open, however long an acquisition may wait
 #: Seconds in which a driver for coroutines has to end a statement after its connection was shut down.
 _GRACE: Final = 0.2
-#: Seconds for which the thread of `Watch` stays when no statement is under way.
-_IDLE: Final = 60.0
+_IDLE: Final = 60.0  # seconds for which the thread of `Watch` stays when no statement is under way
 #: The supported drivers, each with default connect arguments.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
     "psycopg": {"connect_timeout": 2},
@@ -67,12 +64,7 @@ _until: ContextVar[float] = ContextVar("fencelock_connect_until")
 
 
 def engine_of(source: URL | Engine) -> Engine:
-    """Return `source` itself if it is an engine, else a new engine for the URL.
-
-    Raises:
-        ValueError: the driver is not supported, or the pool of the engine shares one connection.
-        ImportError: the driver is not installed.
-    """
+    """Return `source` itself if it is an engine, else a new engine for the URL."""
     dialect: Any = None
     with suppress(NoSuchModuleError):
         dialect = source.dialect if isinstance(source, Engine) else source.get_dialect()
@@ -244,17 +236,14 @@ class Connections:
         pool = self._engine.pool
         try:
             connection = Lent(self._engine)
-            driver, hang_up = connection.lent.driver_connection, self._hang_up
-            over = time.monotonic() + seconds
-            end = self._watch(over, lambda: hang_up(driver)) if hang_up is not None else _nothing
+            driver, over = connection.lent.driver_connection, time.monotonic() + seconds
+            end = self._watch(over, lambda: self.hang_up(driver)) if self._hang_up else lambda: None
             try:
                 return work(connection)
             finally:
                 end()
                 connection.lent.close()
-                if (
-                    pool is not self._engine.pool
-                ):  # the old pool was disposed of meanwhile, and would keep this connection
+                if pool is not self._engine.pool:  # it was disposed of, and would keep this connection
                     pool.dispose()
         except self._expected:
             raise
@@ -293,7 +282,8 @@ class Connections:
     def hang_up(self, driver: Any) -> None:
         """Shut down a connection of the driver without waiting."""
         if self._hang_up is not None:
-            self._hang_up(driver)
+            with suppress(Exception):
+                self._hang_up(driver)
 
     def close(self) -> None:
         self._engine.dispose()
@@ -361,33 +351,9 @@ def prepare_if_direct(driver: Any, cursor: Any) -> None:
             driver.prepare_threshold = None
 
 
-def _nothing() -> None:
-    """Do nothing, for a statement without a watch."""
-
-
 def _shut_down_descriptor(connection: Any) -> None:
-    with suppress(Exception), socket.socket(fileno=os.dup(connection.fileno())) as its:
+    with socket.socket(fileno=os.dup(connection.fileno())) as its:
         its.shutdown(socket.SHUT_RDWR)
-
-
-def _shut_down_socket(connection: Any) -> None:
-    with suppress(Exception):
-        connection._sock.shutdown(socket.SHUT_RDWR)  # noqa: SLF001 - PyMySQL shows it nowhere else
-
-
-def _abort(connection: Any) -> None:
-    with suppress(Exception):
-        connection._writer.transport.abort()  # noqa: SLF001 - aiomysql shows it nowhere else
-
-
-def _close(connection: Any) -> None:
-    with suppress(Exception):
-        connection.close()
-
-
-def _terminate(connection: Any) -> None:
-    with suppress(Exception):
-        connection.terminate()
 
 
 #: By driver: how to shut down a connection without waiting. SQLite needs none, because it has no server.
@@ -395,8 +361,9 @@ _HANG_UP: Final[dict[str, Callable[[Any], None]]] = {
     "psycopg": _shut_down_descriptor,
     "psycopg_async": _shut_down_descriptor,
     "psycopg2": _shut_down_descriptor,
-    "pymysql": _shut_down_socket,
-    "asyncpg": _terminate,
-    "aiomysql": _abort,
-    "asyncmy": _close,
+    # PyMySQL and aiomysql show their sockets nowhere else.
+    "pymysql": lambda its: its._sock.shutdown(socket.SHUT_RDWR),  # noqa: SLF001
+    "asyncpg": lambda its: its.terminate(),
+    "aiomysql": lambda its: its._writer.transport.abort(),  # noqa: SLF001
+    "asyncmy": lambda its: its.close(),
 }

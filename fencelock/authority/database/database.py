@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import re
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,11 +15,7 @@ from fencelock._checks import check_older_than
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.database.acquiring import Acquiring
-from fencelock.authority.database.connecting import (
-    ANSWER,
-    STANDBY,
-    Work,
-)
+from fencelock.authority.database.connecting import ANSWER, STANDBY, Work
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.releasing import BATCH, parts
 from fencelock.authority.database.statements import SERVER_BITS
@@ -33,8 +28,6 @@ from fencelock.tokens import check
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
-
-logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 #: Milliseconds. `init` raises the base a day above tokens of another authority. The largest stored token
 #: counts as such if its time is at least an hour ahead.
@@ -83,8 +76,7 @@ class Database(Acquiring):
         max_overflow: int = 5,
     ) -> None:
         super().__init__(source, schema=schema, pool_size=pool_size, max_overflow=max_overflow)
-        #: The same authority for coroutines.
-        self.aio = AsyncDatabase(self)
+        self.aio = AsyncDatabase(self)  # the same authority for coroutines
 
     def init(self, *, above: int | None = None) -> bool:
         """Make the table of leases; return False if it was there already, or for SQLite.
@@ -223,8 +215,6 @@ class Database(Acquiring):
         return made
 
     def _create(self, lent: Lent) -> bool:
-        """Make the table if there is none; return whether it was made."""
-
         def is_there() -> bool:
             return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
 

@@ -24,11 +24,7 @@ _NUMBER: Final = "fencelock.file"
 
 
 def file_of(url: URL, engine: object) -> URL:
-    """Return the URL of the file of leases: beside the database, or temporary if the database is in memory.
-
-    Raises:
-        ValueError: the database is named by a URI of SQLite.
-    """
+    """Return the URL of the file of leases: beside the database, or temporary if it is in memory."""
     path = url.database or ""
     if not path or ":memory:" in path or url.query.get("mode") == "memory":
         return url.set(database=_temporary(engine), query={})
@@ -84,12 +80,8 @@ def watch_file(engine: Engine) -> None:
 
 
 def _make_file(path: str) -> None:
-    """Make a missing file with its database's mode and, if possible, owner: it names locks and holders.
-
-    Raises:
-        AuthorityError: the path is a symbolic link, which another user of the folder may have made.
-    """
-    if Path(path).is_symlink():
+    """Make a missing file with its database's mode and, if possible, owner: it names locks and holders."""
+    if Path(path).is_symlink():  # which another user of the folder may have made
         raise AuthorityError(
             f"{path} is a symbolic link, and the leases need a file of their own: delete the link"
         )

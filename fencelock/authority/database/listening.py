@@ -6,7 +6,6 @@ PgBouncer in transaction mode passes no calls on, so a world calls itself at tim
 from __future__ import annotations
 
 import asyncio
-import logging
 import selectors
 import threading
 import time
@@ -16,6 +15,7 @@ from typing import TYPE_CHECKING, Any, Final
 from sqlalchemy import util as sa_util
 
 from fencelock._generators import Steps
+from fencelock.authority.base import logger
 from fencelock.authority.database.queues import Queues
 
 if TYPE_CHECKING:
@@ -23,16 +23,10 @@ if TYPE_CHECKING:
 
     from fencelock.authority.database.connections import Connections
 
-logger: logging.Logger = logging.getLogger("fencelock.authority")
-
-#: Seconds without a waiting caller, after which the connection is closed.
-_IDLE: Final = 60.0
-#: Seconds in which a world's own call has to arrive.
-_PROOF: Final = 2.0
-#: Seconds until a world calls itself again.
-_AGAIN: Final = 20.0
-#: The most seconds between two checks whether listening is over.
-_LOOK: Final = 1.0
+_IDLE: Final = 60.0  # seconds without a waiting caller, after which the connection is closed
+_PROOF: Final = 2.0  # seconds in which a world's own call has to arrive
+_AGAIN: Final = 20.0  # seconds until a world calls itself again
+_LOOK: Final = 1.0  # the most seconds between two checks whether listening is over
 
 
 class Ear:
@@ -42,8 +36,7 @@ class Ear:
         self, queues: Queues, calling: Callable[[str], Steps[Any]], passing_on: Callable[[str], Steps[Any]]
     ) -> None:
         self._queues = queues
-        #: Makes the steps that call this world, over another connection.
-        self._calling = calling
+        self._calling = calling  # makes the steps that call this world, over another connection
         #: Makes the steps that release a resource that is kept for this world, if no caller waits.
         self._passing_on = passing_on
         #: When this world called itself last, and whether it has heard that call.
@@ -51,7 +44,7 @@ class Ear:
         self._heard = False
         self._wakeup: Any = queues.new_wakeup()
         self._channel = f"fencelock_{queues.name.rstrip(',')}"
-        self._hang_up: Callable[[], object] = _nothing
+        self._hang_up: Callable[[], object] = lambda: None
         self._is_over = False
         self._thread: threading.Thread | None = None
 
@@ -82,7 +75,7 @@ class Ear:
         except Exception as error:  # noqa: BLE001 - whatever a driver says of a lost connection
             self._note_loss(error)
         finally:
-            self._hang_up = _nothing
+            self._hang_up = lambda: None
             self._queues.go_deaf()
             if lent is not None:
                 lent.close()
@@ -161,7 +154,3 @@ class Ear:
             self._heard = self._queues.hears = True
         elif not self._queues.call(resource):
             run(self._passing_on(resource))
-
-
-def _nothing() -> None:
-    """Do nothing, while there is no connection to shut down."""

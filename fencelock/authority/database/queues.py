@@ -26,16 +26,11 @@ from fencelock.errors import QuorumError
 # of them for a moment, and PostgreSQL calls that world by NOTIFY. These are only hints: a lost, late or false
 # hint costs time, but cannot make two holders.
 
-#: Seconds for which the callers of a world transfer a lock to each other.
-_TURN: Final = 0.01
-#: The same in a world that hears no calls.
-_LONG_TURN: Final = 0.05
-#: Seconds after which a world joins the queue of worlds again.
-_KEPT: Final = 0.25
-#: Seconds until a world that hears no calls tries to listen again.
-_DEAF: Final = 30.0
-#: Characters of a name in the column `queue`, with its comma.
-NAME_LENGTH: Final = 8
+_TURN: Final = 0.01  # seconds for which the callers of a world transfer a lock to each other
+_LONG_TURN: Final = 0.05  # the same in a world that hears no calls
+_KEPT: Final = 0.25  # seconds after which a world joins the queue of worlds again
+_DEAF: Final = 30.0  # seconds until a world that hears no calls tries to listen again
+NAME_LENGTH: Final = 8  # characters of a name in the column `queue`, with its comma
 
 
 def new_name() -> str:
@@ -46,20 +41,14 @@ class Place:
     """A caller's place in a queue: at first in a queue of its own."""
 
     def __init__(self, wakeup: Wakeup, ttl: float) -> None:
-        #: Wakes the caller when it has to look at its place again.
-        self.wakeup = wakeup
-        #: Ttl of the wanted lease, in seconds.
-        self.ttl = ttl
-        #: The grant that the previous holder has transferred to the caller.
-        self.grant: Grant | None = None
-        #: Whether an unanswered statement may still grant the resource to this caller.
-        self.is_late = False
-        #: How many worlds are known to come before this one.
-        self.worlds_ahead = 0
+        self.wakeup = wakeup  # wakes the caller when it has to look at its place again
+        self.ttl = ttl  # ttl of the wanted lease, in seconds
+        self.grant: Grant | None = None  # the grant that the previous holder has transferred to the caller
+        self.is_late = False  # whether an unanswered statement may still grant the resource to this caller
+        self.worlds_ahead = 0  # how many worlds are known to come before this one
         #: Since when no world comes before this one, on the clock of `time.monotonic`.
         self.next_since: float = time.monotonic()
-        #: Whether the caller has to make an attempt now.
-        self.is_due = False
+        self.is_due = False  # whether the caller has to make an attempt now
         #: Whether the caller has to check now, because the database may keep the resource for another world.
         self.looks = False
         #: The error of the first caller, which could not ask the database.
@@ -74,15 +63,11 @@ class Place:
 
 @dataclass(eq=False, slots=True)
 class Queue:
-    """The callers of a world that wait for a resource.
-
-    Attributes:
-        held_until: the end of the other holder's lease, as far as it is known.
-    """
+    """The callers of a world that wait for a resource."""
 
     #: Weak references, because a caller that a signal handler interrupts may not remove its place.
     places: deque[ref[Place]]
-    held_until: float | None = None
+    held_until: float | None = None  # the end of the other holder's lease, as far as it is known
     turn_began: float | None = None
     _queued_at: float = -math.inf
 
@@ -135,12 +120,10 @@ class Queues:
 
     def __init__(self, wakeup: Callable[[], Wakeup], *, in_threads: bool) -> None:
         self.name: str = new_name()
-        #: Whether PostgreSQL's calls arrive.
-        self.hears: bool = False
+        self.hears: bool = False  # whether PostgreSQL's calls arrive
         #: Whether the last successful acquisition had to wait; then the next one mostly has to wait, too.
         self.waited = False
-        #: The `Ear` that hears the calls.
-        self.ear: Any = None
+        self.ear: Any = None  # the `Ear` that hears the calls
         self.new_wakeup = wakeup
         self._in_threads = in_threads
         self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 import math
 import os
 import secrets
@@ -16,7 +15,7 @@ from typing import Any, Final, NamedTuple
 from fencelock._backoff import pauses
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process
-from fencelock.authority.base import Grant, named
+from fencelock.authority.base import Grant, logger, named
 from fencelock.authority.database.connecting import ANSWER, Connecting, Work
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.queues import Place, Queues
@@ -25,22 +24,17 @@ from fencelock.authority.loops import HERE, Abandon, Later, Wait
 from fencelock.errors import AuthorityError, FencelockError, QuorumError
 from fencelock.lease import validity
 
-logger: logging.Logger = logging.getLogger("fencelock.authority")
-
 #: Stands for the name of an unknown world (see `queues.py`), for which a resource may be kept.
 _ANOTHER: Final = "another"
-#: Seconds after the confirmation of a release in which a failover may undo it.
-_MAY_BE_LOST: Final = 5.0
-#: The most resources in one statement; to extend a grant, there may be more.
-BATCH: Final = 500
+_MAY_BE_LOST: Final = 5.0  # seconds after the confirmation of a release in which a failover may undo it
+BATCH: Final = 500  # the most resources in one statement; to extend a grant, there may be more
 
 
 class Owed(NamedTuple):
     """A release that is still to be sent."""
 
     resources: tuple[str, ...]
-    #: When the lease ends without a release, on the clock of `time.monotonic`.
-    until: float
+    until: float  # when the lease ends without a release, on the clock of `time.monotonic`
     #: The acquisition may still be on its way to the server; a release that finds nothing may be too early.
     in_doubt: bool
 
@@ -154,7 +148,6 @@ class Releasing(Connecting):
                 yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
 
     def _settling(self) -> Steps[None]:
-        """Send the releases that are owed, until none is left."""
         looks = pauses(0.1, 1.0)
         try:
             while self._owed:

@@ -23,8 +23,7 @@ from sqlalchemy import Dialect, text
 
 from fencelock.authority.database.table import LEASE_TABLE
 
-#: Bits of the server, by which the time is shifted.
-SERVER_BITS: Final = 10
+SERVER_BITS: Final = 10  # bits of the server, by which the time is shifted
 
 # Acquisitions and releases wait at most a second for a lock of another transaction on a row or SQLite's file.
 _UPSERT: Final = """
@@ -207,9 +206,8 @@ class Statements:
         }
 
         doubles: bool = getattr(driver.identifier_preparer, "_double_percents", False)
-        name = (table.replace("%%", "%") if doubles else table).replace(
-            ":", r"\:"
-        )  # `text` doubles each %, too
+        # `text` doubles each %, too
+        name = (table.replace("%%", "%") if doubles else table).replace(":", r"\:")
 
         def said(template: str) -> Statement:
             while "{" in template:
@@ -217,8 +215,7 @@ class Statements:
             return Statement(template.replace(_NAME, name), driver)
 
         self.begin: str = words["begin"]
-        #: Whether a release calls the next world, by NOTIFY.
-        self.can_call: bool = dialect == "postgresql"
+        self.can_call: bool = dialect == "postgresql"  # whether a release calls the next world, by NOTIFY
         #: Returns the token if it acquires the resource: in a row, or as `lastrowid`. SQLite returns nothing.
         self.acquire: Statement = said(words["acquire"])
         #: A row for each held lock: resource, token, holder, Unix time of the grant, remaining seconds.
@@ -246,8 +243,7 @@ class Statements:
         self.is_standby: Statement = said("SELECT {standby}")
         #: Releases, and acquires for the next nonce; returns the token as `acquire` does.
         self.transfer: Statement = said(words["transfer"])
-        #: Returns the token as `acquire` does.
-        self.remint: Statement = said(words["remint"])
+        self.remint: Statement = said(words["remint"])  # returns the token as `acquire` does
         self.token: Statement = said("SELECT token FROM {table} WHERE {held}")
         self.release: Statement = said(words["release"])
         self.force: Statement = said(

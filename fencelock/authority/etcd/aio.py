@@ -22,8 +22,7 @@ class LoopLink(asyncio.Protocol):
         self._channel = members.new_channel(self.address)
         self._transport: asyncio.Transport | None = None
         self._flushes = False
-        #: Why the connection is lost; empty if it is not.
-        self.lost: str = ""
+        self.lost: str = ""  # why the connection is lost; empty if it is not
 
     @classmethod
     async def open(cls, members: Members, seconds: float) -> LoopLink:
@@ -59,7 +58,6 @@ class LoopLink(asyncio.Protocol):
 
     @property
     def is_crowded(self) -> bool:
-        """Whether the connection has no room for another watch: see `Channel.is_crowded`."""
         return self._channel.is_crowded
 
     def lose(self, reason: str) -> None:
@@ -89,11 +87,7 @@ class LoopLink(asyncio.Protocol):
         return answer
 
     async def exchange(self, calls: Sequence[Call], seconds: float) -> list[Answer]:
-        """Return the answers to calls.
-
-        Raises:
-            OSError: the connection is lost; a TimeoutError, if there was no answer in time.
-        """
+        """Return the answers to calls; raise OSError if the connection is lost, or nothing came in time."""
         loop = asyncio.get_running_loop()
         done: asyncio.Future[None] = loop.create_future()
         answers = [self.start(call) for call in calls]

@@ -17,19 +17,13 @@ from fencelock.authority.etcd.messages import Answer, Call
 from fencelock.authority.hosts import shown
 from fencelock.authority.loops import ThreadWakeup
 
-#: Seconds that a send may take; it blocks while the server's receive buffer is full.
-_SEND: Final = 2.0
+_SEND: Final = 2.0  # seconds that a send may take; it blocks while the server's receive buffer is full
 _CHUNK: Final = 65_536
 _INTERRUPTED: Final = "a signal handler has interrupted a lock's own exchange with etcd"
 
 
 class Link:
-    """A connection to one member of the cluster, opened when it is made.
-
-    Raises:
-        OSError: the member cannot be reached.
-        AuthorityError: etcd refuses the login.
-    """
+    """A connection to one member; making it raises OSError, or AuthorityError if the login is refused."""
 
     def __init__(self, members: Members, seconds: float) -> None:
         self.address: tuple[str, int] = members.address
@@ -40,8 +34,7 @@ class Link:
         self._works = False
         self._reader: ThreadWakeup | None = None
         self._waiting: dict[ThreadWakeup, None] = {}
-        #: Why the connection is lost; empty if it is not.
-        self.lost: str = ""
+        self.lost: str = ""  # why the connection is lost; empty if it is not
         self._socket = socket.create_connection(self.address, timeout=seconds)
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -60,11 +53,7 @@ class Link:
         members.tell_opened(self.address)
 
     def exchange(self, calls: Sequence[Call], until: float) -> list[Answer]:
-        """Return the answers to calls.
-
-        Raises:
-            OSError: the connection is lost; a TimeoutError, if there was no answer in time.
-        """
+        """Return the answers to calls; raise OSError if the connection is lost, or nothing came in time."""
         answers: list[Answer] = []
         try:
             self.start(calls, answers)
@@ -134,7 +123,6 @@ class Link:
 
     @property
     def is_crowded(self) -> bool:
-        """Whether the connection has no room for another watch: see `Channel.is_crowded`."""
         return self._channel.is_crowded
 
     def lose(self, reason: str) -> None:

@@ -27,7 +27,6 @@ _CONFIG: Final = h2.config.H2Configuration(
     validate_inbound_headers=False,
 )
 
-
 #: Events that have headers, and those that end a call.
 _HEADERS: Final = (h2.events.ResponseReceived, h2.events.TrailersReceived)
 _ENDS: Final = (h2.events.StreamEnded, h2.events.StreamReset)
@@ -82,18 +81,12 @@ class _Stream:
         self.answer = Answer([])
         self.number = 0
         self.goes_on = call.goes_on
-        #: The received part of a message that is not complete.
-        self.buffer = bytearray()
+        self.buffer = bytearray()  # the received part of a message that is not complete
         self.to_send = b"".join([b"\0" + len(each).to_bytes(4, "big") + each for each in call.requests])
 
 
 class Channel:
-    """A connection to a member of etcd.
-
-    Args:
-        scheme: "http" or "https".
-        authority: host and port.
-    """
+    """A connection to a member of etcd; `scheme` is "http" or "https", `authority` is host and port."""
 
     def __init__(self, scheme: str, authority: str) -> None:
         self._h2 = h2.connection.H2Connection(_CONFIG)
@@ -113,19 +106,14 @@ class Channel:
         self._waiting: deque[tuple[_Stream, bytes]] = deque()
         #: Calls whose requests wait until the server allows more bytes.
         self._sending: deque[_Stream] = deque()
-        #: Whether no call can begin, because the numbers of streams are used up.
-        self.is_ending: bool = False
+        self.is_ending: bool = False  # whether no call can begin, because the numbers of streams are used up
 
     def authenticate(self, token: bytes) -> None:
         """Send a token of `Auth/Authenticate` with each later call."""
         self._headers.append((b"token", token))
 
     def start(self, call: Call) -> Answer:
-        """Begin a call; the caller has to send `data_to_send()` next.
-
-        Raises:
-            ChannelError: the numbers of streams are used up.
-        """
+        """Begin a call; the caller has to send `data_to_send()` next."""
         if self.is_ending:
             raise ChannelError("the connection has carried as many calls as it can")
         stream = _Stream(call)
@@ -183,11 +171,7 @@ class Channel:
         return self._h2.data_to_send()
 
     def receive(self, data: bytes) -> None:
-        """Process received bytes, and notify the answers that they change.
-
-        Raises:
-            ChannelError: the bytes cannot be used, or the server has ended the connection.
-        """
+        """Process received bytes, and notify the answers that they change; may raise ChannelError."""
         try:
             events = self._h2.receive_data(data)
         except h2.exceptions.ProtocolError as error:

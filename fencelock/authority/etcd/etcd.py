@@ -21,14 +21,11 @@ from fencelock.authority.line.line import ANSWER, AsyncLine
 
 #: etcd allows 128 operations in a transaction; an acquisition has three for each resource, and a few more.
 _MOST: Final = 40
-#: Seconds of the shortest lease of etcd.
-_SHORTEST: Final = 2
+_SHORTEST: Final = 2  # seconds of the shortest lease of etcd
 #: Characters at the beginning of a nonce, which name its entries; the rest is its first lease.
 _NAME: Final = 16
-#: The most keys in one answer.
-_PAGE: Final = 500
-#: Resources whose last marks a client remembers.
-_REMEMBERED: Final = 10_000
+_PAGE: Final = 500  # the most keys in one answer
+_REMEMBERED: Final = 10_000  # resources whose last marks a client remembers
 _LEASE_IS_THERE: Final = "lease already exists"
 
 
@@ -65,8 +62,7 @@ class Etcd(Asking):
         super().__init__(url)
         root = f"/{self._members.hosts.root}/".encode()
         self._lines, self._marks, self._base_key = root + b"l/", root + b"m/", root + b"b"
-        #: The same authority for coroutines.
-        self.aio = AsyncLine(self)
+        self.aio = AsyncLine(self)  # the same authority for coroutines
 
     def _start_over(self) -> None:
         super()._start_over()
@@ -74,12 +70,10 @@ class Etcd(Asking):
         #: not below the new token.
         self._known: OrderedDict[str, Mark] = OrderedDict()
         self._base = 0
-        #: The leases that entries may be under, by nonce.
-        self._leases: dict[str, tuple[int, ...]] = {}
+        self._leases: dict[str, tuple[int, ...]] = {}  # the leases that entries may be under, by nonce
         self._client = secrets.randbits(32)
         self._numbers = itertools.count()
-        #: Names of deleted entries, to be used again.
-        self._free_names: list[str] = []
+        self._free_names: list[str] = []  # names of deleted entries, to be used again
 
     def _ends_late(self, ttl: float) -> bool:
         return ttl < _SHORTEST or ttl % 1 > 0

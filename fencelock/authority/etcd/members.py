@@ -15,8 +15,7 @@ from fencelock.errors import AuthorityError
 
 _PORT: Final = 2379
 _SCHEMES: Final = ("etcd", "etcds")
-#: Settings in the query of a URL: files in PEM.
-_OPTIONS: Final = ("ca", "cert", "key")
+_OPTIONS: Final = ("ca", "cert", "key")  # settings in the query of a URL: files in PEM
 
 
 class Members:
@@ -47,12 +46,7 @@ class Members:
         return authenticate(self.hosts.user, self.hosts.password) if self.hosts.user else None
 
     def log_in(self, channel: Channel, answer: Answer) -> None:
-        """Read the answer to `login`, so that later calls of the channel send its token.
-
-        Raises:
-            AuthorityError: etcd refuses the login.
-            OSError: the member is unavailable now.
-        """
+        """Read the answer to `login`, so that later calls of the channel send its token."""
         if answer.status == UNAVAILABLE:
             raise ConnectionError(answer.detail)
         if answer.status != OK:

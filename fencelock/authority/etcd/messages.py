@@ -12,12 +12,9 @@ _SHORT: Final = tuple(bytes([number]) for number in range(0x80))
 # Status codes of gRPC.
 OK: Final = 0
 UNKNOWN: Final = 2
-INVALID_ARGUMENT: Final = 3
 NOT_FOUND: Final = 5
-PERMISSION_DENIED: Final = 7
 FAILED_PRECONDITION: Final = 9
 UNAVAILABLE: Final = 14
-UNAUTHENTICATED: Final = 16
 
 #: The results, and the targets, of a comparison.
 EQUAL, GREATER, LESS = 0, 1, 2
@@ -40,8 +37,7 @@ class Answer:
     messages: list[bytes]
     status: int | None = None
     detail: str = ""
-    #: Called when a message or the status has arrived.
-    notify: Callable[[], object] = lambda: None
+    notify: Callable[[], object] = lambda: None  # called when a message or the status has arrived
 
     @property
     def is_over(self) -> bool:
@@ -69,11 +65,7 @@ def _bytes(field: int, content: bytes) -> bytes:
 
 
 def fields_of(message: bytes) -> dict[int, list[Any]]:
-    """Return the fields of a message by their numbers: ints or bytes; for fixed-length ones, empty bytes.
-
-    Raises:
-        ValueError: the message ends too early.
-    """
+    """Return the fields of a message by their numbers: ints or bytes; for fixed-length ones, empty bytes."""
     found: dict[int, list[Any]] = {}
     at, end = 0, len(message)
     try:
@@ -131,17 +123,11 @@ class KeyValue(NamedTuple):
 
 
 class Txn(NamedTuple):
-    """The answer of a transaction.
+    """The answer of a transaction."""
 
-    Attributes:
-        succeeded: whether all comparisons were true.
-        revision: the revision of the store after the transaction.
-        found: for each operation, the keys that it has found.
-    """
-
-    succeeded: bool
-    revision: int
-    found: list[list[KeyValue]]
+    succeeded: bool  # whether all comparisons were true
+    revision: int  # the revision of the store after the transaction
+    found: list[list[KeyValue]]  # for each operation, the keys that it has found
 
     @classmethod
     def read(cls, message: bytes) -> Txn:
@@ -273,7 +259,6 @@ def txn(compares: Iterable[bytes], then: Iterable[bytes], otherwise: Iterable[by
 
 
 def nested(compares: Iterable[bytes], then: Iterable[bytes]) -> bytes:
-    """Return an operation that is a transaction itself."""
     return _bytes(4, txn(compares, then).requests[0])
 
 

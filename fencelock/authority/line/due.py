@@ -15,10 +15,8 @@ from fencelock.errors import FencelockError, QuorumError
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
-#: Seconds until a release is sent again.
-_PAUSE: Final = 0.3
-#: Seconds for which an idle thread stays.
-_IDLE: Final = 30.0
+_PAUSE: Final = 0.3  # seconds until a release is sent again
+_IDLE: Final = 30.0  # seconds for which an idle thread stays
 
 
 class Due(NamedTuple):

@@ -18,8 +18,7 @@ from fencelock.holder import Holder, LockInfo
 from fencelock.lease import validity
 from fencelock.tokens import MAX_TOKEN
 
-#: Bits by which the time is shifted in a token.
-SHIFT: Final = 10
+SHIFT: Final = 10  # bits by which the time is shifted in a token
 #: The most seconds between two checks by a waiter, because its connection may be dead without an error.
 _PATIENCE: Final = 10.0
 _MARK: Final = re.compile(r"(?s)([0-9]{1,20})(?: ([0-9a-f]{16,32}))?(?: ([0-9]{1,20}) (.*))?")
@@ -32,8 +31,7 @@ class Mark(NamedTuple):
     nonce: str = ""
     #: Until when the holder keeps the resource without an entry, in Unix milliseconds; 0 if not at all.
     kept_until: int = 0
-    #: The text that the holder's deleted entry had; empty if the resource is not kept.
-    text: str = ""
+    text: str = ""  # the text that the holder's deleted entry had; empty if the resource is not kept
 
     @classmethod
     def read(cls, text: bytes) -> Mark | None:
@@ -57,34 +55,24 @@ class Mark(NamedTuple):
 class View(NamedTuple):
     """The state of the lines, for an acquisition that does not hold them yet."""
 
-    #: Whether its own entries are in the lines.
-    is_there: bool
+    is_there: bool  # whether its own entries are in the lines
     #: The nearest earlier entry of each line that has one, as a key or a path; for a single try, any entries.
     ahead: Sequence[Any]
-    #: Seconds for which the last holder still keeps the resources.
-    kept_for: float = 0.0
+    kept_for: float = 0.0  # seconds for which the last holder still keeps the resources
 
 
 @dataclass(eq=False, slots=True)
 class Place:
-    """An acquisition, and what the store has granted to it.
-
-    Attributes:
-        began: the time from which `granted` counts (`time.monotonic`).
-        granted: seconds that the lease lasts from then on.
-        revision: etcd's revision of its entries; 0 if unknown.
-    """
+    """An acquisition, and what the store has granted to it."""
 
     resources: tuple[str, ...]
     nonce: str
     ttl: float
-    began: float = 0.0
-    granted: float = 0.0
-    #: Whether it is known to be the first in all lines.
-    holds: bool = False
-    revision: int = 0
-    #: The revision of etcd at which the lines were read last.
-    seen: int = 0
+    began: float = 0.0  # the time from which `granted` counts (`time.monotonic`)
+    granted: float = 0.0  # seconds that the lease lasts from then on
+    holds: bool = False  # whether it is known to be the first in all lines
+    revision: int = 0  # etcd's revision of its entries; 0 if unknown
+    seen: int = 0  # the revision of etcd at which the lines were read last
 
     @property
     def expires_at(self) -> float:
@@ -113,8 +101,7 @@ class Head(NamedTuple):
     waiters: int
     #: The most seconds until the store deletes the entry; infinite if the store cannot tell.
     left: float = math.inf
-    #: The lease of etcd that the entry belongs to.
-    lease: int = 0
+    lease: int = 0  # the lease of etcd that the entry belongs to
 
     def info(self) -> LockInfo:
         ttl, since, holder = (*self.text.split(" ", 2), "", "", "")[:3]

@@ -47,26 +47,20 @@ from fencelock.tokens import MAX_TOKEN, check
 # `init(above=…)` raises it. `proof/line` is the model.
 
 
-#: The longest and the shortest time limit of an answer, in seconds.
-ANSWER: Final = (2.0, 0.5)
+ANSWER: Final = (2.0, 0.5)  # the longest and the shortest time limit of an answer, in seconds
 #: Seconds for which an acquisition keeps trying while servers elect a leader, within its timeout.
 _ELECTION: Final = 5.0
-#: Milliseconds by which new tokens are above those of another authority.
-_DAY: Final = 86_400_000
-#: Seconds after which an acquisition without a wakeup checks its lines again.
-_GLANCE: Final = 0.5
-#: The most requests of one exchange, and the most leases of one extension.
-_AT_ONCE: Final = 200
+_DAY: Final = 86_400_000  # milliseconds by which new tokens are above those of another authority
+_GLANCE: Final = 0.5  # seconds after which an acquisition without a wakeup checks its lines again
+_AT_ONCE: Final = 200  # the most requests of one exchange, and the most leases of one extension
 _NONCE: Final = re.compile("[0-9a-f]{16}|[0-9a-f]{32}")
 
 
 class LineAuthority(WithLoops):
     """An authority that grants by lines of entries."""
 
-    #: Whether a request may be executed after another one that was sent later.
-    _comes_late = True
-    #: The most resources of one lock.
-    _most: int
+    _comes_late = True  # whether a request may be executed after another one that was sent later
+    _most: int  # the most resources of one lock
     _shown: str
 
     # A subclass for a store implements the following.
@@ -130,11 +124,7 @@ class LineAuthority(WithLoops):
     def asking(
         self, requests: Sequence[Any], until: float, again: list[str] | None = None
     ) -> Steps[list[Any]]:
-        """Return the answers to requests, which may be sent again; `again` collects the reasons for that.
-
-        Raises:
-            QuorumError: no server could answer them in time.
-        """
+        """Return the answers to requests, which may be sent again; `again` collects the reasons for that."""
         failures: dict[str, str] = {}
         waits = pauses(0.01, 0.2)
         while True:
@@ -425,7 +415,6 @@ class LineAuthority(WithLoops):
         return Grant(resources, tokens, 0.0, data["nonce"])
 
     def _minted(self, mark: Mark, base: int) -> int:
-        """Return the token that follows a mark."""
         token = max((mark.token >> SHIFT) + 1, base + int(time.time() * 1000)) << SHIFT
         if token > MAX_TOKEN:
             raise CountersExhaustedError(

@@ -33,8 +33,7 @@ _MOST_RISES: Final = 3
 
 logger: logging.Logger = logging.getLogger("fencelock.authority.redlock")
 
-#: Nodes that evict keys, of which this process has warned.
-_warned_of_eviction: set[str] = set()
+_warned_of_eviction: set[str] = set()  # nodes that evict keys, of which this process has warned
 
 
 class NodeState(enum.Enum):

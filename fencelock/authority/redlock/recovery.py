@@ -22,8 +22,7 @@ from fencelock.errors import AuthorityError, FencelockError
 
 _SHORTEST_PAUSE = 0.5
 _LONGEST_PAUSE = 60.0
-#: Seconds that `close` waits for a thread that is in the middle of an exchange.
-_FAREWELL = 0.2
+_FAREWELL = 0.2  # seconds that `close` waits for a thread that is in the middle of an exchange
 
 
 class Recoverer:

@@ -110,8 +110,7 @@ class Redlock(GeneratorAuthority):
         for name, count in Counter(self._names).items():
             if count > 1:
                 raise ValueError(f"{name} is named {count} times: each node has one vote")
-        #: The same authority for coroutines, with the operations that they need.
-        self.aio = AsyncRedlock(self)
+        self.aio = AsyncRedlock(self)  # the same authority for coroutines, with the operations that they need
         self._start_over()
         start_over_in_children(self)
         in_use.add(self)
@@ -219,11 +218,7 @@ class Redlock(GeneratorAuthority):
         return inspecting.force(self._current, resource, token)
 
     def endless(self, pattern: str) -> dict[str, list[str]]:
-        """Return, for each node that votes, its keys that have no expiry and match a pattern of Redis.
-
-        Raises:
-            AuthorityError: too few nodes vote.
-        """
+        """Return, for each node that votes, its keys that have no expiry and match a pattern of Redis."""
         found = self.run(inspecting.look_for_endless(self._current, pattern))
         return {self._names[node]: keys for node, keys in found.items()}
 
@@ -276,24 +271,14 @@ class Redlock(GeneratorAuthority):
         return self._run_apart(self._initialising(base, max_ttl, epoch, allow_eviction=allow_eviction))
 
     def remains(self) -> dict[str, tuple[str, ...]]:
-        """Return the nodes that remember a list which has lost its majority, with the addresses of that list.
-
-        Raises:
-            QuorumError: a node gave no usable answer.
-            MembershipError: this version cannot read a node's list.
-        """
+        """Return the nodes that remember a list which has lost its majority, with its addresses."""
         return self._run_apart(initialise.remains(self._group()))
 
     def clear(self) -> int:
         """Delete the memory, locks, queues and client names of the namespace on the nodes, and no other keys.
 
-        Use it for a list that has lost its majority, before `init(above=…)`. Stop all clients before.
-
-        Returns:
-            How many keys were deleted.
-
-        Raises:
-            QuorumError: a node gave no usable answer.
+        Use it for a list that has lost its majority, before `init(above=…)`. Stop all clients before. It
+        returns how many keys were deleted.
         """
         return self._run_apart(initialise.clear(self._group()))
 
@@ -475,8 +460,7 @@ class AsyncRedlock(AsyncView):
                 connections.close()
 
 
-_FAREWELL: Final = 0.5
-"""The most seconds that `settle` waits for answers when the process ends."""
+_FAREWELL: Final = 0.5  # the most seconds that `settle` waits for answers when the process ends
 
 
 def _check_namespace(namespace: object) -> str:

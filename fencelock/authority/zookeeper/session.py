@@ -13,16 +13,8 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 from typing import Any, Final, NamedTuple
 
+from kazoo import exceptions
 from kazoo.client import KazooClient
-from kazoo.exceptions import (
-    ConnectionClosedError,
-    ConnectionLoss,
-    NotReadOnlyCallError,
-    OperationTimeoutError,
-    SessionExpiredError,
-    SessionMovedError,
-    ThrottledOpError,
-)
 from kazoo.retry import KazooRetry
 from kazoo.security import make_digest_acl
 
@@ -35,20 +27,19 @@ from fencelock.authority.loops import ThreadWakeup
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 _PORT: Final = 2181
-#: Seconds that the end of a session may take.
-_FAREWELL: Final = 1.0
+_FAREWELL: Final = 1.0  # seconds that the end of a session may take
 _CONNECTED: Final = "CONNECTED"
 _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")
 #: Errors of a request that may have been executed, and may be sent again.
 AWAY: Final[tuple[type[Exception], ...]] = (
-    ConnectionClosedError,
-    ConnectionLoss,
-    NotReadOnlyCallError,
-    OperationTimeoutError,
-    SessionExpiredError,
-    SessionMovedError,
-    ThrottledOpError,
+    exceptions.ConnectionClosedError,
+    exceptions.ConnectionLoss,
+    exceptions.NotReadOnlyCallError,
+    exceptions.OperationTimeoutError,
+    exceptions.SessionExpiredError,
+    exceptions.SessionMovedError,
+    exceptions.ThrottledOpError,
 )
 
 #: A request: a function that sends it, and returns kazoo's `AsyncResult`.
@@ -62,23 +53,17 @@ class Watching(NamedTuple):
 
 
 class Session:
-    """A session with ZooKeeper, through kazoo's client.
+    """A session with ZooKeeper, through kazoo's client, which asks for a session timeout of `seconds`.
 
     A thread of its own calls kazoo, because a signal handler that raises could leave kazoo's locks locked.
-
-    Args:
-        hosts: the servers.
-        seconds: the session timeout to ask for.
     """
 
     def __init__(self, hosts: Hosts, seconds: float) -> None:
         self._hosts, self._seconds = hosts, seconds
         #: The session timeout that the servers have granted, in seconds; 0 before the first connection.
         self.timeout: float = 0.0
-        #: How often a new session has replaced one that is over.
-        self.renewals: int = 0
-        #: How often the connection was lost or opened.
-        self.changes: int = 0
+        self.renewals: int = 0  # how often a new session has replaced one that is over
+        self.changes: int = 0  # how often the connection was lost or opened
         self._to_do: SimpleQueue[Callable[[KazooClient], object] | None] = SimpleQueue()
         self._closed = ThreadWakeup()
         _threads.start(threading.Thread(target=self._serve, name="fencelock-zookeeper", daemon=True))
@@ -180,11 +165,7 @@ class Session:
         return results
 
     def exchange(self, step: Exchange) -> list[Any]:
-        """Send requests; return the result of each, or its error.
-
-        Raises:
-            OSError: there was no answer, or no connection.
-        """
+        """Send requests; return the result of each, or its error; raise OSError without an answer."""
         if not step.requests:
             return []
         until, wakeup = time.monotonic() + step.seconds, ThreadWakeup()

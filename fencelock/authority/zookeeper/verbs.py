@@ -10,8 +10,7 @@ from kazoo.exceptions import BadVersionError, NoNodeError, RolledBackError, Runt
 
 from fencelock.authority.zookeeper.session import Request
 
-#: Characters of a nonce, with which the name of an entry begins.
-NONCE_LENGTH: Final = 16
+NONCE_LENGTH: Final = 16  # characters of a nonce, with which the name of an entry begins
 #: Operations of a transaction, by kazoo's names.
 CREATE, CHECK, SET, DELETE = "create", "check", "set_data", "delete"
 #: Errors that say that another client was quicker.
@@ -88,7 +87,6 @@ def distance(name: str, other: str) -> int:
 
 
 def in_order(names: Sequence[str]) -> list[str]:
-    """Return the entries of a line, the first one first."""
     return sorted(names, key=lambda name: distance(name, names[0]))
 
 

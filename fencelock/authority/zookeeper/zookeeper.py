@@ -10,11 +10,7 @@ from collections.abc import Sequence
 from typing import Any, Final
 from urllib.parse import unquote
 
-from kazoo.exceptions import (
-    NodeExistsError,
-    NoNodeError,
-    NotEmptyError,
-)
+from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError
 
 from fencelock._checks import check_seconds
 from fencelock._generators import Steps
@@ -26,10 +22,8 @@ from fencelock.authority.zookeeper import verbs
 from fencelock.authority.zookeeper.session import Request, Session, Watching, hosts_of
 from fencelock.errors import AuthorityError
 
-#: The most names of one lock: their transaction must fit into a megabyte.
-_MOST: Final = 500
-#: The most lines, and the most marks, that a client remembers.
-_REMEMBERED: Final = 10_000
+_MOST: Final = 500  # the most names of one lock: their transaction must fit into a megabyte
+_REMEMBERED: Final = 10_000  # the most lines, and the most marks, that a client remembers
 
 
 class ZooKeeper(LineAuthority):
@@ -73,8 +67,7 @@ class ZooKeeper(LineAuthority):
         self._shown = str(self._hosts)
         self._root = f"/{self._hosts.root}"
         super().__init__()
-        #: The same authority for coroutines.
-        self.aio = AsyncLine(self)
+        self.aio = AsyncLine(self)  # the same authority for coroutines
 
     def _start_over(self) -> None:
         super()._start_over()
@@ -82,20 +75,15 @@ class ZooKeeper(LineAuthority):
         #: `close` was called, so the session ends when no lease is held. Another use takes this back.
         self._closes = False
         self._opening = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
-        #: Lines that exist; this only spares a request.
-        self._made: OrderedDict[str, None] = OrderedDict()
-        #: The paths of entries, by nonce.
-        self._paths: dict[str, list[str]] = {}
-        #: The ttl in the text of entries, by nonce.
-        self._ttls: dict[str, float] = {}
-        #: Grants that were handed over to another process.
-        self._handed: set[str] = set()
+        self._made: OrderedDict[str, None] = OrderedDict()  # lines that exist; this only spares a request
+        self._paths: dict[str, list[str]] = {}  # the paths of entries, by nonce
+        self._ttls: dict[str, float] = {}  # the ttl in the text of entries, by nonce
+        self._handed: set[str] = set()  # grants that were handed over to another process
         self._renewals = 0
         #: By line: mark, version of the mark, and `Session.changes` when it was read. They spare a request
         #: on the same connection only, because after a new connection the servers may have lost their data.
         self._known: OrderedDict[str, tuple[Mark, int, int]] = OrderedDict()
-        #: The base and its version.
-        self._base = 0, -1
+        self._base = 0, -1  # the base and its version
 
     def close(self) -> None:
         """Close the session; held leases keep it open until they end. The next use connects again."""

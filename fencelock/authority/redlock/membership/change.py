@@ -36,15 +36,10 @@ _MOST_PASSES: Final = 3
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """The result of a change of nodes.
+    """The result of a change of nodes."""
 
-    Attributes:
-        done: False if there was nothing to do, because the wanted list was the present one.
-        left_out: addresses of wanted nodes that do not vote yet, with the reason of each.
-    """
-
-    done: bool
-    left_out: Mapping[str, str]
+    done: bool  # False if there was nothing to do, because the wanted list was the present one
+    left_out: Mapping[str, str]  # addresses of wanted nodes that do not vote yet, with the reason of each
 
 
 def change(

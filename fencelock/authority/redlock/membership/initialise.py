@@ -174,6 +174,5 @@ def _read(group: NodeGroup) -> Steps[Reports]:
 def _unfit(group: NodeGroup, node: int, answer: Reply) -> QuorumError:
     name, count = group.names[node], len(group.names)
     return QuorumError(
-        f"init needs a usable answer from all {count} nodes; {name}: {answer}",
-        nodes={name: str(answer)},
+        f"init needs a usable answer from all {count} nodes; {name}: {answer}", nodes={name: str(answer)}
     )

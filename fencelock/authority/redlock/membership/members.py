@@ -20,17 +20,12 @@ _SPOKEN: Final = (1, STRIPES, "crc32")
 
 @dataclass(frozen=True, slots=True)
 class Membership:
-    """The N seats, and the other facts on which all clients must agree.
+    """The N seats, and the other facts on which all clients must agree."""
 
-    Attributes:
-        seats: (id, address) of each node, sorted by id; the order in which contenders ask after a split.
-        max_ttl: longest lease in seconds. A node that lost its memory stays out for this time.
-        after: fingerprint of the list that this one has replaced; empty for the first.
-    """
-
+    #: (id, address) of each node, sorted by id; the order in which contenders ask after a split.
     seats: tuple[tuple[str, str], ...]
-    max_ttl: float
-    after: str = ""
+    max_ttl: float  # longest lease in seconds. A node that lost its memory stays out for this time.
+    after: str = ""  # fingerprint of the list that this one has replaced; empty for the first
 
     @property
     def ids(self) -> tuple[str, ...]:
@@ -66,11 +61,7 @@ class Membership:
 
     @classmethod
     def from_json(cls, text: str) -> Membership:
-        """Return the membership that `to_json` has written as `text`.
-
-        Raises:
-            MembershipError: the text cannot be read, or is of another version of the protocol.
-        """
+        """Return the membership that `to_json` has written; MembershipError for any other text."""
         try:
             facts: dict[str, Any] = json.loads(text)
             spoken = (facts["version"], facts["stripes"], facts["hash"])
@@ -88,21 +79,13 @@ class Membership:
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """The server process that answered when a connection was opened.
+    """The server process that answered when a connection was opened."""
 
-    Attributes:
-        run_id: random id of the server process; a restart changes it.
-        replid: its replication id, if every vote must prove it again; otherwise empty.
-        node_id: the node's own id, given when it was initialised; empty while it is blank.
-        membership: the list that it belongs to; None while it is blank.
-        eviction: the policy by which it drops keys when its memory is full; empty if it drops none; None
-            if it does not tell.
-    """
-
-    run_id: str
-    replid: str
-    node_id: str
-    membership: Membership | None
+    run_id: str  # random id of the server process; a restart changes it
+    replid: str  # its replication id, if every vote must prove it again; otherwise empty
+    node_id: str  # the node's own id, given when it was initialised; empty while it is blank
+    membership: Membership | None  # the list that it belongs to; None while it is blank
+    #: The policy by which it drops keys when its memory is full; empty if it drops none, None if unknown.
     eviction: str | None = ""
 
     def admitted(self, node_id: str, members: str) -> Identity:
@@ -119,15 +102,12 @@ class MembershipView:
     fingerprint of one list, and a node of another list refuses it.
 
     It has no mutex, because a signal handler that acquires a lock may interrupt the frame that holds it.
-
-    Attributes:
-        identities: the server process of each node that has answered.
     """
 
     def __init__(
         self, names: tuple[str, ...], node_key: str = "", patience: float = 1.0, init_command: str = ""
     ) -> None:
-        self.identities: dict[int, Identity] = {}
+        self.identities: dict[int, Identity] = {}  # the server process of each node that has answered
         #: The nodes before any of them has named a list.
         self._node_set = NodeSet(
             names, node_key, "", tuple(range(len(names))), math.inf, patience, init_command
@@ -151,11 +131,7 @@ class MembershipView:
             self._said[node] = node_id, membership
 
     def current(self) -> NodeSet:
-        """Return the nodes as they are known now.
-
-        Raises:
-            MembershipError: two nodes are one server, or the list has another number of nodes.
-        """
+        """Return the nodes as known now; raise MembershipError if their list or their servers do not fit."""
         seen, news = self._seen, self._news
         if seen is None or seen[0] is not news:
             seen = self._seen = news, self._look()

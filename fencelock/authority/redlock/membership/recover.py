@@ -41,8 +41,7 @@ _SPREAD: Final = 5.0
 #: Seconds to wait for another program that seems to be at work. `recover` waits for it only once, because it
 #: may have died, and this program may end soon.
 _COURTESY: Final = 0.5
-#: Seconds to wait after the first failure; longer after the next.
-_PAUSE: Final = 1.0
+_PAUSE: Final = 1.0  # seconds to wait after the first failure; longer after the next
 _MOST_FAILURES: Final = 3
 
 

@@ -33,26 +33,18 @@ _PAUSE = 0.02
 
 @dataclass(frozen=True, slots=True)
 class NodeReport:
-    """The report of a node about itself at one moment; fields that a blank node does not have are empty.
-
-    Attributes:
-        admitted: whether it was admitted, and has neither restarted nor loaded other data since.
-        epoch: the epoch in which it votes, or voted last; None if it is blank.
-        next_fingerprint: fingerprint of the list for which it is closed.
-        ticket: the ticket by which it can be admitted.
-        ticket_left: seconds for which it still stays out, by its own clock, if it has a ticket.
-    """
+    """The report of a node about itself at one moment; fields that a blank node does not have are empty."""
 
     node_id: str
     members: str
-    admitted: bool
-    epoch: int | None
+    admitted: bool  # whether it was admitted, and has neither restarted nor loaded other data since
+    epoch: int | None  # the epoch in which it votes, or voted last; None if it is blank
     promised: int
     fingerprint: str
-    next_fingerprint: str
+    next_fingerprint: str  # fingerprint of the list for which it is closed
     next_members: str
-    ticket: str
-    ticket_left: float
+    ticket: str  # the ticket by which it can be admitted
+    ticket_left: float  # seconds for which it still stays out, by its own clock, if it has a ticket
 
     @classmethod
     def of(cls, answer: Reply) -> NodeReport:
@@ -83,25 +75,18 @@ class NodeReport:
 
 
 Reports = dict[int, NodeReport]
-#: A procedure: it yields requests to nodes, and returns a result.
-Steps = Generator[Request, Any, _T]
+Steps = Generator[Request, Any, _T]  # a procedure: it yields requests to nodes, and returns a result
 
 
 @dataclass(frozen=True, slots=True)
 class NodeGroup:
-    """The nodes that a procedure asks, and its settings.
-
-    Attributes:
-        patience: seconds to wait for a node.
-        new_word: makes a random word, for tickets.
-        jitter: returns a random number between 0 and 1.
-    """
+    """The nodes that a procedure asks, and its settings."""
 
     names: tuple[str, ...]
     node_key: str
-    patience: float
-    new_word: Callable[[], str]
-    jitter: Callable[[], float]
+    patience: float  # seconds to wait for a node
+    new_word: Callable[[], str]  # makes a random word, for tickets
+    jitter: Callable[[], float]  # returns a random number between 0 and 1
 
     def ask(self, script: str, nodes: Iterable[int], *arguments: str | int) -> Steps[dict[int, Reply]]:
         """Send a command to nodes, and again to those that do not answer, until patience is over.
@@ -162,19 +147,13 @@ def saying(answers: NodeReplies, *said: ReplyKind) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Census:
-    """The list that most nodes belong to, and the state of its members.
-
-    Attributes:
-        voters: members that vote.
-        waiting: members that can be admitted, with the id of the seat that each gets back.
-        complete: whether every node of the client answered, holds its own data of this list and is open.
-    """
+    """The list that most nodes belong to, and the state of its members."""
 
     membership: Membership
     reports: Reports
-    voters: frozenset[int]
-    waiting: Mapping[int, str]
-    complete: bool
+    voters: frozenset[int]  # members that vote
+    waiting: Mapping[int, str]  # members that can be admitted, with the id of the seat that each gets back
+    complete: bool  # whether every node of the client answered, holds its own data of this list and is open
 
     @classmethod
     def of(cls, names: tuple[str, ...], reports: Reports) -> Census | None:

@@ -63,8 +63,7 @@ from fencelock.tokens import compose
 
 #: Seconds after which a contender tries again without a call, at first; longer than a claim of `queue.lua`.
 _LOOK = 0.15
-#: The least seconds to wait for connections, however short the timeout.
-_LEAST_FOR_LINKS = 0.5
+_LEAST_FOR_LINKS = 0.5  # the least seconds to wait for connections, however short the timeout
 
 
 class Acquisition:
@@ -73,15 +72,8 @@ class Acquisition:
     The first attempt does not wait in line if the client's last acquisition did not wait. Then the lock is
     mostly free, and nodes have less to do.
 
-    Args:
-        resources: names of the resources, in the order of the caller.
-        ttl: seconds that the lease lasts.
-        new_nonce: makes a nonce when it is needed. If two processes that were restored from one snapshot
-            shared a prepared nonce, a node would take the attempt of one for a repeated one of the other.
-        queue: hears which places the nodes call (see `queue`); None if it never waits in line.
-        fair: whether it leaves a free lock to contenders that have waited longer.
-        at_least: seconds for which the holder may keep the lease.
-        instead_of: the grant whose locks the attempts take over.
+    A nonce is made when it is needed. If two processes that were restored from one snapshot shared a prepared
+    nonce, a node would take the attempt of one for a repeated one of the other.
     """
 
     def __init__(
@@ -89,11 +81,11 @@ class Acquisition:
         resources: tuple[str, ...],
         ttl: float,
         new_nonce: Callable[[], str],
-        queue: WaitQueue | None = None,
+        queue: WaitQueue | None = None,  # hears which places the nodes call; None if it never waits in line
         *,
-        fair: bool = False,
+        fair: bool = False,  # leave a free lock to contenders that have waited longer
         at_least: float = 0.0,
-        instead_of: Proof | None = None,
+        instead_of: Proof | None = None,  # the grant whose locks the attempts take over
     ) -> None:
         self._resources = resources
         self._longest = max(ttl, at_least)
@@ -102,8 +94,7 @@ class Acquisition:
         self._new_nonce = new_nonce
         self._queue = queue
         self._fair = fair
-        #: More fields of each attempt, if it takes over a grant.
-        self._special: dict[str, Any] = {}
+        self._special: dict[str, Any] = {}  # more fields of each attempt, if it takes over a grant
         if instead_of is not None:
             hints = tuple(counter + 1 for counter in instead_of.counters)
             self._special = {
@@ -113,49 +104,28 @@ class Acquisition:
             }
         self._latest: tuple[NodeSet, Attempt] | None = None
         self._attempts = 0
-        #: Whether the next attempt asks one node at a time: see `make_attempt`.
-        self._is_alone = False
+        self._is_alone = False  # whether the next attempt asks one node at a time: see `make_attempt`
         self._waits = True
-        #: The place in line by which the nodes call this acquisition; empty for none.
-        self._place = ""
+        self._place = ""  # the place in line by which the nodes call this acquisition; empty for none
         self._began = self._since = self._now = 0.0
 
     def acquire(
         self,
-        current: Callable[[], NodeSet],
+        current: Callable[[], NodeSet],  # returns the nodes as they are known at the moment
         *,
-        began: float,
-        since: float,
+        began: float,  # on the clock of the code that runs the generator
+        since: float,  # the same moment in Unix time, which is about the same for all clients
         timeout: float | None,
-        grace: float,
-        outage: float,
+        grace: float,  # seconds to keep trying without a quorum, so that a short outage is survived
+        outage: float,  # seconds without a quorum for which it waits for connections
         jitter: Callable[[], float],
-        go_on: Callable[[], None] = lambda: None,
+        go_on: Callable[[], None] = lambda: None,  # called after each wait; may raise
     ) -> Generator[Request, Any, Grant]:
-        """Make attempts until a quorum grants, or until the time is over.
-
-        Args:
-            current: returns the nodes as they are known at the moment.
-            began: when the caller began, on the clock of the code that runs the generator.
-            since: the same moment in Unix time, which is about the same for all clients.
-            timeout: seconds to wait for another holder; None for ever, 0 one try.
-            grace: seconds to keep trying without a quorum, so that a short outage is survived.
-            outage: seconds without a quorum for which it waits for connections.
-            jitter: returns a random number between 0 and 1.
-            go_on: called after each wait; may raise.
-
-        Raises:
-            LockTimeoutError: another holder kept the resource until the timeout, or votes stayed divided.
-            QuorumError: too few nodes voted, or too slowly.
-            NodesNotInitialisedError: too many nodes are blank.
-            MembershipError: too many nodes belong to another list, or two are the same server.
-            CountersExhaustedError: too many nodes have no counters left in this epoch.
-            ValueError: the ttl is longer than these nodes allow.
-        """
+        """Make attempts until a quorum grants, or until the time is over; raise as `Redlock.acquire_gen`."""
         self._began, self._since, self._now, self._waits = began, since, began, timeout != 0
         self._ends = math.inf if timeout is None else began + timeout
         self._links_end = math.inf if timeout is None else began + max(timeout, _LEAST_FOR_LINKS)
-        self._last_quorum, self._grace, self._outage = began, grace, outage
+        self._last_quorum, self._grace = began, grace
         try:
             while True:
                 node_set = current()
@@ -207,11 +177,7 @@ class Acquisition:
         self._now = yield Sleep(pause, attempt.resources, attempt.place)
 
     def next_attempt(self, node_set: NodeSet) -> Attempt:
-        """Return a new attempt, with a nonce of its own.
-
-        Raises:
-            ValueError: the ttl is longer than these nodes allow.
-        """
+        """Return a new attempt, with a nonce of its own; raise ValueError if the ttl is too long."""
         if self._longest > node_set.max_ttl:
             raise_ttl_too_long(self._longest, node_set)
         nonce = self._new_nonce()
@@ -246,7 +212,6 @@ class Acquisition:
         return replace(grant, resources=self._resources, tokens=tokens)
 
     def leave_queue(self) -> None:
-        """Forget the place, because the acquisition is over."""
         if self._queue is not None:
             self._queue.waits = self._attempts > 1
             if self._place:
@@ -254,11 +219,7 @@ class Acquisition:
 
 
 def make_attempt(
-    node_set: NodeSet,
-    attempt: Attempt,
-    *,
-    alone: bool = False,
-    links_until: float = math.inf,
+    node_set: NodeSet, attempt: Attempt, *, alone: bool = False, links_until: float = math.inf
 ) -> Generator[Broadcast, Replies, Grant | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM if the counters disagree.
 
@@ -326,15 +287,10 @@ def _decide(  # noqa: PLR0917 - the state of the attempt
         targets = [node for node in node_set.all_nodes if node not in at_value and node not in refused]
         if len(at_value) + len(targets) < node_set.quorum:
             return None, ended
-        command = Command(
-            "confirm",
-            attempt.nonce,
-            attempt.keys,
-            (node_set.fingerprint, attempt.nonce, epoch, *in_pairs(attempt.stripes, value)),
-        )
-        confirmed = yield Broadcast(
-            command, targets, _enough_confirmed(node_set.quorum - len(at_value), len(targets)), patience
-        )
+        arguments = (node_set.fingerprint, attempt.nonce, epoch, *in_pairs(attempt.stripes, value))
+        command = Command("confirm", attempt.nonce, attempt.keys, arguments)
+        enough = _enough_confirmed(node_set.quorum - len(at_value), len(targets))
+        confirmed = yield Broadcast(command, targets, enough, patience)
         ended = confirmed.ended
         cut_short = any(answer.kind is ReplyKind.HIGHER for answer in confirmed.answers.values())
         for node, answer in confirmed.answers.items():
@@ -369,13 +325,8 @@ def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[
 
 def _acquire_command(attempt: Attempt, node_set: NodeSet) -> Command:
     hints = attempt.hints or (0,) * len(attempt.resources)
-    arguments = (
-        node_set.fingerprint,
-        attempt.nonce,
-        round(attempt.ttl * 1000),
-        attempt.hint_epoch,
-        *in_pairs(attempt.stripes, hints),
-    )
+    wanted = (node_set.fingerprint, attempt.nonce, round(attempt.ttl * 1000), attempt.hint_epoch)
+    arguments = (*wanted, *in_pairs(attempt.stripes, hints))
     position = attempt.position
     if position is not None:
         waiting = (round(position.waited * 1000), round(position.since * 1000))

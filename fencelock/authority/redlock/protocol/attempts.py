@@ -30,25 +30,15 @@ TIME_DIGITS: Final = 11
 
 @dataclass(frozen=True)
 class NodeSet:
-    """The N nodes as this client sees them.
+    """The N nodes as this client sees them."""
 
-    Attributes:
-        names: the nodes' addresses without passwords, for messages.
-        node_key: key of each node's hash, `{namespace}`. Its braces keep all keys in one slot.
-        fingerprint: that of the membership; commands name it, nodes compare it.
-        order: the nodes' indexes in the fixed order that all clients agree on.
-        max_ttl: longest lease in seconds that this membership allows.
-        patience: seconds to wait for a silent node before deciding without it.
-        init_command: the command that initialises these nodes.
-    """
-
-    names: tuple[str, ...]
-    node_key: str
-    fingerprint: str
-    order: tuple[int, ...]
-    max_ttl: float
-    patience: float = 1.0
-    init_command: str = ""
+    names: tuple[str, ...]  # the nodes' addresses without passwords, for messages
+    node_key: str  # key of each node's hash, `{namespace}`. Its braces keep all keys in one slot.
+    fingerprint: str  # that of the membership; commands name it, nodes compare it
+    order: tuple[int, ...]  # the nodes' indexes in the fixed order that all clients agree on
+    max_ttl: float  # longest lease in seconds that this membership allows
+    patience: float = 1.0  # seconds to wait for a silent node before deciding without it
+    init_command: str = ""  # the command that initialises these nodes
 
     @cached_property
     def all_nodes(self) -> range:
@@ -114,47 +104,30 @@ def can_vote(node_set: NodeSet, answers: NodeReplies) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class QueuePosition:
-    """A contender's part in the waiting line. It is a hint: no token depends on it.
+    """A contender's part in the waiting line. It is a hint: no token depends on it."""
 
-    Attributes:
-        place: its place in line, `client.number`, by which the nodes call it; empty if it is not in line.
-        waited: seconds since it began to wait.
-        since: when it began, in Unix time. Nodes order by it, unless it differs by more than a second from
-            their own clock minus `waited`.
-        fair: whether it leaves a free lock to contenders that have waited longer.
-    """
-
+    #: Its place in line, `client.number`, by which the nodes call it; empty if it is not in line.
     place: str = ""
-    waited: float = 0.0
+    waited: float = 0.0  # seconds since it began to wait
+    #: When it began, in Unix time. Nodes order by it, unless it differs by more than a second from their own
+    #: clock minus `waited`.
     since: float = 0.0
-    fair: bool = False
+    fair: bool = False  # whether it leaves a free lock to contenders that have waited longer
 
 
 @dataclass(slots=True, eq=False)
 class Attempt:
-    """One attempt at a lock: which resources, under which nonce, for how long. An attempt is never changed.
+    """One attempt at a lock: which resources, under which nonce, for how long; it is never changed."""
 
-    Attributes:
-        resources: in canonical order, which is the same for all clients.
-        nonce: new for every attempt, so that a late duplicate of an old message has no effect.
-        ttl: seconds that the lease lasts.
-        keys: the key of a node's counters, then the key of each resource.
-        stripes: which counter each resource has.
-        position: its place in line; None if it waits in no line.
-        hint_epoch: the epoch of the hints.
-        hints: the least counters to grant; empty for none.
-        instead_of: the nonce of a grant of the same client, whose locks this attempt takes over.
-    """
-
-    resources: tuple[str, ...]
-    nonce: str
-    ttl: float
-    keys: tuple[str, ...]
-    stripes: tuple[int, ...]
-    position: QueuePosition | None = None
+    resources: tuple[str, ...]  # in canonical order, which is the same for all clients
+    nonce: str  # new for every attempt, so that a late duplicate of an old message has no effect
+    ttl: float  # seconds that the lease lasts
+    keys: tuple[str, ...]  # the key of a node's counters, then the key of each resource
+    stripes: tuple[int, ...]  # which counter each resource has
+    position: QueuePosition | None = None  # its place in line; None if it waits in no line
     hint_epoch: int = 0
-    hints: tuple[int, ...] = ()
-    instead_of: str = ""
+    hints: tuple[int, ...] = ()  # the least counters to grant; empty for none
+    instead_of: str = ""  # the nonce of a grant of the same client, whose locks this attempt takes over
 
     @classmethod
     def of(
@@ -178,40 +151,26 @@ class Attempt:
 
 @dataclass(slots=True, unsafe_hash=True)
 class Proof:
-    """The facts by which nodes recognise a `Grant`; never changed.
-
-    Attributes:
-        attempt: the granted attempt.
-        epoch: the epoch of the decision.
-        counters: the decided counter of each resource of the attempt; with the epoch it makes the token.
-    """
+    """The facts by which nodes recognise a `Grant`; never changed."""
 
     attempt: Attempt
-    epoch: int
+    epoch: int  # the epoch of the decision
+    #: The decided counter of each resource of the attempt; with the epoch it makes the token.
     counters: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """An attempt that failed. Locks that it left behind must be released.
-
-    Attributes:
-        attempt: the attempt itself.
-        answers: the last answer of each node.
-        began: when it began, on the clock of the code that executes the requests.
-        ended: when it was over.
-        contended: whether enough nodes vote, so that only other clients or slow answers prevented a grant.
-        split: whether the votes are divided, so that perhaps no client has a majority.
-        late: whether a majority granted, but too slowly for the ttl.
-    """
+    """An attempt that failed. Locks that it left behind must be released."""
 
     attempt: Attempt
-    answers: NodeReplies
-    began: float
+    answers: NodeReplies  # the last answer of each node
+    began: float  # when it began, on the clock of the code that executes the requests
     ended: float
+    #: Whether enough nodes vote, so that only other clients or slow answers prevented a grant.
     contended: bool = False
-    split: bool = False
-    late: bool = False
+    split: bool = False  # whether the votes are divided, so that perhaps no client has a majority
+    late: bool = False  # whether a majority granted, but too slowly for the ttl
 
     @property
     def waits_for_a_call(self) -> bool:
@@ -242,13 +201,9 @@ def without_place(release: Command) -> Command:
 def abandon(
     node_set: NodeSet, attempt: Attempt, nodes: Sequence[int] | None = None, *, stay: bool = False
 ) -> Generator[Broadcast, Replies, None]:
-    """Release an attempt, also on nodes whose answer was lost; do not wait for answers.
+    """Release an attempt on these nodes, by default on all; do not wait for answers.
 
-    Args:
-        node_set: the nodes.
-        attempt: the attempt.
-        nodes: where to release; on all nodes by default.
-        stay: keep the place in line.
+    With `stay` it keeps the place in line.
     """
     command = release_command(node_set, attempt, 0, (0,) * len(attempt.resources), stay=stay)
     yield Broadcast(command, node_set.all_nodes if nodes is None else nodes, lambda _: True, 0.0)

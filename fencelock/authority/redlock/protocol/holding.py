@@ -9,12 +9,7 @@ from typing import Any, Final
 from fencelock._checks import MIN_TTL
 from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.redlock.protocol.acquire import Acquisition, make_attempt, next_pause
-from fencelock.authority.redlock.protocol.attempts import (
-    Attempt,
-    NodeSet,
-    Proof,
-    abandon,
-)
+from fencelock.authority.redlock.protocol.attempts import Attempt, NodeSet, Proof, abandon
 from fencelock.authority.redlock.protocol.messages import (
     KEPT,
     RECREATED,
@@ -32,8 +27,7 @@ from fencelock.authority.redlock.protocol.refusals import by_name, raise_ttl_too
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.lease import validity
 
-#: The most grants in one EXTEND, which occupies a node for about a millisecond.
-BATCH: Final = 500
+BATCH: Final = 500  # the most grants in one EXTEND, which occupies a node for about a millisecond
 
 
 def extend_many(
@@ -94,10 +88,6 @@ def remint(
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
     decided and confirmed as any other. Some nodes may have forgotten the old nonce, so
     attempts are repeated until the old grant ends, or other clients have too many nodes.
-
-    Raises:
-        LockLostError: there is no new grant, and the old one has ended.
-        MembershipError, ValueError: as `current` and `Acquisition.next_attempt` raise.
     """
     try:
         while True:
@@ -218,10 +208,6 @@ def _extend_command(node_set: NodeSet, attempts: Sequence[Attempt], epochs: Sequ
     keys = (node_set.node_key, *(key for attempt in attempts for key in attempt.keys[1:]))
     parts: list[str | int] = []
     for attempt, epoch in zip(attempts, epochs, strict=True):
-        parts += (
-            attempt.nonce,
-            round(attempt.ttl * 1000),
-            len(attempt.resources),
-            f"{attempt.nonce}|{epoch}|{RESTORED_VALUE}",
-        )
+        restored = f"{attempt.nonce}|{epoch}|{RESTORED_VALUE}"
+        parts += (attempt.nonce, round(attempt.ttl * 1000), len(attempt.resources), restored)
     return Command("extend", "", keys, (node_set.fingerprint, "", *parts))

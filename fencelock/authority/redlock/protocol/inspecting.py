@@ -33,8 +33,7 @@ from fencelock.authority.redlock.protocol.refusals import raise_no_quorum
 from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import compose, split
 
-#: Keys that a node reads in one script; it does nothing else meanwhile.
-PAGE: Final = 200
+PAGE: Final = 200  # keys that a node reads in one script; it does nothing else meanwhile
 _FACTS: Final = 5
 _GONE: Final = frozenset({ReplyKind.RELEASED, ReplyKind.LOST, ReplyKind.AMNESIA})
 
@@ -53,8 +52,7 @@ class _Seen(NamedTuple):
         return self.value.partition("|")[0]
 
 
-#: The lock of one resource, as each node has it, by node.
-_Sightings = dict[int, _Seen]
+_Sightings = dict[int, _Seen]  # the lock of one resource, as each node has it, by node
 
 
 def look(
@@ -63,9 +61,6 @@ def look(
     """Return the locks of these resources that are held; of all resources, if none is named.
 
     A lock that only a minority of the nodes still has is shown, too, unless a majority says that it is free.
-
-    Raises:
-        AuthorityError: too few nodes vote.
     """
     node_set, seen, voters = yield from _seen_by_nodes(current, resources)
     order = {resource: index for index, resource in enumerate(resources)}
@@ -77,11 +72,7 @@ def look(
 
 
 def is_held(current: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Broadcast, Any, bool]:
-    """Return whether one holder has one of these resources on a majority of the nodes.
-
-    Raises:
-        AuthorityError: too few nodes vote.
-    """
+    """Return whether one holder has one of these resources on a majority of the nodes."""
     node_set, seen, _ = yield from _seen_by_nodes(current, resources)
     votes = (Counter(each.nonce for each in its.values()) for its in seen.values())
     return any(max(each.values()) >= node_set.quorum for each in votes)
@@ -93,9 +84,6 @@ def force(
     """Release a lock of any holder, or only of the holder of `token`; return its `LockInfo`, or None.
 
     The holder learns of this when it extends the lease.
-
-    Raises:
-        AuthorityError: too few nodes vote, or have released it.
     """
     node_set, seen, _ = yield from _seen_by_nodes(current, (resource,))
     its = list(seen.get(resource, {}).values())
@@ -113,11 +101,7 @@ def force(
 def vouch(
     current: Callable[[], NodeSet], nonce: str, tokens: Mapping[str, int]
 ) -> Generator[Broadcast, Any, bool]:
-    """Return whether each resource is locked by this nonce, and a node has granted it this token.
-
-    Raises:
-        AuthorityError: too few nodes vote.
-    """
+    """Return whether each resource is locked by this nonce, and a node has granted it this token."""
     # A node may have granted another token than was decided. A text of `hand_over` that has it harms
     # only this lock.
     _, seen, _ = yield from _seen_by_nodes(current, tuple(tokens))
@@ -157,11 +141,7 @@ def _seen_by_nodes(
 def look_for_endless(
     current: Callable[[], NodeSet], pattern: str
 ) -> Generator[Broadcast, Any, dict[int, list[str]]]:
-    """Return the keys without an expiry that match a pattern of Redis, by each node that votes.
-
-    Raises:
-        AuthorityError: too few nodes vote.
-    """
+    """Return the keys without an expiry that match a pattern of Redis, by each node that votes."""
     yield from _seen_by_nodes(current, ("fencelock",))  # so that the nodes are known
     node_set = current()
     found: dict[int, list[str]] = {}

@@ -54,24 +54,14 @@ class ReplyKind(enum.Enum):
 
 #: Failures that pass with time or with a new connection.
 PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
-
-
 #: The part of the documentation that lists the rights which a user needs.
 MISSING_RIGHT = "docs/redis.md, The smallest ACL rule"
-
-
 #: Stands in place of the counter in the value of a lock that EXTEND has made again.
 RESTORED_VALUE = "restored"
-
-
 #: The answers of EXTEND about a grant: its lock was there, or was made again.
 KEPT, RECREATED = 2, 1
-
-
 #: A module constant, because it is needed for every answer, and an attribute of an enumeration is slow.
 GRANTED = ReplyKind.GRANTED
-
-
 VOTING = frozenset(
     {
         ReplyKind.GRANTED,
@@ -87,24 +77,17 @@ VOTING = frozenset(
 
 
 class Reply(NamedTuple):
-    """One node's answer to one command; a tuple, because every lease takes many, and tuples are made quickly.
-
-    Attributes:
-        kind: what kind of answer it is.
-        epoch: the node's epoch, if the answer names one.
-        counters: the granted counters, one for each resource; for EXTENDED, the outcome of each grant.
-        ttl: for HELD, seconds that the other holder's lock still lasts; for RESTARTED and EARLY, seconds that
-            the node still stays out. Infinite if unknown.
-        detail: a text for a person, for the kinds that are failures.
-        facts: further texts, for the kinds about membership, leases and held locks.
-    """
+    """One node's answer to one command; a tuple, because a lease takes many, and they are made quickly."""
 
     kind: ReplyKind
-    epoch: int = 0
+    epoch: int = 0  # the node's epoch, if the answer names one
+    #: The granted counters, one for each resource; for EXTENDED, the outcome of each grant.
     counters: tuple[int, ...] = ()
+    #: For HELD, seconds that the other holder's lock still lasts; for RESTARTED and EARLY, seconds that the
+    #: node still stays out. Infinite if unknown.
     ttl: float = 0.0
-    detail: str = ""
-    facts: tuple[str, ...] = ()
+    detail: str = ""  # a text for a person, for the kinds that are failures
+    facts: tuple[str, ...] = ()  # further texts, for the kinds about membership, leases and held locks
 
     def __str__(self) -> str:
         return f"{self.kind.value} ({self.detail})" if self.detail else self.kind.value
@@ -125,12 +108,8 @@ class Command(NamedTuple):
 #: WAITAOF of newer servers, not a script. If it answers 1, earlier commands of this connection are on the
 #: disk. A server without it, or without a file, answers with an error. The ms to wait come last.
 SYNC = Command("sync", "", (), (1, 0, 2000))
-
-
 #: Not a script: from now on, messages on the channel that it names come over this connection.
 SUBSCRIBE = "subscribe"
-
-
 #: Not a script: it sets a key to the description of a client. The ms for which it is kept come last.
 INTRODUCE = "introduce"
 
@@ -159,17 +138,12 @@ class Replies(NamedTuple):
 
 
 class Sleep(NamedTuple):
-    """Request: resume after some seconds, with the time.
-
-    Attributes:
-        seconds: how many.
-        waits_for: the resources for which a contender waits. A call (see `queue`) may resume it earlier.
-        place: the contender's place in line, by which the nodes call it; empty for none.
-    """
+    """Request: resume after some seconds, with the time."""
 
     seconds: float
+    #: The resources for which a contender waits. A call (see `queue`) may resume it earlier.
     waits_for: tuple[str, ...] = ()
-    place: str = ""
+    place: str = ""  # the contender's place in line, by which the nodes call it; empty for none
 
 
 Request = Broadcast | Sleep

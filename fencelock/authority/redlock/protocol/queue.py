@@ -33,13 +33,7 @@ class _QueueEntry:
 
 
 class WaitQueue:
-    """The places of one client in the nodes' queues.
-
-    Args:
-        client: its name, a part of the channel and of every place; without dots.
-        nodes: how many nodes there are.
-        jitter: returns a random number between 0 and 1.
-    """
+    """The places of one client in the queues of so many nodes; every place begins with its name, `client`."""
 
     def __init__(self, client: str, nodes: int, jitter: Callable[[], float]) -> None:
         self._client = client
@@ -57,11 +51,9 @@ class WaitQueue:
         return len(self._listening) >= self._quorum
 
     def listen(self, node: int) -> None:
-        """Note that a node's calls arrive from now on."""
         self._listening.add(node)
 
     def go_deaf(self, node: int) -> None:
-        """Note that a node's calls do not arrive any more."""
         self._listening.discard(node)
 
     def expect(self, place: str) -> str:

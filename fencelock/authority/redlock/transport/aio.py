@@ -23,12 +23,9 @@ from fencelock.authority.redlock.transport.blocking import FRESH, read_from, wri
 from fencelock.authority.redlock.transport.connector import Connections, Node, Opened, UnusableError
 from fencelock.authority.redlock.wire.connection import PendingBroadcast
 
-#: False sends every command alone.
-BATCHES: Final = True
-#: Seconds between two checks for broadcasts whose patience has ended.
-_LOOK: Final = 0.02
-#: Seconds that are added to the time of the next try to connect to a node.
-_SLACK: Final = 0.01
+BATCHES: Final = True  # False sends every command alone
+_LOOK: Final = 0.02  # seconds between two checks for broadcasts whose patience has ended
+_SLACK: Final = 0.01  # seconds that are added to the time of the next try to connect to a node
 
 
 class PendingOfTask(PendingBroadcast):
@@ -76,8 +73,7 @@ class LoopConnections(Connections):
         self._looks_at = -math.inf
         #: When sockets were read last. Answers lie unread while tasks run, and must not count as missing.
         self._last_read = 0.0
-        #: Whether these connections cannot be used any more.
-        self.closed: bool = False
+        self.closed: bool = False  # whether these connections cannot be used any more
         self._farewell = weakref.finalize(loop, self.close)
         start_over_in_children(self)
 

@@ -39,19 +39,14 @@ _GLANCE: Final = 0.05
 _TAKES_MORE: Final = 0.05
 #: Seconds without a read, after which connections are read before use: they may be gone, or have old answers.
 FRESH: Final = 0.01
-#: Bytes of the first read: mostly enough, and quickly allocated.
-READ_SIZE: Final = 1024
+READ_SIZE: Final = 1024  # bytes of the first read: mostly enough, and quickly allocated
 _MUCH: Final = 65536
 _NOTHING: Final = (BlockingIOError, ssl.SSLWantReadError)
 _BOTH: Final = READ | WRITE
 
 
 def read_from(sock: socket.socket) -> bytes | None:
-    """Return the data that has arrived, or None.
-
-    Raises:
-        OSError: the connection is broken.
-    """
+    """Return the data that has arrived, or None; raise OSError if the connection is broken."""
     try:
         data = sock.recv(READ_SIZE)
     except _NOTHING:
@@ -67,11 +62,7 @@ def read_from(sock: socket.socket) -> bytes | None:
 
 
 def write_to(sock: socket.socket, connection: Connection) -> bool:
-    """Write as much as the socket takes; return whether that was all.
-
-    Raises:
-        OSError: the connection is broken.
-    """
+    """Write as much as the socket takes; return whether that was all; OSError if the connection is broken."""
     outgoing = connection.outgoing
     try:
         del outgoing[: sock.send(outgoing)]
@@ -128,11 +119,9 @@ class SharedConnections(Connections):
         super().__init__(nodes, node_key, **options)
         self._mutex = threading.Lock()
         self._changed = Sleepers()
-        #: Open connections by descriptor.
-        self._links: dict[int, _Socket] = {}
+        self._links: dict[int, _Socket] = {}  # open connections by descriptor
         self._poll = new_poll()
-        #: Descriptors of sockets that have not taken all of a command yet.
-        self._congested: set[int] = set()
+        self._congested: set[int] = set()  # descriptors of sockets that have not taken all of a command yet
         self._reader: Wait | None = None
         self._sleeping: dict[Wait, None] = {}
         self._in_line: dict[str, WaitForCall] = {}

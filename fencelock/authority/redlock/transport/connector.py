@@ -55,49 +55,27 @@ class UnusableError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Opened:
-    """A connection that has been opened.
+    """A connection that has been opened."""
 
-    Attributes:
-        sock: the socket; it does not block.
-        identity: the server process that answered.
-        pushes: whether it can receive published messages, besides the answers.
-    """
-
-    sock: socket.socket
-    identity: Identity
-    pushes: bool
+    sock: socket.socket  # the socket; it does not block
+    identity: Identity  # the server process that answered
+    pushes: bool  # whether it can receive published messages, besides the answers
 
 
 class Node:
     """Where a node is, and how to open a connection to it.
 
-    Args:
-        source: a URL (`redis://`, `rediss://`, `unix://`, `redis+sentinel://`, `redis+cluster://`), or a
-            client of redis-py, whose address, login and TLS are used.
-        connect_timeout: seconds for connecting and for each answer while doing so.
-        verify_votes: whether every vote proves which process gave it, even if no replica may take over.
-
-    Attributes:
-        name: the address, as a URL without its password.
-        url_to_type: the same, with a placeholder for the password.
-
-    Raises:
-        ValueError: the URL cannot be understood.
-        TypeError: `source` is neither a URL nor a client.
+    With `verify_votes`, every vote proves which process gave it, even if no replica may take over.
     """
 
     def __init__(self, source: Source, connect_timeout: float, *, verify_votes: bool) -> None:
         self._endpoint = endpoint_of(source, connect_timeout)
         self._verify_votes = verify_votes or bool(self._endpoint.kind)
         self.name: str = self._endpoint.url()
-        self.url_to_type: str = self._endpoint.url(to_type=True)
+        self.url_to_type: str = self._endpoint.url(to_type=True)  # with a placeholder for the password
 
     def open(self, node_key: str) -> Opened:
-        """Connect, in a cluster to the server that has the keys, and learn which server answers.
-
-        Raises:
-            UnusableError: the node cannot be used.
-        """
+        """Connect, in a cluster to the server that has the keys, and learn which server answers."""
         try:
             servers = list(self._endpoint.servers())
         except RedisError as error:
@@ -124,16 +102,7 @@ class Node:
 
 
 class Connections(abc.ABC):
-    """One connection to each node.
-
-    Args:
-        nodes: where the nodes are.
-        node_key: key of a node's hash, and beginning of the channel that wakes clients.
-        options: those of `NodeConnections`.
-
-    Attributes:
-        queue: this client's places in line.
-    """
+    """One connection to each node; `options` are those of `NodeConnections`."""
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         client = secrets.token_hex(8)

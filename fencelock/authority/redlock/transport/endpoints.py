@@ -21,8 +21,7 @@ from redis.connection import HiredisRespSerializer
 from redis.exceptions import MovedError, ResponseError
 from redis.retry import Retry
 
-#: A node as a user names it.
-Source = str | redis.Redis | redis.RedisCluster
+Source = str | redis.Redis | redis.RedisCluster  # a node as a user names it
 
 #: Settings of a client that are ignored: fencelock has its own, or a connection would send commands unasked.
 _NOT_OURS: Final = re.compile(
@@ -79,20 +78,13 @@ class Server:
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a node is.
+    """Where a node is."""
 
-    Attributes:
-        kind: "sentinel", "cluster", or empty for one server.
-        server: how to connect to the server of the node; behind Sentinel, the address is replaced.
-        named: the sentinels, the servers of the cluster, or the one server.
-        service: the name that the sentinels know the node by.
-        remap: turns the host and port that a sentinel or a server tells into those to connect to.
-    """
-
-    kind: str
-    server: Server
-    named: Sequence[Server]
-    service: str = ""
+    kind: str  # "sentinel", "cluster", or empty for one server
+    server: Server  # how to connect to the server of the node; behind Sentinel, the address is replaced
+    named: Sequence[Server]  # the sentinels, the servers of the cluster, or the one server
+    service: str = ""  # the name that the sentinels know the node by
+    #: Turns the host and port that a sentinel or a server tells into those to connect to.
     remap: Callable[[str, int], tuple[str, int]] = lambda host, port: (host, port)
 
     def url(self, *, to_type: bool = False) -> str:
@@ -112,10 +104,6 @@ class Endpoint:
         A majority of the sentinels must name the same primary. A minority may be cut off together with a
         primary that was replaced. A recovery would then bring this old primary to the epoch in which its
         successor votes: one node with two votes. Also, one dishonest sentinel cannot get the password.
-
-        Raises:
-            ConnectionError: of redis-py; too few sentinels answer, or agree.
-            ResponseError: a sentinel does not know the service.
         """
         if self.kind != "sentinel":
             return self.named
@@ -200,12 +188,7 @@ def as_redis(url: str) -> str:
 
 
 def endpoint_of(source: Source, timeout: float) -> Endpoint:
-    """Return where a node is; `timeout` is the seconds for connecting, and for each answer while doing so.
-
-    Raises:
-        ValueError: for a URL that cannot be understood.
-        TypeError: `source` is neither a URL nor a client, or is a client that cannot be used.
-    """
+    """Return where a node is; `timeout` is the seconds for connecting, and for each answer while doing so."""
     try:
         if isinstance(source, str):
             return _of_url(as_redis(source), timeout)

@@ -54,11 +54,6 @@ class Patched(Selected):
 
 
 def new_poll() -> select.poll | Selected:
-    """Return a new poll object without sockets.
-
-    Raises:
-        RuntimeError: eventlet has removed `select.poll`.
-    """
     if not hasattr(select, "poll"):
         if "eventlet" in sys.modules:
             raise RuntimeError("eventlet takes select.poll away: use gevent, threads or asyncio")

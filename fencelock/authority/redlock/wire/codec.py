@@ -92,7 +92,6 @@ DIGESTS: Final = {
 #: Commands that are no scripts.
 _WORDS: Final = {SYNC.script: "WAITAOF", SUBSCRIBE: "SUBSCRIBE", INTRODUCE: "SET"}
 
-
 #: Match errors of a server that lacks a command, or whose user lacks the right to it. If a script has called
 #: the command, only newer servers name it. Others name the script and the line.
 _UNKNOWN: Final = re.compile(r"(?i)unknown (?:redis )?command called from")
@@ -100,19 +99,12 @@ _FORBIDDEN: Final = re.compile(r"(?i)(?:no permissions to run|can't run this com
 _PLACE: Final = re.compile(r"([0-9a-f]{40}).*@user_script: ?(\d+)", re.DOTALL)
 _CALL: Final = re.compile(r"redis\.p?call\('(\w+)'(?:, '([A-Z]+)')?")
 
-
 #: How many arguments an ACQUIRE and a RELEASE of one lock have, without a place in line.
 _SIMPLE: Final = {"acquire": 6, "release": 5}
 
 
 class Packed:
-    """A command as bytes, the same for every node; made when they are first needed.
-
-    Attributes:
-        command: the command.
-        is_simple: whether it may be a part of a batch.
-        fingerprint: its membership's fingerprint, the same for all parts of a batch; empty if it is no part.
-    """
+    """A command as bytes, the same for every node; made when they are first needed."""
 
     __slots__ = ("_alone", "_part", "command", "fingerprint", "is_simple")
 
@@ -120,9 +112,11 @@ class Packed:
         self.command: Command = command
         script, _, _, arguments = command
         # The last argument of an ACQUIRE is a hint, which a batch cannot have.
+        #: Whether it may be a part of a batch.
         self.is_simple: bool = len(arguments) == _SIMPLE.get(script) and (
             script == "release" or not arguments[-1]
         )
+        #: Its membership's fingerprint, the same for all parts of a batch; empty if it is no part.
         self.fingerprint: str | int = arguments[0] if self.is_simple else ""
         self._alone = alone
         self._part: tuple[bytes, bytes] | None = None

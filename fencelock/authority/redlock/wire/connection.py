@@ -59,15 +59,9 @@ _NEWS: Final = NAMING | FORGETFUL | {ReplyKind.UNREACHABLE, ReplyKind.ERROR}
 
 
 class PendingReply(NamedTuple):
-    """A command that was sent to a node, and is not answered yet.
+    """A command that was sent to a node, and is not answered yet."""
 
-    Attributes:
-        broadcast: the broadcast that waits for the answer, or None.
-        command: the command.
-        sent_at: when it was sent.
-    """
-
-    broadcast: PendingBroadcast | None
+    broadcast: PendingBroadcast | None  # the broadcast that waits for the answer, or None
     command: Command
     sent_at: float
 
@@ -77,23 +71,17 @@ News = list[tuple[PendingReply, Reply]]
 
 
 class PendingBroadcast:
-    """A broadcast that waits for answers, and the answers until now.
-
-    Attributes:
-        answers: of each node that has answered, or could not be asked.
-        complete: whether further answers would change nothing.
-        over: whether no caller waits any more, so that further answers are late.
-        deadline: when its patience ends; -inf before that is known, and once it is complete.
-    """
+    """A broadcast that waits for answers, and the answers until now."""
 
     __slots__ = ("_enough", "_nodes", "answers", "complete", "deadline", "over")
 
     def __init__(self, request: Broadcast) -> None:
         self._nodes = request.nodes
         self._enough = request.enough
-        self.answers: dict[int, Reply] = {}
-        self.complete: bool = not request.nodes
-        self.over: bool = False
+        self.answers: dict[int, Reply] = {}  # of each node that has answered, or could not be asked
+        self.complete: bool = not request.nodes  # whether further answers would change nothing
+        self.over: bool = False  # whether no caller waits any more, so that further answers are late
+        #: When its patience ends; -inf before that is known, and once it is complete.
         self.deadline: float = -math.inf
 
     def add_reply(self, node: int, answer: Reply) -> None:
@@ -120,51 +108,31 @@ class MalformedReplyError(Exception):
 
 
 class Connection:
-    """The state of one connection.
-
-    Attributes:
-        acquiring: the nonces of the ACQUIREs that are not answered, and were not released meanwhile.
-        identity: the server process that it was opened to.
-        epoch: the epoch of the nodes' last grant; None if there is none.
-        pushes: whether it can receive published messages, besides the answers.
-        unanswered: commands that were put here and are not answered, in this order.
-        outgoing: bytes still to be written.
-        published: messages on the channel of this client, until `NodeConnections.receive` handles them.
-        changing: how many changes are under way, or were interrupted, as by a signal handler that raises.
-            While it is not 0, answers could be mixed up. An interrupted change is counted for ever.
-    """
+    """The state of one connection."""
 
     __slots__ = (
-        "_batches",
-        "_does_batches",
-        "_index",
-        "_own_arguments",
-        "_parts",
-        "_reader",
-        "acquiring",
-        "changing",
-        "epoch",
-        "identity",
-        "outgoing",
-        "published",
-        "pushes",
-        "unanswered",
+        *("_batches", "_does_batches", "_index", "_own_arguments", "_parts", "_reader", "acquiring"),
+        *("changing", "epoch", "identity", "outgoing", "published", "pushes", "unanswered"),
     )
 
     def __init__(self, index: int, identity: Identity, epoch: int | None, *, pushes: bool) -> None:
-        self.identity: Identity = identity
-        self.epoch: int | None = epoch
-        self.pushes: bool = pushes
+        self.identity: Identity = identity  # the server process that it was opened to
+        self.epoch: int | None = epoch  # the epoch of the nodes' last grant; None if there is none
+        self.pushes: bool = pushes  # whether it can receive published messages, besides the answers
+        #: Commands that were put here and are not answered, in this order.
         self.unanswered: deque[PendingReply] = deque()
-        self.outgoing: bytearray = bytearray()
+        self.outgoing: bytearray = bytearray()  # bytes still to be written
+        #: Messages on the channel of this client, until `NodeConnections.receive` handles them.
         self.published: list[bytes] = []
+        #: The nonces of the ACQUIREs that are not answered, and were not released meanwhile.
         self.acquiring: set[str] = set()
+        #: How many changes are under way, or were interrupted, as by a signal handler that raises. While it
+        #: is not 0, answers could be mixed up. An interrupted change is counted for ever.
         self.changing: int = 0
         self._index = index
         self._reader = hiredis.Reader()
         self._own_arguments = pack_words(identity.run_id, identity.replid)
-        #: The last commands of `unanswered`, which are not in `outgoing` yet.
-        self._parts: list[Packed] = []
+        self._parts: list[Packed] = []  # the last commands of `unanswered`, which are not in `outgoing` yet
         #: The first command of each batch that is not answered, and how many commands the batch has.
         self._batches: deque[tuple[PendingReply, int]] = deque()
         #: False if each vote has to prove its server (a batch takes shortcuts), or the node lacks the script.
@@ -184,7 +152,6 @@ class Connection:
         self.changing -= 1
 
     def put_alone(self, pending: PendingReply, packed: Packed) -> None:
-        """Put a command that is sent alone into `outgoing`."""
         if self._parts:
             self.flush_batch()
         self.changing += 1
@@ -215,11 +182,7 @@ class Connection:
         self.changing -= 1
 
     def received(self, data: bytes, now: float) -> News:
-        """Pass on the answers that callers wait for; return those that say something about the node.
-
-        Raises:
-            MalformedReplyError: the server does not answer like a node.
-        """
+        """Pass on the answers that callers wait for; return those that say something about the node."""
         news: News = []
         reader = self._reader
         try:

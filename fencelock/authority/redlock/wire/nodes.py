@@ -35,16 +35,14 @@ _SHORTEST_BACKOFF: Final = 0.05
 LONGEST_BACKOFF: Final = 2.0
 #: The most RELEASEs that are owed to a node. Of more, the oldest are dropped; their locks end with the ttl.
 MOST_PENDING: Final = 10_000
-#: Seconds to wait, before the first exchange, for connections beyond a majority.
-_OTHERS_GRACE: Final = 0.05
+_OTHERS_GRACE: Final = 0.05  # seconds to wait, before the first exchange, for connections beyond a majority
 #: Seconds for which a node may owe an answer before a new connection is tried: its machine may be gone.
 _LOST_AFTER: Final = 10.0
 #: Seconds for which a node remembers a client's introduction. A held lease is extended more often.
 INTRODUCED_FOR: Final = 3600.0
 #: Before these commands a node gets the introduction of this client, if that is due.
 _OF_HOLDERS: Final = frozenset({"acquire", "extend"})
-#: Answers that a node may owe before it counts as silent.
-_MOST_UNANSWERED: Final = 50_000
+_MOST_UNANSWERED: Final = 50_000  # answers that a node may owe before it counts as silent
 
 
 class Transport(Protocol):
@@ -71,8 +69,7 @@ class _Node:
         self.pause = _SHORTEST_BACKOFF
         self.retry_at = -math.inf
         self.introduce_at = -math.inf
-        #: The RELEASEs that are owed to the node, by nonce.
-        self.pending_releases: dict[str, Command] = {}
+        self.pending_releases: dict[str, Command] = {}  # the RELEASEs that are owed to the node, by nonce
 
     def remember_release(self, release: Command) -> None:
         """Keep a RELEASE until the node answers, without its place in line, which may be gone by then."""
@@ -82,40 +79,25 @@ class _Node:
 
 
 class NodeConnections:
-    """One connection to each node. Two threads must not use it at once.
-
-    Args:
-        names: the nodes' addresses, for messages.
-        transport: moves the bytes.
-        queue: hears the calls that the nodes publish: see `WaitQueue`.
-        channel: the channel of these calls.
-        on_identity: called with the server process of each opened connection.
-        on_trouble: called when an answer shows that a node has forgotten, restarted, or is in another epoch.
-        connect_timeout: seconds that a node may take to accept a connection.
-        patience: seconds after which a node that owes an answer is asked no more.
-        jitter: returns a random number between 0 and 1.
-        introduction: names this client's process; nodes get it before requests for locks, if it is due.
-        new_connection: makes a connection, as `Connection` does.
-    """
+    """One connection to each node. Two threads must not use it at once."""
 
     def __init__(
         self,
         names: Sequence[str],
         transport: Transport,
-        queue: WaitQueue,
+        queue: WaitQueue,  # hears the calls that the nodes publish on the channel
         channel: str,
         *,
-        on_identity: Callable[[int, Identity], object],
-        on_trouble: Callable[[], None],
-        connect_timeout: float,
-        patience: float,
+        on_identity: Callable[[int, Identity], object],  # called with the server of each opened connection
+        on_trouble: Callable[[], None],  # a node has forgotten, restarted, or is in another epoch
+        connect_timeout: float,  # seconds that a node may take to accept a connection
+        patience: float,  # seconds after which a node that owes an answer is asked no more
         jitter: Callable[[], float],
-        introduction: Command | None = None,
+        introduction: Command | None = None,  # names this process; nodes get it before requests, if it is due
         new_connection: Callable[..., Connection] = Connection,
     ) -> None:
         self.queue = queue
-        #: How many nodes have no connection.
-        self.absent: int = len(names)
+        self.absent: int = len(names)  # how many nodes have no connection
         self._names = names
         self._nodes = [_Node() for _ in names]
         self._transport = transport
@@ -291,7 +273,6 @@ class NodeConnections:
     def _deal_with(
         self, index: int, connection: Connection, pending: PendingReply, answer: Reply, now: float
     ) -> None:
-        """Handle an answer that says something about its node."""
         answer = self._on_reply(index, connection, answer, now)
         broadcast, command, _ = pending
         if answer.kind is ReplyKind.UNREACHABLE and command.script == "release":
