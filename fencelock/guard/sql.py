@@ -27,6 +27,7 @@ from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.sql import quoted_name
 from sqlalchemy.sql.elements import BindParameter
+from sqlalchemy.types import NullType
 
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, new_write_id
 from fencelock.tokens import check as check_token
@@ -163,7 +164,7 @@ class _Raw:
 
     def bind(self, value: Any) -> BindParameter[Any]:
         self._bound += 1
-        return bindparam(f"p{self._bound}", value)
+        return bindparam(f"p{self._bound}", value, NullType())  # a type would make some dialects add casts
 
     def criteria(self, key: Mapping[str, Any], token: int) -> list[ColumnElement[bool]]:
         same = [self.column(name) == self.bind(value) for name, value in key.items()]

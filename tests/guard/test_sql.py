@@ -354,6 +354,33 @@ def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[
         assert connection.execute(select(odd)).one()[:3] == (1, len(styles), len(styles))
 
 
+@pytest.mark.parametrize("style", ["pyformat", "numeric_dollar"])
+@pytest.mark.parametrize("dialect", [None, "postgresql"])
+def test_the_database_converts_the_values(postgres: Postgres, style: Any, dialect: str | None) -> None:
+    """A text may be meant for an integer, a date, a UUID or JSON, so the statement has no casts."""
+    url = postgres.create_database().replace("postgresql+psycopg", "postgresql")
+    new = {
+        "a": "7",
+        "d": "2026-11-29",
+        "u": "00000000-0000-0000-0000-000000000007",
+        "j": '{"a": 1}',
+        "n": None,
+    }
+    sql, parameters = conditional_update("t", new, {"id": "1"}, 3, style, dialect=dialect)
+    assert "::" not in sql
+    with psycopg.connect(url) as connection:
+        connection.execute(
+            "CREATE TABLE t (id int, a int, d date, u uuid, j jsonb, n text,"
+            " last_fencing_token bigint, last_write_id bigint)"
+        )
+        connection.execute("INSERT INTO t VALUES (1, 0, NULL, NULL, NULL, 'x', 0, 0)")
+        kind = psycopg.RawCursor if style == "numeric_dollar" else psycopg.Cursor
+        with kind(connection) as bare:
+            assert bare.execute(sql, parameters).rowcount == 1
+        row = connection.execute("SELECT a, d::text, u::text, j, n, last_fencing_token FROM t").fetchone()
+    assert row == (7, "2026-11-29", new["u"], {"a": 1}, None, 3)
+
+
 def test_numeric_dollar_on_a_real_server(postgres: Postgres) -> None:
     """PostgreSQL's own placeholders, as asyncpg and psycopg's raw cursor take them."""
     url = postgres.create_database().replace("postgresql+psycopg", "postgresql")
