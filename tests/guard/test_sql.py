@@ -216,6 +216,26 @@ def test_a_mistake_is_told(
 
 
 @on_sqlite_alone
+def test_statements_of_the_orm_take_a_token(engine: Engine) -> None:
+    """Also lists of rows and keys, and a Query. SQLAlchemy keeps the options of the statement itself."""
+    with Session(engine) as session:
+        rows = [{"id": number, "status": "new"} for number in (3, 4)]
+        session.execute(insert(Order).execution_options(fencing_token=6), rows)
+        paid = [{"id": number, "status": "paid"} for number in (1, 3)]
+        session.execute(update(Order).execution_options(fencing_token=7), paid)
+        query = session.query(Order).execution_options(fencing_token=8)
+        assert query.filter(Order.id == 4).update({"status": "sent"}) == 1
+        session.commit()
+        found = session.execute(select(Order.status, Order.last_fencing_token).order_by(Order.id)).all()
+        assert [tuple(row) for row in found] == [("paid", 7), ("new", 5), ("paid", 7), ("sent", 8)]
+        session.rollback()
+        with turned_away(session, fencelock.StaleTokenError):
+            session.execute(update(Order).execution_options(fencing_token=6), paid)
+        with turned_away(session, fencelock.StaleTokenError):
+            query.execution_options(fencing_token=7).filter(Order.id == 4).delete()
+
+
+@on_sqlite_alone
 def test_each_statement_takes_a_token(engine: Engine) -> None:
     """An UPDATE, DELETE or INSERT of a fenced table, and text; a row may not be there."""
     paying = fencelock.fenced_text(
