@@ -502,7 +502,7 @@ def test_doctor_of_a_database_that_is_down(node_urls: list[str]) -> None:
 
 @pytest.mark.long
 def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: list[str]) -> None:
-    """A table without columns, a fence above all tokens; and nothing where all is well."""
+    """No fenced table, a fence above all tokens; and nothing where all is well."""
     url = ("--url", ",".join(node_urls))
     database = ("--database", engine.url.render_as_string(hide_password=False))
     with engine.begin() as connection:
@@ -528,11 +528,9 @@ def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: lis
         connection.execution_options(fencelock="bypass").execute(
             text("UPDATE cm_orders SET last_fencing_token = 4611686018427387904")
         )
-        connection.exec_driver_sql("CREATE TABLE cm_bare (last_fencing_token BIGINT)")
     found = fencelock("doctor", *url, *database)
     assert found.returncode == 3
     assert "--after-loss" in found.stdout
-    assert "last_write_id" in found.stdout
 
 
 def test_nodes_that_are_not_those_of_the_list(make_nodes: Callable[..., Nodes]) -> None:
