@@ -42,20 +42,11 @@ $(VENV)/installed: pyproject.toml
 demo: $(VENV)/installed
 	PYTHONPATH=examples $(RUN)python -m demo
 
-# Tests that are marked as `timed` run in a second turn, because more than three side by side disturb them. Both
-# turns run, whatever becomes of the first, so that --last-failed knows the failures of both. The second writes a
-# report of its own: --junitxml=a.xml is a-timed.xml there. One of them may find no tests (status 5). JOBS=0 is
-# one turn: nothing runs side by side.
-NOT_LONG := $(if $(LONG),, and not long)
+# LONG=1 takes in the tests of the proofs' own tools, too. JOBS=0: nothing runs side by side.
 test: $(VENV)/installed
-ifeq ($(JOBS),0)
-	$(RUN)python -m pytest -n 0 $(PYTEST)
-else
-	@$(RUN)python -m pytest -n $(JOBS) $(BY_FILE) -m 'not timed$(NOT_LONG)' $(PYTEST); untimed=$$?; \
-	$(RUN)python -m pytest -n 3 $(BY_FILE) -m 'timed$(NOT_LONG)' $(subst .xml,-timed.xml,$(PYTEST)); timed=$$?; \
-	$(if $(NOT_LONG),echo "Left out: the tests that are marked as long. make test LONG=1 takes them in as .ci/run does.";) \
-	case $$untimed,$$timed in 0,0|0,5|5,0) ;; *) exit 1 ;; esac
-endif
+	@$(if $(LONG),,echo "Left out: the tests that are marked as long. make test LONG=1 takes them in as .ci/run does.")
+	$(RUN)python -m pytest -n $(JOBS) $(if $(filter-out 0,$(JOBS)),$(BY_FILE)) \
+		$(if $(LONG),-o 'testpaths=tests proof/tests',-m 'not long') $(PYTEST)
 
 CHECKED := tests/guard tests/redlock/test_scripts.py $(addprefix tests/test_,$(addsuffix .py, \
 	architecture async_lock decorator lock release sentences transaction))
@@ -74,7 +65,7 @@ $(VENV)/docs-installed: $(VENV)/installed
 	@touch $@
 
 docs: $(VENV)/docs-installed
-	$(RUN)python -m tests.pages.site
+	$(RUN)python -m proof.pages.site
 
 $(VENV)/bench-installed: $(VENV)/installed
 	$(PIP) --group bench

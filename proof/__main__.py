@@ -98,6 +98,10 @@ def _python(*arguments: str) -> list[str]:
     return [sys.executable, "-m", *arguments]
 
 
+#: The tools of the proofs have tests of their own.
+TOOLS = Proof("tests of the tools", _python("pytest", "-n", "2", "--dist", "loadfile", "-q", "proof/tests"))
+
+
 def _torture(name: str, folder: Path, *options: str, breaks: str = "", says: Sequence[str] = ()) -> Proof:
     """Return a run of the torture that has to end RIGHT, or as a control to break a rule."""
     command = _python("proof.torture", *options, "--output", str(folder / name.replace(" ", "-")))
@@ -118,6 +122,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
         yield Proof("model, and some of its rules left out", [*check, *MODEL])
     else:
         print("left out: the model, which needs g++ or another compiler in CXX")
+    yield TOOLS
     yield Proof("simulation", _python("proof.simulation", "--seeds", "25", "--jobs", "2"))
     yield Proof("mutants: each recorded seed notices again", _python("proof.simulation.mutants", "--replay"))
     yield Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "600"))
@@ -155,6 +160,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
 
 
 LONG = (
+    TOOLS,
     Proof("model", [sys.executable, str(ROOT / "proof" / "spec" / "check.py"), "--jobs", "2"]),
     Proof("simulation", _python("proof.simulation", "--seeds", "2000", "--jobs", "2")),
     Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "20000")),

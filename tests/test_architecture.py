@@ -64,7 +64,8 @@ def modules_in(folder: Path) -> dict[str, Path]:
 
 MODULES = modules_in(PACKAGE)
 BESIDE = {name: modules_in(PACKAGE.parent / name) for name in ("benchmarks", "proof")}
-"""The packages that are not in the wheel."""
+"""The packages that are not in the wheel, without the tests of their tools."""
+BESIDE["proof"] = {name: path for name, path in BESIDE["proof"].items() if ".tests" not in name}
 
 VALUES = (
     "_backoff _checks _databases _engines _events _generators _owners _process _threads _workers "

@@ -14,8 +14,8 @@ from sqlalchemy import create_engine, func, select, table
 from sqlalchemy.sql import column
 
 from fencelock import Redlock
+from proof.pages.blocks import blocks, read
 from proof.servers import Nodes, Postgres
-from tests.pages.blocks import blocks, read
 from tests.polling import eventually
 
 pytestmark = [pytest.mark.timed, pytest.mark.long]

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from proof.pages.blocks import blocks, read
 from proof.torture.clocks import MISSING, find_library
-from tests.pages.blocks import blocks, read
 
 pytestmark = pytest.mark.timed
 

@@ -11,8 +11,8 @@ import pytest
 from sqlalchemy import make_url
 
 from fencelock import Database
+from proof.pages.blocks import Block
 from proof.servers import Postgres
-from tests.pages.blocks import Block
 from tests.test_docs import play, to_run
 
 pytestmark = pytest.mark.long

@@ -22,10 +22,10 @@ from sqlalchemy import make_url
 import fencelock
 from fencelock import Redlock
 from fencelock.cli.app import app
+from proof.pages import docstrings, examples, names
+from proof.pages.blocks import BESIDE, PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 from proof.servers import Nodes, Postgres
 from tests.conftest import mariadb_database
-from tests.pages import docstrings, examples, names
-from tests.pages.blocks import BESIDE, PAGES, ROOT, RUN, SHOWN, Block, blocks, prose, read
 
 #: Blocks that must not run, as (page, a line of the block): the reason.
 NOT_RUN: Final[dict[tuple[str, str], str]] = {
@@ -157,8 +157,8 @@ def test_blocks_run_as_printed(page: str, tmp_path: Path, request: pytest.Fixtur
 
 @pytest.mark.parametrize("page", [*dict.fromkeys(group.page for group in names.GROUPS), "zookeeper"])
 def test_examples_of_docstrings_run(page: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """Those on a page of the API, in order, with what `tests/pages/shop.py` has."""
-    found = [Block("python", 1, "from tests.pages.shop import *\n"), *docstrings.examples(page)]
+    """Those on a page of the API, in order, with what `proof/pages/shop.py` has."""
+    found = [Block("python", 1, "from proof.pages.shop import *\n"), *docstrings.examples(page)]
     if page == "models":  # they define the tables of the shop themselves
         found.insert(1, Block("python", 1, "class Base(DeclarativeBase): ...\n"))
     text = "".join(block.text for block in found)
@@ -214,7 +214,7 @@ def play(
         "NO_PROXY": "localhost,127.0.0.1",
     }
     return subprocess.run(
-        [python, "-W", "error", "-m", "tests.pages.play", str(folder / "job")],
+        [python, "-W", "error", "-m", "proof.pages.play", str(folder / "job")],
         cwd=folder / "folder",
         env=environment | variables,
         capture_output=True,
@@ -335,7 +335,7 @@ def test_authority_has_one_name() -> None:
 
 @pytest.mark.parametrize("page", examples.EXAMPLES)
 def test_code_is_that_of_the_example(page: str) -> None:
-    """`python -m tests.pages.examples` writes it again."""
+    """`python -m proof.pages.examples` writes it again."""
     assert examples.render(page) == read(page)
 
 

@@ -60,11 +60,11 @@ from fencelock import (
 )
 from fencelock.integrations.fastapi import answer_errors
 from fencelock.tokens import MAX_COUNTER
+from proof.pages.blocks import blocks, read
 from proof.servers import Nodes
 from proof.servers.workspace import free_ports
 from tests.door import Door
 from tests.immediate import begin_immediate
-from tests.pages.blocks import blocks, read
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY, stripe_of
 

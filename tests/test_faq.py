@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from functools import cache
 
 import fencelock
-from tests.pages.blocks import ROOT, read
+from proof.pages.blocks import ROOT, read
 
 #: A value in a message: a field of an f-string, of a template or of a line of the log.
 VALUE = "…"

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.pages.blocks import ROOT, blocks, read
+from proof.pages.blocks import ROOT, blocks, read
 
 README = tuple(blocks(read("README.md")))
 PROGRAM = next(block.text for block in README if block.language == "python")

@@ -18,8 +18,8 @@ import pytest
 from sqlalchemy import create_engine, text
 
 from fencelock import Redlock
+from proof.pages.blocks import blocks, read
 from proof.servers import Nodes
-from tests.pages.blocks import blocks, read
 from tests.polling import eventually
 
 pytestmark = pytest.mark.timed

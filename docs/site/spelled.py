@@ -1,7 +1,7 @@
 """An extension of griffe for the pages of the API, where docstrings stand alone.
 
 - The settings of a lock are spelled out where the signature has `**settings`.
-- What a docstring takes over from a relative is copied: see tests/pages/docstrings.py.
+- What a docstring takes over from a relative is copied: see proof/pages/docstrings.py.
 - Names and pages become links, constants of signatures their values, and overloads the signature of all.
 """
 
@@ -12,7 +12,7 @@ import importlib
 import re
 from typing import Any, Final
 
-from tests.pages import docstrings
+from proof.pages import docstrings
 
 griffe: Any = importlib.import_module("griffe")  # of the extra `docs`, which mypy may lack
 

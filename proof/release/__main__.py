@@ -171,7 +171,7 @@ def check_files(release: Release) -> None:
 
 def check_first_file(release: Release) -> None:
     """README's file prints its output from the wheel alone, and from the sdist alone; the plugin is found."""
-    from tests.pages.blocks import blocks, read  # noqa: PLC0415 - the folder of tests is there in a checkout
+    from proof.pages.blocks import blocks, read  # noqa: PLC0415 - the folder of tests is there in a checkout
 
     readme = tuple(blocks(read("README.md")))
     (file,) = (block for block in readme if block.file)

@@ -26,9 +26,9 @@ import psycopg
 from sqlalchemy import create_engine
 
 from fencelock import Redlock
+from proof.pages.blocks import ROOT, blocks, read
 from proof.retries.lossy import LossyDoor
 from proof.servers import Nodes, Postgres
-from tests.pages.blocks import ROOT, blocks, read
 
 PAGE: Final = "docs/errors.md"
 FILES: Final = ("payments.py", "again.py", "persistent.py")

@@ -18,9 +18,9 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 import fencelock
 from fencelock import AuthorityError, Database, FencedModel, LockTimeoutError, claim, fenced_lock, gate
+from proof.pages.blocks import blocks, read
 from proof.servers import Postgres
 from tests.conftest import mariadb_database
-from tests.pages.blocks import blocks, read
 
 _GRANT: Final = re.compile(r"^GRANT ([A-Z, ]+) ON (.+?) TO worker; *(?:-- )?([^,:\n]*)", re.MULTILINE)
 #: The first line of a block of the page.

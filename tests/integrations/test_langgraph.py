@@ -12,7 +12,7 @@ import pytest
 
 from fencelock import Database, Lease, NotHeldError, StaleTokenError
 from fencelock.lease import holding
-from tests.pages.blocks import blocks, read
+from proof.pages.blocks import blocks, read
 
 
 @pytest.fixture

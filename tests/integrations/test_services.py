@@ -15,8 +15,8 @@ import httpx
 import psutil
 import pytest
 
+from proof.pages.blocks import blocks, read
 from proof.servers import Postgres
-from tests.pages.blocks import blocks, read
 from tests.polling import eventually
 
 pytestmark = pytest.mark.timed

@@ -10,8 +10,8 @@ import pytest
 
 from fencelock import Redlock
 from fencelock.errors import LockLostError, NodesNotInitialisedError
+from proof.pages.blocks import read
 from proof.servers import Nodes
-from tests.pages.blocks import read
 from tests.redlock.groups import ask
 from tests.test_cli import fencelock
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from proof.pages.blocks import ROOT
 from proof.release import __main__ as release
 from proof.release import materials
-from tests.pages.blocks import ROOT
 
 WORKFLOWS = sorted((ROOT / ".github" / "workflows").glob("*.yml"))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from proof.tests.facts import RUN, acquisition, save
 from proof.torture.history import (
     Acquisition,
     Cut,
@@ -21,7 +22,6 @@ from proof.torture.history import (
     line_of,
     read_records,
 )
-from tests.torture.facts import RUN, acquisition, save
 
 RECORDS: list[Record] = [
     Run(1, "1.2", "2020-01-01T00:00:00+00:00", 5, {"ttl": 0.5, "fault": ["a", "b"]}, {"nodes": "valkey 8"}),

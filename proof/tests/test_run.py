@@ -15,10 +15,10 @@ from typing import Any, TypeVar
 
 import pytest
 
+from proof.tests.facts import RUN, acquisition, release, save, write
 from proof.torture.checker import Rule, check, check_file
 from proof.torture.history import Acquisition, Fault, Outcome, Record, Release, Row, Write, read_records
 from proof.torture.picture import report
-from tests.torture.facts import RUN, acquisition, release, save, write
 
 pytestmark = [pytest.mark.timed, pytest.mark.long]
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
+from proof.tests.facts import acquisition, write
 from proof.torture.history import Cut, Outcome, Record, Write, read_records
 from proof.torture.journal import Journal, Life, history_lines
-from tests.torture.facts import acquisition, write
 
 
 def read(path: Path) -> list[Record]:

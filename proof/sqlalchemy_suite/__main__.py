@@ -1,7 +1,7 @@
 """Runs the tests of SQLAlchemy's source distribution with the guard in place; those that fail, again without.
 
-    python -m tests.sqlalchemy_suite                      # all of the folders below, a quarter of an hour
-    python -m tests.sqlalchemy_suite test/orm/test_session.py
+    python -m proof.sqlalchemy_suite                      # all of the folders below, a quarter of an hour
+    python -m proof.sqlalchemy_suite test/orm/test_session.py
 
 A test that fails with the guard and passes without it is the guard's fault, and the exit status 1.
 """
@@ -23,7 +23,7 @@ import sqlalchemy
 
 ROOT = Path(__file__).parents[2]
 FOLDERS = ("test/base", "test/engine", "test/ext", "test/orm", "test/sql")
-PLUGIN = "tests.sqlalchemy_suite.active_guard"
+PLUGIN = "proof.sqlalchemy_suite.active_guard"
 
 
 def fetch(folder: Path) -> Path:

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from demo.page import Page
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 
 
 def demo(*arguments: str) -> subprocess.CompletedProcess[str]:

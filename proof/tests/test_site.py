@@ -6,8 +6,8 @@ import re
 
 import pytest
 
-from tests.pages import llms, site
-from tests.pages.blocks import ROOT, read
+from proof.pages import llms, site
+from proof.pages.blocks import ROOT, read
 
 
 def test_navigation_has_each_page() -> None:
@@ -16,7 +16,7 @@ def test_navigation_has_each_page() -> None:
 
 
 def test_list_for_programs_has_the_pages_of_the_index() -> None:
-    """`python -m tests.pages.llms` writes it again."""
+    """`python -m proof.pages.llms` writes it again."""
     assert llms.FILE.read_text() == llms.render()
 
 

@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from tests.pages.blocks import read
+from proof.pages.blocks import read
 
 _LOCKS, _DATABASES = "benchmarks/locks.md", "benchmarks/authorities.md"
 _ONE, _EIGHT = "One thread, no contention", "8 processes, one resource, nobody works while holding it"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 
-from tests.pages import docstrings
+from proof.pages import docstrings
 
 KNOWN = {each.path: each for each in docstrings.public()}
 FUNCTIONS = {path: each for path, each in KNOWN.items() if each.is_function}

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from proof.tests.facts import RUN, acquisition, release, row, save, write
 from proof.torture import checker
 from proof.torture.checker import Rule, Verdict, check
 from proof.torture.history import (
@@ -30,7 +31,6 @@ from proof.torture.history import (
     Release,
     Style,
 )
-from tests.torture.facts import RUN, acquisition, release, row, save, write
 
 
 def judge(*records: Record) -> Verdict:

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-SPEC = Path(__file__).parent.parent / "proof" / "spec"
+SPEC = Path(__file__).parents[1] / "spec"
 MODEL = (SPEC / "Fencelock.tla").read_text()
 EXPLORER = (SPEC / "explore.cpp").read_text()
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from proof.tests.test_torture import torture
 from proof.torture.edges import STRIKE, Strikes, Struck
-from tests.torture.test_torture import torture
 
 pytestmark = [pytest.mark.timed, pytest.mark.long]
 

@@ -26,7 +26,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
-from tests.pages.blocks import Block
+from proof.pages.blocks import Block
 
 #: Commands that a page tells to type and that the tests only check: what to install is installed here, and
 #: the long ones have tests of their own. With FENCELOCK_INSTALLS it is installed, and `fencelock` is this
@@ -45,7 +45,7 @@ pip() {
             esac
         done
         command pip --quiet --disable-pip-version-check "$@"
-    else python -m tests.pages.installed "$@"
+    else python -m proof.pages.installed "$@"
     fi
 }
 make() { command make --no-print-directory -n -C "$FENCELOCK_ROOT" "$@" > /dev/null; }

@@ -20,7 +20,7 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, MappedAsDataclass, Session, 
 
 import fencelock
 from fencelock.guard import triggers
-from tests.pages import names
+from proof.pages import names
 
 __all__ = [
     "Account",

@@ -1,13 +1,13 @@
 """The code of the examples, in the pages that walk through them: the files are the place.
 
-`python -m tests.pages.examples` writes them. A test compares.
+`python -m proof.pages.examples` writes them. A test compares.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-from tests.pages.blocks import ROOT, blocks, read
+from proof.pages.blocks import ROOT, blocks, read
 
 #: Blocks that begin with `# name.py` are that file of the example, where it has such a file.
 EXAMPLES: Final = {

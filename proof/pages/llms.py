@@ -1,6 +1,6 @@
 """The map of the pages is docs/README.md: its order is that of the site, and of the list for programs.
 
-`python -m tests.pages.llms` writes the list, docs/llms.txt, in the form of llmstxt.org. A test compares.
+`python -m proof.pages.llms` writes the list, docs/llms.txt, in the form of llmstxt.org. A test compares.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import re
 from typing import Final, NamedTuple
 
-from tests.pages.blocks import ROOT, read
+from proof.pages.blocks import ROOT, read
 
 FILE: Final = ROOT / "docs" / "llms.txt"
 _HEAD: Final = """\

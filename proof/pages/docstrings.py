@@ -12,8 +12,8 @@ from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
 from fencelock.observe import Event
-from tests.pages import names
-from tests.pages.blocks import Block, blocks
+from proof.pages import names
+from proof.pages.blocks import Block, blocks
 
 _SECTIONS: Final = "Args|Attributes|Returns|Yields|Raises|Example"
 _SECTION: Final = re.compile(rf"^(?:{_SECTIONS}):$", re.MULTILINE)

@@ -58,7 +58,7 @@ def trace_of(seed: int, size: int, kind: type[Run] = Run) -> list[str]:
 def test_seed_replays_exactly_in_every_process(kind: type[Run]) -> None:
     """Nothing comes from the order of a set of words, which is another one in every process."""
     program = (
-        f"from tests.simulation.test_runs import {kind.__name__}, trace_of\n"
+        f"from tests.redlock.test_simulation import {kind.__name__}, trace_of\n"
         "print(hash('a'))\n"
         f"print(*trace_of(11, 3, {kind.__name__}), sep=chr(10))"
     )

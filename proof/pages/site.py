@@ -1,4 +1,4 @@
-"""Build the site of docs/site/zensical.toml: `python -m tests.pages.site`, which `make docs` calls.
+"""Build the site of docs/site/zensical.toml: `python -m proof.pages.site`, which `make docs` calls.
 
 Pages are copied to runs/site-pages, because what GitHub shows and what Python-Markdown wants differ. zensical
 makes runs/site of them. The navigation is the map of docs/README.md, with the API. A warning, a dead link and
@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-from tests.pages import llms, names
-from tests.pages.blocks import ROOT, read
+from proof.pages import llms, names
+from proof.pages.blocks import ROOT, read
 
 HERE: Final = ROOT / "docs" / "site"
 SCRATCH: Final = ROOT / "runs" / "site-pages"
@@ -274,7 +274,7 @@ def main() -> None:
     if found := faults():
         sys.exit("\n".join(found))
     count = sum(1 for _ in SITE.rglob("*.html"))
-    print(f"{SITE.relative_to(ROOT)}/index.html: {count} pages in {time.monotonic() - began:.0f} s")  # noqa: T201
+    print(f"{SITE.relative_to(ROOT)}/index.html: {count} pages in {time.monotonic() - began:.0f} s")
 
 
 if __name__ == "__main__":
