@@ -94,39 +94,41 @@ def enter(authority: Any, its: object) -> None:
         pass
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m proof.fuzz", description=(__doc__ or "").partition("\n")[0]
-    )
-    parser.add_argument("--seconds", type=float, default=60.0)
-    until = time.monotonic() + parser.parse_args().seconds
-    authority = Database("sqlite://")
-    authority.init()
-    lock = authority.lock("a", ttl=3600, max_hold=None)
-    lock.acquire()
-    genuine = json.loads(lock.hand_over())[HANDED]
+def fuzz(number: int, seconds: float) -> int:
+    """Try random inputs, from this seed on; return how many. AssertionError shows the shortest wrong one."""
+    until, rounds = time.monotonic() + seconds, 0
+    with Database("sqlite://") as authority:
+        authority.init()
+        lock = authority.lock("a", ttl=3600, max_hold=None)
+        lock.acquire()
+        genuine = json.loads(lock.hand_over())[HANDED]
 
-    def wire(commands: list[Command], pieces: list[bytes], put: Put) -> None:
-        hear(commands, pieces, put)
+        def texts(changes: dict[str, object], without: set[str]) -> None:
+            enter(authority, {key: its for key, its in (genuine | changes).items() if key not in without})
 
-    def texts(changes: dict[str, object], without: set[str]) -> None:
-        enter(authority, {key: its for key, its in (genuine | changes).items() if key not in without})
-
-    ways: Any = st.sampled_from([Connection.put, Connection.put_alone])
-    rounds = 0
-    while time.monotonic() < until:
-        _many(given(COMMANDS, st.lists(BYTES, max_size=4), ways)(wire), rounds)
-        _many(given(CHANGES, st.sets(st.sampled_from(_FIELDS), max_size=1))(texts), rounds)
-        rounds += 1
-    sys.stdout.write(f"{2 * rounds * _EXAMPLES:,} inputs: nothing but answers and errors that are promised\n")
-    return 0
+        ways: Any = st.sampled_from([Connection.put, Connection.put_alone])
+        while time.monotonic() < until:
+            _many(given(COMMANDS, st.lists(BYTES, max_size=4), ways)(hear), number + rounds)
+            _many(given(CHANGES, st.sets(st.sampled_from(_FIELDS), max_size=1))(texts), number + rounds)
+            rounds += 1
+    return 2 * rounds * _EXAMPLES
 
 
-def _many(fuzz: Callable[[], None], number: int) -> None:
+def _many(check: Callable[..., None], number: int) -> None:
     checked = settings(
         max_examples=_EXAMPLES, deadline=None, database=None, suppress_health_check=list(HealthCheck)
     )
-    checked(seed(number)(fuzz))()
+    checked(seed(number)(check))()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m proof.fuzz", description="random bytes and texts")
+    parser.add_argument("--seconds", type=float, default=60.0)
+    parser.add_argument("--seed", type=int, default=0, help="the first one")
+    options = parser.parse_args()
+    count = fuzz(options.seed, options.seconds)
+    sys.stdout.write(f"{count:,} inputs: nothing but answers and errors that are promised\n")
+    return 0
 
 
 if __name__ == "__main__":

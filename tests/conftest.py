@@ -18,6 +18,7 @@ import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from datetime import date
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit, urlunsplit
@@ -39,6 +40,8 @@ from proof.servers.galera import Galera, missing
 
 ROOT = Path(__file__).parent.parent
 DEFAULT_MARIADB_URL = "mysql+pymysql://root@127.0.0.1:3306/"
+#: Of the fuzzers: new each day.
+SEED = int(os.environ.get("FENCELOCK_TEST_SEED") or date.today().toordinal())  # noqa: DTZ011 - any day
 MYSQL_URL = os.environ.get("FENCELOCK_TEST_MYSQL")
 # PyMySQL reads all certificates of the machine for each connection, 16 ms each, also where it needs none.
 pymysql.connections.SSL_ENABLED = MYSQL_URL is not None
@@ -104,6 +107,10 @@ class ReusedDatabase:
 def postgres_database(postgres: Postgres) -> ReusedDatabase:
     """The PostgreSQL database behind `database_url`."""
     return ReusedDatabase(postgres)
+
+
+def pytest_report_header() -> str:
+    return f"seed of the fuzzers: {SEED}"
 
 
 def pytest_collection_finish() -> None:

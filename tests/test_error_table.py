@@ -767,12 +767,6 @@ Leave = Callable[..., Any]
 
 
 @pytest.fixture
-def told() -> list[Lease]:
-    """What `on_lost` was called with."""
-    return []
-
-
-@pytest.fixture
 def postgresql(
     postgres_database: Any,
     authority: Redlock,
@@ -788,50 +782,30 @@ def postgresql(
     postgres_database.empty()
 
 
-def listening(stage: Stage, told: list[Lease]) -> Any:
-    """Return a lock to enter again, which listens for the loss."""
-    lock = fenced_lock("account:1", authority=stage.authority)
-    lock.on_lost(told.append)
-    return lock
+def transaction(stage: Stage, bind: Any, **settings: Any) -> Any:
+    return fenced_transaction(bind, "account:1", gate=False, authority=stage.authority, **LOST, **settings)
 
 
-def in_lock(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
-    """Leave a `fenced_lock` block."""
-    with fenced_lock("account:1", authority=stage.authority, **LOST, **settings):
-        with listening(stage, told):
-            pass
-        with Session(stage.engine) as session:
-            return body(session)
-
-
-def in_transaction(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
-    """Leave a fenced transaction."""
-    with fenced_transaction(
-        stage.engine, "account:1", gate=False, authority=stage.authority, **LOST, **settings
-    ) as session:
-        with listening(stage, told):
-            pass
+def in_lock(stage: Stage, body: Body, **settings: Any) -> Any:
+    with (
+        fenced_lock("account:1", authority=stage.authority, **LOST, **settings),
+        Session(stage.engine) as session,
+    ):
         return body(session)
 
 
-def in_run(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
-    def run(session: Session) -> Any:
-        with listening(stage, told):
-            pass
+def in_transaction(stage: Stage, body: Body, **settings: Any) -> Any:
+    with transaction(stage, stage.engine, **settings) as session:
         return body(session)
 
-    return fenced_transaction(
-        stage.engine, "account:1", gate=False, authority=stage.authority, **LOST, **settings
-    ).run(run)
+
+def in_run(stage: Stage, body: Body, **settings: Any) -> Any:
+    return transaction(stage, stage.engine, **settings).run(body)
 
 
-def in_function(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
-    """Return from a function below `@fenced`."""
-
+def in_function(stage: Stage, body: Body, **settings: Any) -> Any:
     @fenced("account:{number}", authority=stage.authority, **LOST, **settings)
     def work(number: int) -> Any:
-        with listening(stage, told):
-            pass
         with Session(stage.engine) as session:
             assert number == 1
             return body(session)
@@ -842,13 +816,12 @@ def in_function(stage: Stage, told: list[Lease], body: Body, **settings: Any) ->
 def with_asyncio(way: Callable[..., Any]) -> Leave:
     """Return a way for coroutines as one that blocks."""
 
-    def leave(stage: Stage, told: list[Lease], body: Body, **settings: Any) -> Any:
+    def leave(stage: Stage, body: Body, **settings: Any) -> Any:
         async def main() -> Any:
             engine = create_async_engine(stage.engine.url)
             try:
-                return await way(stage, told, engine, body, **settings)
+                return await way(stage, engine, body, **settings)
             finally:
-                await asyncio.to_thread(eventually, lambda: bool(told), 5.0)  # the loop tells
                 await engine.dispose()
                 await stage.authority.aio.close()
 
@@ -857,45 +830,29 @@ def with_asyncio(way: Callable[..., Any]) -> Leave:
     return leave
 
 
-async def in_async_lock(stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any) -> Any:
-    """Leave a `fenced_lock` block."""
-    async with fenced_lock("account:1", authority=stage.authority, **LOST, **settings):
-        async with listening(stage, told):
-            pass
-        async with AsyncSession(engine) as session:
-            return await session.run_sync(body)
-
-
-async def in_async_transaction(
-    stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any
-) -> Any:
-    """Leave a fenced transaction."""
-    async with fenced_transaction(
-        engine, "account:1", gate=False, authority=stage.authority, **LOST, **settings
-    ) as session:
-        async with listening(stage, told):
-            pass
+async def in_async_lock(stage: Stage, engine: Any, body: Body, **settings: Any) -> Any:
+    async with (
+        fenced_lock("account:1", authority=stage.authority, **LOST, **settings),
+        AsyncSession(engine) as session,
+    ):
         return await session.run_sync(body)
 
 
-async def in_async_run(stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any) -> Any:
+async def in_async_transaction(stage: Stage, engine: Any, body: Body, **settings: Any) -> Any:
+    async with transaction(stage, engine, **settings) as session:
+        return await session.run_sync(body)
+
+
+async def in_async_run(stage: Stage, engine: Any, body: Body, **settings: Any) -> Any:
     async def run(session: AsyncSession) -> Any:
-        async with listening(stage, told):
-            pass
         return await session.run_sync(body)
 
-    return await fenced_transaction(
-        engine, "account:1", gate=False, authority=stage.authority, **LOST, **settings
-    ).run(run)
+    return await transaction(stage, engine, **settings).run(run)
 
 
-async def in_coroutine(stage: Stage, told: list[Lease], engine: Any, body: Body, **settings: Any) -> Any:
-    """Return from a coroutine function below `@fenced`."""
-
+async def in_coroutine(stage: Stage, engine: Any, body: Body, **settings: Any) -> Any:
     @fenced("account:{number}", authority=stage.authority, **LOST, **settings)
     async def work(number: int) -> Any:
-        async with listening(stage, told):
-            pass
         async with AsyncSession(engine) as session:
             assert number == 1
             return await session.run_sync(body)
@@ -913,12 +870,6 @@ LEAVE: Final[dict[str, Leave]] = {
     "run asyncio": with_asyncio(in_async_run),
     "fenced asyncio": with_asyncio(in_coroutine),
 }
-
-
-def each_way(test: Callable[..., None]) -> Callable[..., None]:
-    """Mark a test of every way to leave; its work has to come to an end while the lease lasts."""
-    marked: Callable[..., None] = pytest.mark.timed(pytest.mark.parametrize("way", LEAVE)(test))
-    return marked
 
 
 def outlive() -> None:
@@ -941,115 +892,115 @@ def commit_late(session: Session) -> str:
     return "paid"
 
 
-def logged(caplog: pytest.LogCaptureFixture) -> list[str]:
+def write_late(session: Session) -> None:
+    write(session)
+    outlive()
+    session.get_one(Account, 1).balance -= 10
+    session.commit()
+
+
+def write_first_when_it_is_late(session: Session) -> None:
+    account = session.get_one(Account, 1)
+    outlive()
+    account.balance -= 10
+    session.commit()
+
+
+def think_better(session: Session) -> None:
+    write(session)
+    session.rollback()
+    outlive()
+
+
+def write_beside_the_guard(session: Session) -> None:
+    session.add(Note(id=1))
+    session.commit()
+    outlive()
+
+
+def fail_after_a_commit(session: Session) -> None:
+    write(session)
+    session.commit()
+    fail_late(session)
+
+
+def fail_late(_session: Session) -> None:
+    outlive()
+    raise ZeroDivisionError
+
+
+@dataclass
+class Late:
+    """A body that outlives its lease, and what is known after it."""
+
+    body: Body
+    error: type[BaseException] | None
+    written: Any
+    notes: list[int]
+    says: str = ""
+    says_not: str = "?"
+
+
+LATE: Final = [
+    Late(commit_late, None, ..., [1], says="ended before the work did"),
+    Late(write_late, LockLostError, written=False, notes=[]),
+    Late(
+        write_first_when_it_is_late,
+        LockLostError,
+        written=False,
+        notes=[],
+        says_not="nothing went through the guard",
+    ),
+    Late(think_better, LockLostError, written=False, notes=[]),
+    Late(write_beside_the_guard, LockLostError, written=None, notes=[1]),
+    Late(fail_after_a_commit, ZeroDivisionError, ..., [1], says="stays committed"),
+    Late(fail_late, ZeroDivisionError, ..., [], says_not="stays committed"),
+]
+
+
+@pytest.mark.timed
+@pytest.mark.parametrize("late", LATE, ids=lambda late: late.body.__name__)
+@pytest.mark.parametrize("way", range(4))
+def test_leaving_a_block_that_has_lost_its_lease_says_what_was_written(
+    postgresql: Stage, caplog: pytest.LogCaptureFixture, late: Late, way: int
+) -> None:
+    """Each body in each way, in turns blocking and for asyncio. The body's own error stays."""
+    leave = LEAVE[list(LEAVE)[(way + 4 * (way + LATE.index(late))) % 8]]
+    if late.error is None:
+        assert leave(postgresql, late.body) == "paid"
+        told = warnings(caplog)
+    else:
+        with pytest.raises(late.error) as caught:
+            leave(postgresql, late.body)
+        assert getattr(caught.value, "written", ...) is late.written
+        told = getattr(caught.value, "__notes__", [])
+        assert len(told) == 1 or late.error is LockLostError
+        assert warnings(caplog) == []
+    assert late.says in " ".join(told)
+    assert late.says_not not in " ".join(told)
+    assert postgresql.notes() == late.notes
+
+
+def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     """Return the warnings of locks."""
     return [record.getMessage() for record in caplog.records if record.name == "fencelock.lock"]
 
 
-@each_way
-def test_after_a_commit_nothing_is_raised(
-    postgresql: Stage, told: list[Lease], caplog: pytest.LogCaptureFixture, way: str
-) -> None:
-    """The result comes back, the log has a warning, and `on_lost` is told."""
-    assert LEAVE[way](postgresql, told, commit_late) == "paid"
-    assert postgresql.notes() == [1]
-    (warning,) = logged(caplog)
-    assert "ended before the work did" in warning
-    assert eventually(lambda: [lease.resource for lease in told] == ["account:1"], 5.0)
+@pytest.mark.timed
+@pytest.mark.parametrize("way", LEAVE)
+def test_if_lost_warn_only_logs(postgresql: Stage, caplog: pytest.LogCaptureFixture, way: str) -> None:
+    """Also where the outcome is unknown. `on_lost` of a lock that was entered again is told, too."""
+    told: list[Lease] = []
 
-
-@each_way
-def test_a_refused_statement_is_not_written(postgresql: Stage, told: list[Lease], way: str) -> None:
-    """Nor what came before it."""
-
-    def write_late(session: Session) -> None:
-        write(session)
-        outlive()
-        session.get_one(Account, 1).balance -= 10
-        session.commit()
-
-    with pytest.raises(LockLostError) as caught:
-        LEAVE[way](postgresql, told, write_late)
-    assert caught.value.written is False
-    assert postgresql.notes() == []
-
-
-@each_way
-def test_a_refused_first_statement_went_through_the_guard(
-    postgresql: Stage, told: list[Lease], way: str
-) -> None:
-    """The note of the block agrees with the error of the statement."""
-
-    def write_late(session: Session) -> None:
-        account = session.get_one(Account, 1)
-        outlive()
-        account.balance -= 10
-        session.commit()
-
-    with pytest.raises(LockLostError) as caught:
-        LEAVE[way](postgresql, told, write_late)
-    assert caught.value.written is False
-    assert "nothing went through the guard" not in " ".join(getattr(caught.value, "__notes__", ()))
-
-
-@each_way
-def test_what_was_rolled_back_is_not_written(postgresql: Stage, told: list[Lease], way: str) -> None:
-    """Leaving the block says so."""
-
-    def think_better(session: Session) -> None:
-        write(session)
-        session.rollback()
+    def listen(_session: Session) -> None:
+        lock = fenced_lock("account:1", authority=postgresql.authority)
+        lock.on_lost(told.append)
+        if "asyncio" not in way:
+            with lock:
+                pass
         outlive()
 
-    with pytest.raises(LockLostError) as caught:
-        LEAVE[way](postgresql, told, think_better)
-    assert caught.value.written is False
-    assert postgresql.notes() == []
-
-
-@each_way
-def test_what_the_guard_has_not_seen_is_unknown(postgresql: Stage, told: list[Lease], way: str) -> None:
-    """Though it is written, here."""
-
-    def write_beside(session: Session) -> None:
-        session.add(Note(id=1))
-        session.commit()
-        outlive()
-
-    with pytest.raises(LockLostError) as caught:
-        LEAVE[way](postgresql, told, write_beside)
-    assert caught.value.written is None
-    assert postgresql.notes() == [1]
-
-
-@pytest.mark.long
-@each_way
-@pytest.mark.parametrize("commits", [False, True])
-def test_the_body_s_own_error_stays(
-    postgresql: Stage, told: list[Lease], caplog: pytest.LogCaptureFixture, way: str, *, commits: bool
-) -> None:
-    """It has a note on the lease, which is not logged besides."""
-
-    def fail(session: Session) -> None:
-        if commits:
-            write(session)
-            session.commit()
-        outlive()
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError) as caught:
-        LEAVE[way](postgresql, told, fail)
-    (note,) = caught.value.__notes__
-    assert ("stays committed" in note) == commits
-    assert logged(caplog) == []
-    assert postgresql.notes() == ([1] if commits else [])
-
-
-@each_way
-def test_if_lost_warn_only_logs(
-    postgresql: Stage, told: list[Lease], caplog: pytest.LogCaptureFixture, way: str
-) -> None:
-    """Also where the outcome is unknown."""
-    LEAVE[way](postgresql, told, lambda _: outlive(), if_lost="warn")
-    (warning,) = logged(caplog)
+    LEAVE[way](postgresql, listen, if_lost="warn")
+    (warning,) = warnings(caplog)
     assert "nothing went through the guard" in warning
+    assert "asyncio" in way or eventually(lambda: [lease.resource for lease in told] == ["account:1"])

@@ -231,7 +231,7 @@ def check_types(release: Release) -> None:
             f"types are complete to {found['completenessScore']:.2%}: basedpyright --verifytypes fencelock"
         )
     (folder / "pyrightconfig.json").write_text('{"typeCheckingMode": "basic"}')
-    shutil.copy(ROOT / "tests" / "typed_program.py", folder)
+    shutil.copy(ROOT / "proof" / "tests" / "typed_program.py", folder)
     run(programs / "basedpyright", ".", folder=folder, PATH=path)
     run(programs / "mypy", "--strict", "typed_program.py", folder=folder, PATH=path)
 

@@ -7,15 +7,22 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
+from opentelemetry.sdk.metrics import MeterProvider
+from opentelemetry.sdk.metrics.export import InMemoryMetricReader
+from opentelemetry.sdk.trace import TracerProvider
+from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from sqlalchemy import create_engine
 from sqlalchemy.orm import Session
 
 from fencelock import Redlock, forget, on_event
 from fencelock.observe import Event
+from fencelock.observe.otel import FencelockInstrumentor
 from proof.servers import Nodes
 from tests.authorities.kinds import MAKERS, Kind
 from tests.conftest import ROOT
@@ -111,3 +118,38 @@ def server(shop: subprocess.Popen[str], tmp_path: Path) -> Iterator[Server]:
         yield made
         process.terminate()
         process.wait(20)
+
+
+@dataclass
+class Telemetry:
+    """What the SDK has collected."""
+
+    reader: InMemoryMetricReader
+    exporter: InMemorySpanExporter
+    tracer: Any
+
+    def value(self, name: str, **attributes: str) -> Any:
+        """Return the number of a metric's series, or the count of a histogram's; None if there is none."""
+        wanted = {f"fencelock.{key}": value for key, value in attributes.items()}
+        data = self.reader.get_metrics_data()
+        for resource in data.resource_metrics if data is not None else ():
+            for scope in resource.scope_metrics:
+                for metric in scope.metrics:
+                    for point in metric.data.data_points if metric.name == name else ():
+                        if dict(point.attributes or {}) == wanted:
+                            return getattr(point, "count", None) or getattr(point, "value", None)
+        return None
+
+
+@pytest.fixture
+def telemetry() -> Iterator[Telemetry]:
+    """Metrics and spans of what a test does."""
+    reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
+    tracers, meters = TracerProvider(), MeterProvider([reader])
+    tracers.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = FencelockInstrumentor()
+    instrumentor.instrument(tracer_provider=tracers, meter_provider=meters)
+    yield Telemetry(reader, exporter, tracers.get_tracer("test"))
+    instrumentor.uninstrument()
+    meters.shutdown()
+    tracers.shutdown()

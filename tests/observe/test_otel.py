@@ -6,59 +6,17 @@ import asyncio
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Any
 
 import pytest
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode
 
 from fencelock import Database, LockTimeoutError, Redlock
 from fencelock.observe.otel import FencelockInstrumentor
+from tests.observe.conftest import Telemetry
 
 pytestmark = pytest.mark.timed
-
-
-@dataclass
-class Telemetry:
-    """What the SDK has collected."""
-
-    reader: InMemoryMetricReader
-    exporter: InMemorySpanExporter
-    tracer: Any
-
-    def value(self, name: str, **attributes: str) -> Any:
-        """Return the number of a metric's series, or the count of a histogram's; None if there is none."""
-        wanted = {f"fencelock.{key}": value for key, value in attributes.items()}
-        data = self.reader.get_metrics_data()
-        for resource in data.resource_metrics if data is not None else ():
-            for scope in resource.scope_metrics:
-                for metric in scope.metrics:
-                    for point in metric.data.data_points if metric.name == name else ():
-                        if dict(point.attributes or {}) == wanted:
-                            return getattr(point, "count", None) or getattr(point, "value", None)
-        return None
-
-
-@pytest.fixture
-def telemetry() -> Iterator[Telemetry]:
-    """Metrics and spans of what a test does."""
-    reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
-    tracers, meters = TracerProvider(), MeterProvider([reader])
-    tracers.add_span_processor(SimpleSpanProcessor(exporter))
-    instrumentor = FencelockInstrumentor()
-    instrumentor.instrument(tracer_provider=tracers, meter_provider=meters)
-    yield Telemetry(reader, exporter, tracers.get_tracer("test"))
-    instrumentor.uninstrument()
-    meters.shutdown()
-    tracers.shutdown()
 
 
 ITS = {"authority": "Redlock", "lock": "order"}

@@ -8,17 +8,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from opentelemetry.sdk.metrics import MeterProvider
-from opentelemetry.sdk.metrics.export import InMemoryMetricReader
-from opentelemetry.sdk.trace import TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from prometheus_client import CollectorRegistry
 
 from fencelock import LockTimeoutError, Redlock, fenced_lock, fenced_semaphore
 from fencelock.observe import prometheus
-from fencelock.observe.otel import FencelockInstrumentor
 from tests.authorities.kinds import Kind
+from tests.observe.conftest import Telemetry
 from tests.polling import eventually
 from tests.test_cli import fencelock
 
@@ -87,26 +82,21 @@ def test_prometheus_counts_readers_and_writers_under_the_name_of_the_lock(
     assert registry.get_sample_value("fencelock_lock_waiters", its) == 0
 
 
-def test_opentelemetry_counts_slots_under_the_name_of_the_semaphore(authority: Redlock) -> None:
+def test_opentelemetry_counts_slots_under_the_name_of_the_semaphore(
+    authority: Redlock, telemetry: Telemetry
+) -> None:
     """The metrics, and the spans; only these have the resource, too."""
-    reader, exporter, tracers = InMemoryMetricReader(), InMemorySpanExporter(), TracerProvider()
-    tracers.add_span_processor(SimpleSpanProcessor(exporter))
-    instrumentor = FencelockInstrumentor()
-    instrumentor.instrument(tracer_provider=tracers, meter_provider=MeterProvider([reader]))
-    try:
-        use_all_slots(authority)
-    finally:
-        instrumentor.uninstrument()
-    data: Any = reader.get_metrics_data()
-    (scope,) = data.resource_metrics[0].scope_metrics
-    points = {metric.name: metric.data.data_points for metric in scope.metrics}
-    counts = {
-        point.attributes["fencelock.outcome"]: point.count for point in points["fencelock.lock.wait.duration"]
-    }
-    assert counts == {"acquired": 2, "timeout": 1}
-    named = [point.attributes.get("fencelock.lock") for its in points.values() for point in its]
-    assert set(named) - {None} == {"gpu"}
-    spans = exporter.get_finished_spans()
+    use_all_slots(authority)
+    for outcome, count in (("acquired", 2), ("timeout", 1)):
+        assert telemetry.value("fencelock.lock.wait.duration", **ITS, outcome=outcome) == count
+    data: Any = telemetry.reader.get_metrics_data()
+    points = [
+        point
+        for metric in data.resource_metrics[0].scope_metrics[0].metrics
+        for point in metric.data.data_points
+    ]
+    assert {point.attributes.get("fencelock.lock") for point in points} - {None} == {"gpu"}
+    spans = telemetry.exporter.get_finished_spans()
     assert {span.name for span in spans} == {"fencelock acquire gpu"}
     taken = {(span.attributes or {})["fencelock.resource"] for span in spans if span.status.is_ok}
     assert {("gpu#0",), ("gpu#1",)} <= taken

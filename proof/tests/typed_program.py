@@ -3,7 +3,7 @@
 No test runs it. `test_typing.py` has it checked, outside of this project's own settings.
 """
 
-# ruff: noqa: T201, ARG001 - programs print, and name what they do not use
+# ruff: noqa: ARG001 - programs print, and name what they do not use
 
 from __future__ import annotations
 
