@@ -1,4 +1,4 @@
-"""Where nobody else writes, a fenced model does what its plain twin does: random programs run on both.
+"""In a session without rivals, a fenced model does the same as its plain twin: random programs run on both.
 
     python -m proof.twins --seconds 60 --seed 7 --database postgresql+psycopg://app@db/test
 
@@ -84,7 +84,7 @@ fence_table(METADATA)
 
 
 class Program:
-    """The calls; each method is one, and returns what can be seen of it."""
+    """The calls; each method is one, and returns its visible result."""
 
     def __init__(self, session: Session, models: tuple[type[Any], type[Any]], *, leases: bool) -> None:
         self.session = session
@@ -94,7 +94,7 @@ class Program:
         self.savepoints: list[Any] = []
 
     def run(self, calls: Sequence[Call]) -> list[object]:
-        """Return what was seen. After an error that is not the guard's, the transaction begins anew."""
+        """Return the results of the calls. After an error of another kind, the transaction is rolled back."""
         seen: list[object] = []
         for name, *arguments in [*calls, ("commit",)]:
             try:

@@ -10,7 +10,7 @@ from typing import Any, Final
 IMPATIENT: Final[dict[str, Any]] = {"node_timeout": 0.3, "connect_timeout": 1.0, "outage_grace": 0.3}
 
 
-def eventually(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+def eventually(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Poll until a condition holds; False if it never does."""
     deadline = time.monotonic() + seconds
     while not condition():

@@ -931,7 +931,7 @@ def fail_late(_session: Session) -> None:
 
 @dataclass
 class Late:
-    """A body that outlives its lease, and what is known after it."""
+    """A body that outlives its lease, and the facts after it."""
 
     body: Body
     error: type[BaseException] | None

@@ -218,7 +218,7 @@ def test_node_that_was_left_closed_is_opened_by_the_next_run(
     wanted = [*present[:2], nodes.urls[3]]
     before = take(wanted)
     assert change(present, wanted) is True
-    with Redlock(wanted, node_timeout=0.3) as authority:
+    with Redlock(wanted) as authority:
         assert {(status.state, status.epoch) for status in authority.status()} == {(NodeState.ADMITTED, 2)}
     assert take(wanted) > before
 

@@ -51,7 +51,7 @@ def locks_on(nodes: Sequence[Node]) -> list[str]:
     return found
 
 
-def is_held_everywhere(urls: Sequence[str], resource: str = "r", seconds: float = 15.0) -> bool:
+def is_held_everywhere(urls: Sequence[str], resource: str = "r", seconds: float = 60.0) -> bool:
     """Return whether every node that can be reached and is initialised comes to hold a lock that was granted.
 
     A majority is enough for the grant. On the others, the next attempt may still be the first.
@@ -107,7 +107,7 @@ def lose_connection(face: Face, node: int) -> None:
     face.loop.run(lose())
 
 
-async def soon(condition: Callable[[], bool], seconds: float = 15.0) -> bool:
+async def soon(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
     """Return whether a condition comes to hold, while the loop goes on."""
     deadline = time.monotonic() + seconds
     while not condition():
