@@ -18,7 +18,7 @@ from proof.pages.blocks import blocks, read
 from proof.servers import Nodes, Postgres
 from tests.polling import eventually
 
-pytestmark = [pytest.mark.timed, pytest.mark.long]
+pytestmark = [pytest.mark.long]
 
 TASKS = 12
 SEED = f"""
@@ -35,6 +35,7 @@ for number in range({TASKS}):
 SEND = f"import tasks; [tasks.ship.delay(number) for number in range({TASKS})]"
 
 
+@pytest.mark.timed
 @pytest.mark.timeout(180)
 def test_no_task_is_lost_while_the_only_node_is_blank(
     nodes: Nodes, postgres: Postgres, tmp_path: Path

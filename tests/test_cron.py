@@ -16,8 +16,6 @@ import pytest
 from proof.pages.blocks import blocks, read
 from proof.torture.clocks import MISSING, find_library
 
-pytestmark = pytest.mark.timed
-
 #: Stands for a machine of the page: it has the command on its path, and a script of its own.
 SCRIPT = "#!/bin/sh\necho ran >> runs\nexit ${STATUS:-0}\n"
 
@@ -83,6 +81,7 @@ def test_command_of_a_timer_runs_once_in_its_slot(machine: Path, command: str) -
     assert runs(machine) == 1
 
 
+@pytest.mark.timed
 @pytest.mark.long
 @pytest.mark.parametrize("status", ["0", "3"])
 def test_second_machine_is_late_by_a_real_delay(machine: Path, status: str) -> None:

@@ -15,7 +15,7 @@ from proof.servers import Nodes, Postgres
 from tests.polling import eventually
 from tests.shops import Shop
 
-pytestmark = [pytest.mark.long, pytest.mark.timed]
+pytestmark = [pytest.mark.long]
 
 ORDERS = 20
 SEED = f"""
@@ -61,6 +61,7 @@ def test_its_own_tests_pass(tmp_path: Path) -> None:
     Shop("celery_shop", tmp_path / "shop").check()
 
 
+@pytest.mark.timed
 def test_two_beats_and_an_outage(shop: Shop, nodes: Nodes) -> None:
     """Each slot has one report, and each order is shipped, although all tasks are sent twice."""
     shop.python("-c", SEED)

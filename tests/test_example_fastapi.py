@@ -18,7 +18,7 @@ from proof.servers import Postgres
 from tests.polling import eventually
 from tests.shops import Server, Shop
 
-pytestmark = [pytest.mark.long, pytest.mark.timed]
+pytestmark = [pytest.mark.long]
 
 UVICORN: Final = (
     "uvicorn",
@@ -76,6 +76,7 @@ def metric(text: str, name: str) -> float:
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
 
+@pytest.mark.timed
 def test_its_own_tests_pass(shop: Shop) -> None:
     """Those that a reader copies."""
     for of_the_server in ("PROMETHEUS_MULTIPROC_DIR", "LOCK_TTL", "BANK_SECONDS"):

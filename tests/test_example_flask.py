@@ -19,7 +19,7 @@ from fencelock import Database
 from tests.polling import eventually
 from tests.shops import Server, Shop
 
-pytestmark = [pytest.mark.long, pytest.mark.timed]
+pytestmark = [pytest.mark.long]
 
 GUNICORN: Final = ["gunicorn", "--workers", "3", "--bind", "127.0.0.1:PORT", "shop:create_app()"]
 MYPY: Final = ("--allow-subclassing-any", "--no-warn-return-any", "--disable-error-code=name-defined")
@@ -76,6 +76,7 @@ def edit(server: Server, data: dict[str, str]) -> httpx.Response:
     return httpx.post(server.url + EDIT, data=data, timeout=20, trust_env=False)
 
 
+@pytest.mark.timed
 def test_its_own_tests_pass(shop: Shop) -> None:
     """Those that a reader copies."""
     del shop.environment["LOCK_TTL"], shop.environment["SHELF_SECONDS"], shop.environment["FLASK_SECRET_KEY"]
@@ -105,6 +106,7 @@ def test_edit_waits_for_a_holder_and_is_refused(server: Server, shop: Shop) -> N
     assert stock(shop) == 20
 
 
+@pytest.mark.timed
 def test_worker_that_is_paused_is_refused_behind_an_edit(server: Server, shop: Shop) -> None:
     """It wakes up when Flask-Admin has written the row."""
     with closing(server.begin("/articles/1/count", "c")) as late, locks(shop) as authority:

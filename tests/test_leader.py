@@ -27,8 +27,6 @@ from tests.authorities.stage import together
 from tests.conftest import ROOT
 from tests.polling import IMPATIENT, eventually
 
-pytestmark = pytest.mark.timed
-
 
 def take_from(authority: Redlock, name: str = "r") -> None:
     """Take the lock from its holder, which hears of it at its next extension."""
@@ -81,6 +79,7 @@ def test_second_candidate_waits_for_the_first(authority: Redlock, rival: Redlock
     thread.join()
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("waits", [True, False], ids=["while it waits", "between two looks"])
 def test_term_is_over_when_the_loss_is_known(authority: Redlock, waits: bool) -> None:
     """The renewal finds it, calls back, and wakes what sleeps."""
@@ -105,6 +104,7 @@ def test_term_is_over_when_the_loss_is_known(authority: Redlock, waits: bool) ->
     assert len(told) == 2
 
 
+@pytest.mark.timed
 def test_term_is_over_before_its_lease_is(nodes: Nodes) -> None:
     """By the clock: nodes that answer no more let nothing be known."""
     with Redlock(nodes.urls[:1], **IMPATIENT) as quorum:
@@ -119,6 +119,7 @@ def test_term_is_over_before_its_lease_is(nodes: Nodes) -> None:
             assert not term.is_current, "it is over for good"
 
 
+@pytest.mark.timed
 def test_coroutine_is_woken_at_the_end(authority: Redlock) -> None:
     """By the renewal of its loop, and where the block is left meanwhile."""
 
@@ -134,6 +135,7 @@ def test_coroutine_is_woken_at_the_end(authority: Redlock) -> None:
     assert seconds < 0.5
 
 
+@pytest.mark.timed
 def test_thread_is_woken_when_the_block_is_left(authority: Redlock) -> None:
     """It may work for the leader."""
     outcome: list[bool] = []
@@ -184,6 +186,7 @@ def test_threads_share_an_object(authority: Redlock) -> None:
     assert len(tokens) == 3
 
 
+@pytest.mark.timed
 def test_leader_that_was_thrown_away_is_not_renewed(authority: Redlock, rival: Redlock) -> None:
     """Nothing but its user keeps it: no callback does."""
     leader("r", ttl=1.0, authority=authority).__enter__()
@@ -215,6 +218,7 @@ def stale(term: Term) -> None:
     raise StaleTokenError("t", (1,), term.token, term.token + 1)
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("late", [lost, stale, repr], ids=["lost", "stale", "returns"])
 def test_run_campaigns_again_after_a_lost_term(
     authority: Redlock, rival: Redlock, late: Callable[[Term], None]
@@ -235,6 +239,7 @@ def test_run_campaigns_again_after_a_lost_term(
     assert first < second
 
 
+@pytest.mark.timed
 def test_coroutine_campaigns_again_after_a_lost_term(authority: Redlock, rival: Redlock) -> None:
     """As blocking code does."""
     tokens: list[int] = []

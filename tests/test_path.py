@@ -24,8 +24,6 @@ from fencelock import Database, FencedModel, Redlock, _locking, fenced_lock
 from fencelock.guard import leases
 from proof.servers import Nodes
 
-pytestmark = pytest.mark.timed
-
 PACKAGE = f"{Path(fencelock.__file__).parent}/"
 #: The passage with the fewest calls counts: early ones connect, and a loop looks twice for a late answer.
 PASSAGES = 30

@@ -14,8 +14,6 @@ from fencelock import Redlock
 from proof.servers import Nodes
 from tests.test_first_file import LATE, PROGRAM
 
-pytestmark = pytest.mark.timed
-
 #: Run by Python before anything else.
 WITHOUT = """
     import os, select, signal, sys
@@ -58,6 +56,7 @@ def test_readmes_program_runs_over_sqlite(folder: Path) -> None:
     assert "StaleTokenError: token" in done.stdout
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("is_asyncio", [False, True])
 def test_readmes_program_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio: bool) -> None:
     """Blocking code waits by `select.select`; loops by what `selectors` finds."""

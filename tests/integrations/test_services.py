@@ -19,8 +19,6 @@ from proof.pages.blocks import blocks, read
 from proof.servers import Postgres
 from tests.polling import eventually
 
-pytestmark = pytest.mark.timed
-
 PAUSED = """
 import os, signal, orders
 print(orders.reserve("Anton", pause=lambda request: os.kill(os.getpid(), signal.SIGSTOP)))

@@ -12,14 +12,13 @@ import pytest
 from fencelock import leader
 from tests.authorities.kinds import MAKERS, SORTS, Kind
 
-pytestmark = pytest.mark.timed
-
 
 @pytest.fixture(params=SORTS)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
     yield from MAKERS[request.param](request)
 
 
+@pytest.mark.timed
 @pytest.mark.long
 def test_successor_leads_with_a_larger_token(kind: Kind) -> None:
     """It waits for the end of the term, and is told when that was released."""

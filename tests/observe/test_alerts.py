@@ -24,8 +24,6 @@ from tests.observe.shop import Order
 from tests.observe.stage import RULES, Server, heard, needs_prometheus, tell
 from tests.polling import IMPATIENT, eventually
 
-pytestmark = pytest.mark.timed
-
 DASHBOARD: Final = ROOT / "docs" / "monitoring" / "dashboard.json"
 
 
@@ -76,6 +74,7 @@ def test_each_alert_fires(
     assert fired == wanted
 
 
+@pytest.mark.timed
 @needs_prometheus
 @pytest.mark.timeout(120)
 def test_each_panel_of_the_dashboard_can_be_drawn(server: Server, shop: subprocess.Popen[str]) -> None:

@@ -21,8 +21,6 @@ from tests.conftest import galera_with_leases
 from tests.polling import eventually
 from tests.test_cli import fencelock
 
-pytestmark = pytest.mark.timed
-
 
 def findings(url: str) -> dict[str, dict[str, Any]]:
     """Return what the doctor finds where that grants, by its advice."""

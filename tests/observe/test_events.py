@@ -36,7 +36,8 @@ from fencelock.observe import (
 from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 
-pytestmark = pytest.mark.timed
+#: For what the lock does itself, above its authority.
+TWO_KINDS = pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
 
 
 def kinds_of(events: list[Event]) -> list[str]:
@@ -49,7 +50,7 @@ def only(events: list[Event], kind: type[Any]) -> Any:
     return found
 
 
-def test_life_of_a_lock(mine: Any, events: list[Event]) -> None:
+def test_a_lock_tells_that_it_was_acquired_and_released(mine: Any, events: list[Event]) -> None:
     """Acquired, released: each once, with what was granted and how long it took."""
     with mine.lock("order:1", "order:2") as tokens, mine.lock("order:1"):
         time.sleep(0.05)
@@ -65,7 +66,8 @@ def test_life_of_a_lock(mine: Any, events: list[Event]) -> None:
     assert (released.end, released.error) == ("released", None)
 
 
-def test_life_of_a_lock_in_a_task(mine: Any, events: list[Event]) -> None:
+@TWO_KINDS
+def test_a_lock_of_a_task_tells_the_same(mine: Any, events: list[Event]) -> None:
     """The same behind `async with`."""
 
     async def main() -> None:
@@ -77,7 +79,7 @@ def test_life_of_a_lock_in_a_task(mine: Any, events: list[Event]) -> None:
     assert kinds_of(events) == ["LockAcquired", "LockReleased"]
 
 
-def test_lock_that_another_holds(mine: Any, other: Any, events: list[Event]) -> None:
+def test_a_timeout_is_told_with_the_error_of_the_caller(mine: Any, other: Any, events: list[Event]) -> None:
     """It was waited for, and the error is that of the caller."""
     with other.lock("order:1"):
         events.clear()
@@ -90,12 +92,14 @@ def test_lock_that_another_holds(mine: Any, other: Any, events: list[Event]) -> 
     assert event.had_to_wait
 
 
-def test_task_that_is_cancelled_while_it_waits(mine: Any, other: Any, events: list[Event]) -> None:
+def test_a_task_that_is_cancelled_while_it_waits_is_no_error(
+    mine: Any, other: Any, events: list[Event]
+) -> None:
     """That is no error of the authority."""
 
     async def main() -> None:
         task = asyncio.create_task(mine.lock("order:1").aio.acquire())
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(eventually, lambda: kinds_of(events)[-1:] == ["LockWaiting"])
         task.cancel()
         with suppress(asyncio.CancelledError):
             await task
@@ -107,7 +111,8 @@ def test_task_that_is_cancelled_while_it_waits(mine: Any, other: Any, events: li
     assert only(events, LockNotAcquired).outcome == "cancelled"
 
 
-def test_task_that_is_cancelled_while_it_leaves(mine: Any, events: list[Event]) -> None:
+@TWO_KINDS
+def test_a_task_that_is_cancelled_while_it_leaves_has_released(mine: Any, events: list[Event]) -> None:
     """As a disconnected client of a web server does: the lock is released, and so a gauge goes down."""
 
     async def work(inside: asyncio.Event) -> None:
@@ -126,7 +131,8 @@ def test_task_that_is_cancelled_while_it_leaves(mine: Any, events: list[Event]) 
     assert only(events, LockReleased).end == "released"
 
 
-def test_release_that_a_signal_handler_breaks_off(
+@TWO_KINDS
+def test_a_release_that_is_broken_off_is_told_once(
     mine: Any, events: list[Event], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is sent once more, and what that does not find was not lost."""
@@ -144,14 +150,14 @@ def test_release_that_a_signal_handler_breaks_off(
     assert only(events, LockReleased).end == "released"
 
 
-def test_acquisition_that_is_given_up(mine: Any, other: Any, events: list[Event]) -> None:
+@TWO_KINDS
+def test_an_acquisition_that_is_given_up_is_no_timeout(mine: Any, other: Any, events: list[Event]) -> None:
     """By `cancel`: that is no timeout."""
     lock = mine.lock("order:1", timeout=None)
     with other.lock("order:1"):
         thread = threading.Thread(target=wait_for, args=(lock,))
         thread.start()
         assert eventually(lambda: kinds_of(events)[-1:] == ["LockWaiting"])
-        time.sleep(0.1)
         lock.cancel()
         thread.join()
     assert only(events, LockNotAcquired).outcome == "cancelled"
@@ -163,7 +169,8 @@ def wait_for(lock: Any) -> None:
         lock.acquire()
 
 
-def test_lease_that_is_extended(mine: Any, events: list[Event]) -> None:
+@pytest.mark.timed
+def test_each_extension_is_told_with_its_lateness(mine: Any, events: list[Event]) -> None:
     """Each time with how late that began."""
     with mine.lock("order:1", ttl=0.6):
         assert eventually(lambda: sum(isinstance(event, LeaseExtended) for event in events) >= 2)
@@ -173,7 +180,9 @@ def test_lease_that_is_extended(mine: Any, events: list[Event]) -> None:
             assert 0 <= event.lateness < 0.6
 
 
-def test_lease_at_the_end_of_max_hold(mine: Any, events: list[Event]) -> None:
+@TWO_KINDS
+@pytest.mark.timed
+def test_the_end_of_max_hold_is_told_once(mine: Any, events: list[Event]) -> None:
     """The loss is told once, and so is the end of the lock."""
     with mine.lock("order:1", ttl=0.3, max_hold=0.4, if_lost="warn"):
         assert eventually(lambda: any(isinstance(event, LeaseLost) for event in events))
@@ -183,7 +192,9 @@ def test_lease_at_the_end_of_max_hold(mine: Any, events: list[Event]) -> None:
     assert only(events, LockReleased).end == "max_hold"
 
 
-def test_lease_that_nothing_extends(mine: Any, events: list[Event]) -> None:
+@TWO_KINDS
+@pytest.mark.timed
+def test_a_lease_that_nothing_extends_is_lost_when_its_block_is_left(mine: Any, events: list[Event]) -> None:
     """It is found when the block is left."""
     with pytest.raises(LockLostError), mine.lock("order:1", ttl=0.2, renew=False):
         time.sleep(0.3)
@@ -191,7 +202,7 @@ def test_lease_that_nothing_extends(mine: Any, events: list[Event]) -> None:
     assert only(events, LockReleased).end == "lost"
 
 
-def test_reminted_lock(mine: Any, events: list[Event]) -> None:
+def test_a_new_token_is_told(mine: Any, events: list[Event]) -> None:
     """The new token is told."""
     lock = mine.lock("order:1")
     with lock:
@@ -200,7 +211,9 @@ def test_reminted_lock(mine: Any, events: list[Event]) -> None:
     assert only(events, LockReleased).tokens == (token,)
 
 
-def test_lock_that_is_handed_over(mine: Any, other: Any, events: list[Event]) -> None:
+def test_a_lock_that_is_handed_over_ends_here_and_begins_there(
+    mine: Any, other: Any, events: list[Event]
+) -> None:
     """It ends here, and begins there."""
     lock = mine.lock("order:1")
     lock.acquire()
@@ -210,7 +223,8 @@ def test_lock_that_is_handed_over(mine: Any, other: Any, events: list[Event]) ->
     assert kinds_of(events) == ["LockAcquired", "LockReleased"] * 2
 
 
-def test_template_of_a_decorated_function(mine: Any, events: list[Event]) -> None:
+@TWO_KINDS
+def test_events_have_the_template_of_a_decorated_function(mine: Any, events: list[Event]) -> None:
     """Metrics are labelled by it, because there are as many resources as orders."""
 
     @fenced("order:{order_id}", authority=mine)
@@ -231,7 +245,9 @@ def test_connections_are_told_without_passwords(mine: Any, events: list[Event]) 
     assert all(event.endpoint in repr(mine) for event in opened)
 
 
-def test_node_that_is_gone(make_nodes: Callable[..., Nodes], events: list[Event]) -> None:
+def test_failed_connections_are_told_and_no_majority_is_an_error(
+    make_nodes: Callable[..., Nodes], events: list[Event]
+) -> None:
     """Each try to connect is told; and a lock without a majority is an error."""
     nodes = make_nodes(1)
     with Redlock(nodes.urls, **IMPATIENT) as authority:
@@ -240,10 +256,11 @@ def test_node_that_is_gone(make_nodes: Callable[..., Nodes], events: list[Event]
         with pytest.raises(QuorumError):
             authority.lock("order:1").acquire(timeout=1)
     failed = [event for event in events if isinstance(event, ConnectionFailed)]
-    assert {event.endpoint for event in failed} == set(authority.nodes)
+    assert {event.endpoint for event in failed} >= set(authority.nodes)
     assert only(events, LockNotAcquired).outcome == "error"
 
 
+@TWO_KINDS
 def test_listener_that_fails_changes_nothing(
     mine: Any, events: list[Event], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -262,6 +279,7 @@ def test_listener_that_fails_changes_nothing(
     assert "of a listener" in caplog.text
 
 
+@TWO_KINDS
 def test_lock_acquired_before_anything_listened(mine: Any) -> None:
     """Its release is not told: a gauge would go below zero."""
     found: list[Event] = []
@@ -271,6 +289,7 @@ def test_lock_acquired_before_anything_listened(mine: Any) -> None:
     assert not [event for event in found if isinstance(event, LockReleased)]
 
 
+@TWO_KINDS
 def test_threads_tell_in_their_own_thread(mine: Any) -> None:
     """A listener may know its caller by that."""
     found: list[int] = []

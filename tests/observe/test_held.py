@@ -18,8 +18,6 @@ from fencelock import LockLostError, LockTimeoutError, NotHeldError, Redlock, as
 from proof.servers import Nodes
 from tests.polling import IMPATIENT
 
-pytestmark = pytest.mark.timed
-
 
 @pytest.mark.parametrize("timeout", [0, 0.2])
 def test_timeout_says_by_whom(mine: Any, other: Any, timeout: float) -> None:
@@ -101,6 +99,7 @@ def test_assert_held(authority: Redlock) -> None:
         assert_held("asserted:1")
 
 
+@pytest.mark.timed
 def test_assert_held_of_a_lease_that_has_ended(authority: Redlock) -> None:
     """The work must not go on."""
     with authority.lock("asserted:1", ttl=0.1, renew=False, if_lost="warn"):

@@ -16,9 +16,6 @@ from fencelock import Database, LockTimeoutError, Redlock
 from fencelock.observe.otel import FencelockInstrumentor
 from tests.observe.conftest import Telemetry
 
-pytestmark = pytest.mark.timed
-
-
 ITS = {"authority": "Redlock", "lock": "order"}
 
 
@@ -70,6 +67,7 @@ def test_task_that_waits_in_vain(authority: Redlock, rival: Redlock, telemetry: 
     assert telemetry.value("fencelock.lock.wait.duration", **ITS, outcome="timeout") == 1
 
 
+@pytest.mark.timed
 def test_what_becomes_of_a_lock_stands_on_the_span(authority: Redlock, telemetry: Telemetry) -> None:
     """The span says that the lock was reminted and lost."""
     lock = authority.lock("order:1", ttl=0.3, renew=False, if_lost="warn")
