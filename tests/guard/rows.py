@@ -1,15 +1,29 @@
-"""Rows of the guard's tests, and the holders that write them."""
+"""Rows of the guard's tests, the holders that write them, and what listens to the statements."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import Column, Connection, Delete, Engine, Insert, MetaData, Table, Update, delete, insert
+from sqlalchemy import (
+    Column,
+    Connection,
+    Delete,
+    Engine,
+    Insert,
+    MetaData,
+    Table,
+    Update,
+    delete,
+    event,
+    insert,
+)
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -17,6 +31,7 @@ from fencelock import Lease, bind
 from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.tokens import MAX_TOKEN
+from tests.immediate import begin_immediate
 
 #: What a session is to do.
 Act: TypeAlias = Callable[[Session], object]
@@ -26,6 +41,14 @@ ForAsyncio: TypeAlias = Callable[[Engine], AsyncEngine]
 InMemory: TypeAlias = Callable[[MetaData], Engine]
 #: For what Python decides before a database hears of it.
 on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)
+on_postgresql_alone = pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
+with_row_locks = pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
+one_driver = pytest.mark.parametrize("for_asyncio", [0], indirect=True)
+
+
+def named(cases: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of `parametrize` for a table of cases by name."""
+    return {"argvalues": list(cases.values()), "ids": list(cases)}
 
 
 class Keyed:
@@ -50,10 +73,8 @@ def core_table(
 def empty(connection: Connection, metadata: MetaData) -> None:
     """Delete all rows of all tables, with the largest token, which even strict triggers let pass."""
     for table in reversed(metadata.sorted_tables):
-        if FENCE_COLUMN in table.c:
-            connection.execute(delete(table), execution_options={"fencing_token": MAX_TOKEN})
-        else:
-            connection.execute(delete(table), execution_options={"fencelock": "bypass"})
+        option = {"fencing_token": MAX_TOKEN} if FENCE_COLUMN in table.c else {"fencelock": "bypass"}
+        connection.execute(delete(table), execution_options=option)
 
 
 def bypassed(engine: Engine) -> AbstractContextManager[Connection]:
@@ -61,13 +82,31 @@ def bypassed(engine: Engine) -> AbstractContextManager[Connection]:
     return engine.execution_options(fencelock="bypass").begin()
 
 
-def refill(engine: Engine, metadata: MetaData, rows: Mapping[Any, Any]) -> Engine:
-    """Have a database contain these rows, by model or table, and nothing else."""
+def table_of(target: Any) -> Table:
+    found: Table = target if isinstance(target, Table) else target.__table__
+    return found
+
+
+def tables_of(targets: Iterable[Any]) -> list[Table]:
+    """Return the tables of models, with those that they refer to, in the order in which they are made."""
+    found, todo = set[Table](), [table_of(each) for each in targets]
+    while todo:
+        table = todo.pop()
+        found.add(table)
+        todo += [each.column.table for each in table.foreign_keys if each.column.table not in found]
+    return [
+        each for metadata in {t.metadata for t in found} for each in metadata.sorted_tables if each in found
+    ]
+
+
+def refill(engine: Engine, rows: Mapping[Any, Any]) -> Engine:
+    """Have the tables of these models or tables contain these rows, and nothing else."""
     with bypassed(engine) as connection:
-        for table in reversed(metadata.sorted_tables):
+        for table in reversed(tables_of(rows)):
             connection.execute(delete(table))
         for target, given in rows.items():
-            connection.execute(insert(target if isinstance(target, Table) else target.__table__), given)
+            if given:
+                connection.execute(insert(table_of(target)), given)
     return engine
 
 
@@ -130,3 +169,79 @@ class Routing(Session):
         if self._flushing or isinstance(clause, Insert | Update | Delete):
             return self.leader
         return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]
+
+
+@contextmanager
+def listening(target: Any, name: str, listener: Callable[..., object], **options: Any) -> Iterator[None]:
+    """Have a listener called for an event inside the block."""
+    event.listen(target, name, listener, **options)
+    try:
+        yield
+    finally:
+        event.remove(target, name, listener)
+
+
+@contextmanager
+def statements(engine: Engine) -> Iterator[list[str]]:
+    """Collect the statements that are sent in the block."""
+    sent: list[str] = []
+    with listening(engine, "before_cursor_execute", lambda *given: sent.append(given[2])):
+        yield sent
+
+
+def words(sent: list[str]) -> list[str]:
+    """Return the first word of each statement."""
+    return [statement.split(maxsplit=1)[0] for statement in sent]
+
+
+def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
+    """Start work in a thread; return what waits for its result or raises its error."""
+    outcome: list[Any] = []
+
+    def run() -> None:
+        try:
+            outcome.append(work())
+        except Exception as error:  # noqa: BLE001  handed over to the caller
+            outcome.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+
+    def wait() -> Any:
+        thread.join(30)
+        assert not thread.is_alive()
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
+
+    return wait
+
+
+def let_wait(engine: Engine) -> None:
+    """Have SQLite's transactions wait for each other, as row locks have those of the others wait."""
+    if engine.dialect.name == "sqlite":
+        begin_immediate(engine)
+        engine.dispose()
+
+
+_WAITING = {
+    "postgresql": "FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
+    "mysql": (
+        "FROM information_schema.innodb_trx JOIN information_schema.processlist ON id = trx_mysql_thread_id"
+        " WHERE db = DATABASE() AND trx_state = 'LOCK WAIT'"
+    ),
+}
+
+
+def until_one_waits(engine: Engine) -> None:
+    """Return once a transaction waits for a lock of another; at once on SQLite, which does not tell.
+
+    InnoDB shows the same for ever to those who ask again within 0.1 s.
+    """
+    if (where := _WAITING.get(engine.dialect.name)) is None:
+        return
+    end = time.monotonic() + 30
+    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+        while not connection.scalar(sa.text(f"SELECT count(*) {where}")):
+            assert time.monotonic() < end
+            time.sleep(0.15)

@@ -160,7 +160,6 @@ def test_a_part_from_before_ones_own_commit_is_refused(leader: Engine, follower:
 def test_an_object_that_is_found_again_and_not_filled_stays_of_its_version(
     leader: Engine, follower: Engine
 ) -> None:
-    """A query that comes across it in another database changes nothing about it."""
     change(leader)
     with Routing() as session:
         session.leader, session.reads = leader, [leader]

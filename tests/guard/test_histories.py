@@ -441,7 +441,6 @@ def end(worker: Worker, then: str, outcome: Outcome) -> None:
 
 @pytest.mark.long
 def test_no_interleaving_loses_a_write_or_accepts_a_stale_one(impatient: Engine) -> None:
-    """However transactions overlap: no fence goes down, and what was acknowledged is there, in order."""
     happened: Counter[str] = Counter()
 
     @UNSHRUNK

@@ -61,7 +61,6 @@ def rows(engine: Engine, *columns: Any) -> list[Any]:
 
 
 def test_an_aggregate_in_one_flush(engine: Engine, session: Session) -> None:
-    """The children are guarded by a resource that is named after the parent's new key."""
     session.add_all([Order(items=[Item(), Item()]), Order(items=[Item()])])
     session.commit()
     assert rows(engine, Order.last_fencing_token) == [0, 0]
@@ -86,7 +85,6 @@ def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine,
 
 
 def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: Session) -> None:
-    """The name is made of both; the table has a strict trigger, which hears of the fence 0."""
     parcel = Parcel(depot="north")
     session.add(parcel)
     session.flush()
@@ -99,7 +97,6 @@ def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: 
 
 @on_sqlite_alone
 def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> None:
-    """As soon as others see the row, they may lock what it is named after."""
     order = Order(items=[Item()])
     session.add(order)
     session.commit()
@@ -133,7 +130,6 @@ def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -
 
 @on_sqlite_alone
 def test_it_cannot_be_claimed(session: Session) -> None:
-    """No token exists to claim the row with, and no holder to claim it from."""
     order = Order()
     session.add(order)
     session.flush()
@@ -166,7 +162,6 @@ def test_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
 
 @on_sqlite_alone
 def test_keys_that_the_program_reads_itself_are_not_known(session: Session) -> None:
-    """With a RETURNING of its own, the guard does not see what comes back."""
     key = session.scalar(insert(Order).returning(Order.id))
     with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
         session.execute(update(Order).where(Order.id == key).values(number="x"))

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Column, Engine, ForeignKey, Integer, delete, insert, orm, select, update
+from sqlalchemy import Column, Engine, ForeignKey, Integer, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
@@ -26,7 +26,7 @@ from fencelock import (
     on_event,
     upsert,
 )
-from fencelock.guard import events, fence_column
+from fencelock.guard import events
 from fencelock.observe import WrittenWithoutLease
 from fencelock.observe.prometheus import instrument
 from tests.guard.rows import (
@@ -195,7 +195,6 @@ def write_elsewhere(engine: Engine) -> None:
 def test_an_object_is_written_over_the_version_that_was_loaded(
     engine: Engine, leases: tuple[Lease, ...], act: str
 ) -> None:
-    """Holders and other writers are refused alike if another writer has changed the row meanwhile."""
     with Session(engine, expire_on_commit=False) as session:
         order = session.get_one(Order, ORDER)
         session.commit()
@@ -220,7 +219,6 @@ def test_an_object_is_written_over_the_version_that_was_loaded(
     ids=["below the fence", "ended"],
 )
 def test_a_holder_is_refused_as_ever(engine: Engine, lease: Lease, error: type[Exception]) -> None:
-    """A holder that has lost its lock is not taken for a writer that never locked."""
     with holding(engine, lease) as session:
         add_by_object(session)
         with pytest.raises(error):
@@ -234,7 +232,6 @@ def write_and_flush(session: Session, write: Act) -> None:
 
 @on_sqlite_alone
 def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
-    """Of the name, most likely. That of another model says nothing."""
     with holding(engine, Lease("order:77", TOKEN)) as session:
         for write in (add_by_object, WRITES["by criteria"], WRITES["by key"]):
             with turned_away(session, UnfencedWriteError):
@@ -246,7 +243,6 @@ def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
 
 
 def test_what_was_begun_under_a_lease_is_not_ended_without(engine: Engine, tmp_path: Any) -> None:
-    """A COMMIT behind the block is refused; the next transaction is free."""
     with Database(f"sqlite:///{tmp_path}/leases.sqlite") as authority, Session(engine) as session:
         with fencelock.fenced_lock(f"order:{ORDER}", authority=authority):
             add_by_object(session)
@@ -288,8 +284,7 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
 
     A holder of it writes the parent's row, too.
     """
-    name = "lines" if model is Order else "parts"
-    child = Line if model is Order else Part
+    name, child = ("lines", Line) if model is Order else ("parts", Part)
     with Session(engine) as session:
         parent = session.get_one(model, 1)
         getattr(parent, name).append(child(id=1))
@@ -307,7 +302,6 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
 
 
 def test_events_and_a_counter_tell_of_it(engine: Engine) -> None:
-    """So that a team sees when it may change to "required"."""
     registry, seen = CollectorRegistry(), list[object]()
     listeners: list[Any] = [instrument(registry=registry), on_event(seen.append)]
     try:
@@ -323,7 +317,6 @@ def test_events_and_a_counter_tell_of_it(engine: Engine) -> None:
 def test_the_log_names_a_line_of_the_program_once(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, for_asyncio: ForAsyncio
 ) -> None:
-    """Also for coroutines, whose flush is in a greenlet."""
     monkeypatch.setattr(events, "_places", set())
     caplog.set_level(logging.INFO, "fencelock.guard")
 
@@ -340,20 +333,3 @@ def test_the_log_names_a_line_of_the_program_once(
         file, _, number = place.rpartition(":")
         assert file == __file__
         assert "session.commit()  # this line" in linecache.getline(file, int(number))
-
-
-def test_a_choice_that_is_none_is_refused() -> None:
-    """And one that two models of a table do not share."""
-    own = orm.declarative_base()
-
-    def model(name: str, choice: Any, **more: Any) -> Any:
-        given = {"__fence_resource__": "one", "__fence_lease__": choice, **more}
-        return type(name, (FencedModel, own), given)
-
-    with pytest.raises(ValueError, match="'required' or 'optional', not 'perhaps'"):
-        fence_column(lease="perhaps")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not False"):
-        model("Wrong", choice=False, __tablename__="ol_wrong", id=mapped_column(Integer, primary_key=True))
-    first = model("First", "optional", __tablename__="ol_first", id=mapped_column(Integer, primary_key=True))
-    with pytest.raises(ValueError, match="differs from that of another model"):
-        model("Second", "required", __table__=first.__table__)

@@ -54,7 +54,6 @@ def work(url: str, tokens: Any, acknowledged: Any, reading_first: bool) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("reading_first", [False, True])
 def test_no_acknowledged_increment_is_lost(database_url: str, reading_first: bool) -> None:
-    """The value equals the number of acknowledged commits, and the fence is the highest token written."""
     engine = create_engine(database_url)
     Base.metadata.create_all(engine)
     with bypassed(engine) as connection:
@@ -78,7 +77,6 @@ def test_no_acknowledged_increment_is_lost(database_url: str, reading_first: boo
 
 
 def test_a_deferred_transaction_that_has_read_cannot_claim(tmp_path: Any) -> None:
-    """Why begin_immediate is there: on SQLite the upgrade of a read transaction fails at once."""
     url = f"sqlite:///{tmp_path / 'test.sqlite'}"
     deferred, other = create_engine(url), create_engine(url)
     event.listen(deferred, "connect", lambda connection, _: setattr(connection, "isolation_level", None))

@@ -8,20 +8,10 @@ from pathlib import Path
 import pytest
 from sqlalchemy import event
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
-from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
-from tests.guard.rows import Keyed
+from fencelock import Lease, UnfencedWriteError, bind, claim
+from tests.guard.models import Base, Order
 from tests.immediate import begin_immediate
-
-
-class Base(DeclarativeBase): ...
-
-
-class Order(FencedModel, Keyed, Base):
-    __tablename__ = "sq_orders"
-    __fence_resource__ = "order:{id}"
-    paid: Mapped[int] = mapped_column(default=0)
 
 
 @pytest.fixture
@@ -39,7 +29,7 @@ def test_tasks_that_read_before_they_write_take_turns(aengine: AsyncEngine) -> N
             bind(session, Lease("order:1", 9))
             order = await session.get_one(Order, 1)
             await asyncio.sleep(0.05)
-            order.paid += token
+            order.total += token
             await session.commit()
 
     async def main() -> int:
@@ -50,7 +40,7 @@ def test_tasks_that_read_before_they_write_take_turns(aengine: AsyncEngine) -> N
             session.add(Order(id=1))
             await session.commit()
             await asyncio.gather(*map(pay, (1, 2, 4)))
-            paid = (await claim(session, Order, 1)).paid
+            paid = (await claim(session, Order, 1)).total
         await aengine.dispose()
         return paid
 
@@ -58,7 +48,6 @@ def test_tasks_that_read_before_they_write_take_turns(aengine: AsyncEngine) -> N
 
 
 def test_connection_of_aiosqlite_that_commits_by_itself_is_refused(aengine: AsyncEngine) -> None:
-    """The driver begins no transaction, and no listener does."""
 
     @event.listens_for(aengine.sync_engine, "connect")
     def on_connect(connection: object, _record: object) -> None:

@@ -168,7 +168,6 @@ def played(engine: Engine, model: Any) -> Counter[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("model", [Log, Counted])
 def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: Any) -> None:
-    """With SQLAlchemy's own counter beside the write id, too."""
     happened = played(engine, model)
     by_id = "StaleReadError" if model is Log else "StaleDataError"
     assert min(happened[each] for each in ("written", by_id, "StaleTokenError")) > 5, happened
@@ -176,7 +175,6 @@ def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: 
 
 @pytest.mark.long
 def test_without_the_write_id_updates_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: the condition asks only that the fence is not above the token."""
     monkeypatch.setattr(
         "fencelock.guard.objects.new_stamp", lambda write_id, token, _loaded: new_stamp(write_id, token, None)
     )

@@ -154,7 +154,6 @@ def test_no_order_loses_an_update(shared_engine: Engine, load: Load, *, before: 
 
 
 def test_version_counter_beside_it(shared_engine: Engine) -> None:
-    """SQLAlchemy's `version_id_col` changes nothing."""
     assert losses(shared_engine, Counted, unclaimed) == []
 
 

@@ -15,11 +15,10 @@ from sqlalchemy.orm import Session, make_transient_to_detached
 import fencelock
 from fencelock import Lease, bind, fenced_text, upsert
 from tests.guard import write_ids
-from tests.guard.listening import listening, statements
-from tests.guard.rows import ForAsyncio, bypassed, holding, on_sqlite_alone
+from tests.guard.rows import ForAsyncio, bypassed, holding, listening, on_sqlite_alone, statements, words
 from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, loaded, refused, stored
 
-ROWS = write_ids.fill
+Base, ROWS = write_ids.Base, write_ids.fill
 
 
 def fill_many(engine: Engine, number: int) -> None:
@@ -35,10 +34,6 @@ def fill_many(engine: Engine, number: int) -> None:
 def test_whoever_has_written_and_whenever_the_lock_was_taken(
     engine: Engine, token: int, *, locked_first: bool
 ) -> None:
-    """An older holder may write late, and the same holder may write in another session.
-
-    The error names the writer.
-    """
     with Session(engine, expire_on_commit=False) as session:
         if locked_first:
             bind(session, Lease("rows", MINE))
@@ -71,7 +66,6 @@ def added(session: Session, row: Row) -> Row:
 def test_values_that_are_computed_from_nothing_are_written(
     engine: Engine, make: Callable[[Session, Row], Row]
 ) -> None:
-    """An unknown write id is never taken for 0, and at most one SELECT is sent beside the UPDATE."""
     with loaded(engine) as (session, row):
         session.expire(row)
         session.expunge(row)
@@ -79,7 +73,7 @@ def test_values_that_are_computed_from_nothing_are_written(
         with statements(engine) as sent:
             make(session, row).balance = 1
             session.commit()
-        assert [each.split()[0] for each in sent[-2:]] in (["SELECT", "UPDATE"], ["UPDATE"])
+        assert words(sent[-2:]) in (["SELECT", "UPDATE"], ["UPDATE"])
     with Session(engine) as session:
         row = session.get_one(Row, 1)
         assert (row.balance, row.last_fencing_token) == (1, MINE)
@@ -157,7 +151,6 @@ def test_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
 
 @on_sqlite_alone
 def test_two_objects_of_one_row_are_not_both_written(engine: Engine) -> None:
-    """As sharded sessions may have them by mistake; whichever is written first."""
     with Session(engine, expire_on_commit=False, autoflush=False) as session:
         older = session.get_one(Row, 1)
         session.commit()
@@ -175,7 +168,6 @@ def test_two_objects_of_one_row_are_not_both_written(engine: Engine) -> None:
 @on_sqlite_alone
 @pytest.mark.parametrize("name", ["before_update", "after_update"])
 def test_a_session_in_a_listener_flushes_between(engine: Engine, name: str) -> None:
-    """The objects of the flush around it are compared afterwards."""
 
     def note(_mapper: Any, connection: Connection, _row: Row) -> None:
         with holding(connection, Lease("rows", MINE), join_transaction_mode="rollback_only") as inner:
@@ -197,7 +189,6 @@ def test_a_session_in_a_listener_flushes_between(engine: Engine, name: str) -> N
 
 @on_sqlite_alone
 def test_a_listener_of_the_class_undoes_or_makes_a_change(engine: Engine) -> None:
-    """What it has undone is not written; what it alone has changed is, and the holder goes on."""
     with holder(engine) as session:
         row: Any = session.get_one(Twin, 1)
         row.status = "NEW"
@@ -215,7 +206,6 @@ class TestTheSameHolder:
     """It goes on, and is never refused."""
 
     def test_in_several_transactions_and_leases(self, engine: Engine) -> None:
-        """Each write leaves the id that the next one finds: of an object, and of one that it has inserted."""
         hold = Lease("rows", 6)
         with holding(engine, hold, expire_on_commit=False) as session:
             row, new = session.get_one(Row, 1), Row(id=9)
@@ -234,7 +224,6 @@ class TestTheSameHolder:
         assert (stored(engine), stored(engine, key=9)) == (60, 70)
 
     def test_with_other_statements_in_between(self, engine: Engine) -> None:
-        """Of Core, text, bulk and upsert the session knows nothing: the object is loaded again."""
         with holding(engine, Lease("rows", MINE)) as session:
             row = session.get_one(Row, 1)
             table: Any = Row.__table__
@@ -271,7 +260,6 @@ class TestTheSameHolder:
 @on_sqlite_alone
 @pytest.mark.parametrize("token", [OTHER, MINE])
 def test_an_object_of_another_version_does_not_become_new_by_a_statement(engine: Engine, token: int) -> None:
-    """The statement writes the row as it is, and the object was computed from another one."""
     with loaded(engine) as (session, row):
         change(engine, token=token)
         session.execute(update(Row).where(Row.id == 1).values(status="x"))
@@ -282,7 +270,6 @@ def test_an_object_of_another_version_does_not_become_new_by_a_statement(engine:
 
 @on_sqlite_alone
 def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(engine: Engine) -> None:
-    """What a guarded UPDATE has moved is not moved again."""
     with holder(engine) as session:
         row = session.get_one(Row, 1)
         added = update(Row).where(Row.id == 1).values(balance=Row.balance + 100)
@@ -295,7 +282,6 @@ def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(engine: Engi
 
 
 def test_bulk_and_core_have_no_object(engine: Engine) -> None:
-    """They are compared with the token alone, whatever objects the session has of their rows."""
     with loaded(engine) as (session, row):
         change(engine)
         session.execute(update(Row), [{"id": 1, "balance": 1}])

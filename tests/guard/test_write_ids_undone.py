@@ -11,10 +11,10 @@ from sqlalchemy.orm import Session
 
 from fencelock import Lease, bind, claim, claim_all
 from tests.guard import write_ids
-from tests.guard.rows import Act, holding, on_sqlite_alone
+from tests.guard.rows import Act, holding, named, on_sqlite_alone, with_row_locks
 from tests.guard.write_ids import MINE, OTHER, Account, Row, Step, change, holder, refused, stored
 
-ROWS = write_ids.fill
+Base, ROWS = write_ids.Base, write_ids.fill
 
 
 def assert_refused(engine: Engine, row: Any, current: int = OTHER) -> None:
@@ -26,19 +26,6 @@ def assert_refused(engine: Engine, row: Any, current: int = OTHER) -> None:
         with refused(engine, current=current):
             session.commit()
     elsewhere.dispose()
-
-
-def expunged(session: Session, row: Any) -> None:
-    """Keep the object, and give up the rest."""
-    session.expunge(row)
-    session.rollback()
-
-
-UNDOING: dict[str, Callable[[Session, Any], object]] = {
-    "closed": lambda session, _row: session.close(),
-    "expunged": expunged,
-    "reset": lambda session, _row: session.reset(),
-}
 
 
 def written(session: Session) -> Row:
@@ -55,47 +42,48 @@ BEFORE: dict[str, Callable[[Session], Row]] = {
 }
 
 
-@on_sqlite_alone
-@pytest.mark.parametrize("undo", UNDOING.values(), ids=UNDOING)
-@pytest.mark.parametrize("begin", BEFORE.values(), ids=BEFORE)
-def test_an_undone_write_is_not_what_was_loaded(
-    engine: Engine, begin: Callable[[Session], Row], undo: Callable[[Session, Any], object]
-) -> None:
-    """The holder fails, begins again and commits; the object of the first time is older."""
-    with holder(engine, OTHER) as session:
-        row = begin(session)
-        undo(session, row)
-    change(engine)
-    assert_refused(engine, row)
+def closed(session: Session, row: Row) -> Any:
+    session.close()
+    return row
 
 
-def read_again(session: Session, _row: Any) -> Any:
+def reset(session: Session, row: Row) -> Any:
+    session.reset()
+    return row
+
+
+def expunged(session: Session, row: Row) -> Any:
+    session.expunge(row)
+    session.rollback()
+    return row
+
+
+def read_again(session: Session, _row: Row) -> Any:
     """Have the session make another object of the row."""
     session.expunge_all()
     return session.get_one(Row, 1)
 
 
-def read_by_another(session: Session, _row: Any) -> Any:
+def read_by_another(session: Session, _row: Row) -> Any:
     """Have another session in the same transaction read it."""
     with Session(session.connection()) as other:
         return other.get_one(Row, 1)
 
 
-def merge_elsewhere(session: Session, row: Any) -> Any:
+def merged_elsewhere(session: Session, row: Row) -> Any:
     """Have a session of another transaction take the object over."""
     with Session(session.bind) as other:
         return other.merge(row, load=False)
 
 
 @on_sqlite_alone
-@pytest.mark.parametrize("copy", [read_again, read_by_another, merge_elsewhere])
-@pytest.mark.parametrize("begin", BEFORE.values(), ids=BEFORE)
-def test_a_copy_of_an_undone_write_is_not_what_was_loaded(
-    engine: Engine, begin: Callable[[Session], Row], copy: Step
+@pytest.mark.parametrize("kept", [closed, reset, expunged, read_again, read_by_another, merged_elsewhere])
+@pytest.mark.parametrize("begin", **named(BEFORE))
+def test_an_undone_write_is_not_what_was_loaded(
+    engine: Engine, begin: Callable[[Session], Row], kept: Step
 ) -> None:
-    """Another object of the row has seen the id that was undone."""
     with holder(engine, OTHER) as session:
-        seen = copy(session, begin(session))
+        seen = kept(session, begin(session))
         if seen in session:
             session.expunge(seen)
         session.rollback()
@@ -120,9 +108,8 @@ def test_an_undone_write_is_loaded_again_before_the_next(engine: Engine) -> None
     assert stored(engine) == 90
 
 
-@pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
+@with_row_locks
 def test_a_write_in_a_transaction_of_another_that_is_undone(engine: Engine) -> None:
-    """The session that joined it has not heard of the rollback."""
     with engine.connect() as connection:
         outer = connection.begin()
         session = Session(connection, expire_on_commit=False, join_transaction_mode="create_savepoint")
@@ -172,9 +159,8 @@ SAVED: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("do", SAVED.values(), ids=SAVED)
+@pytest.mark.parametrize("do", **named(SAVED))
 def test_after_a_savepoint_is_undone_the_row_is_as_it_was_loaded(engine: Engine, do: Act) -> None:
-    """Whatever has raised its fence in the savepoint."""
     with holder(engine) as session:
         row = session.get_one(Row, 1)
         with session.begin_nested() as savepoint:

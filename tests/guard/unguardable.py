@@ -53,7 +53,7 @@ ROWS: dict[Any, Any] = {
 
 
 def seed(engine: sa.Engine) -> None:
-    refill(engine, Base.metadata, ROWS)
+    refill(engine, ROWS)
 
 
 UNGUARDABLE: dict[str, Act] = {
