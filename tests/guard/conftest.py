@@ -14,7 +14,8 @@ from proof.servers.galera import Galera
 from tests.conftest import galera_with_leases, mariadb_database
 from tests.door import Door
 from tests.guard import models
-from tests.guard.rows import InMemory, holding, refill, tables_of
+from tests.guard.marks import InMemory
+from tests.guard.rows import holding, refill, tables_of
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,11 @@
-"""Rows of the guard's tests, the holders that write them, and what listens to the statements."""
+"""Rows of the guard's tests, and the holders that write them."""
 
 from __future__ import annotations
 
 import asyncio
-import threading
-import time
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -21,7 +19,6 @@ from sqlalchemy import (
     Table,
     Update,
     delete,
-    event,
     insert,
 )
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
@@ -31,24 +28,6 @@ from fencelock import Lease, bind
 from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.tokens import MAX_TOKEN
-from tests.immediate import begin_immediate
-
-#: What a session is to do.
-Act: TypeAlias = Callable[[Session], object]
-#: A maker of engines for coroutines: the fixture `for_asyncio`.
-ForAsyncio: TypeAlias = Callable[[Engine], AsyncEngine]
-#: A maker of engines, each on a new SQLite database: the fixture `in_memory`.
-InMemory: TypeAlias = Callable[[MetaData], Engine]
-#: For what Python decides before a database hears of it.
-on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)
-on_postgresql_alone = pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
-with_row_locks = pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
-one_driver = pytest.mark.parametrize("for_asyncio", [0], indirect=True)
-
-
-def named(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `parametrize` for a table of cases by name."""
-    return {"argvalues": list(cases.values()), "ids": list(cases)}
 
 
 class Keyed:
@@ -169,79 +148,3 @@ class Routing(Session):
         if self._flushing or isinstance(clause, Insert | Update | Delete):
             return self.leader
         return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]
-
-
-@contextmanager
-def listening(target: Any, name: str, listener: Callable[..., object], **options: Any) -> Iterator[None]:
-    """Have a listener called for an event inside the block."""
-    event.listen(target, name, listener, **options)
-    try:
-        yield
-    finally:
-        event.remove(target, name, listener)
-
-
-@contextmanager
-def statements(engine: Engine) -> Iterator[list[str]]:
-    """Collect the statements that are sent in the block."""
-    sent: list[str] = []
-    with listening(engine, "before_cursor_execute", lambda *given: sent.append(given[2])):
-        yield sent
-
-
-def words(sent: list[str]) -> list[str]:
-    """Return the first word of each statement."""
-    return [statement.split(maxsplit=1)[0] for statement in sent]
-
-
-def in_thread(work: Callable[[], object]) -> Callable[[], Any]:
-    """Start work in a thread; return what waits for its result or raises its error."""
-    outcome: list[Any] = []
-
-    def run() -> None:
-        try:
-            outcome.append(work())
-        except Exception as error:  # noqa: BLE001  handed over to the caller
-            outcome.append(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-
-    def wait() -> Any:
-        thread.join(30)
-        assert not thread.is_alive()
-        if isinstance(outcome[0], Exception):
-            raise outcome[0]
-        return outcome[0]
-
-    return wait
-
-
-def let_wait(engine: Engine) -> None:
-    """Have SQLite's transactions wait for each other, as row locks have those of the others wait."""
-    if engine.dialect.name == "sqlite":
-        begin_immediate(engine)
-        engine.dispose()
-
-
-_WAITING = {
-    "postgresql": "FROM pg_stat_activity WHERE datname = current_database() AND wait_event_type = 'Lock'",
-    "mysql": (
-        "FROM information_schema.innodb_trx JOIN information_schema.processlist ON id = trx_mysql_thread_id"
-        " WHERE db = DATABASE() AND trx_state = 'LOCK WAIT'"
-    ),
-}
-
-
-def until_one_waits(engine: Engine) -> None:
-    """Return once a transaction waits for a lock of another; at once on SQLite, which does not tell.
-
-    InnoDB shows the same for ever to those who ask again within 0.1 s.
-    """
-    if (where := _WAITING.get(engine.dialect.name)) is None:
-        return
-    end = time.monotonic() + 30
-    with engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        while not connection.scalar(sa.text(f"SELECT count(*) {where}")):
-            assert time.monotonic() < end
-            time.sleep(0.15)

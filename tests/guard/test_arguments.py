@@ -45,8 +45,9 @@ from fencelock import (
 )
 from fencelock.guard import fence_column, triggers
 from fencelock.tokens import MAX_TOKEN
+from tests.guard.marks import InMemory
 from tests.guard.models import Account, Base, Free, Note, Order, Report, Task, fenced
-from tests.guard.rows import InMemory, holding, refill, rows_of
+from tests.guard.rows import holding, refill, rows_of
 
 Case: TypeAlias = tuple[Callable[[Session], object], type[Exception], str]
 
@@ -77,7 +78,8 @@ def session(in_memory: InMemory) -> Iterator[Session]:
         yield made
 
 
-WHAT: Any = None  # a value of any type, for type checkers
+WHAT: Any = None  # of any type, for type checkers
+PRINT: Any = "print"
 NO_IDENTITY = [lambda s, key=key: claim(s, Account, key) for key in (None, (1, 2), {"other": 1}, ())]
 NO_CLAIM: list[Any] = [Account, text("SELECT 1"), update(Account), "SELECT 1", select(Account.id)]
 NO_CLAIM += [select(Account, Task)]
@@ -155,7 +157,7 @@ CURSORS: list[Case] = [
     (lambda _: conditional_update("t", {"a": 1}, {}, 1), ValueError, "every row"),
     (lambda _: conditional_update("t", {"a": 1}, {"id": None}, 1), ValueError, "NULL"),
     *(
-        (lambda _, given=given: conditional_update("t", *given, 1), ValueError, "belong to the guard")
+        (lambda _, given=given: conditional_update("t", *given, token=1), ValueError, "belong to the guard")
         for given in (
             ({"last_fencing_token": 9}, ROW),
             ({"a": 1}, {"last_fencing_token": 9}),
@@ -168,7 +170,7 @@ CURSORS: list[Case] = [
     (lambda _: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "no name"),
     *((lambda _, no=no: conditional_update("t", {}, ROW, no), error, "token|int") for no, error in NO_TOKEN),
     *(
-        (lambda _, no=no: conditional_update(*no, 1), ValueError, "needs quotes|is no name")
+        (lambda _, no=no: conditional_update(*no, token=1), ValueError, "needs quotes|is no name")
         for no in UNQUOTED
     ),
 ]
@@ -219,7 +221,7 @@ TOKENS: list[Case] = [
         "is for one statement",
     ),
     (
-        lambda s: Session(s.get_bind().execution_options(**given(6))).execute(PAID),  # type: ignore[union-attr]
+        lambda s: Session(s.get_bind().execution_options(**given(6))).execute(PAID),
         ValueError,
         "is for one statement",
     ),
@@ -303,7 +305,7 @@ DEFINITIONS: list[Case] = [
     (lambda _: fence_column(lease="perhaps"), ValueError, "'required' or 'optional', not 'perhaps'"),  # type: ignore[arg-type]
     (lambda _: model(__fence_lease__=False), ValueError, "not False"),
     (two_choices, ValueError, "differs from that of another model"),
-    (lambda _: fencelock.on_event("print"), TypeError, "takes a plain function"),  # type: ignore[arg-type]
+    (lambda _: fencelock.on_event(PRINT), TypeError, "takes a plain function"),
     (lambda _: fencelock.on_event(coroutine), TypeError, "takes a plain function"),
 ]
 FUNCTIONS: dict[str, list[Case]] = {

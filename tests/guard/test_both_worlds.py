@@ -26,8 +26,8 @@ from fencelock import (
     prune_receipts,
     upsert,
 )
+from tests.guard.marks import ForAsyncio, named, on_sqlite_alone, one_driver
 from tests.guard.models import RECEIPTS, Order, fenced, fences
-from tests.guard.rows import ForAsyncio, named, on_sqlite_alone, one_driver
 
 ROWS: dict[Any, Any] = {**fenced(Order, 1), fences: [], RECEIPTS: []}
 CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {

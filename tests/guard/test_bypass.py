@@ -14,18 +14,10 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 import fencelock
 from fencelock import Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind, claim
 from tests.guard import models
+from tests.guard.marks import Act, ForAsyncio, named, on_postgresql_alone, on_sqlite_alone
 from tests.guard.models import Document, Order, Report, fenced
-from tests.guard.rows import (
-    Act,
-    ForAsyncio,
-    holding,
-    in_thread,
-    named,
-    on_postgresql_alone,
-    on_sqlite_alone,
-    rows_of,
-    turned_away,
-)
+from tests.guard.rows import holding, rows_of, turned_away
+from tests.guard.waiting import in_thread
 
 BYPASS = {"fencelock": "bypass"}
 REPAIR = "UPDATE g_orders SET status = 'repaired' WHERE id = 1"
@@ -46,6 +38,7 @@ def test_update_past_the_guard_leaves_loaded_objects_as_old_as_they_are(engine: 
     assert standing(engine) == ("paid", 10)
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("after", ["nothing", "an UPDATE that moves the id"])
 def test_update_of_a_sub_table_past_the_guard_moves_no_id(engine: Engine, after: str) -> None:
     with holding(engine, Lease("document:1", 10)) as session, session.begin():
@@ -71,6 +64,7 @@ SAYINGS: dict[str, Act] = {
 }
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("say", **named(SAYINGS))
 def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
     session: Session, engine: Engine, say: Act
@@ -83,6 +77,7 @@ def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
     assert standing(engine) == ("set", 9)
 
 
+@on_sqlite_alone
 def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) -> None:
     order = session.get_one(Order, 1)
     session.execute(text(REPAIR), execution_options=BYPASS)
@@ -202,6 +197,7 @@ def test_block_for_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
     assert standing(engine) == ("new", 9)
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("attribute", ["last_fencing_token", "last_write_id"])
 @pytest.mark.parametrize("token", [None, 12], ids=["bypassed", "under a lease"])
 def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(

@@ -18,16 +18,10 @@ import fencelock
 from fencelock import CommitInDoubtError, Lease, bind, claim, gate
 from fencelock._databases import leaves_doubt
 from tests.door import Door
+from tests.guard.marks import Act, ForAsyncio, on_postgresql_alone
 from tests.guard.models import Account, fences
-from tests.guard.rows import (
-    Act,
-    ForAsyncio,
-    awaiting,
-    holding,
-    on_postgresql_alone,
-    turned_away,
-    until_one_waits,
-)
+from tests.guard.rows import awaiting, holding, turned_away
+from tests.guard.waiting import until_one_waits
 
 ROWS: dict[Any, Any] = {Account: [{"id": number, "balance": 100} for number in (1, 2)], fences: []}
 
@@ -195,8 +189,16 @@ def overtake_each_other(session: Session) -> None:
 
 
 @on_postgresql_alone
-@pytest.mark.parametrize("break_it", [give_the_same_name, overtake_each_other])
-@pytest.mark.parametrize("world", ["blocking", "asyncio"])
+@pytest.mark.parametrize(
+    ("break_it", "world", "for_asyncio"),
+    [
+        (give_the_same_name, "blocking", 0),
+        (overtake_each_other, "blocking", 0),
+        (give_the_same_name, "asyncio", 0),
+        (overtake_each_other, "asyncio", 1),
+    ],
+    indirect=["for_asyncio"],
+)
 def test_what_the_database_refuses_at_the_commit_is_not_written(
     engine: Engine, lease: Lease, for_asyncio: ForAsyncio, break_it: Callable[[Session], None], world: str
 ) -> None:

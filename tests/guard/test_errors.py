@@ -15,8 +15,9 @@ from sqlalchemy.orm import Mapped, Session, mapped_column
 import fencelock
 from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, claim, claim_all, gate, upsert
 from fencelock.observe import GuardEvent, RowClaimed, StaleWriteRefused, UnfencedWriteRefused
+from tests.guard.marks import Act, InMemory
 from tests.guard.models import Base, Order, fenced
-from tests.guard.rows import Act, InMemory, Keyed, bypassed, holding, refill, turned_away
+from tests.guard.rows import Keyed, bypassed, holding, refill, turned_away
 
 
 @pytest.fixture
@@ -162,7 +163,18 @@ NULL_WRITES: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("way", NULL_WRITES)
+@pytest.mark.parametrize(
+    ("shared_url", "way"),
+    [
+        *(("sqlite", way) for way in NULL_WRITES),
+        *(
+            (url, way)
+            for url in ("postgresql", "mariadb")
+            for way in ("unit of work", "by criteria", "upsert")
+        ),
+    ],
+    indirect=["shared_url"],
+)
 def test_a_row_whose_fence_is_null_says_what_to_do(shared_engine: Engine, way: str) -> None:
     with bypassed(shared_engine) as connection:
         for statement in (

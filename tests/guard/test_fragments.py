@@ -17,8 +17,9 @@ from sqlalchemy.orm import Session, aliased, with_loader_criteria
 import fencelock
 from fencelock import Lease, UnfencedWriteError
 from tests.guard import models
+from tests.guard.marks import Act, named, on_sqlite_alone
 from tests.guard.models import Free, Order, Row
-from tests.guard.rows import Act, holding, named, on_sqlite_alone, turned_away
+from tests.guard.rows import holding, turned_away
 
 STALE, FENCE = 5, 9
 

@@ -19,7 +19,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 import fencelock
 from fencelock import Database, FencedModel, FencelockError, Lease, claim, fence_table, gate
 from proof.servers.galera import Galera
-from tests.guard.rows import Act, Keyed, holding
+from tests.guard.marks import Act
+from tests.guard.rows import Keyed, holding
 from tests.polling import eventually
 
 pytestmark = [pytest.mark.timed, pytest.mark.long]

@@ -15,19 +15,10 @@ from sqlalchemy.schema import CreateSchema, DropSchema
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, bind, claim, fence_table, gate
 from fencelock.guard import triggers
 from fencelock.guard._gate import _at_gate_here, note_gate
+from tests.guard.marks import on_postgresql_alone, on_sqlite_alone
 from tests.guard.models import NEW, OLD, Account, Note, balance, fence, fences
-from tests.guard.rows import (
-    bypassed,
-    holding,
-    in_thread,
-    let_wait,
-    on_postgresql_alone,
-    on_sqlite_alone,
-    rows_of,
-    statements,
-    turned_away,
-    words,
-)
+from tests.guard.rows import bypassed, holding, rows_of, turned_away
+from tests.guard.waiting import in_thread, let_wait, statements, words
 
 ROWS: dict[Any, Any] = {Account: {"id": 1}, Note: {"id": 1, "account_id": 1}, fences: []}
 

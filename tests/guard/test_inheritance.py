@@ -11,8 +11,9 @@ from sqlalchemy.ext.declarative import AbstractConcreteBase
 from sqlalchemy.orm import Mapped, Session, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind
+from tests.guard.marks import InMemory, on_sqlite_alone
 from tests.guard.models import Base
-from tests.guard.rows import InMemory, Keyed, core_table, holding, on_sqlite_alone, rows_of, turned_away
+from tests.guard.rows import Keyed, core_table, holding, rows_of, turned_away
 
 
 class Employee(Keyed, Base):
@@ -75,6 +76,7 @@ def names(engine: Engine) -> list[str]:
     return rows_of(engine, select(Employee.name).order_by(Employee.id))
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("held", [(), (Lease("engineers", 7),)], ids=["no lease", "lease"])
 def test_rows_of_a_plain_base_class_are_written_as_ever(engine: Engine, held: tuple[Lease, ...]) -> None:
     with holding(engine, *held) as session:

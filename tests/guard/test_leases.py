@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import Column, Engine, ForeignKey, Integer, String, Table, event, insert, select, update
+from sqlalchemy import Column, Engine, ForeignKey, Integer, Table, event, insert, select, update
 from sqlalchemy.engine import Connection, RootTransaction
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Mapped, Session, mapped_column, relationship
@@ -24,53 +24,49 @@ from sqlalchemy.orm import Mapped, Session, mapped_column, relationship
 import fencelock
 from fencelock import FencedModel, Lease, LockLostError, StaleTokenError, UnfencedWriteError, bind, claim
 from fencelock.lease import note_ended, note_held
-from tests.guard.models import Base, Order, Row
-from tests.guard.rows import (
-    Act,
-    bypassed,
-    core_table,
-    holding,
-    listening,
-    named,
-    refill,
-    statements,
-    tables_of,
-    turned_away,
-    words,
-)
+from tests.guard.marks import Act, named
+from tests.guard.models import Base, Free, Order, Row
+from tests.guard.rows import bypassed, core_table, holding, refill, tables_of, turned_away
+from tests.guard.waiting import listening, statements, words
 from tests.polling import eventually
 
 
-class Customer(Base):
-    __tablename__ = "le_customers"
-    id: Mapped[int] = mapped_column(primary_key=True)
-
-
 class Sale(FencedModel, Base):
+    """Its key does not tell its resource."""
+
     __tablename__ = "le_sales"
     __fence_resource__ = "customer:{customer_id}"
     id: Mapped[int] = mapped_column(primary_key=True)
-    customer_id: Mapped[int] = mapped_column(ForeignKey("le_customers.id"))
-    status: Mapped[str] = mapped_column(String(20), default="new")
+    customer_id: Mapped[int] = mapped_column(ForeignKey("g_free.id"))
+    status: Mapped[str] = mapped_column(default="new")
     successor_id: Mapped[int | None] = mapped_column(ForeignKey("le_sales.id"))
     successor: Mapped[Sale | None] = relationship(remote_side="Sale.id", post_update=True)
-    customer: Mapped[Customer] = relationship()
+    customer: Mapped[Free] = relationship()
 
 
 class Setting(FencedModel, Base):
     __tablename__ = "le_settings"
     __fence_resource__ = "tenant:{tenant}"
     id: Mapped[int] = mapped_column(primary_key=True)
-    tenant: Mapped[str] = mapped_column(String(20), default="main")
-    value: Mapped[int] = mapped_column(default=0)
+    tenant: Mapped[str] = mapped_column(default="main")
 
 
-ROWS: dict[Any, list[dict[str, int]]] = {
-    Customer: [{"id": 1}, {"id": 2}],
+class Ticket(FencedModel, Base):
+    """The database makes its key."""
+
+    __tablename__ = "le_tickets"
+    __fence_resource__ = "ticket:{id}"
+    id: Mapped[int] = mapped_column(primary_key=True)
+
+
+TWO = [{"id": 1}, {"id": 2}]
+ROWS: dict[Any, Any] = {
+    Free: TWO,
     Sale: [{"id": number, "customer_id": number} for number in (1, 2)],
-    Order: [{"id": 1}, {"id": 2}],
-    Row: [{"id": 1}, {"id": 2}],
+    Order: TWO,
+    Row: TWO,
     Setting: [],
+    Ticket: [],
 }
 
 
@@ -98,28 +94,14 @@ def flush_after(act: Act, session: Session) -> None:
 
 
 def write(session: Session, status: str, number: int = 1) -> Order:
-    """Write a order by the unit of work."""
     order = session.get_one(Order, number)
     order.status = status
     session.flush()
     return order
 
 
-def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
-    bind(session, Lease("order:1", 3), Lease("order:2", 30))
-    for number in (1, 2):
-        session.get_one(Order, number).status = "a"
-    session.commit()
-    assert session.scalars(select(Order.last_fencing_token).order_by(Order.id)).all() == [3, 30]
-    bind(session, Lease("order:1", 4), Lease("order:2", 29))
-    orders = session.scalars(select(Order)).all()
-    for order in orders:
-        order.status = "b"
-    with pytest.raises(StaleTokenError) as caught:
-        session.commit()
-    assert (caught.value.identity, caught.value.token, caught.value.current) == ((2,), 29, 30)
-    session.rollback()
-    assert [order.status for order in orders] == ["a", "a"]
+def fences(session: Session, model: type[Any]) -> list[int]:
+    return [*session.scalars(select(model.last_fencing_token).order_by(model.id))]
 
 
 def assigning(model: type[Any], name: str, value: object, key: int = 1) -> Act:
@@ -128,14 +110,14 @@ def assigning(model: type[Any], name: str, value: object, key: int = 1) -> Act:
 
 def with_successor(session: Session) -> None:
     """Insert a row that the same flush updates, for which the session has no key yet."""
-    session.add(Sale(customer_id=1, successor=Sale(customer=session.get_one(Customer, 1))))
+    session.add(Sale(customer_id=1, successor=Sale(customer=session.get_one(Free, 1))))
 
 
 def delete_expired(session: Session) -> None:
     """Delete an object whose columns are not loaded."""
-    order = session.get_one(Sale, 1)
-    session.expire(order)
-    session.delete(order)
+    sale = session.get_one(Sale, 1)
+    session.expire(sale)
+    session.delete(sale)
 
 
 def by_parameters(session: Session) -> None:
@@ -143,6 +125,10 @@ def by_parameters(session: Session) -> None:
     table: Any = Order.__table__
     statement = update(table).where(table.c.id == sa.bindparam("which"))
     session.connection().execute(statement, [{"which": 1, "status": "a"}, {"which": 2, "status": "b"}])
+
+
+def updating(*criteria: Any, **values: Any) -> Act:
+    return lambda session: session.execute(update(Sale).where(*criteria).values(values or {"status": "x"}))
 
 
 TOKENS = {"order:1": 3, "order:2": 30, "customer:1": 4, "rows": 5, "tenant:main": 6, "other": 7}
@@ -155,32 +141,23 @@ GUARDED: dict[str, Guarded] = {
     "an object by other columns": (("customer:1",), assigning(Sale, "status", "x"), Sale, [4, 0]),
     "an expired object": (("customer:1",), delete_expired, Sale, [0]),
     "a new row with post_update": (("customer:1",), with_successor, Sale, [0, 0, 4, 4]),
-    "criteria": (
-        ("customer:1",),
-        lambda s: s.execute(
-            update(Sale).where(Sale.customer_id == 1, Sale.status == "new").values(status="x")
-        ),
-        Sale,
-        [4, 0],
-    ),
+    "criteria": (("customer:1",), updating(Sale.customer_id == 1, Sale.status == "new"), Sale, [4, 0]),
     "a default": (("tenant:main",), lambda s: s.add(Setting()), Setting, [6]),
 }
 
 
-@pytest.mark.parametrize(("held", "write", "model", "fences"), **named(GUARDED))
+@pytest.mark.parametrize(("held", "write", "model", "found"), **named(GUARDED))
 def test_a_row_is_written_under_the_lease_that_it_names(
-    session: Session, held: tuple[str, ...], write: Act, model: type[Any], fences: list[int]
+    session: Session, held: tuple[str, ...], write: Act, model: type[Any], found: list[int]
 ) -> None:
+    """The unit of work knows the row's columns, loaded or expired; a statement has to name them."""
     bind(session, *(Lease(resource, TOKENS[resource]) for resource in held))
     write(session)
     session.commit()
-    assert session.scalars(select(model.last_fencing_token).order_by(model.id)).all() == fences
+    assert fences(session, model) == found
 
 
-def updating(*criteria: Any, **values: Any) -> Act:
-    return lambda session: session.execute(update(Sale).where(*criteria).values(values or {"status": "x"}))
-
-
+FROM_A_QUERY = select(Free.id).where(Free.id == 1).scalar_subquery()
 UNGUARDED: dict[str, tuple[Act, str]] = {
     "another row": (assigning(Order, "status", "a", 2), "'order:2'.*'customer:1', 'order:1'"),
     "another row, by other columns": (assigning(Sale, "status", "x", 2), "'customer:2'"),
@@ -191,9 +168,7 @@ UNGUARDED: dict[str, tuple[Act, str]] = {
     "criteria, by the key": (updating(Sale.id == 2), "compare customer_id"),
     "criteria, by OR": (updating((Sale.customer_id == 1) | (Sale.id == 2)), "compare customer_id"),
     "a value of the database": (
-        lambda s: s.execute(
-            insert(Sale).values(customer_id=select(Customer.id).where(Customer.id == 1).scalar_subquery())
-        ),
+        lambda s: s.execute(insert(Sale).values(customer_id=FROM_A_QUERY)),
         "give customer_id a plain value",
     ),
     "to another resource": (assigning(Sale, "customer_id", 2), "customer_id of 'le_sales' must not change"),
@@ -208,6 +183,7 @@ UNGUARDED: dict[str, tuple[Act, str]] = {
 
 @pytest.mark.parametrize(("write", "match"), **named(UNGUARDED))
 def test_a_row_that_no_lease_names_is_refused_by_name(session: Session, write: Act, match: str) -> None:
+    """The error says which resource is needed and which are held, or why no lease guards it."""
     bind(session, Lease("customer:1", 4), Lease("order:1", 3))
     with turned_away(session, UnfencedWriteError, match=match):
         flush_after(write, session)
@@ -215,29 +191,41 @@ def test_a_row_that_no_lease_names_is_refused_by_name(session: Session, write: A
     session.commit()
 
 
+def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
+    bind(session, Lease("order:1", 3), Lease("order:2", 30))
+    for number in (1, 2):
+        session.get_one(Order, number).status = "a"
+    session.commit()
+    assert fences(session, Order) == [3, 30]
+    bind(session, Lease("order:1", 4), Lease("order:2", 29))
+    orders = session.scalars(select(Order)).all()
+    for order in orders:
+        order.status = "b"
+    with turned_away(session, StaleTokenError) as caught:
+        session.commit()
+    assert (caught.value.identity, caught.value.token, caught.value.current) == ((2,), 29, 30)
+    assert [order.status for order in orders] == ["a", "a"]
+
+
 def test_a_transaction_remembers_its_lease(session: Session) -> None:
-    lease = Lease("order:1", 3)
+    """What is flushed after the block was left is guarded by its lease, and a newer one does not count yet.
+
+    What was read under the first lease may be out of date under the second.
+    """
+    lease, newer = Lease("order:1", 3), Lease("order:1", 5)
     note_held(lease)
     write(session, "a")
     lease._released = True
     note_ended(lease)
-    order = write(session, "b")
-    session.commit()
-    assert (order.status, order.last_fencing_token) == ("b", 3)
-    with pytest.raises(UnfencedWriteError):
-        write(session, "c")
-
-
-def test_a_transaction_keeps_the_older_lease_of_a_resource(session: Session) -> None:
-    first, second = Lease("order:1", 3), Lease("order:1", 5)
-    note_held(first)
-    write(session, "a")
-    note_ended(first)
-    note_held(second)
     assert write(session, "b").last_fencing_token == 3
+    note_held(newer)
+    assert write(session, "c").last_fencing_token == 3
     session.commit()
-    assert write(session, "c").last_fencing_token == 5
-    note_ended(second)
+    assert write(session, "d").last_fencing_token == 5
+    session.commit()
+    note_ended(newer)
+    with pytest.raises(UnfencedWriteError):
+        write(session, "e")
 
 
 @pytest.mark.usefixtures("held")
@@ -254,22 +242,72 @@ def test_bind_wins_over_the_context_and_over_what_the_transaction_remembers(sess
         write(session, "b")
 
 
+@pytest.mark.usefixtures("held")
+def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
+    """A caller that holds the needed lease, and has bound another one, hears that the bind is the reason."""
+    bind(session, Lease("order:2", 3))
+    hint = r"needs the lease of 'order:1'.*bind\(session\) undoes it"
+    with turned_away(session, UnfencedWriteError, match=hint):
+        session.execute(PAID)
+    bind(session)
+    with pytest.raises(UnfencedWriteError) as caught:
+        session.execute(update(Order).where(Order.id == 2).values(status="x"))
+    assert "undoes" not in str(caught.value)
+
+
 def test_a_transaction_of_an_unknown_class_needs_its_lease_no_longer_than_it_lives(engine: Engine) -> None:
+    """No event says how such a transaction ends, and its connection may be used on and on."""
 
     class Own(RootTransaction):
         __slots__ = ()
 
-    orders: Any = Order.__table__
     lease = Lease("order:1", 3)
     with engine.connect() as connection:
         bind(connection, lease)
         connection.begin().__class__ = Own
-        connection.execute(update(orders).where(orders.c.id == 1).values(status="a"))
+        connection.execute(PAID)
         was_needed = lease._needed
         connection.commit()
         assert was_needed
-        assert eventually(lambda: not lease._needed)
-        assert connection.scalar(select(orders.c.last_fencing_token).where(orders.c.id == 1)) == 3
+        assert eventually(lambda: not lease._needed, seconds=30)
+        assert connection.scalar(select(Order.last_fencing_token).where(Order.id == 1)) == 3
+
+
+PAID = update(Order).where(Order.id == 1).values(status="b")
+LEASELESS: dict[str, tuple[Act, str]] = {
+    "insert": (lambda s: s.add(Order(id=7)), "fenced_lock('order:7')"),
+    "update": (assigning(Order, "status", "a"), "fenced_lock('order:1')"),
+    "delete": (lambda s: s.delete(s.get_one(Order, 1)), "fenced_lock('order:1')"),
+    "statement": (lambda s: s.execute(PAID), "fenced_lock('order:1')"),
+    "claim": (lambda s: claim(s, Order, 1), "fenced_lock('order:1')"),
+    "key of the database": (lambda s: s.add(Ticket()), "any fenced_lock (the database makes the key"),
+    "of a table": (assigning(Row, "value", 1), "fenced_lock('rows')"),
+    "by other columns": (assigning(Sale, "status", "paid", 2), "fenced_lock('customer:2')"),
+}
+
+
+@pytest.mark.parametrize(("write", "lock"), **named(LEASELESS))
+def test_a_write_without_a_lease_is_told_which_and_that_threads_inherit_none(
+    engine: Engine, session: Session, write: Act, lock: str
+) -> None:
+    """The row's own resource, where its values are known. Nothing is sent."""
+    hint = r"follow.*not into other threads or executors.*bind\(session, lock\.lease\)"
+    refused = pytest.raises(UnfencedWriteError, match=f"no lease is held.*{re.escape(lock)}.*{hint}")
+    with statements(engine) as sent, refused:
+        contextvars.Context().run(flush_after, write, session)  # one in which no block was left before
+    assert {*words(sent)} <= {"SELECT"}
+
+
+def test_nothing_is_deleted_before_a_refusal_that_comes_later_in_the_flush(
+    engine: Engine, session: Session
+) -> None:
+    order = session.get_one(Order, 1)
+    bind(session, Lease("order:1", 3))
+    with statements(engine) as sent, turned_away(session, UnfencedWriteError):
+        session.delete(order)
+        session.add(Setting())
+        session.flush()
+    assert {*words(sent)} <= {"SELECT"}
 
 
 @pytest.mark.parametrize(
@@ -293,41 +331,41 @@ def test_a_lease_that_is_gone_guards_nothing_more(
     assert (order.status, order.last_fencing_token) == ("a", 3)
 
 
-STATUS = update(Order).where(Order.id == 1).values(status="b")
-LEASELESS: dict[str, tuple[Act, str]] = {
-    "insert": (lambda s: s.add(Order(id=7)), "fenced_lock('order:7')"),
-    "update": (assigning(Order, "status", "a"), "fenced_lock('order:1')"),
-    "delete": (lambda s: s.delete(s.get_one(Order, 1)), "fenced_lock('order:1')"),
-    "statement": (lambda s: s.execute(STATUS), "fenced_lock('order:1')"),
-    "claim": (lambda s: claim(s, Order, 1), "fenced_lock('order:1')"),
-    "key of the database": (lambda s: s.add(Order()), "any fenced_lock (the database makes the key"),
-    "of a table": (assigning(Row, "value", 1), "fenced_lock('rows')"),
-    "inherited": (assigning(Sale, "status", "paid", 2), "fenced_lock('customer:2')"),
+ENDED_WRITES: dict[str, Act] = {
+    "flush": lambda session: write(session, "b"),
+    "statement": lambda session: session.execute(PAID),
+    "insert": lambda session: session.execute(insert(Order).values(id=1, status="b")),
+    "claim": lambda session: claim(session, Order, 1),
+    "claim_all": lambda session: fencelock.claim_all(session, select(Order).where(Order.id == 1)),
+    "gate": lambda session: fencelock.gate(session, "order:1"),
+    "upsert": lambda session: fencelock.upsert(session, Order, [{"id": 1, "status": "b"}]),
 }
 
 
-@pytest.mark.parametrize(("write", "lock"), **named(LEASELESS))
-def test_write_without_a_lease_is_told_which_and_that_threads_inherit_none(
-    session: Session, write: Act, lock: str
+@pytest.mark.parametrize("way", ENDED_WRITES)
+@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
+def test_a_lease_whose_time_is_over_writes_nothing_more(
+    engine: Engine, session: Session, way: str, *, begun: bool
 ) -> None:
-    """The row's own resource, where its values are known; and how leases get into other threads."""
-    hint = r"follow.*not into other threads or executors.*bind\(session, lock\.lease\)"
-    with pytest.raises(UnfencedWriteError, match=f"no lease is held.*{re.escape(lock)}.*{hint}"):
-        contextvars.Context().run(flush_after, write, session)  # one in which no block was left before
-
-
-def test_nothing_is_sent_where_no_lease_is_held(engine: Engine, session: Session) -> None:
-    """Neither for a row whose key the database makes, nor before a DELETE that comes later in the flush."""
-    order = session.get_one(Order, 1)
-    with statements(engine) as sent:
-        for act in (lambda each: each.delete(order), lambda each: each.add(Order())):
-            with turned_away(session, UnfencedWriteError):
-                flush_after(act, session)
-    assert {*words(sent)} <= {"SELECT"}
+    """Whichever thread renews it. An earlier write under the lease does not help."""
+    lease = Lease("order:1", 3, expires_at=time.monotonic() + 600)
+    bind(session, lease)
+    if begun:
+        write(session, "a")
+    lease._extend_to(time.monotonic())
+    lost = pytest.raises(LockLostError, match="ended before this statement: nothing was sent")
+    with statements(engine) as sent, lost:
+        ENDED_WRITES[way](session)
+    assert {*words(sent)} <= {"SELECT", "SAVEPOINT", "BEGIN"}
+    session.rollback()
+    lease._extend_to(time.monotonic() + 600)  # it was renewed in time, by its authority
+    write(session, "c")
+    session.commit()
 
 
 def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Engine) -> None:
-    lease = Lease("order:1", 3, expires_at=time.monotonic() + 60)
+    """Between two of its statements, say while the first has waited for a row lock."""
+    lease = Lease("order:1", 3, expires_at=time.monotonic() + 600)
     bind(session, lease, Lease("order:77", 3))
     session.get_one(Order, 1).status = "a"
     session.add(Order(id=77))
@@ -344,38 +382,8 @@ def test_a_lease_that_ends_within_a_flush_stops_it(session: Session, engine: Eng
     assert session.get(Order, 77) is None
 
 
-ENDED_WRITES: dict[str, Act] = {
-    "flush": lambda session: write(session, "b"),
-    "statement": lambda session: session.execute(STATUS),
-    "insert": lambda session: session.execute(insert(Order).values(id=1, status="b")),
-    "claim": lambda session: claim(session, Order, 1),
-    "claim_all": lambda session: fencelock.claim_all(session, select(Order).where(Order.id == 1)),
-    "gate": lambda session: fencelock.gate(session, "order:1"),
-    "upsert": lambda session: fencelock.upsert(session, Order, [{"id": 1, "status": "b"}]),
-}
-
-
-@pytest.mark.parametrize("write_it", **named(ENDED_WRITES))
-@pytest.mark.parametrize("begun", [False, True], ids=["new", "begun"])
-def test_a_lease_that_has_ended_writes_nothing_more(
-    engine: Engine, session: Session, write_it: Act, *, begun: bool
-) -> None:
-    lease = Lease("order:1", 3, expires_at=time.monotonic() + 60)
-    bind(session, lease)
-    if begun:
-        write(session, "a")
-    lease._extend_to(time.monotonic())
-    lost = pytest.raises(LockLostError, match="ended before this statement: nothing was sent")
-    with statements(engine) as sent, lost:
-        write_it(session)
-    assert {*words(sent)} <= {"SELECT", "SAVEPOINT", "BEGIN"}
-    session.rollback()
-    lease._extend_to(time.monotonic() + 60)  # it was renewed in time, by its authority
-    write(session, "c")
-    session.commit()
-
-
 def test_a_forked_child_writes_nothing(engine: Engine) -> None:
+    """The child's copy of a lease is lost, bound or held."""
     lease = Lease("order:1", 3)
     note_held(lease)
     engine.dispose()
@@ -394,20 +402,21 @@ def test_a_forked_child_writes_nothing(engine: Engine) -> None:
 
 
 def test_what_a_listener_writes_in_a_flush_is_written_under_what_is_held_then(session: Session) -> None:
-    older, newer = Lease("rows", 5), Lease("rows", 6)
-    bind(session, older)
+    """A flush has settled its own tokens by then. Other statements ask for their tokens again."""
+    bind(session, Lease("rows", 5))
 
     def write_more(_mapper: object, connection: Connection, item: Row) -> None:
-        bind(session, newer)
+        bind(session, Lease("rows", 6))
         connection.execute(update(Row).where(Row.id == 3 - item.id).values(value=9))
 
     with listening(Row, "after_update", write_more):
         session.get_one(Row, 1).value += 1
         session.commit()
-    assert session.scalars(select(Row.last_fencing_token).order_by(Row.id)).all() == [5, 6]
+    assert fences(session, Row) == [5, 6]
 
 
 def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(session: Session) -> None:
+    """The flush of another row has seen the lease held. The first use of the lease asks again."""
     first, second = Lease("order:1", 3), Lease("order:2", 3)
     bind(session, first, second)
 
@@ -424,6 +433,7 @@ def test_a_lease_released_in_the_midst_of_a_flush_guards_nothing_from_there_on(s
 
 @pytest.mark.parametrize("database_url", ["sqlite", "postgresql"], indirect=True)
 def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_go(database_url: str) -> None:
+    """SQLite keeps a transaction open whose COMMIT a deferred foreign key has refused; PostgreSQL ends it."""
     engine = sa.create_engine(database_url)
     if engine.dialect.name == "sqlite":
         event.listen(engine, "connect", lambda driver, _: driver.execute("PRAGMA foreign_keys = ON"))
@@ -437,10 +447,9 @@ def test_what_a_refused_commit_has_left_is_rolled_back_before_the_lease_is_let_g
         bind(connection, lease)
         connection.execute(insert(parents), {"id": 1})
         connection.execute(insert(children), {"id": 1, "of": 99})
-        with pytest.raises(IntegrityError):
+        with turned_away(connection, IntegrityError):
             connection.commit()
         assert not lease._needed
-        connection.rollback()
         connection.execute(insert(children), {"id": 2})
         connection.commit()
         assert connection.scalars(select(parents.c.id)).all() == []
@@ -460,8 +469,32 @@ def test_two_sessions_of_one_connection_ask_anew(engine: Engine) -> None:
         two.flush()
         sale.status = "paid"
         one.commit()
-        assert sorted(one.scalars(select(Row.last_fencing_token))) == [4, 5]
+        assert fences(one, Row) == [5, 4]
         assert sale.last_fencing_token == 6
+
+
+def test_statements_on_a_shared_connection_are_of_the_session_that_began_last(engine: Engine) -> None:
+    """Or that has flushed last; of one that has left, no more."""
+    with bypassed(engine) as connection:
+        connection.execute(update(Order).values(last_fencing_token=5))
+    with engine.connect() as connection, Session(connection) as first, Session(connection) as second:
+        bind(first, Lease("order:1", 6), Lease("customer:1", 6))
+        bind(second, Lease("order:1", 4))
+        for session in (first, second):
+            session.connection()
+        with turned_away(connection, StaleTokenError):
+            connection.execute(PAID)
+        for session in (second, first):
+            session.close()
+        for session in (first, second):
+            session.connection()
+        first.get_one(Sale, 1).status = "paid"
+        first.flush()
+        assert connection.execute(PAID).rowcount == 1
+        second.connection()
+        first.close()
+        with pytest.raises(StaleTokenError):
+            second.execute(PAID)
 
 
 def test_other_threads_do_not_see_the_held_lease(engine: Engine, held: list[Lease]) -> None:
@@ -498,75 +531,34 @@ def test_tasks_keep_their_leases_apart(engine: Engine) -> None:
     assert asyncio.run(both()) == [10, 20]
 
 
-def test_statements_on_a_shared_connection_are_of_the_session_that_began_last(engine: Engine) -> None:
-    with bypassed(engine) as connection:
-        connection.execute(update(Order).values(last_fencing_token=5))
-    with engine.connect() as connection, Session(connection) as first, Session(connection) as second:
-        bind(first, Lease("order:1", 6), Lease("customer:1", 6))
-        bind(second, Lease("order:1", 4))
-        for session in (first, second):
-            session.connection()
-        with turned_away(connection, StaleTokenError):
-            connection.execute(STATUS)
-        for session in (second, first):
-            session.close()
-        for session in (first, second):
-            session.connection()
-        first.get_one(Sale, 1).status = "paid"
-        first.flush()
-        assert connection.execute(STATUS).rowcount == 1
-        second.connection()
-        first.close()
-        with pytest.raises(StaleTokenError):
-            second.execute(STATUS)
-
-
-@pytest.mark.usefixtures("held")
-def test_bind_that_hides_a_lease_says_so(session: Session) -> None:
-    bind(session, Lease("order:2", 3))
-    with turned_away(
-        session, UnfencedWriteError, match=r"needs the lease of 'order:1'.*bind\(session\) undoes it"
-    ):
-        session.execute(STATUS)
-    bind(session)
-    with pytest.raises(UnfencedWriteError) as caught:
-        session.execute(update(Order).where(Order.id == 2).values(status="x"))
-    assert "undoes" not in str(caught.value)
-
-
 def test_each_statement_asks_anew_what_is_held(session: Session) -> None:
     """What one statement has found out serves the next of its transaction only where nothing has happened."""
 
-    def write_both() -> None:
+    def write_both(token: int) -> None:
         session.get_one(Row, 1).value += 1
         session.flush()
         session.execute(update(Row).values(value=5))
-
-    def fences() -> set[int]:
-        return set(session.scalars(select(Row.last_fencing_token)))
+        assert fences(session, Row) == [token, token]
 
     lease, other = Lease("rows", 5), Lease("other", 9)
     note_held(lease)
     try:
-        write_both()
-        assert fences() == {5}
+        write_both(5)
         lease._remint(6, math.inf)
-        write_both()
-        assert fences() == {6}
+        write_both(6)
         note_held(other)
-        write_both()
+        write_both(6)
         note_ended(other)
         bind(session, Lease("rows", 4))
         with turned_away(session, StaleTokenError):
             session.execute(update(Row).values(value=6))
         bind(session)
-        write_both()
+        write_both(6)
         lease._doubt()
         with turned_away(session, fencelock.CommitInDoubtError):
             session.execute(update(Row).values(value=7))
         lease._remint(7, math.inf)
-        write_both()
-        assert fences() == {7}
+        write_both(7)
         lease._mark_lost("its time ran out")
         with pytest.raises(LockLostError):
             session.execute(update(Row).values(value=8))

@@ -18,7 +18,8 @@ from sqlalchemy.orm.exc import StaleDataError
 
 import fencelock
 from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
-from tests.guard.rows import Keyed, bypassed, on_sqlite_alone, rows_of, turned_away
+from tests.guard.marks import on_sqlite_alone
+from tests.guard.rows import Keyed, bypassed, rows_of, turned_away
 
 
 class Base(DeclarativeBase): ...
@@ -170,8 +171,19 @@ by_some_or_all = pytest.mark.parametrize(
 )
 
 
-@by_some_or_all
-@pytest.mark.parametrize("spelt", ["ABC", "äbc "])
+@pytest.mark.parametrize(
+    ("shared_url", "way", "spelt"),
+    [
+        *(("sqlite", way, "ABC") for way in BY_NAME),
+        *(
+            (database, way, spelt)
+            for database in ("postgresql", "mariadb")
+            for way in SOME
+            for spelt in ("ABC", "äbc ")
+        ),
+    ],
+    indirect=["shared_url"],
+)
 def test_a_loose_comparison_leads_no_lease_to_another_row(
     session: Session, engine: Engine, way: str, spelt: str
 ) -> None:

@@ -17,7 +17,8 @@ from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
-from tests.guard.rows import awaiting, bypassed, on_sqlite_alone, rows_of, turned_away
+from tests.guard.marks import on_sqlite_alone
+from tests.guard.rows import awaiting, bypassed, rows_of, turned_away
 
 CHECKOUT = Lease("checkout", 5)
 

@@ -31,16 +31,10 @@ from fencelock import (
 )
 from fencelock._databases import is_busy
 from fencelock.guard import receipts as module
+from tests.guard.marks import ForAsyncio, on_postgresql_alone, on_sqlite_alone, with_row_locks
 from tests.guard.models import RECEIPTS, Free
-from tests.guard.rows import (
-    ForAsyncio,
-    holding,
-    on_postgresql_alone,
-    on_sqlite_alone,
-    rows_of,
-    until_one_waits,
-    with_row_locks,
-)
+from tests.guard.rows import holding, rows_of
+from tests.guard.waiting import until_one_waits
 
 ROWS: dict[Any, Any] = {Free: {"id": 1}, RECEIPTS: []}
 

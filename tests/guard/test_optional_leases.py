@@ -29,17 +29,8 @@ from fencelock import (
 from fencelock.guard import events
 from fencelock.observe import WrittenWithoutLease
 from fencelock.observe.prometheus import instrument
-from tests.guard.rows import (
-    Act,
-    ForAsyncio,
-    Keyed,
-    awaiting,
-    core_table,
-    holding,
-    on_sqlite_alone,
-    rows_of,
-    turned_away,
-)
+from tests.guard.marks import Act, ForAsyncio, on_sqlite_alone
+from tests.guard.rows import Keyed, awaiting, core_table, holding, rows_of, turned_away
 
 FENCE, TOKEN = 5, 9
 
@@ -130,7 +121,18 @@ WRITES: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("way", [*WRITES, "a sub-table"])
+@pytest.mark.parametrize(
+    ("shared_url", "way"),
+    [
+        *(("sqlite", way) for way in (*WRITES, "a sub-table")),
+        *(
+            (url, way)
+            for url in ("postgresql", "mariadb")
+            for way in ("an object", "by criteria", "a sub-table")
+        ),
+    ],
+    indirect=["shared_url"],
+)
 def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engine, way: str) -> None:
     with Session(engine) as session, session.begin():
         if way == "a sub-table":

@@ -19,8 +19,8 @@ from sqlalchemy.orm import Session
 
 import fencelock
 from fencelock.guard import _sqlalchemy as private
+from tests.guard.marks import InMemory
 from tests.guard.models import Base, Document, Free, Report
-from tests.guard.rows import InMemory
 
 GUARD = Path(fencelock.__file__).parent / "guard"
 free, reports, documents = (Base.metadata.tables[name] for name in ("g_free", "g_reports", "g_documents"))
@@ -41,7 +41,7 @@ def test_one_module_alone_uses_private_names_and_all_that_it_has_is_used() -> No
 
 
 def test_a_flush_is_told_from_a_bulk_operation_and_marks_its_statements(engine: Engine) -> None:
-    flushing, caches = [], []
+    flushing, caches = list[bool](), list[Any]()
 
     @event.listens_for(engine, "before_execute")
     def note(_connection: Any, _statement: Any, _several: Any, _rows: Any, options: Any) -> None:

@@ -25,21 +25,10 @@ from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, b
 from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from tests.guard import unguardable
-from tests.guard.rows import (
-    Act,
-    Keyed,
-    bypassed,
-    core_table,
-    holding,
-    listening,
-    named,
-    on_sqlite_alone,
-    refill,
-    rows_of,
-    turned_away,
-    with_row_locks,
-)
+from tests.guard.marks import Act, named, on_sqlite_alone, with_row_locks
+from tests.guard.rows import Keyed, bypassed, core_table, holding, refill, rows_of, turned_away
 from tests.guard.unguardable import Free, Gift, Order, free, gifts, orders
+from tests.guard.waiting import listening
 
 Base = unguardable.Base  # whose tables are made
 

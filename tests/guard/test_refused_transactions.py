@@ -24,16 +24,9 @@ import fencelock
 from fencelock import FencelockError, Lease, StaleTokenError, UnfencedWriteError, bind, claim
 from fencelock.guard import triggers
 from tests.door import Door
+from tests.guard.marks import Act, ForAsyncio, on_postgresql_alone, on_sqlite_alone
 from tests.guard.models import FENCE, Free, Row, fenced, fences
-from tests.guard.rows import (
-    Act,
-    ForAsyncio,
-    holding,
-    on_postgresql_alone,
-    on_sqlite_alone,
-    rows_of,
-    turned_away,
-)
+from tests.guard.rows import holding, rows_of, turned_away
 
 WHY = r"rollback\(\)"
 ROWS: dict[Any, Any] = {**fenced(Row, 1), Free: [], fences: {"resource": "rows", "last_fencing_token": FENCE}}

@@ -19,8 +19,9 @@ from fencelock import conditional_delete, conditional_update
 from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import Postgres
+from tests.guard.marks import ForAsyncio, on_sqlite_alone, one_driver
 from tests.guard.models import Base, Order, fenced, standing
-from tests.guard.rows import ForAsyncio, on_sqlite_alone, one_driver, turned_away
+from tests.guard.rows import turned_away
 
 odd = Table(
     'sq odd "table" %s `x`',

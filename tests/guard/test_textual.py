@@ -8,8 +8,9 @@ import pytest
 from sqlalchemy import Engine, select, text
 
 from fencelock import Lease, StaleTokenError, UnfencedWriteError, fenced_text
+from tests.guard.marks import on_sqlite_alone
 from tests.guard.models import Order, fenced, standing
-from tests.guard.rows import holding, on_sqlite_alone, rows_of
+from tests.guard.rows import holding, rows_of
 
 UPDATED = (
     "UPDATE g_orders SET status = :status, last_fencing_token = :fencing_token,"

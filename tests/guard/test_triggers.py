@@ -18,15 +18,8 @@ from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError
 from fencelock.guard import triggers
 from fencelock.guard.tables import LIMIT
 from fencelock.observe import GuardEvent
-from tests.guard.rows import (
-    Keyed,
-    core_table,
-    holding,
-    on_postgresql_alone,
-    rows_of,
-    turned_away,
-    with_row_locks,
-)
+from tests.guard.marks import on_postgresql_alone, with_row_locks
+from tests.guard.rows import Keyed, core_table, holding, rows_of, turned_away
 
 FENCE = 5
 
@@ -130,13 +123,6 @@ def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> 
     assert engine.dialect.name != "postgresql" or cause.diag.table_name == "tr_plain"
     assert isinstance(cause, Exception)
     assert [event.table for event in heard] == ["tr_plain", "tr_strict"]
-
-
-def test_stale_writer_is_told_by_the_guard_as_before(engine: Engine) -> None:
-    """The condition turns the row away before the trigger sees it: the error has the row and both tokens."""
-    with holding(engine, Lease("order:1", 4)) as session, pytest.raises(StaleTokenError) as caught:
-        session.execute(delete(Strict).where(Strict.id == 1))
-    assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, FENCE)
 
 
 def test_a_foreign_key_deletes_the_rows_of_strict_tables(shared_engine: Engine) -> None:

@@ -11,15 +11,9 @@ from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import FencedModel, FenceError, Lease, StaleTokenError, UnfencedWriteError, bind, claim, upsert
-from tests.guard.rows import (
-    holding,
-    in_thread,
-    on_sqlite_alone,
-    rows_of,
-    turned_away,
-    until_one_waits,
-    with_row_locks,
-)
+from tests.guard.marks import on_sqlite_alone, with_row_locks
+from tests.guard.rows import holding, rows_of, turned_away
+from tests.guard.waiting import in_thread, until_one_waits
 
 
 class Base(DeclarativeBase): ...

@@ -30,7 +30,9 @@ from fencelock import Lease, StaleReadError, UnfencedWriteError, bind, claim
 from fencelock.guard import tables
 from tests.guard import models
 from tests.guard import write_ids as wi
-from tests.guard.rows import InMemory, holding, listening, named, on_sqlite_alone, refill
+from tests.guard.marks import InMemory, named, on_sqlite_alone
+from tests.guard.rows import holding, refill
+from tests.guard.waiting import listening
 from tests.guard.write_ids import (
     NO_VERSION,
     Account,
@@ -413,10 +415,79 @@ MERGES = {
 }
 
 
+def flushed(session: Session) -> Row:
+    row = session.get_one(Row, 1)
+    row.balance -= 30
+    session.flush()
+    return row
+
+
+BEFORE: dict[str, Callable[[Session], Row]] = {
+    "written": flushed,
+    "claimed": lambda session: claim(session, Row, 1),
+    "claimed and written": lambda session: (claim(session, Row, 1), flushed(session))[1],
+}
+
+
+def closed(session: Session, row: Row) -> Any:
+    session.close()
+    return row
+
+
+def reset(session: Session, row: Row) -> Any:
+    session.reset()
+    return row
+
+
+def expunged(session: Session, row: Row) -> Any:
+    session.expunge(row)
+    session.rollback()
+    return row
+
+
+def read_again(session: Session, _row: Row) -> Any:
+    """Have the session make another object of the row."""
+    session.expunge_all()
+    return session.get_one(Row, 1)
+
+
+def read_by_another(session: Session, _row: Row) -> Any:
+    """Have another session in the same transaction read it."""
+    with Session(session.connection()) as other:
+        return other.get_one(Row, 1)
+
+
+def merged_elsewhere(session: Session, row: Row) -> Any:
+    """Have a session of another transaction take the object over."""
+    with Session(session.bind) as other:
+        return other.merge(row, load=False)
+
+
+def undone(begin: Callable[[Session], Row], kept: Step) -> wi.Load:
+    """Have the other holder write or claim the row, keep what has seen the new id, and roll back."""
+
+    def load(session: Session) -> Any:
+        with holder(session.get_bind(), wi.OTHER) as other:  # type: ignore[arg-type]
+            seen = kept(other, begin(other))
+            if seen in other:
+                other.expunge(seen)
+            other.rollback()
+        return seen
+
+    return load
+
+
+KEPT: list[Step] = [closed, reset, expunged, read_again, read_by_another, merged_elsewhere]
+UNDONE = {
+    f"{before}, {kept.__name__}": Story(load=undone(begin, kept), then=add, always=True)
+    for before, begin in BEFORE.items()
+    for kept in KEPT
+}
 #: SQLite hears each story twice. The other databases hear each way to write once, with both outcomes in turn,
 #: because the database compares, and each driver counts rows in its own way.
 STORIES = WRITES | {f"load: {name}": story for name, story in LOADS.items()}
 STORIES |= {f"then: {name}": story for name, story in THEN.items()}
+STORIES |= {f"undone: {name}": story for name, story in UNDONE.items()}
 STORIES |= {f"merge: {name}": replace(story, said=NO_VERSION) for name, story in MERGES.items()}
 TOLD = [("sqlite", way, written) for way in STORIES for written in (True, False)]
 TOLD += [

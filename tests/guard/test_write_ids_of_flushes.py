@@ -15,7 +15,9 @@ from sqlalchemy.orm import Session, make_transient_to_detached
 import fencelock
 from fencelock import Lease, bind, fenced_text, upsert
 from tests.guard import write_ids
-from tests.guard.rows import ForAsyncio, bypassed, holding, listening, on_sqlite_alone, statements, words
+from tests.guard.marks import ForAsyncio, on_sqlite_alone
+from tests.guard.rows import bypassed, holding
+from tests.guard.waiting import listening, statements, words
 from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, loaded, refused, stored
 
 Base, ROWS = write_ids.Base, write_ids.fill

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,8 +10,9 @@ from sqlalchemy.orm import Session
 
 from fencelock import Lease, bind, claim, claim_all
 from tests.guard import write_ids
-from tests.guard.rows import Act, holding, named, on_sqlite_alone, with_row_locks
-from tests.guard.write_ids import MINE, OTHER, Account, Row, Step, change, holder, refused, stored
+from tests.guard.marks import Act, named, on_sqlite_alone, with_row_locks
+from tests.guard.rows import holding
+from tests.guard.write_ids import MINE, OTHER, Account, Row, change, holder, refused, stored
 
 Base, ROWS = write_ids.Base, write_ids.fill
 
@@ -33,62 +33,6 @@ def written(session: Session) -> Row:
     row.balance -= 30
     session.flush()
     return row
-
-
-BEFORE: dict[str, Callable[[Session], Row]] = {
-    "written": written,
-    "claimed": lambda session: claim(session, Row, 1),
-    "claimed and written": lambda session: (claim(session, Row, 1), written(session))[1],
-}
-
-
-def closed(session: Session, row: Row) -> Any:
-    session.close()
-    return row
-
-
-def reset(session: Session, row: Row) -> Any:
-    session.reset()
-    return row
-
-
-def expunged(session: Session, row: Row) -> Any:
-    session.expunge(row)
-    session.rollback()
-    return row
-
-
-def read_again(session: Session, _row: Row) -> Any:
-    """Have the session make another object of the row."""
-    session.expunge_all()
-    return session.get_one(Row, 1)
-
-
-def read_by_another(session: Session, _row: Row) -> Any:
-    """Have another session in the same transaction read it."""
-    with Session(session.connection()) as other:
-        return other.get_one(Row, 1)
-
-
-def merged_elsewhere(session: Session, row: Row) -> Any:
-    """Have a session of another transaction take the object over."""
-    with Session(session.bind) as other:
-        return other.merge(row, load=False)
-
-
-@on_sqlite_alone
-@pytest.mark.parametrize("kept", [closed, reset, expunged, read_again, read_by_another, merged_elsewhere])
-@pytest.mark.parametrize("begin", **named(BEFORE))
-def test_an_undone_write_is_not_what_was_loaded(
-    engine: Engine, begin: Callable[[Session], Row], kept: Step
-) -> None:
-    with holder(engine, OTHER) as session:
-        seen = kept(session, begin(session))
-        if seen in session:
-            session.expunge(seen)
-        session.rollback()
-    change(engine)
-    assert_refused(engine, seen)
 
 
 @on_sqlite_alone

@@ -20,7 +20,8 @@ from fencelock.guard import conditions, triggers
 from fencelock.guard.tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
 from tests.guard import unguardable
 from tests.guard import write_paths as guarded
-from tests.guard.rows import Act, contents
+from tests.guard.marks import Act
+from tests.guard.rows import contents
 from tests.guard.write_docs import Outcomes, check_section, grouped
 
 DRIVERS = {

@@ -10,7 +10,8 @@ from sqlalchemy.dialects import mysql, sqlite
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
 
 from fencelock import FencedModel
-from tests.guard.rows import Act, refill
+from tests.guard.marks import Act
+from tests.guard.rows import refill
 
 
 class Base(DeclarativeBase): ...
