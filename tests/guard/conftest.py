@@ -50,7 +50,6 @@ def tables(request: pytest.FixtureRequest) -> list[Table]:
 
 @pytest.fixture(scope="module")
 def _tables(shared_url: str, tables: list[Table]) -> None:
-    """The tables have been made."""
     engine = create_engine(shared_url)
     tables[0].metadata.create_all(engine, tables)
     engine.dispose()

@@ -24,5 +24,4 @@ one_driver = pytest.mark.parametrize("for_asyncio", [0], indirect=True)
 
 
 def named(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of `parametrize` for a table of cases by name."""
     return {"argvalues": list(cases.values()), "ids": list(cases)}

@@ -121,6 +121,5 @@ def fence(engine: Engine) -> int:
 
 
 def standing(engine: Engine, model: type[Any] = Order) -> dict[int, tuple[str, int]]:
-    """Return status and fence of each row."""
     found = rows_of(engine, select(model.id, model.status, model.last_fencing_token))
     return {key: (status, fence) for key, status, fence in found}

@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import types
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import (
-    Column,
-    Connection,
-    Delete,
-    Engine,
-    Insert,
-    MetaData,
-    Table,
-    Update,
-    delete,
-    insert,
-)
+from sqlalchemy import Column, Engine, MetaData, Table, delete, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -28,6 +18,7 @@ from fencelock import Lease, bind
 from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.tokens import MAX_TOKEN
+from tests.guard.marks import Act
 
 
 class Keyed:
@@ -49,15 +40,14 @@ def core_table(
     return Table(name, metadata or MetaData(), key, *columns, *fenced, schema=schema)
 
 
-def empty(connection: Connection, metadata: MetaData) -> None:
+def empty(connection: sa.Connection, metadata: MetaData) -> None:
     """Delete all rows of all tables, with the largest token, which even strict triggers let pass."""
     for table in reversed(metadata.sorted_tables):
         option = {"fencing_token": MAX_TOKEN} if FENCE_COLUMN in table.c else {"fencelock": "bypass"}
         connection.execute(delete(table), execution_options=option)
 
 
-def bypassed(engine: Engine) -> AbstractContextManager[Connection]:
-    """Begin a transaction around the guard, for what a test finds there."""
+def bypassed(engine: Engine) -> AbstractContextManager[sa.Connection]:
     return engine.execution_options(fencelock="bypass").begin()
 
 
@@ -89,7 +79,20 @@ def refill(engine: Engine, rows: Mapping[Any, Any]) -> Engine:
     return engine
 
 
-def holding(target: Engine | Connection, *leases: Lease, **options: Any) -> Session:
+def acts(table: Mapping[str, Any]) -> dict[str, Act]:
+    """Return what a session is to do, by name: statements and texts are executed."""
+
+    def executing(given: Any) -> Act:
+        statement = sa.text(given) if isinstance(given, str) else given
+        return lambda session: session.execute(statement)
+
+    return {
+        name: given if isinstance(given, types.FunctionType) else executing(given)
+        for name, given in table.items()
+    }
+
+
+def holding(target: Engine | sa.Connection, *leases: Lease, **options: Any) -> Session:
     """Return a session that is bound to leases."""
     session = Session(target, **options)
     bind(session, *leases)
@@ -130,7 +133,6 @@ def awaiting(
 
 
 def contents(engine: Engine, metadata: MetaData) -> dict[str, list[tuple[Any, ...]]]:
-    """Return every row of every table."""
     with engine.connect() as connection:
         return {
             table.name: sorted((tuple(row) for row in connection.execute(sa.select(table))), key=repr)
@@ -145,6 +147,6 @@ class Routing(Session):
     reads: list[Engine]
 
     def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
-        if self._flushing or isinstance(clause, Insert | Update | Delete):
+        if self._flushing or isinstance(clause, sa.Insert | sa.Update | sa.Delete):
             return self.leader
         return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]

@@ -11,38 +11,12 @@ from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import (
-    Column,
-    Engine,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    delete,
-    insert,
-    orm,
-    select,
-    text,
-    update,
-)
+import sqlalchemy as sa
+from sqlalchemy import delete, orm, select, text, update
 from sqlalchemy.orm import Mapped, Session, mapped_column, relationship
 
 import fencelock
-from fencelock import (
-    FencedModel,
-    Lease,
-    UnfencedWriteError,
-    bind,
-    claim,
-    claim_all,
-    conditional_delete,
-    conditional_update,
-    fenced_text,
-    once,
-    prune_receipts,
-    receipt_table,
-    upsert,
-)
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, conditional_update, once
 from fencelock.guard import fence_column, triggers
 from fencelock.tokens import MAX_TOKEN
 from tests.guard.marks import InMemory
@@ -88,7 +62,7 @@ NO_TOKEN += [(each, TypeError) for each in (True, "7", 7.0)]
 CLAIMS: list[Case] = [
     *((call, ValueError, "identified by id") for call in NO_IDENTITY),
     *(
-        (lambda s, no=no: claim_all(s, no), TypeError, "claim_all takes a SELECT of one model")
+        (lambda s, no=no: fencelock.claim_all(s, no), TypeError, "claim_all takes a SELECT of one model")
         for no in NO_CLAIM
     ),
     (lambda s: claim(s, Account, 1, nowait=True, skip_locked=True), ValueError, "choose one"),  # type: ignore[call-overload]
@@ -127,7 +101,7 @@ UPSERTS: list[tuple[Any, Any, dict[str, Any], type[Exception], str]] = [
 
 
 def upserting(model: Any, rows: Any, options: dict[str, Any]) -> Callable[[Session], object]:
-    return lambda s: upsert(s, model, [rows] if isinstance(rows, dict) else rows, **options)
+    return lambda s: fencelock.upsert(s, model, [rows] if isinstance(rows, dict) else rows, **options)
 
 
 UPDATED = (
@@ -136,16 +110,19 @@ UPDATED = (
 )
 TEXTS: list[Case] = [
     *(
-        (lambda _, sql=sql: fenced_text(sql, Order), ValueError, "the text lacks :fencing_token")
+        (lambda _, sql=sql: fencelock.fenced_text(sql, Order), ValueError, "the text lacks :fencing_token")
         for sql in (UPDATED.replace(":fencing_token", "9"), "delete from g_orders", "UPDATE x SET a = 1")
     ),
     (
-        lambda _: fenced_text(UPDATED.replace(":fencing_write_id", "1"), Order),
+        lambda _: fencelock.fenced_text(UPDATED.replace(":fencing_write_id", "1"), Order),
         ValueError,
         "the text lacks :fencing_write_id",
     ),
-    (lambda _: fenced_text(UPDATED, Table("plain", MetaData())), ValueError, "is not fenced"),
-    *((lambda _, no=no: fenced_text(UPDATED, Order, token=no), error, "token|int") for no, error in NO_TOKEN),
+    (lambda _: fencelock.fenced_text(UPDATED, sa.Table("plain", sa.MetaData())), ValueError, "is not fenced"),
+    *(
+        (lambda _, no=no: fencelock.fenced_text(UPDATED, Order, token=no), error, "token|int")
+        for no, error in NO_TOKEN
+    ),
 ]
 ROW = {"id": 1}
 ODD = ["select", "Robert'); DROP TABLE x;--", 'a"b', "", "a b", "é", "1a", "a;b", "a."]
@@ -157,27 +134,30 @@ CURSORS: list[Case] = [
     (lambda _: conditional_update("t", {"a": 1}, {}, 1), ValueError, "every row"),
     (lambda _: conditional_update("t", {"a": 1}, {"id": None}, 1), ValueError, "NULL"),
     *(
-        (lambda _, given=given: conditional_update("t", *given, token=1), ValueError, "belong to the guard")
-        for given in (
-            ({"last_fencing_token": 9}, ROW),
-            ({"a": 1}, {"last_fencing_token": 9}),
-            ({"last_write_id": 9}, ROW),
-        )
+        (lambda _, own=own: conditional_update("t", own, ROW, 1), ValueError, "belong to the guard")
+        for own in ({"last_fencing_token": 9}, {"last_write_id": 9})
+    ),
+    (
+        lambda _: conditional_update("t", {"a": 1}, {"last_fencing_token": 9}, 1),
+        ValueError,
+        "belong to the guard",
     ),
     (lambda _: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),
     (lambda _: conditional_update(5, {"a": 1}, ROW, 1), TypeError, "a Table or a model"),
-    (lambda _: conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),
-    (lambda _: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "no name"),
+    (lambda _: fencelock.conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),
+    (lambda _: fencelock.conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "no name"),
     *((lambda _, no=no: conditional_update("t", {}, ROW, no), error, "token|int") for no, error in NO_TOKEN),
     *(
-        (lambda _, no=no: conditional_update(*no, token=1), ValueError, "needs quotes|is no name")
+        (lambda _, no=no: conditional_update(no[0], no[1], no[2], 1), ValueError, "needs quotes|is no name")
         for no in UNQUOTED
     ),
 ]
 PAID = update(Order).where(Order.id == 1).values(status="paid")
-free = Table("ar_free", MetaData(), Column("id", Integer))
+free = sa.Table("ar_free", sa.MetaData(), sa.Column("id", sa.Integer))
 #: Has the column, and does not say what guards its rows, as a table does not that was reflected.
-plain = Table("ar_plain", MetaData(), Column("id", Integer), Column("last_fencing_token", Integer))
+plain = sa.Table(
+    "ar_plain", sa.MetaData(), sa.Column("id", sa.Integer), sa.Column("last_fencing_token", sa.Integer)
+)
 
 
 def given(token: object, **more: Any) -> dict[str, Any]:
@@ -208,7 +188,7 @@ def bypassed_three_ways(option: str) -> Callable[[Session], object]:
 
 
 TOKENS: list[Case] = [
-    (lambda s: s.execute(insert(free), execution_options=given(1)), ValueError, "'ar_free' is not fenced"),
+    (lambda s: s.execute(sa.insert(free), execution_options=given(1)), ValueError, "'ar_free' is not fenced"),
     (lambda s: s.execute(delete(free).execution_options(**given(1))), ValueError, "'ar_free' is not fenced"),
     (
         lambda s: s.execute(update(plain).values(id=1), execution_options=given(6)),
@@ -249,9 +229,13 @@ RECEIPTS: list[Case] = [
     (assign_result("x" * 65_535), ValueError, "65537 bytes of JSON, and a receipt keeps 64 KiB"),
     (lambda s: bool(once(s, "k")), TypeError, r"ask receipt\.done"),
     (lambda s: once(s.get_bind(), "k"), TypeError, "once takes a Session or an AsyncSession, not Engine"),  # type: ignore[call-overload]
-    (lambda _: receipt_table(Base), TypeError, r"receipt_table takes a MetaData, such as Base\.metadata"),  # type: ignore[arg-type]
-    (lambda s: prune_receipts(s, older_than=-1), ValueError, "number of seconds"),
-    (lambda _: fencelock.fence_table(MetaData(), trigger="strict"), ValueError, "False or True"),  # type: ignore[arg-type]
+    (
+        lambda _: fencelock.receipt_table(Base),
+        TypeError,
+        r"receipt_table takes a MetaData, such as Base\.metadata",
+    ),  # type: ignore[arg-type]
+    (lambda s: fencelock.prune_receipts(s, older_than=-1), ValueError, "number of seconds"),
+    (lambda _: fencelock.fence_table(sa.MetaData(), trigger="strict"), ValueError, "False or True"),  # type: ignore[arg-type]
 ]
 
 
@@ -261,7 +245,7 @@ async def coroutine(_event: object) -> None:
 
 def model(resource: Any = "order:{id}", base: Any = None, **attributes: Any) -> Any:
     """Map a fenced class, on a base of its own."""
-    given = {"__tablename__": "ar_model", "id": mapped_column(Integer, primary_key=True), **attributes}
+    given = {"__tablename__": "ar_model", "id": mapped_column(sa.Integer, primary_key=True), **attributes}
     return type(
         "Order", (FencedModel, base or orm.declarative_base()), {"__fence_resource__": resource, **given}
     )
@@ -274,7 +258,7 @@ def two_choices(_session: Session) -> None:
     type("Second", (FencedModel, base), given)
 
 
-COLUMNS = {"status": mapped_column(String), "items": relationship("Item")}
+COLUMNS = {"status": mapped_column(sa.String), "items": relationship("Item")}
 TEMPLATES: list[tuple[Any, type[Exception], str]] = [
     ("order:{nmae}", ValueError, "names 'nmae', but the columns of its fenced table are"),
     ("order:{}", ValueError, "names ''"),
@@ -291,7 +275,7 @@ TEMPLATES: list[tuple[Any, type[Exception], str]] = [
 def with_template(template: Any, _session: Session) -> None:
     base: Any = orm.declarative_base()
     try:
-        model(template, base, status=mapped_column(String), items=relationship("Item"))
+        model(template, base, status=mapped_column(sa.String), items=relationship("Item"))
     finally:
         base.registry.dispose()
 
@@ -330,7 +314,7 @@ def test_a_mistake_is_told_by_an_error_that_names_it(session: Session, function:
             raise
         session.rollback()
     engine: Any = session.get_bind()
-    assert isinstance(engine, Engine)
+    assert isinstance(engine, sa.Engine)
     assert rows_of(engine, select(Order.status, Order.last_fencing_token)) == [("new", 5)]
     assert rows_of(engine, select(Account.last_fencing_token)) == [5]
     assert rows_of(engine, select(Free.id)) == []

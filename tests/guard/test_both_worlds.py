@@ -14,18 +14,8 @@ from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from fencelock import (
-    Lease,
-    Receipt,
-    StaleTokenError,
-    bind,
-    claim,
-    claim_all,
-    gate,
-    once,
-    prune_receipts,
-    upsert,
-)
+import fencelock
+from fencelock import Lease, StaleTokenError, bind, claim, claim_all, upsert
 from tests.guard.marks import ForAsyncio, named, on_sqlite_alone, one_driver
 from tests.guard.models import RECEIPTS, Order, fenced, fences
 
@@ -37,10 +27,13 @@ CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {
         lambda found: isinstance(found, Order),
     ),
     "claim_all": (lambda s: claim_all(s, select(Order)), lambda found: len(found) == 1),
-    "gate": (lambda s: gate(s, "order:1"), lambda found: found is None),
-    "once": (lambda s: once(s, "k"), lambda found: isinstance(found, Receipt) and not found.done),
+    "gate": (lambda s: fencelock.gate(s, "order:1"), lambda found: found is None),
+    "once": (
+        lambda s: fencelock.once(s, "k"),
+        lambda found: isinstance(found, fencelock.Receipt) and not found.done,
+    ),
     "upsert": (lambda s: upsert(s, Order, [{"id": 1, "status": "paid"}]), lambda found: found is None),
-    "prune_receipts": (lambda s: prune_receipts(s, older_than=0), lambda found: found == 0),
+    "prune_receipts": (lambda s: fencelock.prune_receipts(s, older_than=0), lambda found: found == 0),
 }
 EACH = pytest.mark.parametrize(("call", "is_right"), **named(CALLS))
 #: Those that compare a fence.

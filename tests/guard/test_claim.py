@@ -19,73 +19,48 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Mapped, Session, column_property, mapped_column, relationship, with_loader_criteria
 
 import fencelock
-from fencelock import (
-    Database,
-    FencedModel,
-    Lease,
-    StaleReadError,
-    StaleTokenError,
-    UnfencedWriteError,
-    bind,
-    claim,
-    claim_all,
-    fenced_lock,
-    gate,
-)
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, bind, claim, claim_all, gate
+from tests.guard import models
 from tests.guard.marks import Act, ForAsyncio, named, on_postgresql_alone, on_sqlite_alone, with_row_locks
-from tests.guard.models import (
-    NEW,
-    OLD,
-    Account,
-    Base,
-    Free,
-    Note,
-    Seat,
-    Task,
-    balance,
-    fence,
-    fences,
-    holder,
-    leases,
-)
+from tests.guard.models import NEW, OLD, Account, Note, Seat, balance, holder, leases
 from tests.guard.rows import Keyed, awaiting, bypassed, holding, rows_of, turned_away
 from tests.guard.waiting import in_thread, let_wait, statements, until_one_waits, words
 
 
-class Triggered(FencedModel, Keyed, Base):
+class Triggered(FencedModel, Keyed, models.Base):
     __tablename__ = "cl_triggered"
     __fence_resource__ = "account:1"
     __fence_trigger__ = True
     balance: Mapped[int] = mapped_column(default=100)
 
 
-class Strict(FencedModel, Keyed, Base):
+class Strict(FencedModel, Keyed, models.Base):
     __tablename__ = "cl_strict"
     __fence_resource__ = "account:1"
     __fence_trigger__ = "strict"
     balance: Mapped[int] = mapped_column(default=100)
 
 
-class Eager(FencedModel, Keyed, Base):
+class Eager(FencedModel, Keyed, models.Base):
     __tablename__ = "cl_eager"
     __fence_resource__ = "account:1"
     balance: Mapped[int] = mapped_column(default=100)
     parts: Mapped[list[Part]] = relationship(lazy="joined")
 
 
-class Part(Keyed, Base):
+class Part(Keyed, models.Base):
     __tablename__ = "cl_parts"
     eager_id: Mapped[int] = mapped_column(ForeignKey("cl_eager.id"))
 
 
-class Computed(FencedModel, Keyed, Base):
+class Computed(FencedModel, Keyed, models.Base):
     __tablename__ = "cl_computed"
     __fence_resource__ = "account:1"
     balance: Mapped[int] = mapped_column(default=100)
     known: Mapped[int | None] = column_property(select(Note.id).where(Note.id == 1).scalar_subquery())
 
 
-class Animal(FencedModel, Keyed, Base):
+class Animal(FencedModel, Keyed, models.Base):
     __tablename__ = "cl_animals"
     __fence_resource__ = "account:1"
     kind: Mapped[str]
@@ -100,17 +75,17 @@ class Cat(Animal):
     __mapper_args__ = {"polymorphic_identity": "cat"}  # noqa: RUF012
 
 
-MODELS: list[type[Any]] = [Account, Triggered, Strict, Task, Eager, Computed, Cat]
+MODELS: list[type[Any]] = [Account, Triggered, Strict, models.Task, Eager, Computed, Cat]
 ROWS: dict[Any, Any] = {
     Account: {"id": 1},
     Note: {"id": 1, "account_id": 1, "text": "first"},
-    Task: [{"id": 1, "queue": "a"}, {"id": 2, "queue": "b"}, {"id": 3, "queue": "a"}],
+    models.Task: [{"id": 1, "queue": "a"}, {"id": 2, "queue": "b"}, {"id": 3, "queue": "a"}],
     Seat: [{"row": 1, "letter": "a"}, {"row": 1, "letter": "b"}],
     **{model: {"id": 1} for model in (Triggered, Strict, Eager, Computed, Animal, Cat)},
     Animal: {"id": 1, "kind": "cat"},
     Part: [],
-    Free: [],
-    fences: [],
+    models.Free: [],
+    models.fences: [],
 }
 HELD = leases(NEW)
 CLAIMS: dict[str, Act] = {
@@ -139,7 +114,7 @@ def test_with_a_claim_no_update_is_lost(engine: Engine, old: Session, new: Sessi
         claim(new, Account, 1)
         savepoint.rollback()
     new.rollback()
-    assert fence(engine) == 0
+    assert models.fence(engine) == 0
     read_by_new = claim(new, Account, 1).balance
     new.commit()
     with turned_away(old, StaleTokenError) as caught:
@@ -180,7 +155,7 @@ def _claimed_in_the_end(session: Session) -> object:
     """Claim a task that may be locked, as a caller does that will not wait in the database."""
     while True:
         try:
-            return claim(session, Task, 1, nowait=True)
+            return claim(session, models.Task, 1, nowait=True)
         except OperationalError:
             session.rollback()
             time.sleep(0.05)
@@ -188,9 +163,9 @@ def _claimed_in_the_end(session: Session) -> object:
 
 TAKEN: dict[str, Act] = {
     "key tells the resource": lambda s: claim(s, Account, 1),
-    "row tells the resource": lambda s: claim(s, Task, 1),
+    "row tells the resource": lambda s: claim(s, models.Task, 1),
     "row tells the resource, nowait": _claimed_in_the_end,
-    "all": lambda s: claim_all(s, select(Task).where(Task.queue == "a")),
+    "all": lambda s: claim_all(s, select(models.Task).where(models.Task.queue == "a")),
     "all of one": lambda s: claim_all(s, select(Account)),
 }
 
@@ -202,7 +177,7 @@ def test_what_is_read_after_a_claim_is_not_older_than_it(
     """A claim that has waited sees what the older holder did to *other* rows, at any isolation level."""
     let_wait(engine)
     claim(old, Account, 1)
-    claim(old, Task, 1)
+    claim(old, models.Task, 1)
 
     def first_act() -> tuple[str, int]:
         TAKEN[how](new)
@@ -248,14 +223,14 @@ def test_a_missing_row_is_no_result(new: Session) -> None:
     bind(new, *leases(NEW), Lease("account:9", 1), Lease("room", 1))
     with pytest.raises(NoResultFound, match="no Account with the primary key"):
         claim(new, Account, 9)
-    for act in (lambda: claim(new, Account, 9, skip_locked=True), lambda: claim(new, Task, 9)):
+    for act in (lambda: claim(new, Account, 9, skip_locked=True), lambda: claim(new, models.Task, 9)):
         with pytest.raises(NoResultFound):
             act()
     with turned_away(new, NoResultFound):
         claim(new, Seat, (1, "z"))
     assert claim_all(new, select(Account).where(Account.id == 9)) == []
     assert claim(new, Seat, (1, "a")) is claim(new, Seat, {"letter": "a", "row": 1})
-    assert claim(new, Task, 1).balance == 100
+    assert claim(new, models.Task, 1).balance == 100
 
 
 DISCARDING: dict[str, tuple[Act, str | None]] = {
@@ -316,10 +291,10 @@ def test_coroutines_claim_without_waiting(engine: Engine, for_asyncio: ForAsynci
 def test_a_claim_reads_a_row_whose_key_does_not_tell_the_resource(engine: Engine, new: Session) -> None:
     bind(new, Lease("queue:a", 3))
     with turned_away(new, UnfencedWriteError, match="'queue:b'"):
-        claim(new, Task, 2)
-    claim(new, Task, 1).balance = 1
+        claim(new, models.Task, 2)
+    claim(new, models.Task, 1).balance = 1
     new.commit()
-    assert rows_of(engine, select(Task.last_fencing_token).order_by(Task.id)) == [3, 0, 0]
+    assert rows_of(engine, select(models.Task.last_fencing_token).order_by(models.Task.id)) == [3, 0, 0]
 
 
 def test_claim_all_claims_in_the_order_of_keys_and_returns_in_that_of_the_query(
@@ -333,7 +308,7 @@ def test_claim_all_claims_in_the_order_of_keys_and_returns_in_that_of_the_query(
         claimed.extend(row["key_0"] for row in many or [params] if "key_0" in row)
 
     event.listen(engine, "after_execute", note)
-    tasks = claim_all(new, select(Task).order_by(Task.id.desc()))
+    tasks = claim_all(new, select(models.Task).order_by(models.Task.id.desc()))
     assert [(task.id, task.last_fencing_token) for task in tasks] == [(3, 3), (2, 8), (1, 3)]
     assert claimed == [1, 2, 3]
     with statements(engine) as sent:
@@ -348,7 +323,7 @@ def test_nothing_is_claimed_past_the_guard(engine: Engine, how: str) -> None:
     past = holder(engine.execution_options(fencelock="bypass"))
     with past as session, turned_away(session, UnfencedWriteError, match="bypass"):
         CLAIMS[how](session)
-    assert fence(engine) == 0
+    assert models.fence(engine) == 0
 
 
 LETTERS = "abcdefghijklmnopqrst"
@@ -408,7 +383,7 @@ def test_no_acknowledged_increment_is_lost(engine: Engine) -> None:
         while done < 8:
             with holding(engine, Lease("account:1", next(tokens))) as session:
                 try:
-                    session.scalars(select(Free.id)).all()
+                    session.scalars(select(models.Free.id)).all()
                     claim(session, Account, 1).balance += 1
                     session.commit()
                 except StaleTokenError:
@@ -419,7 +394,7 @@ def test_no_acknowledged_increment_is_lost(engine: Engine) -> None:
     waits = [in_thread(increment) for _ in range(4)]
     assert [wait() for wait in waits] == [8] * 4
     assert balance(engine) == 132
-    assert 32 <= fence(engine) < next(tokens)
+    assert 32 <= models.fence(engine) < next(tokens)
 
 
 def at_once(engine: Engine, model: type[Any] = Account) -> list[str]:
@@ -439,7 +414,7 @@ def test_a_claim_sends_one_statement_where_it_is_sound(
     for _ in range(2):
         with statements(engine) as sent:
             claimed = claim(session, model, 1)
-        assert words(sent) == (["SELECT"] if model is Task else []) + at_once(engine, model)
+        assert words(sent) == (["SELECT"] if model is models.Task else []) + at_once(engine, model)
         assert (claimed.id, claimed.last_fencing_token) == (1, NEW)
         assert not session.dirty
         known = claimed.last_write_id
@@ -566,18 +541,18 @@ def test_coroutines_send_the_same_statements(engine: Engine, for_asyncio: ForAsy
 
 
 @pytest.fixture
-def authority(tmp_path: Path) -> Iterator[Database]:
-    with Database(f"sqlite:///{tmp_path}/leases.sqlite") as made:
+def authority(tmp_path: Path) -> Iterator[fencelock.Database]:
+    with fencelock.Database(f"sqlite:///{tmp_path}/leases.sqlite") as made:
         yield made
 
 
 def booked(session: Session) -> int:
-    return session.scalar(select(func.count()).select_from(Free)) or 0
+    return session.scalar(select(func.count()).select_from(models.Free)) or 0
 
 
 def book(session: Session) -> None:
     if booked(session) == 0:
-        session.add(Free(id=randrange(2**31)))
+        session.add(models.Free(id=randrange(2**31)))
     session.commit()
 
 
@@ -593,7 +568,7 @@ def session_on(engine: Engine, level: str) -> Session:
     ],
 )
 def test_a_claim_in_a_snapshot_older_than_the_lock_is_refused(
-    engine: Engine, authority: Database, how: str, level: str
+    engine: Engine, authority: fencelock.Database, how: str, level: str
 ) -> None:
     """It would decide on rows from before the lock. Elsewhere the limit of one holds, too."""
     name = engine.dialect.name
@@ -604,16 +579,18 @@ def test_a_claim_in_a_snapshot_older_than_the_lock_is_refused(
         assert (session.get_one(Account, 1).id, booked(session)) == (1, 0)
         if name == "sqlite" or (name, level) == ("mysql", "SERIALIZABLE"):
             session.rollback()  # else a reader keeps others from writing
-        with fenced_lock("account:1", authority=authority), Session(engine) as other:
+        with fencelock.fenced_lock("account:1", authority=authority), Session(engine) as other:
             book(other)
-        with fenced_lock("account:1", authority=authority):
+        with fencelock.fenced_lock("account:1", authority=authority):
             if is_old:
-                with turned_away(session, StaleReadError, match="roll back before you lock") as caught:
+                with turned_away(
+                    session, fencelock.StaleReadError, match="roll back before you lock"
+                ) as caught:
                     CLAIMS[how](session)
                 assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)  # noqa: S301
             CLAIMS[how](session)
             book(session)
-    assert len(rows_of(engine, select(Free.id))) == 1
+    assert len(rows_of(engine, select(models.Free.id))) == 1
 
 
 @with_row_locks
@@ -626,20 +603,20 @@ def test_a_lease_that_does_not_say_when_it_was_granted_books_twice(engine: Engin
         bind(session, Lease("account:1", 2**62))
         gate(session, "account:1")
         book(session)
-    assert len(rows_of(engine, select(Free.id))) == 2
+    assert len(rows_of(engine, select(models.Free.id))) == 2
 
 
-def test_a_savepoint_is_as_old_as_its_transaction(engine: Engine, authority: Database) -> None:
+def test_a_savepoint_is_as_old_as_its_transaction(engine: Engine, authority: fencelock.Database) -> None:
     """It begins after the lock, and reads what was there before."""
     is_sqlite = engine.dialect.name == "sqlite"
     with session_on(engine, "SERIALIZABLE" if is_sqlite else "REPEATABLE READ") as session:
         assert booked(session) == 0
-        with fenced_lock("account:1", authority=authority):
+        with fencelock.fenced_lock("account:1", authority=authority):
             savepoint = session.begin_nested()
             if is_sqlite:
                 gate(session, "account:1")
             else:
-                with pytest.raises(StaleReadError):
+                with pytest.raises(fencelock.StaleReadError):
                     gate(session, "account:1")
             savepoint.rollback()
 

@@ -39,7 +39,6 @@ def follower(leader: Engine, tmp_path: Path) -> Iterator[Engine]:
 
 
 def expire_and_load(name: str) -> Step:
-    """Have one attribute loaded again by itself."""
 
     def load(session: Session, row: Any) -> None:
         session.expire(row, [name])

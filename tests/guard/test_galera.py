@@ -76,7 +76,6 @@ def nodes(galera: Galera, _tables: None) -> Iterator[list[Engine]]:
 
 
 def number_of(engine: Engine, model: type[Any]) -> int:
-    """Return how many rows a node has of a model."""
     with Session(engine) as session:
         return session.scalar(select(func.count()).select_from(model)) or 0
 

@@ -81,7 +81,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 @pytest.fixture
 def held() -> Iterator[list[Lease]]:
-    """Leases that the context holds for the length of the test."""
     leases = [Lease("order:1", 3), Lease("customer:1", 4)]
     note_held(*leases)
     yield leases
@@ -114,7 +113,6 @@ def with_successor(session: Session) -> None:
 
 
 def delete_expired(session: Session) -> None:
-    """Delete an object whose columns are not loaded."""
     sale = session.get_one(Sale, 1)
     session.expire(sale)
     session.delete(sale)

@@ -12,20 +12,7 @@ from typing import Any, ClassVar
 import pytest
 import sqlalchemy as sa
 import sqlmodel
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Engine,
-    ForeignKey,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    event,
-    orm,
-    text,
-    update,
-)
+from sqlalchemy import Column, ForeignKey, Integer, String, Table, orm, update
 from sqlalchemy.ext.automap import automap_base
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, registry, relationship
 
@@ -56,20 +43,20 @@ def test_the_columns_are_as_promised() -> None:
     *_, fence, write_id = make(status=mapped_column(String)).__table__.c
     assert (fence.name, write_id.name) == ("last_fencing_token", "last_write_id")
     for column in (fence, write_id):
-        assert isinstance(column.type, BigInteger)
+        assert isinstance(column.type, sa.BigInteger)
         assert not column.nullable
         assert str(column.server_default.arg) == "0"
 
 
 def without_the_column() -> None:
     """Map a table imperatively, or as it is reflected."""
-    table = Table("mo_boxes", MetaData(), Column("id", Integer, primary_key=True))
+    table = Table("mo_boxes", sa.MetaData(), Column("id", Integer, primary_key=True))
     registry().map_imperatively(type("Box", (FencedModel,), {}), table)
 
 
 def by_another_name() -> None:
     """Call the column something else, which could not be stamped."""
-    table = Table("mo_renamed", MetaData(), Column("id", Integer, primary_key=True), fence_column())
+    table = Table("mo_renamed", sa.MetaData(), Column("id", Integer, primary_key=True), fence_column())
     model = type("Renamed", (FencedModel,), {"__fence_resource__": "renamed"})
     registry().map_imperatively(model, table, properties={"fence": table.c.last_fencing_token})
 
@@ -227,7 +214,7 @@ def test_plain_models_stay_hashable_and_dataclasses_stay_dataclasses() -> None:
 
 
 def test_a_copied_table_is_guarded_like_the_original(in_memory: InMemory) -> None:
-    copy = make("order:{id}", status=mapped_column(String)).__table__.to_metadata(MetaData())
+    copy = make("order:{id}", status=mapped_column(String)).__table__.to_metadata(sa.MetaData())
     with in_memory(copy.metadata).connect() as connection:
         with turned_away(connection, UnfencedWriteError):
             connection.execute(sa.insert(copy), {"id": 1})
@@ -239,14 +226,13 @@ def test_a_copied_table_is_guarded_like_the_original(in_memory: InMemory) -> Non
 
 
 def executions(engine: sa.Engine) -> list[tuple[str, bool]]:
-    """Note what reaches the cursor: the SQL, and whether it is an executemany."""
     seen: list[tuple[str, bool]] = []
 
     def note(_c: object, _cursor: object, sql: str, _p: object, _x: object, many: bool) -> None:
         if not sql.startswith(("SELECT", "PRAGMA", "CREATE")):
             seen.append((sql, many))
 
-    event.listen(engine, "before_cursor_execute", note)
+    sa.event.listen(engine, "before_cursor_execute", note)
     return seen
 
 
@@ -374,10 +360,10 @@ def columns(fence: Column[int]) -> list[Column[Any]]:
 
 
 def own_column() -> Column[int]:
-    return Column("last_fencing_token", BigInteger, nullable=False, server_default="0")
+    return Column("last_fencing_token", sa.BigInteger, nullable=False, server_default="0")
 
 
-def with_table(fence: Column[int]) -> tuple[MetaData, Any]:
+def with_table(fence: Column[int]) -> tuple[sa.MetaData, Any]:
     class Base(DeclarativeBase): ...
 
     class Order(Base):
@@ -387,7 +373,7 @@ def with_table(fence: Column[int]) -> tuple[MetaData, Any]:
     return Base.metadata, Order
 
 
-def imperative(fence: Column[int]) -> tuple[MetaData, Any]:
+def imperative(fence: Column[int]) -> tuple[sa.MetaData, Any]:
     mappers = registry()
 
     class Order:
@@ -401,15 +387,15 @@ def imperative(fence: Column[int]) -> tuple[MetaData, Any]:
     return mappers.metadata, Order
 
 
-def on_a_base_class(fence: Column[int]) -> tuple[MetaData, Any]:
+def on_a_base_class(fence: Column[int]) -> tuple[sa.MetaData, Any]:
     """Return a model that gets the column from a class of the project."""
 
     class Base(DeclarativeBase): ...
 
     class Fenced:
         __fence_resource__ = "order:{id}"
-        last_fencing_token: Mapped[int] = mapped_column(BigInteger, server_default="0")
-        last_write_id: Mapped[int] = mapped_column(BigInteger, server_default="0")
+        last_fencing_token: Mapped[int] = mapped_column(sa.BigInteger, server_default="0")
+        last_write_id: Mapped[int] = mapped_column(sa.BigInteger, server_default="0")
 
     class Order(Fenced, Base):
         __tablename__ = "orders"
@@ -423,7 +409,9 @@ def on_a_base_class(fence: Column[int]) -> tuple[MetaData, Any]:
 @pytest.mark.parametrize("make", [with_table, imperative, on_a_base_class])
 @pytest.mark.parametrize("fence", [fence_column, own_column])
 def test_the_resource_counts(
-    make: Callable[[Column[int]], tuple[MetaData, Any]], fence: Callable[[], Column[int]], in_memory: InMemory
+    make: Callable[[Column[int]], tuple[sa.MetaData, Any]],
+    fence: Callable[[], Column[int]],
+    in_memory: InMemory,
 ) -> None:
     metadata, order = make(fence())
     check(in_memory(metadata), order)
@@ -442,7 +430,7 @@ def test_a_reflected_table(in_memory: InMemory) -> None:
     check(engine, Order)
 
 
-def check(engine: Engine, order: Any) -> None:
+def check(engine: sa.Engine, order: Any) -> None:
     with holding(engine, Lease("order:1", 5)) as session:
         session.add(order(id=1, status="new"))
         session.commit()
@@ -488,7 +476,7 @@ def test_links_are_guarded(in_memory: InMemory) -> None:
         order.tags.append(Tag(id=2))
         bind(session, Lease("order:2", 50))
         session.commit()
-        assert session.scalar(text("SELECT last_fencing_token FROM orders")) == 5
+        assert session.scalar(sa.text("SELECT last_fencing_token FROM orders")) == 5
 
 
 def test_a_model_of_sqlmodel_has_the_column_alone(in_memory: InMemory) -> None:
@@ -535,8 +523,10 @@ def test_a_model_of_sqlmodel_has_the_column_alone(in_memory: InMemory) -> None:
 
 
 def test_a_copy_of_a_table_with_its_own_columns_is_plain_as_well(in_memory: InMemory) -> None:
-    metadata = MetaData()
-    numbers = [Column(name, BigInteger, nullable=False) for name in ("last_fencing_token", "last_write_id")]
+    metadata = sa.MetaData()
+    numbers = [
+        Column(name, sa.BigInteger, nullable=False) for name in ("last_fencing_token", "last_write_id")
+    ]
     orders = Table("orders", metadata, Column("id", sa.Integer, primary_key=True), *numbers)
     making = {"__table__": orders, "__fence_resource__": "order:{id}"}
     model = type("Order", (FencedModel, type("Base", (DeclarativeBase,), {"metadata": metadata})), making)
@@ -582,7 +572,7 @@ def test_a_copy_under_another_name_is_a_plain_table(in_memory: InMemory, way: st
         with Session(engine) as session:
             session.execute(sa.insert(copied), given)
             session.execute(update(copied).values(id=2))
-            session.execute(text(f"UPDATE {name} SET id = 3"))  # noqa: S608
+            session.execute(sa.text(f"UPDATE {name} SET id = 3"))  # noqa: S608
             session.get_one(history, 3).id = 4
             session.commit()
             with pytest.raises(UnfencedWriteError):

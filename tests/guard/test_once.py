@@ -7,7 +7,7 @@ import enum
 import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from datetime import UTC, datetime, timedelta
 from decimal import Decimal
 from typing import Any
@@ -19,16 +19,8 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session
 from sqlalchemy.schema import CreateSchema, DropSchema
 
-from fencelock import (
-    Lease,
-    LockLostError,
-    LockTimeoutError,
-    ReceiptMismatchError,
-    UnfencedWriteError,
-    once,
-    prune_receipts,
-    receipt_table,
-)
+import fencelock
+from fencelock import Lease, once, prune_receipts
 from fencelock._databases import is_busy
 from fencelock.guard import receipts as module
 from tests.guard.marks import ForAsyncio, on_postgresql_alone, on_sqlite_alone, with_row_locks
@@ -62,7 +54,11 @@ def receipts(engine: Engine) -> list[Any]:
         return list(connection.execute(select(RECEIPTS)))
 
 
-def test_second_call_gets_the_result_and_does_nothing(engine: Engine) -> None:
+def test_a_second_call_gets_the_result_and_does_nothing(engine: Engine) -> None:
+    """What is rolled back leaves no receipt."""
+    with Session(engine) as session:
+        add(session)
+        session.rollback()
     for _ in range(2):
         with Session(engine) as session, session.begin():
             assert add(session, result={"balance": 7, "ok": [True, None]}) == {
@@ -75,15 +71,6 @@ def test_second_call_gets_the_result_and_does_nothing(engine: Engine) -> None:
         with pytest.raises(ValueError, match="its result cannot change"):
             again.result = 1
     assert (value(engine), [row.key for row in receipts(engine)]) == (1, ["k"])
-
-
-def test_what_is_rolled_back_leaves_no_receipt(engine: Engine) -> None:
-    with Session(engine) as session:
-        add(session)
-        session.rollback()
-        add(session)
-        session.commit()
-    assert value(engine) == 1
 
 
 @pytest.mark.parametrize("commits", [True, False], ids=["commits", "rolls back"])
@@ -130,7 +117,7 @@ def test_many_at_once_at_each_isolation_level(engine: Engine, level: str) -> Non
                 except DBAPIError as error:
                     if not is_busy(error):
                         raise
-                except LockTimeoutError:
+                except fencelock.LockTimeoutError:
                     pass
         return found
 
@@ -171,7 +158,7 @@ def test_another_fingerprint_is_refused(engine: Engine) -> None:
         assert once(session, "k").done, "without a fingerprint nothing is compared"
     with Session(engine) as session:
         session.execute(update(Free).values(value=99))
-        with pytest.raises(ReceiptMismatchError, match="'k' belongs to another request") as caught:
+        with pytest.raises(fencelock.ReceiptMismatchError, match="'k' belongs to another request") as caught:
             once(session, "k", fingerprint={**asked, "cents": 600})
         assert (caught.value.key, caught.value.written) == ("k", False)
         with pytest.raises(PendingRollbackError):
@@ -212,30 +199,23 @@ def test_keys_differ_where_their_characters_differ(engine: Engine) -> None:
         assert [once(session, key).done for key in keys] == [True] * len(keys)
 
 
-def test_twice_in_one_transaction(engine: Engine) -> None:
+def test_a_transaction_gets_what_it_has_assigned_and_a_savepoint_takes_its_receipt_along(
+    engine: Engine,
+) -> None:
     with Session(engine) as session, session.begin():
         assert (add(session, result=1), add(session, result=2)) == (1, 1)
-    assert value(engine) == 1
-
-
-def test_savepoint_that_fails_takes_its_receipt_along(engine: Engine) -> None:
-    with Session(engine) as session, session.begin():
         for key in ("good", "bad", "fine"):
             with suppress(ZeroDivisionError), session.begin_nested():
                 add(session, key, result=key)
                 assert 1 / (key != "bad") == 1
         assert not once(session, "bad").done
-    assert {row.key: row.result for row in receipts(engine)} == {"good": "good", "bad": None, "fine": "fine"}
-
-
-def test_result_of_a_later_savepoint(engine: Engine) -> None:
-    with Session(engine) as session, session.begin():
-        receipt = once(session, "k")
-        receipt.result = 1
-        with session.begin_nested():
-            receipt.result = 2
-        receipt.result = 3
-    assert [row.result for row in receipts(engine)] == [3]
+        receipt = once(session, "later")
+        for number in range(3):
+            with session.begin_nested() if number == 1 else nullcontext():
+                receipt.result = number
+    assert value(engine) == 4
+    found = {row.key: row.result for row in receipts(engine)}
+    assert found == {"k": 1, "good": "good", "bad": None, "fine": "fine", "later": 2}
 
 
 def test_receipt_keeps_the_token(engine: Engine) -> None:
@@ -253,16 +233,6 @@ def test_receipt_keeps_the_token(engine: Engine) -> None:
     assert abs(datetime.now(UTC) - at) < timedelta(minutes=1)
 
 
-@on_sqlite_alone
-def test_lost_lease_writes_no_receipt(engine: Engine) -> None:
-    with holding(engine, Lease("order:1", 77, expires_at=0.0)) as session:
-        with pytest.raises(LockLostError):
-            once(session, "k")
-        with pytest.raises(PendingRollbackError):
-            session.commit()
-    assert receipts(engine) == []
-
-
 def test_transaction_that_never_ends(engine: Engine) -> None:
     short = {
         "postgresql": "SET LOCAL lock_timeout = '200ms'",
@@ -272,18 +242,24 @@ def test_transaction_that_never_ends(engine: Engine) -> None:
     with Session(engine) as first, Session(engine) as second:
         once(first, "k")
         second.execute(text(short[engine.dialect.name]))
-        with pytest.raises(LockTimeoutError, match="another transaction with the receipt 'k' is still open"):
+        with pytest.raises(
+            fencelock.LockTimeoutError, match="another transaction with the receipt 'k' is still open"
+        ):
             once(second, "k")
         second.rollback()
         if engine.dialect.name == "mysql":
             second.execute(text("SET innodb_lock_wait_timeout = DEFAULT"))
 
 
-def test_connection_that_commits_by_itself_is_refused(engine: Engine) -> None:
-    with (
-        Session(engine.execution_options(isolation_level="AUTOCOMMIT")) as session,
-        pytest.raises(UnfencedWriteError, match="'fencelock_receipts' needs a transaction"),
-    ):
+@on_sqlite_alone
+def test_a_lost_lease_or_a_connection_that_commits_by_itself_writes_no_receipt(engine: Engine) -> None:
+    with holding(engine, Lease("order:1", 77, expires_at=0.0)) as session:
+        with pytest.raises(fencelock.LockLostError):
+            once(session, "k")
+        with pytest.raises(PendingRollbackError):
+            session.commit()
+    refused = pytest.raises(fencelock.UnfencedWriteError, match="'fencelock_receipts' needs a transaction")
+    with Session(engine.execution_options(isolation_level="AUTOCOMMIT")) as session, refused:
         once(session, "k")
     assert receipts(engine) == []
 
@@ -326,7 +302,7 @@ def test_receipt_that_is_pruned_while_another_looks_for_it(
 @on_postgresql_alone
 def test_schema_that_the_program_names(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fencelock.guard.receipts._schemas", set())
-    table = receipt_table(MetaData(schema="once_app"))
+    table = fencelock.receipt_table(MetaData(schema="once_app"))
     with engine.begin() as connection:
         connection.execute(DropSchema("once_app", cascade=True, if_exists=True))
         connection.execute(CreateSchema("once_app"))
@@ -355,7 +331,7 @@ def test_coroutines(engine: Engine, for_asyncio: ForAsyncio) -> None:
         found = [await work(0)] if engine.dialect.name == "sqlite" else []
         found += await asyncio.gather(*(work(number) for number in range(1, 5)))
         async with AsyncSession(its) as session:
-            with pytest.raises(ReceiptMismatchError):
+            with pytest.raises(fencelock.ReceiptMismatchError):
                 await once(session, "k", fingerprint={"a": 2})
         await its.dispose()
         return found

@@ -13,19 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 import fencelock
-from fencelock import (
-    Database,
-    FencedModel,
-    Lease,
-    UnfencedWriteError,
-    bind,
-    bypass,
-    claim,
-    forget,
-    gate,
-    on_event,
-    upsert,
-)
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, gate
 from fencelock.guard import events
 from fencelock.observe import WrittenWithoutLease
 from fencelock.observe.prometheus import instrument
@@ -97,7 +85,6 @@ def add_by_object(session: Session) -> None:
 
 
 def expired(session: Session) -> Order:
-    """Return an object that was not read since it was expired."""
     order = session.get_one(Order, ORDER)
     session.expire(order)
     return order
@@ -156,7 +143,7 @@ def test_a_fence_that_a_form_assigns_is_put_back(engine: Engine) -> None:
 
 def test_upsert_leaves_the_fence_as_well(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
-        upsert(session, Order, [{"id": ORDER, "total": 1}, {"id": 7, "total": 2}])
+        fencelock.upsert(session, Order, [{"id": ORDER, "total": 1}, {"id": 7, "total": 2}])
     assert stored(engine)[:2] == (1, FENCE)
     assert stored(engine, 7)[:2] == (2, 0)
 
@@ -245,7 +232,7 @@ def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
 
 
 def test_what_was_begun_under_a_lease_is_not_ended_without(engine: Engine, tmp_path: Any) -> None:
-    with Database(f"sqlite:///{tmp_path}/leases.sqlite") as authority, Session(engine) as session:
+    with fencelock.Database(f"sqlite:///{tmp_path}/leases.sqlite") as authority, Session(engine) as session:
         with fencelock.fenced_lock(f"order:{ORDER}", authority=authority):
             add_by_object(session)
         with turned_away(session, UnfencedWriteError, match="commit inside the block"):
@@ -297,7 +284,7 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
         session.commit()
         assert stored(engine, 1, model.__table__)[1] == TOKEN
         bind(session)
-        with bypass(session):
+        with fencelock.bypass(session):
             getattr(parent, name).append(child(id=3))
             session.commit()
     assert rows_of(engine, select(child.__table__.c.id)) == [1, 2, 3]
@@ -305,12 +292,12 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
 
 def test_events_and_a_counter_tell_of_it(engine: Engine) -> None:
     registry, seen = CollectorRegistry(), list[object]()
-    listeners: list[Any] = [instrument(registry=registry), on_event(seen.append)]
+    listeners: list[Any] = [instrument(registry=registry), fencelock.on_event(seen.append)]
     try:
         write_elsewhere(engine)
     finally:
         for each in listeners:
-            forget(each)
+            fencelock.forget(each)
     told = [(each.table, each.resource) for each in seen if isinstance(each, WrittenWithoutLease)]
     assert told == [("ol_orders", "order:1")]
     assert registry.get_sample_value("fencelock_writes_without_lease_total", {"table": "ol_orders"}) == 1

@@ -106,7 +106,6 @@ class Holder:
 
     @contextmanager
     def hears_why(self) -> Iterator[None]:
-        """Expect that the acts in the block cannot be done, or ended, before a rollback."""
         with pytest.raises(PendingRollbackError, match=self.why):
             yield
 
@@ -116,7 +115,6 @@ class Holder:
                 act()
 
     def work(self, target: Any, number: int) -> None:
-        """Write a note, and be refused."""
         note(self.bound(target), number)
         self.refused(target)
 

@@ -101,7 +101,6 @@ class Holder:
 
 
 def orders(older: str, newer: str) -> Iterator[list[tuple[int, str]]]:
-    """Yield each interleaving of two programs, as pairs of a holder and its act."""
     length = len(older) + len(newer)
     for places in combinations(range(length), len(older)):
         first, second = iter(older), iter(newer)

@@ -14,17 +14,7 @@ from typing import Any
 
 import pytest
 from sqlalchemy import Engine, PickleType, inspect, orm, select, text, update
-from sqlalchemy.orm import (
-    Mapped,
-    Session,
-    aliased,
-    defer,
-    joinedload,
-    lazyload,
-    load_only,
-    mapped_column,
-    with_polymorphic,
-)
+from sqlalchemy.orm import Mapped, Session, load_only, mapped_column
 
 from fencelock import Lease, StaleReadError, UnfencedWriteError, bind, claim
 from fencelock.guard import tables
@@ -33,22 +23,7 @@ from tests.guard import write_ids as wi
 from tests.guard.marks import InMemory, named, on_sqlite_alone
 from tests.guard.rows import holding, refill
 from tests.guard.waiting import listening
-from tests.guard.write_ids import (
-    NO_VERSION,
-    Account,
-    Deferred,
-    Dog,
-    Joined,
-    Pair,
-    Row,
-    Step,
-    Story,
-    Tag,
-    Versioned,
-    get,
-    holder,
-    whole,
-)
+from tests.guard.write_ids import NO_VERSION, Account, Joined, Row, Story, get, holder, whole
 
 Base, ROWS = wi.Base, wi.fill
 
@@ -64,7 +39,6 @@ def switch(model: type[Any]) -> wi.Step:
 
 
 def move_up(session: Session, first: Any) -> None:
-    """Give the first line another place, and its place to the next line."""
     second = session.get_one(wi.Line, (1, 2))
     first.balance, first.place, second.place = 1, 0, 1
 
@@ -107,19 +81,21 @@ WRITES = {
     "a column of the base": Story(model=Joined, key=2),
     "a column of the subclass": Story(model=wi.Single, key=3, write=wi.setting("extra", 1)),
     "a collection": Story(load=whole(), model=Account, write=wi.adding("entries", lambda: wi.Entry(id=3))),
-    "links": Story(load=whole(), model=Account, write=wi.adding("tags", lambda: Tag(id=7))),
+    "links": Story(load=whole(), model=Account, write=wi.adding("tags", lambda: wi.Tag(id=7))),
     "post_update": Story(load=whole(), model=Account, write=refer),
     "post_update and a column": Story(load=whole(), model=Account, write=wi.in_turn(refer, wi.pay)),
     "post_update, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=refer),
     "DELETE with post_update": Story(load=whole(), model=Account, write=Session.delete),
     "DELETE, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=Session.delete),
-    "DELETE, concrete": Story(load=wi.after(get(Dog), load_beside), model=Dog, write=Session.delete),
-    "row switch": Story(model=Versioned, write=switch(Versioned)),
+    "DELETE, concrete": Story(load=wi.after(get(wi.Dog), load_beside), model=wi.Dog, write=Session.delete),
+    "row switch": Story(model=wi.Versioned, write=switch(wi.Versioned)),
     "row switch, of a shard": Story(load=whole(identity_token="eu"), model=Account, write=switch(Account)),
-    "row switch, concrete": Story(load=wi.after(get(Dog), load_beside), model=Dog, write=switch(Dog)),
+    "row switch, concrete": Story(
+        load=wi.after(get(wi.Dog), load_beside), model=wi.Dog, write=switch(wi.Dog)
+    ),
     "row switch, second class": Story(load=get(wi.Twin), write=switch(wi.Twin)),
-    "version counter": Story(model=Versioned),
-    "key": Story(model=Versioned, write=wi.setting("id", 2)),
+    "version counter": Story(model=wi.Versioned),
+    "key": Story(model=wi.Versioned, write=wi.setting("id", 2)),
     "keys that move up": Story(model=wi.Line, key=(1, 1), write=move_up),
     "by a listener": Story(write=by_a_listener),
     "by the listener of another": Story(write=by_the_listener_of_another),
@@ -133,7 +109,6 @@ REFUSED_IN_VAIN = {
 
 
 def expired(load: wi.Load, *names: str) -> wi.Load:
-    """Load an object, expire it, and load these of its attributes by their names."""
 
     def again(session: Session, row: Any) -> None:
         session.commit()
@@ -145,7 +120,6 @@ def expired(load: wi.Load, *names: str) -> wi.Load:
 
 
 def refreshed(*names: str) -> wi.Load:
-    """Load an object, expire it, and refresh these of its attributes."""
 
     def again(session: Session, row: Any) -> None:
         session.commit()
@@ -164,20 +138,20 @@ both = [wi.Engineer, wi.Manager]
 append_note = wi.computing("note", lambda row: row.note + "A")
 LOADS = {
     "load_only": Story(load=get(Row, 1, load_only(Row.balance))),
-    'defer("*")': Story(load=get(Row, 1, defer("*")), said=None),  # the written column is loaded later
-    "deferred fence": Story(model=Deferred),
+    'defer("*")': Story(load=get(Row, 1, orm.defer("*")), said=None),  # the written column is loaded later
+    "deferred fence": Story(model=wi.Deferred),
     "deferred fence, and load_only": Story(
-        load=get(Deferred, 1, load_only(Deferred.balance)), model=Deferred
+        load=get(wi.Deferred, 1, load_only(wi.Deferred.balance)), model=wi.Deferred
     ),
-    "raiseload": Story(load=get(wi.DeferredByOption), model=Deferred),
+    "raiseload": Story(load=get(wi.DeferredByOption), model=wi.Deferred),
     "raiseload, and load_only": Story(
         load=get(wi.DeferredByOption, 1, load_only(wi.DeferredByOption.balance)),  # type: ignore[attr-defined]
-        model=Deferred,
+        model=wi.Deferred,
     ),
-    "column_property": Story(load=get(wi.WithProperty), model=Deferred),
+    "column_property": Story(load=get(wi.WithProperty), model=wi.Deferred),
     "column_property, and load_only": Story(
         load=get(wi.WithProperty, 1, load_only(wi.WithProperty.balance)),  # type: ignore[arg-type]
-        model=Deferred,
+        model=wi.Deferred,
     ),
     "second class": Story(load=get(wi.Twin)),
     "by the base": Story(load=get(Account, 2), model=Joined, key=2, write=wi.setting("extra", 1)),
@@ -188,8 +162,8 @@ LOADS = {
         for model in both
         for name, entity in {
             "inline": wi.Staff,
-            "with_polymorphic": with_polymorphic(wi.Staff, both),
-            "aliased": with_polymorphic(wi.Staff, both, flat=True, aliased=True),
+            "with_polymorphic": orm.with_polymorphic(wi.Staff, both),
+            "aliased": orm.with_polymorphic(wi.Staff, both, flat=True, aliased=True),
         }.items()
     },
     "deferred column": Story(load=expired(get(), "note"), write=append_note),
@@ -224,7 +198,7 @@ def changed_and_merged(session: Session, row: Any) -> Any:
     return session.merge(row)
 
 
-def again(do: Callable[[Session, Any], object]) -> Step:
+def again(do: Callable[[Session, Any], object]) -> wi.Step:
     """Load a part of the object again; its balance is from before."""
 
     def then(session: Session, row: Any) -> None:
@@ -235,7 +209,7 @@ def again(do: Callable[[Session, Any], object]) -> Step:
     return then
 
 
-def populate(statement: Any) -> Step:
+def populate(statement: Any) -> wi.Step:
     def then(session: Session, _row: Any) -> None:
         session.scalars(statement, execution_options={"populate_existing": True}).unique().all()
 
@@ -333,7 +307,7 @@ THEN = {
 
 def merging(
     model: type[Any] = Account, key: int = 1, *, only: tuple[Any, ...] = (), touched: str | None = None
-) -> Step:
+) -> wi.Step:
     """Merge a newer object of the row, of which another session has loaded everything, or only a part."""
 
     def then(session: Session, row: Any) -> None:
@@ -356,7 +330,7 @@ def pay_and_merge(session: Session, row: Any) -> None:
 def merging_from_an_entry(session: Session, _row: Any) -> None:
     """Merge an account over one of its entries: SQLAlchemy leaves out the relationship that it comes by."""
     with Session(session.get_bind()) as reading:
-        loading = joinedload(wi.Entry.account).selectinload(Account.entries)
+        loading = orm.joinedload(wi.Entry.account).selectinload(Account.entries)
         newer = reading.get_one(wi.Entry, 1, options=[loading])
     session.merge(newer)
 
@@ -382,8 +356,8 @@ NOTES: dict[str, Any] = {
 }
 TAGS: dict[str, Any] = {"other": lambda row: row.tags.append(wi.Tag(id=7)), "write": counting("tags")}
 PAIR: dict[str, Any] = {
-    "other": lambda row: setattr(row, "pair", Pair(50, 50)),
-    "write": wi.computing("pair", lambda row: Pair(row.pair.x - 30, row.pair.y - 30)),
+    "other": lambda row: setattr(row, "pair", wi.Pair(50, 50)),
+    "write": wi.computing("pair", lambda row: wi.Pair(row.pair.x - 30, row.pair.y - 30)),
 }
 AS_JOINED: dict[str, Any] = {"load": whole(2), "model": Joined, "key": 2}
 MERGES = {
@@ -446,7 +420,6 @@ def expunged(session: Session, row: Row) -> Any:
 
 
 def read_again(session: Session, _row: Row) -> Any:
-    """Have the session make another object of the row."""
     session.expunge_all()
     return session.get_one(Row, 1)
 
@@ -463,7 +436,7 @@ def merged_elsewhere(session: Session, row: Row) -> Any:
         return other.merge(row, load=False)
 
 
-def undone(begin: Callable[[Session], Row], kept: Step) -> wi.Load:
+def undone(begin: Callable[[Session], Row], kept: wi.Step) -> wi.Load:
     """Have the other holder write or claim the row, keep what has seen the new id, and roll back."""
 
     def load(session: Session) -> Any:
@@ -477,7 +450,7 @@ def undone(begin: Callable[[Session], Row], kept: Step) -> wi.Load:
     return load
 
 
-KEPT: list[Step] = [closed, reset, expunged, read_again, read_by_another, merged_elsewhere]
+KEPT: list[wi.Step] = [closed, reset, expunged, read_again, read_by_another, merged_elsewhere]
 UNDONE = {
     f"{before}, {kept.__name__}": Story(load=undone(begin, kept), then=add, always=True)
     for before, begin in BEFORE.items()
@@ -533,14 +506,13 @@ def test_the_id_that_a_form_brings_is_compared_on_an_expired_object(
 
 
 def without(*columns: Any) -> wi.Load:
-    """Load a row from a statement that leaves its id out."""
     return wi.query(select(Row).from_statement(select(*columns).where(Row.id == 1)))
 
 
 WITHOUT_ID = {
     "columns": without(Row.id, Row.balance),
     "text": wi.query(select(Row).from_statement(text("SELECT id, balance FROM wi_rows WHERE id = 1"))),
-    "subquery": wi.query(select(aliased(Row, select(Row.id, Row.balance).where(Row.id == 1).subquery()))),
+    "subquery": wi.query(select(orm.aliased(Row, select(Row.id, Row.balance).where(Row.id == 1).subquery()))),
 }
 
 
@@ -550,7 +522,7 @@ WITHOUT = pytest.mark.parametrize("load", **named(WITHOUT_ID))
 @on_sqlite_alone
 @pytest.mark.parametrize("write", [wi.pay, Session.delete], ids=["UPDATE", "DELETE"])
 @pytest.mark.parametrize("load", **named({**WITHOUT_ID, "deferred id": get(wi.DeferredId)}))
-def test_an_object_without_its_id_is_not_written(engine: Engine, load: wi.Load, write: Step) -> None:
+def test_an_object_without_its_id_is_not_written(engine: Engine, load: wi.Load, write: wi.Step) -> None:
     with holder(engine) as session:
         write(session, load(session))
         with pytest.raises(UnfencedWriteError, match="loaded without last_write_id"):
@@ -583,21 +555,21 @@ def test_an_object_that_gets_its_id_later_is_of_two_versions(engine: Engine, loa
     assert wi.stored(engine) == 50
 
 
-RENEWING: dict[str, Step] = {
+RENEWING: dict[str, wi.Step] = {
     "claim": lambda session, row: claim(session, type(row), row.id),
     "claim of the base": lambda session, row: claim(session, Account, row.id),
     "populate": lambda session, row: session.get_one(type(row), row.id, populate_existing=True),
     **{
         name: populate(select(Account).options(option))
         for name, option in {
-            "lazyload": lazyload(Account.entries),
+            "lazyload": orm.lazyload(Account.entries),
             "selectinload": orm.selectinload(Account.entries),
-            "joinedload": joinedload(Account.entries),
+            "joinedload": orm.joinedload(Account.entries),
         }.items()
     },
     "no eager load": lambda session, _row: (
         session.query(Account)
-        .options(lazyload(Account.entries))
+        .options(orm.lazyload(Account.entries))
         .populate_existing()
         .enable_eagerloads(value=False)
         .all()
@@ -606,7 +578,6 @@ RENEWING: dict[str, Step] = {
 
 
 def widen(row: Any) -> None:
-    """Change a composite, a collection and links."""
     row.z = 50
     row.entries.append(wi.Entry(id=9))
     row.tags.append(wi.Tag(id=9))
@@ -630,20 +601,20 @@ def test_composites_and_collections_are_as_new_as_the_id(engine: Engine, way: st
 
 @on_sqlite_alone
 def test_composites_are_there(engine: Engine) -> None:
-    assert Account(id=9, x=5, y=6).pair == Pair(5, 6)
+    assert Account(id=9, x=5, y=6).pair == wi.Pair(5, 6)
     with holder(engine) as session:
         row = session.get_one(Account, 1)
         pair = row.pair
-        assert (pair, row.z) == (Pair(1, 1), 1)
+        assert (pair, row.z) == (wi.Pair(1, 1), 1)
         assert row.pair is pair
         session.expire(row)
-        assert row.pair == Pair(1, 1)
-        row.pair = Pair(2, 3)
+        assert row.pair == wi.Pair(1, 1)
+        row.pair = wi.Pair(2, 3)
         session.execute(update(Account).where(Account.id == 1).values(balance=4))
         session.refresh(row)
-        assert (row.pair, row.balance) == (Pair(2, 3), 4)
+        assert (row.pair, row.balance) == (wi.Pair(2, 3), 4)
         session.commit()
-        assert session.get_one(Account, 1, populate_existing=True).pair == Pair(2, 3)
+        assert session.get_one(Account, 1, populate_existing=True).pair == wi.Pair(2, 3)
 
 
 class Vector:

@@ -24,7 +24,6 @@ Base, ROWS = write_ids.Base, write_ids.fill
 
 
 def fill_many(engine: Engine, number: int) -> None:
-    """Add rows from 10, of several fences."""
     with bypassed(engine) as connection:
         fences = [{"id": 10 + n, "last_fencing_token": n % 6} for n in range(number)]
         connection.execute(insert(Row), fences)

@@ -57,7 +57,6 @@ def upsert_anew(session: Session) -> None:
 
 
 def by_text(sql: str, model: type[Any]) -> Write:
-    """Return how to write by text that carries the condition."""
     return lambda session: session.execute(fenced_text(sql, model, resource="order:1"), {"id": 1})
 
 
@@ -192,7 +191,6 @@ async def awaiting(seeding: Engine, url: URL) -> list[Outcomes]:
 
 @pytest.fixture(scope="module")
 def seeding(shared_url: str) -> Iterator[Engine]:
-    """A blocking engine on the database, with all tables."""
     engine = create_engine(shared_url)
     for tables in (guarded, unguardable):
         tables.Base.metadata.create_all(engine)

@@ -16,7 +16,6 @@ from tests.immediate import begin_immediate
 
 @contextmanager
 def listening(target: Any, name: str, listener: Callable[..., object], **options: Any) -> Iterator[None]:
-    """Have a listener called for an event inside the block."""
     event.listen(target, name, listener, **options)
     try:
         yield
@@ -26,14 +25,12 @@ def listening(target: Any, name: str, listener: Callable[..., object], **options
 
 @contextmanager
 def statements(engine: Engine) -> Iterator[list[str]]:
-    """Collect the statements that are sent in the block."""
     sent: list[str] = []
     with listening(engine, "before_cursor_execute", lambda *given: sent.append(given[2])):
         yield sent
 
 
 def words(sent: list[str]) -> list[str]:
-    """Return the first word of each statement."""
     return [statement.split(maxsplit=1)[0] for statement in sent]
 
 

@@ -160,7 +160,6 @@ def add(session: Session, *objects: object) -> None:
 
 
 def switch_row(session: Session) -> None:
-    """Delete and add the same key in one flush."""
     session.delete(get(session, Employee))
     session.add(Employee(id=1, name="switched"))
 
