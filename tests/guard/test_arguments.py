@@ -54,6 +54,7 @@ def session(in_memory: InMemory) -> Iterator[Session]:
 
 WHAT: Any = None  # of any type, for type checkers
 PRINT: Any = "print"
+NO_METADATA: Any = Base
 NO_IDENTITY = [lambda s, key=key: claim(s, Account, key) for key in (None, (1, 2), {"other": 1}, ())]
 NO_CLAIM: list[Any] = [Account, text("SELECT 1"), update(Account), "SELECT 1", select(Account.id)]
 NO_CLAIM += [select(Account, Task)]
@@ -229,11 +230,7 @@ RECEIPTS: list[Case] = [
     (assign_result("x" * 65_535), ValueError, "65537 bytes of JSON, and a receipt keeps 64 KiB"),
     (lambda s: bool(once(s, "k")), TypeError, r"ask receipt\.done"),
     (lambda s: once(s.get_bind(), "k"), TypeError, "once takes a Session or an AsyncSession, not Engine"),  # type: ignore[call-overload]
-    (
-        lambda _: fencelock.receipt_table(Base),
-        TypeError,
-        r"receipt_table takes a MetaData, such as Base\.metadata",
-    ),  # type: ignore[arg-type]
+    (lambda _: fencelock.receipt_table(NO_METADATA), TypeError, r"a MetaData, such as Base\.metadata"),
     (lambda s: fencelock.prune_receipts(s, older_than=-1), ValueError, "number of seconds"),
     (lambda _: fencelock.fence_table(sa.MetaData(), trigger="strict"), ValueError, "False or True"),  # type: ignore[arg-type]
 ]

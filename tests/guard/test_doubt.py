@@ -22,6 +22,7 @@ from tests.guard.marks import Act, ForAsyncio, on_postgresql_alone
 from tests.guard.models import Account, fences
 from tests.guard.rows import awaiting, holding, turned_away
 from tests.guard.waiting import until_one_waits
+from tests.polling import eventually
 
 ROWS: dict[Any, Any] = {Account: [{"id": number, "balance": 100} for number in (1, 2)], fences: []}
 
@@ -288,9 +289,12 @@ def test_a_cancelled_commit_is_in_doubt(
     async def give_up(session: AsyncSession) -> None:
         (await claim(session, Account, 1)).balance -= 10
         await session.flush()
-        threading.Timer(1.0, door.let_through).start()
-        with pytest.raises(TimeoutError):
-            await asyncio.wait_for(session.commit(), 0.3)
+        commit = asyncio.create_task(session.commit())
+        assert await asyncio.to_thread(eventually, lambda: door._closed_once, 30.0)
+        commit.cancel()
+        threading.Timer(0.5, door.let_through).start()
+        with pytest.raises(asyncio.CancelledError):
+            await commit
 
     async def wait_for_it(session: AsyncSession) -> None:
         (await session.get_one(Account, 1)).balance = 5

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import threading
-import time
 from typing import Any
 
 import pytest
@@ -130,8 +129,7 @@ def test_a_gate_is_passed_while_another_thread_asks_for_one() -> None:
     sys.setswitchinterval(1e-6)
     thread.start()
     try:
-        end = time.monotonic() + 0.5
-        while time.monotonic() < end:
+        for _ in range(1000):
             assert not list(_at_gate_here("account:2"))
     finally:
         done.set()

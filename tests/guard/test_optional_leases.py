@@ -18,7 +18,7 @@ from fencelock.guard import events
 from fencelock.observe import WrittenWithoutLease
 from fencelock.observe.prometheus import instrument
 from tests.guard.marks import Act, ForAsyncio, on_sqlite_alone
-from tests.guard.rows import Keyed, awaiting, core_table, holding, rows_of, turned_away
+from tests.guard.rows import Keyed, acts, awaiting, core_table, holding, rows_of, turned_away
 
 FENCE, TOKEN = 5, 9
 
@@ -90,22 +90,18 @@ def expired(session: Session) -> Order:
     return order
 
 
-WRITES: dict[str, Act] = {
-    "an object": add_by_object,
-    "an expired object": lambda session: setattr(expired(session), "total", 1),
-    "by key": lambda session: session.execute(
-        update(Order).where(Order.id == ORDER).values(total=Order.total + 1)
-    ),
-    "by criteria": lambda session: session.execute(
-        update(Order).where(Order.id < EXPRESS).values(total=Order.total + 1)
-    ),
-    "without criteria": lambda session: session.execute(update(Order).values(total=Order.total + 1)),
-    "by keys in a list": lambda session: session.execute(update(Order), [{"id": ORDER, "total": 1}]),
-    "by values in a dict": lambda session: session.execute(
-        update(Order).where(Order.id == ORDER).values({"total": 1})
-    ),
-    "bulk": lambda session: session.bulk_update_mappings(Order.__mapper__, [{"id": ORDER, "total": 1}]),
-}
+WRITES: dict[str, Act] = acts(
+    {
+        "an object": add_by_object,
+        "an expired object": lambda session: setattr(expired(session), "total", 1),
+        "by key": update(Order).where(Order.id == ORDER).values(total=Order.total + 1),
+        "by criteria": update(Order).where(Order.id < EXPRESS).values(total=Order.total + 1),
+        "without criteria": update(Order).values(total=Order.total + 1),
+        "by keys in a list": lambda session: session.execute(update(Order), [{"id": ORDER, "total": 1}]),
+        "by values in a dict": update(Order).where(Order.id == ORDER).values({"total": 1}),
+        "bulk": lambda s: s.bulk_update_mappings(Order.__mapper__, [{"id": ORDER, "total": 1}]),
+    }
+)
 
 
 @pytest.mark.parametrize(
@@ -247,17 +243,15 @@ TEXT = fencelock.fenced_text(
     Order,
     resource="order:1",
 )
-NEEDY: dict[str, Act] = {
-    "claim": lambda session: claim(session, Order, ORDER),
-    "gate": lambda session: gate(session, "order:1"),
-    "fenced_text": lambda session: session.execute(TEXT),
-    "ordered_values": lambda session: session.execute(
-        update(Order).where(Order.id == ORDER).ordered_values((Order.total, 1))
-    ),
-    "a model that wants one": lambda session: session.execute(
-        update(Strict).where(Strict.id == 1).values(total=1)
-    ),
-}
+NEEDY: dict[str, Act] = acts(
+    {
+        "claim": lambda session: claim(session, Order, ORDER),
+        "gate": lambda session: gate(session, "order:1"),
+        "fenced_text": TEXT,
+        "ordered_values": update(Order).where(Order.id == ORDER).ordered_values((Order.total, 1)),
+        "a model that wants one": update(Strict).where(Strict.id == 1).values(total=1),
+    }
+)
 
 
 @on_sqlite_alone

@@ -26,7 +26,7 @@ from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from tests.guard import unguardable
 from tests.guard.marks import Act, named, on_sqlite_alone, with_row_locks
-from tests.guard.rows import Keyed, bypassed, core_table, holding, refill, rows_of, turned_away
+from tests.guard.rows import Keyed, acts, bypassed, core_table, holding, refill, rows_of, turned_away
 from tests.guard.unguardable import Free, Gift, Order, free, gifts, orders
 from tests.guard.waiting import listening
 
@@ -56,15 +56,18 @@ def flushed(session: Session, instance: object) -> None:
     session.flush()
 
 
-SPELT_OTHERWISE: dict[str, Act] = {
-    "sqlalchemy.table(), schema and name in one": lambda s: s.execute(
-        update(sa.table(quoted_name("main.re_orders", quote=False), sa.column("status"))).values(status="x")
-    ),
-    "sqlalchemy.table(), with its quotes": lambda s: s.execute(
-        update(sa.table(quoted_name('"re_orders"', quote=False), sa.column("status"))).values(status="x")
-    ),
-    "text, escaped name": lambda s: s.execute(text("""UPDATE U&"\\0072e_orders" SET status = 'x'""")),
-}
+def named_by(name: str) -> sa.TableClause:
+    """Return a table whose name SQLAlchemy takes as it is."""
+    return sa.table(quoted_name(name, quote=False), sa.column("status"))
+
+
+SPELT_OTHERWISE = acts(
+    {
+        "schema and name in one": update(named_by("main.re_orders")).values(status="x"),
+        "with its quotes": update(named_by('"re_orders"')).values(status="x"),
+        "text, escaped name": """UPDATE U&"\\0072e_orders" SET status = 'x'""",
+    }
+)
 
 
 @on_sqlite_alone
@@ -76,19 +79,19 @@ def test_what_cannot_be_guarded_is_refused(session: Session, engine: Engine, wri
     assert rows(engine) == before
 
 
-HARMLESS: dict[str, Act] = {
-    "text SELECT": lambda s: s.execute(text("SELECT * FROM re_orders")),
-    "text, another table": lambda s: s.execute(text("UPDATE re_free SET note = 'x'")),
-    "text, longer name": lambda s: s.execute(text("SELECT 'delete', 'not_re_orders', 're_orders2'")),
-    "driver SQL": lambda s: s.connection().exec_driver_sql("SELECT * FROM re_orders"),
-    "unfenced model": lambda s: flushed(s, Free(id=7)),
-    "DML in a CTE, unfenced": lambda s: s.execute(select(free).where(free.c.id == 1).cte("x").select()),
-    "SELECT of all": lambda s: s.execute(select(Order, Free).join(Free, Free.id == Order.id)),
-    "text, functions": lambda s: s.execute(text("SELECT replace(status, 'new', 'x') FROM re_orders")),
-    "DML in a CTE, of another": lambda s: s.execute(
-        select(select(Order.id).cte("mine")).where(sa.literal(value=True))
-    ),
-}
+HARMLESS = acts(
+    {
+        "text SELECT": "SELECT * FROM re_orders",
+        "text, another table": "UPDATE re_free SET note = 'x'",
+        "text, longer name": "SELECT 'delete', 'not_re_orders', 're_orders2'",
+        "driver SQL": lambda s: s.connection().exec_driver_sql("SELECT * FROM re_orders"),
+        "unfenced model": lambda s: flushed(s, Free(id=7)),
+        "DML in a CTE, unfenced": select(free).where(free.c.id == 1).cte("x").select(),
+        "SELECT of all": select(Order, Free).join(Free, Free.id == Order.id),
+        "text, functions": "SELECT replace(status, 'new', 'x') FROM re_orders",
+        "DML in a CTE, of another": select(select(Order.id).cte("mine")).where(sa.literal(value=True)),
+    }
+)
 
 
 @on_sqlite_alone

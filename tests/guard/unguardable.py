@@ -114,7 +114,7 @@ UNGUARDABLE: dict[str, Act] = acts(
         ),
         "lambda statement, DELETE": lambda_stmt(lambda: delete(orders)),
         "lambda statement, INSERT": lambda s: s.execute(lambda_stmt(lambda: insert(orders)), [{"id": 8}]),
-        "lambda statement, spoilt": lambda s: s.execute(  # type: ignore[call-overload]
+        "lambda statement, spoilt": lambda s: s.execute(
             lambda_stmt(lambda: update(orders).values(status="x")).spoil()
         ),
         "lambda statement, sub-table": lambda_stmt(lambda: update(gifts).values(ribbon="x")),
