@@ -42,6 +42,24 @@ class Free(Keyed, Base):
     value: Mapped[int] = mapped_column(default=0)
 
 
+class Log(FencedModel, Keyed, Base):
+    """Its text has a mark of each write that it has seen."""
+
+    __tablename__ = "g_logs"
+    __fence_resource__ = "log"
+    text: Mapped[str] = mapped_column(String(200), default="")
+
+
+class Counted(FencedModel, Keyed, Base):
+    """The same, with SQLAlchemy's own counter beside the write id."""
+
+    __tablename__ = "g_counted"
+    __fence_resource__ = "log"
+    text: Mapped[str] = mapped_column(String(200), default="")
+    version: Mapped[int] = mapped_column()
+    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
+
+
 class Account(FencedModel, Keyed, Base):
     __tablename__ = "g_accounts"
     __fence_resource__ = "account:{id}"
