@@ -12,6 +12,7 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, delete, insert, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.schema import DropSchema
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError
@@ -195,7 +196,7 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
 def test_tables_of_another_schema(shared_engine: Engine) -> None:
     schema = "tr_other"
     with shared_engine.begin() as connection:
-        connection.execute(text(f"DROP SCHEMA IF EXISTS {schema}{cascade(shared_engine)}"))
+        connection.execute(DropSchema(schema, if_exists=True, cascade=connection.dialect.name != "mysql"))
         connection.execute(text(f"CREATE SCHEMA {schema}"))
     metadata = MetaData(schema=schema)
     table = core_table("orders", metadata=metadata, resource="rows", trigger="strict")
@@ -209,10 +210,6 @@ def test_tables_of_another_schema(shared_engine: Engine) -> None:
     metadata.drop_all(shared_engine)
     with shared_engine.begin() as connection:
         connection.execute(text(f"DROP SCHEMA {schema}"))
-
-
-def cascade(engine: Engine) -> str:
-    return " CASCADE" if engine.dialect.name == "postgresql" else ""
 
 
 def test_mock_engine_prints_the_triggers() -> None:

@@ -122,7 +122,7 @@ def test_many_objects_are_one_statement(engine: Engine, do: str, *, written: boo
             assert len([each for each in sent if "wi_rows" in each]) == 1
 
 
-def test_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
+def test_coroutines_compare_and_send_one_statement(engine: Engine, for_asyncio: ForAsyncio) -> None:
     fill_many(engine, 99)
 
     async def play() -> None:
