@@ -78,7 +78,7 @@ def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
 
 
 @on_sqlite_alone
-def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) -> None:
+def test_a_bypass_of_a_statement_holds_for_that_statement(session: Session, engine: Engine) -> None:
     order = session.get_one(Order, 1)
     session.execute(text(REPAIR), execution_options=BYPASS)
     session.execute(text(REPAIR).execution_options(fencelock="bypass"))
@@ -88,7 +88,9 @@ def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) 
     assert standing(engine) == ("new", 9)
 
 
-def test_block_is_bypassed_whatever_is_executed(session: Session, engine: Engine) -> None:
+def test_everything_in_a_bypass_block_is_bypassed_and_nothing_after_it(
+    session: Session, engine: Engine
+) -> None:
     with fencelock.bypass(session):
         order = session.get_one(Order, 1)
         session.execute(text(REPAIR))
@@ -113,7 +115,7 @@ def test_block_is_bypassed_whatever_is_executed(session: Session, engine: Engine
 
 
 @on_sqlite_alone
-def test_block_ends_with_an_exception_and_inside_another(session: Session, engine: Engine) -> None:
+def test_a_bypass_block_ends_with_an_exception_and_inside_another(session: Session, engine: Engine) -> None:
     session.connection()
 
     def fail() -> None:
@@ -133,7 +135,7 @@ def test_block_ends_with_an_exception_and_inside_another(session: Session, engin
 
 
 @on_sqlite_alone
-def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
+def test_a_bypass_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
     with engine.connect() as connection:
         with fencelock.bypass(connection):
             connection.execution_options(stream_results=False)
@@ -150,7 +152,7 @@ def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
 
 
 @on_postgresql_alone  # sqlite3's are of one thread
-def test_block_is_of_its_thread(engine: Engine) -> None:
+def test_a_bypass_holds_for_its_own_thread(engine: Engine) -> None:
     scoped: Any = scoped_session(sessionmaker(engine))
 
     def repair(target: Any) -> None:
@@ -170,7 +172,7 @@ def test_block_is_of_its_thread(engine: Engine) -> None:
     scoped.remove()
 
 
-def test_block_for_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
+def test_a_bypass_by_a_coroutine_holds_for_its_own_task(engine: Engine, for_asyncio: ForAsyncio) -> None:
 
     async def refused(target: AsyncSession | AsyncConnection) -> None:
         with pytest.raises(UnfencedWriteError):

@@ -471,7 +471,7 @@ def test_a_refused_claim_says_why(engine: Engine, session: Session) -> None:
             claim(stale, Account, 1)
 
 
-def test_criteria_of_a_listener_count(engine: Engine, session: Session) -> None:
+def test_a_claim_finds_no_row_that_a_listener_hides(engine: Engine, session: Session) -> None:
     """A listener that hides rows from SELECT hides them from a claim."""
 
     @event.listens_for(session, "do_orm_execute")

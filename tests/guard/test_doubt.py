@@ -143,7 +143,7 @@ def test_a_second_phase_is_in_doubt_as_well(engine: Engine, door: Door, lease: L
         session.rollback()
 
 
-def test_a_gate_waits_as_well(engine: Engine, door: Door, lease: Lease) -> None:
+def test_a_gate_waits_for_a_commit_in_doubt(engine: Engine, door: Door, lease: Lease) -> None:
     session = Session(door.engine)
     bind(session, lease)
     gate(session)
@@ -243,7 +243,9 @@ def test_a_rollback_leaves_nothing_in_doubt(engine: Engine, lease: Lease) -> Non
     assert balance(engine) == 100
 
 
-def test_coroutines_are_in_doubt(engine: Engine, lease: Lease, for_asyncio: ForAsyncio) -> None:
+def test_a_commit_of_coroutines_without_an_answer_is_in_doubt(
+    engine: Engine, lease: Lease, for_asyncio: ForAsyncio
+) -> None:
     async def play(session: AsyncSession) -> None:
         (await claim(session, Account, 1)).balance = 5
         await session.flush()

@@ -124,7 +124,7 @@ def test_a_listener_that_fails_or_was_forgotten_changes_nothing(
     assert "a listener for events failed" in caplog.text
 
 
-def test_an_error_without_a_word_is_the_users(engine: Engine) -> None:
+def test_an_error_of_the_database_without_a_word_passes(engine: Engine) -> None:
     """Errors of the database pass through the guard, which reads them, as they are."""
 
     @event.listens_for(engine, "do_execute")

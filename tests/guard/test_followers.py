@@ -125,7 +125,9 @@ def test_a_part_of_the_same_version_is_accepted(leader: Engine, follower: Engine
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
-def test_sub_tables_by_a_select_of_their_own(leader: Engine, follower: Engine, *, is_behind: bool) -> None:
+def test_a_sub_table_from_a_follower_that_is_behind_is_refused(
+    leader: Engine, follower: Engine, *, is_behind: bool
+) -> None:
     if is_behind:
         change(leader, Joined, 2)
     with Routing() as session:

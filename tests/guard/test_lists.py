@@ -93,7 +93,7 @@ def test_one_missing_lease_or_one_old_token_refuses_all(engine: Engine, name: st
     assert fences(engine, model) == [(0, 8)] * 4
 
 
-def test_objects_follow(engine: Engine) -> None:
+def test_objects_follow_a_statement_that_lists_their_keys(engine: Engine) -> None:
     with holding(engine, *ORDERS) as session, session.begin():
         orders = session.scalars(select(Order).where(Order.id < 3).order_by(Order.id)).all()
         session.execute(update(Order).where(Order.id.in_([1, 2])).values(total=Order.total + 1))

@@ -236,7 +236,7 @@ def executions(engine: sa.Engine) -> list[tuple[str, bool]]:
     return seen
 
 
-def test_facades_do_not_guard_twice(in_memory: InMemory) -> None:
+def test_engines_with_options_do_not_guard_twice(in_memory: InMemory) -> None:
     engine = in_memory(Base.metadata).execution_options(a=1).execution_options(b=2)
     seen = executions(engine)
     with holding(engine, Lease("rows", 1)) as session:
@@ -310,7 +310,7 @@ COLUMN = "Mapped[int] = mapped_column(sa.BigInteger, server_default='0')"
     [("fencelock.guard.FencedModel, ", ""), ("", f"last_fencing_token: {COLUMN}; last_write_id: {COLUMN}")],
     ids=["mixin", "resource alone"],
 )
-def test_no_fenced_table_no_guard(mixin: str, columns: str) -> None:
+def test_the_first_fenced_model_puts_the_guard_in_place(mixin: str, columns: str) -> None:
     """Importing the package leaves SQLAlchemy as it is; the first fenced model puts the guard in place.
 
     It has no events of `Engine`: with one, all engines of the process would be slower.
@@ -408,7 +408,7 @@ def on_a_base_class(fence: Column[int]) -> tuple[sa.MetaData, Any]:
 
 @pytest.mark.parametrize("make", [with_table, imperative, on_a_base_class])
 @pytest.mark.parametrize("fence", [fence_column, own_column])
-def test_the_resource_counts(
+def test_the_resource_of_a_model_without_the_mixin_counts(
     make: Callable[[Column[int]], tuple[sa.MetaData, Any]],
     fence: Callable[[], Column[int]],
     in_memory: InMemory,
@@ -417,7 +417,7 @@ def test_the_resource_counts(
     check(in_memory(metadata), order)
 
 
-def test_a_reflected_table(in_memory: InMemory) -> None:
+def test_a_model_of_a_reflected_table_is_guarded(in_memory: InMemory) -> None:
     metadata, _ = with_table(fence_column())
     engine = in_memory(metadata)
     base: Any = automap_base()
@@ -440,7 +440,7 @@ def check(engine: sa.Engine, order: Any) -> None:
             session.commit()
 
 
-def test_links_are_guarded(in_memory: InMemory) -> None:
+def test_a_link_alone_is_refused_to_a_holder_whose_lease_is_over(in_memory: InMemory) -> None:
     """A change of a link alone is refused to a holder whose lease is over.
 
     A writer without a lease may make it.

@@ -60,14 +60,16 @@ def rows(engine: Engine, *columns: Any) -> list[Any]:
     return rows_of(engine, select(*columns).order_by(*columns))
 
 
-def test_an_aggregate_in_one_flush(engine: Engine, session: Session) -> None:
+def test_new_children_of_a_new_parent_are_inserted_in_one_flush(engine: Engine, session: Session) -> None:
     session.add_all([Order(items=[Item(), Item()]), Order(items=[Item()])])
     session.commit()
     assert rows(engine, Order.last_fencing_token) == [0, 0]
     assert rows(engine, Item.last_fencing_token) == [0, 0, 0]
 
 
-def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine, session: Session) -> None:
+def test_new_rows_are_completed_in_the_transaction_that_inserts_them(
+    engine: Engine, session: Session
+) -> None:
     first, second = Order(), Order()
     session.add_all([first, second])
     session.flush()
@@ -84,7 +86,7 @@ def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine,
     assert rows(engine, Item.name) == ["y"]
 
 
-def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: Session) -> None:
+def test_a_key_that_python_makes_names_the_new_row(engine: Engine, session: Session) -> None:
     parcel = Parcel(depot="north")
     session.add(parcel)
     session.flush()
@@ -96,7 +98,7 @@ def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: 
 
 
 @on_sqlite_alone
-def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> None:
+def test_after_the_commit_a_new_row_needs_its_lease(engine: Engine, session: Session) -> None:
     order = Order(items=[Item()])
     session.add(order)
     session.commit()
@@ -114,7 +116,7 @@ def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> Non
 
 
 @on_sqlite_alone
-def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -> None:
+def test_a_rollback_to_a_savepoint_undoes_a_new_row(engine: Engine, session: Session) -> None:
     before = Order()
     session.add(before)
     session.flush()
@@ -129,7 +131,7 @@ def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -
 
 
 @on_sqlite_alone
-def test_it_cannot_be_claimed_and_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
+def test_a_new_row_cannot_be_claimed_and_another_needs_its_lease(engine: Engine, session: Session) -> None:
     """No token exists to claim the row with. With a RETURNING of its own, the program's key is not known."""
     with bypassed(engine) as connection:
         connection.execute(insert(Order).values(id=1000))
@@ -147,7 +149,7 @@ def test_it_cannot_be_claimed_and_another_row_needs_its_lease(engine: Engine, se
 
 
 @on_sqlite_alone
-def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session) -> None:
+def test_the_lease_of_a_new_row_counts_where_it_is_held(engine: Engine, session: Session) -> None:
     order = Order()
     session.add(order)
     session.flush()

@@ -300,7 +300,9 @@ def test_receipt_that_is_pruned_while_another_looks_for_it(
 
 
 @on_postgresql_alone
-def test_schema_that_the_program_names(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_receipts_are_in_the_schema_that_the_program_names(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("fencelock.guard.receipts._schemas", set())
     table = fencelock.receipt_table(MetaData(schema="once_app"))
     with engine.begin() as connection:
@@ -314,7 +316,7 @@ def test_schema_that_the_program_names(engine: Engine, monkeypatch: pytest.Monke
     assert receipts(engine) == []
 
 
-def test_coroutines(engine: Engine, for_asyncio: ForAsyncio) -> None:
+def test_coroutines_do_the_work_of_a_key_once(engine: Engine, for_asyncio: ForAsyncio) -> None:
     async def main() -> list[Any]:
         its = for_asyncio(engine)
         if engine.dialect.name != "sqlite":
@@ -341,7 +343,7 @@ def test_coroutines(engine: Engine, for_asyncio: ForAsyncio) -> None:
 
 
 @with_row_locks
-def test_other_keys_do_not_wait(engine: Engine) -> None:
+def test_once_does_not_wait_for_another_key(engine: Engine) -> None:
     its = engine.execution_options(isolation_level="READ COMMITTED")
     with Session(its) as first, ThreadPoolExecutor(1) as pool:
         once(first, "one")

@@ -160,7 +160,7 @@ def test_new_rows_begin_without_a_fence(engine: Engine) -> None:
     assert rows_of(engine, select(Order.__table__.c.id).order_by(Order.__table__.c.id)) == [1, 2]
 
 
-def test_core_tables_have_the_choice_too(engine: Engine) -> None:
+def test_a_core_table_may_make_leases_optional(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(insert(core), {"id": 2})
         connection.execute(update(core).where(core.c.id == 1).values(total=4))
@@ -203,7 +203,9 @@ def test_an_object_is_written_over_the_version_that_was_loaded(
     ],
     ids=["below the fence", "ended"],
 )
-def test_a_holder_is_refused_as_ever(engine: Engine, lease: Lease, error: type[Exception]) -> None:
+def test_a_stale_or_ended_lease_is_refused_where_leases_are_optional(
+    engine: Engine, lease: Lease, error: type[Exception]
+) -> None:
     with holding(engine, lease) as session:
         add_by_object(session)
         with pytest.raises(error):

@@ -111,7 +111,9 @@ def test_facts_of_engines_are_known() -> None:
 
 
 @pytest.mark.parametrize("raises", [False, True])
-def test_ends_are_heard(engine: Engine, monkeypatch: pytest.MonkeyPatch, *, raises: bool) -> None:
+def test_each_end_of_a_transaction_is_heard_once(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, *, raises: bool
+) -> None:
     for name in ("commit", "rollback", "close"):
         monkeypatch.setattr(Transaction, name, getattr(Transaction, name))  # puts it back afterwards
     heard: list[tuple[type[Any], bool, bool]] = []

@@ -358,7 +358,7 @@ def test_a_row_that_is_gone_is_noticed_without_a_count(
 
 
 @pytest.mark.parametrize("shared_url", ["sqlite", "postgresql"], indirect=True)
-def test_returning_gives_rows_or_refuses(session: Session) -> None:
+def test_returning_gives_the_written_rows_or_refuses(session: Session) -> None:
     statement = update(Order).where(Order.id == 1).values(status="x").returning(Order.status)
     assert session.execute(statement).all() == [("x",)]
     session.commit()

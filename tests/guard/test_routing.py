@@ -100,7 +100,7 @@ def test_gate_and_upsert_go_to_the_leader(leader: Engine, follower: Engine) -> N
     assert (rows_of(follower, select(Account.balance)), rows_of(follower, fence)) == ([100], [])
 
 
-def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
+def test_claim_gate_and_upsert_write_nothing_to_a_read_only_follower(postgres: Postgres) -> None:
     url = postgres.create_database()
     leader = filled(url, balance=70, poolclass=NullPool)
     options = {"options": "-c default_transaction_read_only=on"}
@@ -114,7 +114,7 @@ def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
     postgres.drop_database(url)
 
 
-def test_for_coroutines(leader: Engine, follower: Engine) -> None:
+def test_coroutines_claim_and_pass_gates_at_the_leader(leader: Engine, follower: Engine) -> None:
     async def play() -> None:
         both = [
             create_async_engine(each.url.set(drivername="sqlite+aiosqlite")) for each in (leader, follower)
@@ -181,7 +181,7 @@ class TestShards:
             with Session(engine) as plain:
                 assert plain.scalars(select(Account)).all() == []
 
-    def test_rows_of_one_shard(self, session: Session) -> None:
+    def test_claim_all_gate_and_upsert_take_the_rows_of_one_shard(self, session: Session) -> None:
         upsert(session, Account, [{"id": 1, "balance": 3}])
         (account,) = claim_all(session, select(Account), bind_arguments={"shard_id": "even"})
         assert account.id == 2
@@ -189,7 +189,7 @@ class TestShards:
         session.commit()
         assert session.get_one(Account, 1).balance == 3
 
-    def test_what_cannot_be_told_is_asked_for(self, session: Session) -> None:
+    def test_a_shard_that_cannot_be_told_is_asked_for(self, session: Session) -> None:
         rows = [{"id": 1, "balance": 3}, {"id": 2, "balance": 3}]
         with pytest.raises(TypeError, match="shard_id"):
             claim_all(session, select(Account))

@@ -108,7 +108,7 @@ def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
     assert order(engine) == ("sent", 7)
 
 
-def test_parameters_execute_for_each(engine: Engine) -> None:
+def test_an_explicit_token_is_compared_for_each_row_of_parameters(engine: Engine) -> None:
     orders: Any = Order.__table__
     statement = update(orders).where(orders.c.id == sa.bindparam("which"))
     several = [{"which": n, "status": "paid"} for n in (1, 2, 3)]
@@ -180,7 +180,7 @@ PARAMSTYLES = {
 
 
 @pytest.mark.parametrize("style", PARAMSTYLES)
-def test_every_paramstyle(style: Any) -> None:
+def test_each_paramstyle_has_its_own_placeholders(style: Any) -> None:
     sql, parameters = conditional_update("s.t", {"a": None}, {"k": 1}, 6, style)
     assert sql.removeprefix("UPDATE s.t SET ") == PARAMSTYLES[style]
     names = [f"p{number}" for number in range(1, 6)]
@@ -306,7 +306,7 @@ def test_token_is_that_of_the_lease_that_is_held(
 
 
 @on_sqlite_alone
-def test_lease_is_asked_for(engine: Engine) -> None:
+def test_text_without_its_lease_is_refused_by_name(engine: Engine) -> None:
     statement = fenced_text(UPDATED, Order)
     with pytest.raises(UnfencedWriteError, match=r"no lease is held.*fenced_lock\('order:1'\)"):
         execute(engine, statement, PAID)

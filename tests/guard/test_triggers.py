@@ -175,7 +175,7 @@ ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "bac
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_names(shared_engine: Engine, name: str) -> None:
+def test_a_table_of_an_odd_name_has_its_trigger(shared_engine: Engine, name: str) -> None:
     if shared_engine.dialect.name == "mariadb" and "\\" in name:
         pytest.skip("MariaDB's own files have no such names on every system")
     table = core_table(name, resource="rows", trigger="strict")
@@ -193,7 +193,7 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
 
 
 @with_row_locks
-def test_tables_of_another_schema(shared_engine: Engine) -> None:
+def test_a_table_of_another_schema_has_its_trigger(shared_engine: Engine) -> None:
     schema = "tr_other"
     with shared_engine.begin() as connection:
         connection.execute(DropSchema(schema, if_exists=True, cascade=connection.dialect.name != "mysql"))

@@ -196,7 +196,7 @@ def test_keys_may_be_given_as_the_type_takes_them(session: Session) -> None:
     assert {type(session.get_one(Thing, each)) for each in (first, second)} == {Toy}
 
 
-def test_many_rows(session: Session, engine: Engine) -> None:
+def test_upsert_of_many_rows_writes_all(session: Session, engine: Engine) -> None:
     bind(session, Lease("prices", 6))
     upsert(session, Price, [{"sku": f"sku{number:04}", "cents": number} for number in reversed(range(1200))])
     session.commit()
@@ -204,7 +204,7 @@ def test_many_rows(session: Session, engine: Engine) -> None:
 
 
 @on_sqlite_alone
-def test_a_lease_is_needed(session: Session) -> None:
+def test_upsert_needs_a_lease_unless_there_are_no_rows(session: Session) -> None:
     with turned_away(session, UnfencedWriteError, match="no lease"):
         upsert(session, Price, [{"sku": "pen", "cents": 1}])
     upsert(session, Price, [])

@@ -600,7 +600,7 @@ def test_composites_and_collections_are_as_new_as_the_id(engine: Engine, way: st
 
 
 @on_sqlite_alone
-def test_composites_are_there(engine: Engine) -> None:
+def test_composites_are_made_again_where_their_columns_are_loaded_again(engine: Engine) -> None:
     assert Account(id=9, x=5, y=6).pair == wi.Pair(5, 6)
     with holder(engine) as session:
         row = session.get_one(Account, 1)

@@ -206,7 +206,7 @@ def test_a_listener_of_the_class_undoes_or_makes_a_change(engine: Engine) -> Non
 class TestTheSameHolder:
     """It goes on, and is never refused."""
 
-    def test_in_several_transactions_and_leases(self, engine: Engine) -> None:
+    def test_it_writes_in_several_transactions_and_under_several_leases(self, engine: Engine) -> None:
         hold = Lease("rows", 6)
         with holding(engine, hold, expire_on_commit=False) as session:
             row, new = session.get_one(Row, 1), Row(id=9)
@@ -224,7 +224,7 @@ class TestTheSameHolder:
             session.commit()
         assert (stored(engine), stored(engine, key=9)) == (60, 70)
 
-    def test_with_other_statements_in_between(self, engine: Engine) -> None:
+    def test_it_writes_with_other_statements_in_between(self, engine: Engine) -> None:
         with holding(engine, Lease("rows", MINE)) as session:
             row = session.get_one(Row, 1)
             table: Any = Row.__table__
@@ -246,7 +246,9 @@ class TestTheSameHolder:
         assert stored(engine) == 90
 
     @pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
-    def test_with_statements_that_the_session_follows(self, engine: Engine, synchronize: str) -> None:
+    def test_it_writes_with_statements_that_the_session_follows(
+        self, engine: Engine, synchronize: str
+    ) -> None:
         options = {"synchronize_session": synchronize}
         with holder(engine) as session, session.begin():
             row = session.get_one(Row, 1)
@@ -297,7 +299,9 @@ class TestStatementsThatSayIt:
 
     @pytest.mark.parametrize("named", [True, False], ids=["by key", "by criteria"])
     @pytest.mark.parametrize("make", ["update", "delete"])
-    def test_refuses_what_came_since(self, engine: Engine, make: str, *, named: bool) -> None:
+    def test_a_statement_that_names_the_read_id_refuses_what_came_since(
+        self, engine: Engine, make: str, *, named: bool
+    ) -> None:
         which = Row.id == 1 if named else Row.status == "new"
 
         def statement(loaded: int) -> Any:
@@ -320,7 +324,7 @@ class TestStatementsThatSayIt:
             assert connection.execute(statement(now), execution_options={"fencing_token": MINE}).rowcount == 1
             connection.commit()
 
-    def test_takes_one_for_each_row(self, engine: Engine) -> None:
+    def test_a_statement_takes_the_read_id_of_each_row(self, engine: Engine) -> None:
         statement = (
             update(Row).where(Row.last_write_id == bindparam("seen")).where(Row.id == bindparam("key"))
         )
@@ -386,7 +390,7 @@ def test_a_write_in_a_transaction_of_another_that_is_undone(engine: Engine) -> N
 
 
 @on_sqlite_alone
-def test_an_insert_that_was_undone(engine: Engine) -> None:
+def test_an_object_of_an_undone_insert_does_not_overwrite_a_later_one(engine: Engine) -> None:
     with holder(engine, OTHER) as session:
         row = Row(id=9)
         session.add(row)
