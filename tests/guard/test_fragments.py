@@ -129,7 +129,7 @@ TABLES: list[tuple[dict[str, Any], type[Exception], str]] = [
         UnfencedWriteError,
         "with_loader_criteria",
     ),
-    (WITHIN, UnfencedWriteError, ""),
+    (WITHIN, UnfencedWriteError, "fenced table"),
     (SEVERAL, UnfencedWriteError, r"of its own|is not guarded"),
 ]
 REFUSED: Refusals = {
