@@ -19,7 +19,7 @@ from fencelock import FencedModel, Lease, StaleTokenError, bind, bypass
 from fencelock.guard import objects
 from tests.guard.rows import Keyed, Routing
 
-HISTORIES, STEPS, TOKENS = 60, 40, (1, 2, 2)
+HISTORIES, STEPS, TOKENS = 40, 40, (1, 2, 2)
 
 
 def new_model() -> Any:

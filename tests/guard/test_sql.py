@@ -266,7 +266,7 @@ UPDATED = (
     " WHERE id = :id AND last_fencing_token <= :fencing_token"
 )
 DELETED = "DELETE FROM g_orders WHERE id = :id AND last_fencing_token <= :fencing_token"
-PAID = {"id": 1, "status": "paid"}
+ONE_PAID = {"id": 1, "status": "paid"}
 
 
 NEW = {1: ("new", 5), 2: ("new", 5)}
@@ -293,7 +293,7 @@ def test_text_writes_with_its_token(engine: Engine) -> None:
 @on_sqlite_alone
 @pytest.mark.parametrize(
     ("resource", "row"),
-    [("order:1", PAID), (None, PAID), (None, {"number": 1, "status": "paid"})],
+    [("order:1", ONE_PAID), (None, ONE_PAID), (None, {"number": 1, "status": "paid"})],
     ids=["given", "by the parameters", "the only lease"],
 )
 def test_token_is_that_of_the_lease_that_is_held(
@@ -309,11 +309,11 @@ def test_token_is_that_of_the_lease_that_is_held(
 def test_text_without_its_lease_is_refused_by_name(engine: Engine) -> None:
     statement = fenced_text(UPDATED, Order)
     with pytest.raises(UnfencedWriteError, match=r"no lease is held.*fenced_lock\('order:1'\)"):
-        execute(engine, statement, PAID)
+        execute(engine, statement, ONE_PAID)
     with pytest.raises(
         UnfencedWriteError, match="needs the lease of 'order:1', and the held leases are 'order:2'"
     ):
-        execute(engine, statement, PAID, leases=(Lease("order:2", 7),))
+        execute(engine, statement, ONE_PAID, leases=(Lease("order:2", 7),))
     both = (Lease("order:1", 7), Lease("order:2", 7))
     by_number = fenced_text(UPDATED.replace(":id", ":number"), Order)
     with pytest.raises(UnfencedWriteError, match=r"'order:1', 'order:2' are held.*resource="):
@@ -322,7 +322,7 @@ def test_text_without_its_lease_is_refused_by_name(engine: Engine) -> None:
 
 
 def test_stale_text_is_told(engine: Engine) -> None:
-    for sql, row in ((UPDATED, PAID), (DELETED, {"id": 1})):
+    for sql, row in ((UPDATED, ONE_PAID), (DELETED, {"id": 1})):
         with pytest.raises(StaleTokenError) as caught:
             execute(engine, fenced_text(sql, Order, token=4), row)
         assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, 5)
@@ -346,7 +346,7 @@ def test_each_execution_has_its_own_row_and_token(engine: Engine) -> None:
 @on_sqlite_alone
 def test_other_text_is_refused_whatever_it_looks_like(engine: Engine) -> None:
     for sql in (UPDATED, "UPDATE g_orders SET status = 'x'"):
-        given = {**PAID, "fencing_token": 9, "fencing_write_id": 9}
+        given = {**ONE_PAID, "fencing_token": 9, "fencing_write_id": 9}
         row = {name: value for name, value in given.items() if f":{name}" in sql}
         with pytest.raises(UnfencedWriteError, match=r"fenced_text\('UPDATE g_orders SET"):
             execute(engine, text(sql), row)
@@ -357,4 +357,4 @@ def test_other_text_is_refused_whatever_it_looks_like(engine: Engine) -> None:
 def test_going_around_the_guard_with_a_token_is_refused(engine: Engine) -> None:
     statement = fenced_text(UPDATED, Order, token=6).execution_options(fencelock="bypass")
     with pytest.raises(UnfencedWriteError, match="bypass"):
-        execute(engine, statement, PAID)
+        execute(engine, statement, ONE_PAID)

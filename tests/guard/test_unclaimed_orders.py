@@ -18,6 +18,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock import Lease, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
+from tests.guard.marks import on_sqlite_alone
 from tests.guard.models import Base, Counted, Log
 from tests.guard.rows import bypassed, tables_of
 
@@ -137,6 +138,7 @@ def test_version_counter_beside_it(shared_engine: Engine) -> None:
     assert losses(shared_engine, Counted, unclaimed) == []
 
 
+@on_sqlite_alone
 def test_without_the_write_id_updates_are_lost(
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
