@@ -170,12 +170,12 @@ TAKEN: dict[str, Act] = {
 }
 
 
+@with_row_locks
 @pytest.mark.parametrize("how", TAKEN)
 def test_what_is_read_after_a_claim_is_not_older_than_it(
     engine: Engine, old: Session, new: Session, how: str
 ) -> None:
     """A claim that has waited sees what the older holder did to *other* rows, at any isolation level."""
-    let_wait(engine)
     claim(old, Account, 1)
     claim(old, models.Task, 1)
 

@@ -21,6 +21,7 @@ from tests.guard.marks import Act, ForAsyncio, on_sqlite_alone
 from tests.guard.rows import Keyed, acts, awaiting, core_table, holding, rows_of, turned_away
 
 FENCE, TOKEN = 5, 9
+HELD_ONE = (Lease("order:1", TOKEN),)
 
 
 class Base(DeclarativeBase): ...
@@ -175,8 +176,18 @@ def write_elsewhere(engine: Engine) -> None:
         session.commit()  # this line
 
 
-@pytest.mark.parametrize("leases", [(), (Lease(f"order:{ORDER}", TOKEN),)], ids=["no lease", "a lease"])
-@pytest.mark.parametrize("act", ["UPDATE", "DELETE"])
+@pytest.mark.parametrize(
+    ("shared_url", "leases", "act"),
+    [
+        *(("sqlite", leases, act) for leases in ((), HELD_ONE) for act in ("UPDATE", "DELETE")),
+        *(
+            (url, *pair)
+            for url in ("postgresql", "mariadb")
+            for pair in (((), "UPDATE"), (HELD_ONE, "DELETE"))
+        ),
+    ],
+    indirect=["shared_url"],
+)
 def test_an_object_is_written_over_the_version_that_was_loaded(
     engine: Engine, leases: tuple[Lease, ...], act: str
 ) -> None:

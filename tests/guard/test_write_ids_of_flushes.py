@@ -63,6 +63,7 @@ def added(session: Session, row: Row) -> Row:
     return row
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("make", [by_hand, added, lambda session, _row: session.merge(Row(id=1))])
 def test_values_that_are_computed_from_nothing_are_written(
     engine: Engine, make: Callable[[Session, Row], Row]
