@@ -72,12 +72,6 @@ def shared_engine(shared_url: str) -> Iterator[Engine]:
         yield made
 
 
-@pytest.fixture
-def own_engine(request: pytest.FixtureRequest, shared_engine: Engine, _tables: None) -> Engine:
-    """An engine of its own for each test, on the module's ROWS: the test may change it."""
-    return refill(shared_engine, request.module.ROWS)
-
-
 @pytest.fixture(scope="module")
 def lasting_engine(shared_url: str, _tables: None) -> Iterator[Engine]:
     """One engine for all tests of a file that leave it as it is: what it has compiled is kept."""
