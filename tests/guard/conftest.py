@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 
 import pytest
-from sqlalchemy import Engine, MetaData, NullPool, create_engine, event, make_url, text
+from sqlalchemy import Engine, MetaData, Table, create_engine, event, make_url
 from sqlalchemy.orm import Session
 
 from proof.servers import Postgres
 from proof.servers.galera import Galera
-from tests.conftest import galera_with_leases
+from tests.conftest import galera_with_leases, mariadb_database
 from tests.door import Door
-from tests.guard import claims
-from tests.guard.rows import InMemory, holding, refill
+from tests.guard import models
+from tests.guard.marks import InMemory
+from tests.guard.rows import holding, refill, tables_of
 
 
 @pytest.fixture(scope="session")
@@ -38,31 +38,20 @@ def shared_url(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
         cluster: Galera = request.getfixturevalue("galera")
         yield cluster.urls[0]
     else:
-        yield from _mariadb(request.getfixturevalue("mariadb_url"))
-
-
-def _mariadb(server_url: str) -> Iterator[str]:
-    name = f"fencelock_test_{secrets.token_hex(6)}"
-    server = create_engine(server_url, poolclass=NullPool, isolation_level="AUTOCOMMIT")
-    with server.connect() as connection:
-        connection.execute(text(f"CREATE DATABASE {name} CHARACTER SET utf8mb4"))
-    yield make_url(server_url).set(database=name).render_as_string(hide_password=False)
-    with server.connect() as connection:
-        connection.execute(text(f"DROP DATABASE {name}"))
+        yield from mariadb_database(make_url(request.getfixturevalue("mariadb_url")))
 
 
 @pytest.fixture(scope="module")
-def metadata(request: pytest.FixtureRequest) -> MetaData:
-    """The tables of the test module's models, of which the first is `Base` where the module has one."""
-    candidates = (getattr(each, "metadata", None) for each in vars(request.module).values())
-    return next(each for each in candidates if isinstance(each, MetaData))
+def tables(request: pytest.FixtureRequest) -> list[Table]:
+    """The tables of the module's own `Base`, or those of the shared models that its ROWS name."""
+    base = getattr(request.module, "Base", models.Base)
+    return tables_of(request.module.ROWS) if base is models.Base else base.metadata.sorted_tables
 
 
 @pytest.fixture(scope="module")
-def _tables(shared_url: str, metadata: MetaData) -> None:
-    """The tables have been made."""
+def _tables(shared_url: str, tables: list[Table]) -> None:
     engine = create_engine(shared_url)
-    metadata.create_all(engine)
+    tables[0].metadata.create_all(engine, tables)
     engine.dispose()
 
 
@@ -91,13 +80,13 @@ def lasting_engine(shared_url: str, _tables: None) -> Iterator[Engine]:
 
 
 @pytest.fixture
-def engine(request: pytest.FixtureRequest, lasting_engine: Engine, metadata: MetaData) -> Engine:
+def engine(request: pytest.FixtureRequest, lasting_engine: Engine, tables: list[Table]) -> Engine:
     """An engine on the rows of the test module's ROWS, which may be a function that fills the database.
 
     Its listeners end with the test.
     """
     facade, rows = lasting_engine.execution_options(), request.module.ROWS
-    filled: Engine = rows(facade) if callable(rows) else refill(facade, metadata, rows)
+    filled: Engine = rows(facade) if callable(rows) else refill(facade, dict.fromkeys(tables) | rows)
     return filled
 
 
@@ -123,13 +112,13 @@ def in_memory() -> Iterator[InMemory]:
 
 @pytest.fixture
 def old(engine: Engine) -> Iterator[Session]:
-    with claims.holder(engine, claims.OLD) as made:
+    with models.holder(engine, models.OLD) as made:
         yield made
 
 
 @pytest.fixture
 def new(engine: Engine) -> Iterator[Session]:
-    with claims.holder(engine, claims.NEW) as made:
+    with models.holder(engine, models.NEW) as made:
         yield made
 
 

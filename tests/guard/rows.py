@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+import types
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, TypeAlias
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import Column, Connection, Delete, Engine, Insert, MetaData, Table, Update, delete, insert
+from sqlalchemy import Column, Engine, MetaData, Table, delete, insert
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -17,15 +18,7 @@ from fencelock import Lease, bind
 from fencelock.guard import fence_column, write_id_column
 from fencelock.guard.tables import FENCE_COLUMN
 from fencelock.tokens import MAX_TOKEN
-
-#: What a session is to do.
-Act: TypeAlias = Callable[[Session], object]
-#: A maker of engines for coroutines: the fixture `for_asyncio`.
-ForAsyncio: TypeAlias = Callable[[Engine], AsyncEngine]
-#: A maker of engines, each on a new SQLite database: the fixture `in_memory`.
-InMemory: TypeAlias = Callable[[MetaData], Engine]
-#: For what Python decides before a database hears of it.
-on_sqlite_alone = pytest.mark.parametrize("shared_url", ["sqlite"], indirect=True)
+from tests.guard.marks import Act
 
 
 class Keyed:
@@ -47,31 +40,59 @@ def core_table(
     return Table(name, metadata or MetaData(), key, *columns, *fenced, schema=schema)
 
 
-def empty(connection: Connection, metadata: MetaData) -> None:
+def empty(connection: sa.Connection, metadata: MetaData) -> None:
     """Delete all rows of all tables, with the largest token, which even strict triggers let pass."""
     for table in reversed(metadata.sorted_tables):
-        if FENCE_COLUMN in table.c:
-            connection.execute(delete(table), execution_options={"fencing_token": MAX_TOKEN})
-        else:
-            connection.execute(delete(table), execution_options={"fencelock": "bypass"})
+        option = {"fencing_token": MAX_TOKEN} if FENCE_COLUMN in table.c else {"fencelock": "bypass"}
+        connection.execute(delete(table), execution_options=option)
 
 
-def bypassed(engine: Engine) -> AbstractContextManager[Connection]:
-    """Begin a transaction around the guard, for what a test finds there."""
+def bypassed(engine: Engine) -> AbstractContextManager[sa.Connection]:
     return engine.execution_options(fencelock="bypass").begin()
 
 
-def refill(engine: Engine, metadata: MetaData, rows: Mapping[Any, Any]) -> Engine:
-    """Have a database contain these rows, by model or table, and nothing else."""
+def table_of(target: Any) -> Table:
+    found: Table = target if isinstance(target, Table) else target.__table__
+    return found
+
+
+def tables_of(targets: Iterable[Any]) -> list[Table]:
+    """Return the tables of models, with those that they refer to, in the order in which they are made."""
+    found, todo = set[Table](), [table_of(each) for each in targets]
+    while todo:
+        table = todo.pop()
+        found.add(table)
+        todo += [each.column.table for each in table.foreign_keys if each.column.table not in found]
+    return [
+        each for metadata in {t.metadata for t in found} for each in metadata.sorted_tables if each in found
+    ]
+
+
+def refill(engine: Engine, rows: Mapping[Any, Any]) -> Engine:
+    """Have the tables of these models or tables contain these rows, and nothing else."""
     with bypassed(engine) as connection:
-        for table in reversed(metadata.sorted_tables):
+        for table in reversed(tables_of(rows)):
             connection.execute(delete(table))
         for target, given in rows.items():
-            connection.execute(insert(target if isinstance(target, Table) else target.__table__), given)
+            if given:
+                connection.execute(insert(table_of(target)), given)
     return engine
 
 
-def holding(target: Engine | Connection, *leases: Lease, **options: Any) -> Session:
+def acts(table: Mapping[str, Any]) -> dict[str, Act]:
+    """Return what a session is to do, by name: statements and texts are executed."""
+
+    def executing(given: Any) -> Act:
+        statement = sa.text(given) if isinstance(given, str) else given
+        return lambda session: session.execute(statement)
+
+    return {
+        name: given if isinstance(given, types.FunctionType) else executing(given)
+        for name, given in table.items()
+    }
+
+
+def holding(target: Engine | sa.Connection, *leases: Lease, **options: Any) -> Session:
     """Return a session that is bound to leases."""
     session = Session(target, **options)
     bind(session, *leases)
@@ -112,7 +133,6 @@ def awaiting(
 
 
 def contents(engine: Engine, metadata: MetaData) -> dict[str, list[tuple[Any, ...]]]:
-    """Return every row of every table."""
     with engine.connect() as connection:
         return {
             table.name: sorted((tuple(row) for row in connection.execute(sa.select(table))), key=repr)
@@ -127,6 +147,6 @@ class Routing(Session):
     reads: list[Engine]
 
     def get_bind(self, mapper: Any = None, *, clause: Any = None, **_: Any) -> Engine:  # noqa: ARG002
-        if self._flushing or isinstance(clause, Insert | Update | Delete):
+        if self._flushing or isinstance(clause, sa.Insert | sa.Update | sa.Delete):
             return self.leader
         return self.reads.pop(0) if len(self.reads) > 1 else self.reads[0]

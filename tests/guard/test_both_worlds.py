@@ -1,48 +1,25 @@
-"""Functions of a session take a `Session`, or an `AsyncSession` with `await`."""
+"""Functions of a session take a `Session`, or an `AsyncSession` with `await`, also behind a scoped facade."""
 
 from __future__ import annotations
 
 import asyncio
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 from sqlalchemy import Engine, select
+from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
-from fencelock import (
-    FencedModel,
-    Lease,
-    Receipt,
-    StaleTokenError,
-    bind,
-    claim,
-    claim_all,
-    fence_table,
-    gate,
-    once,
-    prune_receipts,
-    receipt_table,
-    upsert,
-)
-from tests.guard.rows import ForAsyncio, on_sqlite_alone
+import fencelock
+from fencelock import Lease, StaleTokenError, bind, claim, claim_all, upsert
+from tests.guard.marks import ForAsyncio, named, on_sqlite_alone, one_driver
+from tests.guard.models import RECEIPTS, Order, fenced, fences
 
-
-class Base(DeclarativeBase): ...
-
-
-class Order(FencedModel, Base):
-    __tablename__ = "bw_orders"
-    __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    status: Mapped[str] = mapped_column(default="new")
-
-
-fence_table(Base.metadata)
-receipt_table(Base.metadata)
-ROWS: dict[Any, Any] = {Order: {"id": 1, "last_fencing_token": 5}}
+ROWS: dict[Any, Any] = {**fenced(Order, 1), fences: [], RECEIPTS: []}
 CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {
     "claim": (lambda s: claim(s, Order, 1), lambda found: isinstance(found, Order)),
     "claim, by name": (
@@ -50,12 +27,17 @@ CALLS: dict[str, tuple[Callable[[Any], Any], Callable[[Any], bool]]] = {
         lambda found: isinstance(found, Order),
     ),
     "claim_all": (lambda s: claim_all(s, select(Order)), lambda found: len(found) == 1),
-    "gate": (lambda s: gate(s, "order:1"), lambda found: found is None),
-    "once": (lambda s: once(s, "k"), lambda found: isinstance(found, Receipt) and not found.done),
+    "gate": (lambda s: fencelock.gate(s, "order:1"), lambda found: found is None),
+    "once": (
+        lambda s: fencelock.once(s, "k"),
+        lambda found: isinstance(found, fencelock.Receipt) and not found.done,
+    ),
     "upsert": (lambda s: upsert(s, Order, [{"id": 1, "status": "paid"}]), lambda found: found is None),
-    "prune_receipts": (lambda s: prune_receipts(s, older_than=0), lambda found: found == 0),
+    "prune_receipts": (lambda s: fencelock.prune_receipts(s, older_than=0), lambda found: found == 0),
 }
-EACH = pytest.mark.parametrize(("call", "is_right"), CALLS.values(), ids=CALLS)
+EACH = pytest.mark.parametrize(("call", "is_right"), **named(CALLS))
+#: Those that compare a fence.
+REFUSED = [CALLS[name][0] for name in ("claim", "claim, by name", "claim_all", "upsert")]
 
 
 @on_sqlite_alone
@@ -67,11 +49,18 @@ def test_a_session_gives_the_result(engine: Engine, call: Any, is_right: Any) ->
             bind(each, Lease("order:1", 6))
             assert is_right(call(each))
             each.rollback()
+            bind(each, Lease("order:1", 4))
+            if call in REFUSED:
+                with pytest.raises(StaleTokenError):
+                    call(each)
+                with pytest.raises(PendingRollbackError):
+                    each.commit()
+            each.rollback()
     scoped.remove()
 
 
 @on_sqlite_alone
-@pytest.mark.parametrize("for_asyncio", [0], indirect=True)
+@one_driver
 @EACH
 def test_an_async_session_gives_a_coroutine(
     engine: Engine, for_asyncio: ForAsyncio, call: Any, is_right: Any
@@ -86,21 +75,12 @@ def test_an_async_session_gives_a_coroutine(
                 assert inspect.iscoroutine(coming)
                 assert is_right(await coming)
                 await each.rollback()
+                bind(each, Lease("order:1", 4))
+                late = call(each)
+                with pytest.raises(StaleTokenError) if call in REFUSED else nullcontext():
+                    await late
+                await each.rollback()
         await scoped.remove()
-        await its.dispose()
-
-    asyncio.run(main())
-
-
-@on_sqlite_alone
-@pytest.mark.parametrize("for_asyncio", [0], indirect=True)
-def test_a_refusal_is_raised_by_await(engine: Engine, for_asyncio: ForAsyncio) -> None:
-    async def main() -> None:
-        its = for_asyncio(engine)
-        async with AsyncSession(its) as session:
-            bind(session, Lease("order:1", 4))
-            with pytest.raises(StaleTokenError):
-                await claim(session, Order, 1)
         await its.dispose()
 
     asyncio.run(main())

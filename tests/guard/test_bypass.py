@@ -7,44 +7,23 @@ from contextlib import nullcontext
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, ForeignKey, String, select, text, update
+from sqlalchemy import Engine, select, text, update
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import fencelock
-from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind, claim
-from tests.guard.claims import in_thread
-from tests.guard.rows import Act, ForAsyncio, Keyed, holding, on_sqlite_alone, rows_of, turned_away
+from fencelock import Lease, StaleReadError, StaleTokenError, UnfencedWriteError, bind, claim
+from tests.guard import models
+from tests.guard.marks import Act, ForAsyncio, named, on_postgresql_alone, on_sqlite_alone
+from tests.guard.models import Document, Order, Report, fenced
+from tests.guard.rows import holding, rows_of, turned_away
+from tests.guard.waiting import in_thread
 
 BYPASS = {"fencelock": "bypass"}
-REPAIR = "UPDATE by_orders SET status = 'repaired' WHERE id = 1"
+REPAIR = "UPDATE g_orders SET status = 'repaired' WHERE id = 1"
 
 
-class Base(DeclarativeBase): ...
-
-
-class Order(FencedModel, Keyed, Base):
-    __tablename__ = "by_orders"
-    __fence_resource__ = "order:{id}"
-    status: Mapped[str] = mapped_column(String(20), default="new")
-
-
-class Document(FencedModel, Keyed, Base):
-    __tablename__ = "by_documents"
-    __fence_resource__ = "document:{id}"
-    __mapper_args__ = {"polymorphic_on": "kind", "polymorphic_identity": "document"}  # noqa: RUF012
-    kind: Mapped[str] = mapped_column(String(20))
-    title: Mapped[str] = mapped_column(String(20), default="new")
-
-
-class Report(Document):
-    __tablename__ = "by_reports"
-    __mapper_args__ = {"polymorphic_identity": "report"}  # noqa: RUF012
-    id: Mapped[int] = mapped_column(ForeignKey("by_documents.id"), primary_key=True, autoincrement=False)
-    pages: Mapped[int] = mapped_column(default=0)
-
-
-ROWS = {Order: [{"id": 1, "last_fencing_token": 9}]}
+ROWS: dict[Any, Any] = {**fenced(Order, 1, fence=9), Report: []}
 HELD = [Lease("order:1", 5)]
 ONE = update(Order).where(Order.id == 1)
 
@@ -59,9 +38,9 @@ def test_update_past_the_guard_leaves_loaded_objects_as_old_as_they_are(engine: 
     assert standing(engine) == ("paid", 10)
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("after", ["nothing", "an UPDATE that moves the id"])
 def test_update_of_a_sub_table_past_the_guard_moves_no_id(engine: Engine, after: str) -> None:
-    """The id is in the other table, so the object that follows the statement keeps its own."""
     with holding(engine, Lease("document:1", 10)) as session, session.begin():
         session.add(Report(id=1))
     with holding(engine, Lease("document:1", 10)) as session, session.begin():
@@ -74,9 +53,8 @@ def test_update_of_a_sub_table_past_the_guard_moves_no_id(engine: Engine, after:
     assert rows_of(engine, select(Document.__table__.c.title)) == ["written"]
 
 
-def standing(engine: Engine) -> Any:
-    (found,) = rows_of(engine, select(Order.status, Order.last_fencing_token))
-    return found
+def standing(engine: Engine) -> tuple[str, int]:
+    return models.standing(engine)[1]
 
 
 SAYINGS: dict[str, Act] = {
@@ -86,11 +64,11 @@ SAYINGS: dict[str, Act] = {
 }
 
 
-@pytest.mark.parametrize("say", [pytest.param(say, id=name) for name, say in SAYINGS.items()])
+@on_sqlite_alone
+@pytest.mark.parametrize("say", **named(SAYINGS))
 def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
     session: Session, engine: Engine, say: Act
 ) -> None:
-    """The next transaction has a connection of its own, which is guarded."""
     say(session)
     session.execute(ONE.values(status="set"))
     session.commit()
@@ -99,7 +77,8 @@ def test_bypass_of_a_sessions_connection_lasts_as_long_as_the_transaction(
     assert standing(engine) == ("set", 9)
 
 
-def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) -> None:
+@on_sqlite_alone
+def test_a_bypass_of_a_statement_holds_for_that_statement(session: Session, engine: Engine) -> None:
     order = session.get_one(Order, 1)
     session.execute(text(REPAIR), execution_options=BYPASS)
     session.execute(text(REPAIR).execution_options(fencelock="bypass"))
@@ -109,8 +88,9 @@ def test_bypass_of_a_statement_is_of_that_one(session: Session, engine: Engine) 
     assert standing(engine) == ("new", 9)
 
 
-def test_block_is_bypassed_whatever_is_executed(session: Session, engine: Engine) -> None:
-    """Text, statements and the unit of work, also in transactions that begin inside; nothing after it."""
+def test_everything_in_a_bypass_block_is_bypassed_and_nothing_after_it(
+    session: Session, engine: Engine
+) -> None:
     with fencelock.bypass(session):
         order = session.get_one(Order, 1)
         session.execute(text(REPAIR))
@@ -135,8 +115,7 @@ def test_block_is_bypassed_whatever_is_executed(session: Session, engine: Engine
 
 
 @on_sqlite_alone
-def test_block_ends_with_an_exception_and_inside_another(session: Session, engine: Engine) -> None:
-    """The inner one's end leaves the outer one as it is; the transaction goes on, guarded."""
+def test_a_bypass_block_ends_with_an_exception_and_inside_another(session: Session, engine: Engine) -> None:
     session.connection()
 
     def fail() -> None:
@@ -156,8 +135,7 @@ def test_block_ends_with_an_exception_and_inside_another(session: Session, engin
 
 
 @on_sqlite_alone
-def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
-    """Those that were given inside stay, and so does a bypass that the engine has said."""
+def test_a_bypass_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
     with engine.connect() as connection:
         with fencelock.bypass(connection):
             connection.execution_options(stream_results=False)
@@ -173,8 +151,8 @@ def test_block_on_a_connection_leaves_its_options(engine: Engine) -> None:
         session.execute(text(REPAIR))  # the option of the connection holds for all of it
 
 
-@pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)  # sqlite3's are of one thread
-def test_block_is_of_its_thread(engine: Engine) -> None:
+@on_postgresql_alone  # sqlite3's are of one thread
+def test_a_bypass_holds_for_its_own_thread(engine: Engine) -> None:
     scoped: Any = scoped_session(sessionmaker(engine))
 
     def repair(target: Any) -> None:
@@ -194,8 +172,7 @@ def test_block_is_of_its_thread(engine: Engine) -> None:
     scoped.remove()
 
 
-def test_block_for_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
-    """A bypass by a session or connection of asyncio holds for its own task, and for no other."""
+def test_a_bypass_by_a_coroutine_holds_for_its_own_task(engine: Engine, for_asyncio: ForAsyncio) -> None:
 
     async def refused(target: AsyncSession | AsyncConnection) -> None:
         with pytest.raises(UnfencedWriteError):
@@ -222,11 +199,7 @@ def test_block_for_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
     assert standing(engine) == ("new", 9)
 
 
-def test_block_takes_sessions_and_connections() -> None:
-    with pytest.raises(TypeError, match="session or a connection"), fencelock.bypass("engine"):  # type: ignore[arg-type]
-        pass
-
-
+@on_sqlite_alone
 @pytest.mark.parametrize("attribute", ["last_fencing_token", "last_write_id"])
 @pytest.mark.parametrize("token", [None, 12], ids=["bypassed", "under a lease"])
 def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(
@@ -250,19 +223,13 @@ def test_what_is_assigned_to_the_guards_columns_is_dropped_or_refused(
     assert write_id not in {before, 3}
 
 
-@on_sqlite_alone
-@pytest.mark.usefixtures("engine")
-def test_a_fence_alone_is_no_change(session: Session) -> None:
-    with fencelock.bypass(session):
-        order = session.get_one(Order, 1)
-        order.last_fencing_token = 3
-        session.commit()
-        assert order.last_fencing_token == 9
-
-
 def test_a_new_object_brings_no_fence(engine: Engine, session: Session) -> None:
     """As from a form that names all columns: no holder would come past it. A statement sets one."""
     with fencelock.bypass(session):
+        order = session.get_one(Order, 1)
+        order.last_fencing_token = 3  # alone it is no change
+        session.commit()
+        assert order.last_fencing_token == 9
         session.add(Order(id=2, last_fencing_token=(1 << 63) - 1, last_write_id=3))
         session.merge(Order(id=3, last_fencing_token=(1 << 63) - 1))
         session.commit()

@@ -1,109 +1,193 @@
-"""Each mistake in the use of the guard gets an error that says what to do."""
+"""Each refusal and claim is reported once, with the facts that an operator needs, and says what to do."""
 
 from __future__ import annotations
 
-import asyncio
+import logging
+import sqlite3
+from collections.abc import Iterator
+from typing import Any, TypeAlias
 
 import pytest
-from sqlalchemy import Engine, delete, select, text, update
-from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import Engine, delete, event, select, text, update
+from sqlalchemy.exc import OperationalError
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 import fencelock
-from fencelock import Lease, UnfencedWriteError, bind, claim, claim_all, gate, upsert
-from tests.guard.rows import Act, InMemory, holding, turned_away
-
-
-class Base(DeclarativeBase): ...
-
-
-class Row(fencelock.FencedModel, Base):
-    __tablename__ = "er_rows"
-    __fence_resource__ = "rows"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    value: Mapped[int] = mapped_column(default=0)
-
-
-fencelock.fence_table(Base.metadata)
+from fencelock import FencedModel, Lease, StaleTokenError, UnfencedWriteError, claim, claim_all, gate, upsert
+from fencelock.observe import GuardEvent, RowClaimed, StaleWriteRefused, UnfencedWriteRefused
+from tests.guard.marks import Act, InMemory
+from tests.guard.models import Base, Order, fenced
+from tests.guard.rows import Keyed, bypassed, holding, refill, turned_away
 
 
 @pytest.fixture
 def engine(in_memory: InMemory) -> Engine:
-    return in_memory(Base.metadata)
+    return refill(in_memory(Base.metadata), fenced(Order, 1, 2))
 
 
-def test_a_fenced_statement_where_nothing_is_guarded(engine: Engine) -> None:
-    """With the engine's, the connection's and the statement's own option."""
-    statement = update(Row).where(Row.id == 1).values(value=1)
-    bypassing = engine.execution_options(fencelock="bypass")
-    given = {"fencing_token": 5}
-    with bypassing.connect() as connection, pytest.raises(UnfencedWriteError, match="bypass"):
-        connection.execute(statement, execution_options=given)
-    with Session(bypassing) as session, pytest.raises(UnfencedWriteError, match="bypass"):
-        session.execute(delete(Row), execution_options=given)
-    with Session(engine) as session, pytest.raises(UnfencedWriteError, match="bypass"):
-        session.execute(statement.execution_options(fencelock="bypass"), execution_options=given)
+Told: TypeAlias = dict[str, list[GuardEvent]]
 
 
-def test_a_gate_of_a_session_with_several_databases(engine: Engine) -> None:
-    """It is told which, as `Session.connection` is."""
-    with Session(binds={Row: engine}) as session:
-        bind(session, Lease("rows", 5))
-        with pytest.raises(TypeError, match="bind_arguments"):
-            gate(session)
-        gate(session, bind_arguments={"mapper": Row})
-        session.commit()
+@pytest.fixture
+def told() -> Iterator[Told]:
+    found: Told = {"stale": [], "unfenced": [], "claim": []}
+    kinds = {StaleWriteRefused: "stale", UnfencedWriteRefused: "unfenced", RowClaimed: "claim"}
+
+    @fencelock.on_event
+    def note(event: object) -> None:
+        if isinstance(event, GuardEvent):
+            found[kinds[type(event)]].append(event)
+
+    yield found
+    fencelock.forget(note)
 
 
-def test_a_gate_for_coroutines_is_told_as_well() -> None:
-    async def main() -> None:
-        aengine = create_async_engine("sqlite+aiosqlite://")
-        async with aengine.begin() as connection:
-            await connection.run_sync(Base.metadata.create_all)
-        async with AsyncSession(binds={Row: aengine}) as session:
-            bind(session, Lease("rows", 5))
-            await fencelock.gate(session, "rows", bind_arguments={"mapper": Row})
-        await aengine.dispose()
+def facts(event: GuardEvent) -> tuple[object, ...]:
+    return event.table, event.identity, event.resource, event.token, event.fence
 
-    asyncio.run(main())
+
+def write(session: Session) -> None:
+    session.get_one(Order, 1).total += 1
+    session.flush()
+
+
+STALE: tuple[Act, ...] = (
+    write,
+    lambda s: s.execute(update(Order).where(Order.id == 1).values(total=2)),
+    lambda s: claim(s, Order, 1),
+    lambda s: upsert(s, Order, [{"id": 1, "total": 2}]),
+)
+UNFENCED: tuple[Act, ...] = (
+    *STALE,
+    lambda s: s.execute(text("UPDATE g_orders SET total = 2")),
+    lambda s: claim_all(s, select(Order)),
+    gate,
+)
+
+
+def test_a_refused_write_is_told_once_with_all_facts(
+    engine: Engine, told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number, work in enumerate(STALE, 1):
+        with holding(engine, Lease("order:1", 4)) as session, pytest.raises(StaleTokenError) as refused:
+            work(session)
+        assert len(told["stale"]) == number
+        assert facts(told["stale"][-1]) == ("g_orders", (1,), "order:1", 4, 5)
+        assert told["stale"][-1].error is refused.value
+    records = [record for record in caplog.records if record.name == "fencelock.guard"]
+    assert [(r.levelno, r.table, r.resource, r.token, r.fence) for r in records] == [  # type: ignore[attr-defined]
+        (logging.WARNING, "g_orders", "order:1", 4, 5)
+    ] * len(STALE)
+    for number, work in enumerate(UNFENCED, 1):
+        with Session(engine) as session, pytest.raises(UnfencedWriteError) as unfenced:
+            work(session)
+        assert len(told["unfenced"]) == number
+        assert told["unfenced"][-1].error is unfenced.value
+    assert [event.table for event in told["unfenced"][:2]] == ["g_orders"] * 2
+    with holding(engine, Lease("a", 6), Lease("b", 6)) as session, pytest.raises(UnfencedWriteError):
+        gate(session)
+    assert [len(found) for found in told.values()] == [len(STALE), len(UNFENCED) + 1, 0]
+
+
+def test_claims_and_gates_are_told(engine: Engine, told: Told, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.DEBUG, "fencelock.guard")
+    with holding(engine, Lease("order:1", 6), Lease("order:2", 7)) as session:
+        claim(session, Order, 1)
+        claim_all(session, select(Order))
+        gate(session, "order:2")
+    assert [facts(event) for event in told["claim"]] == [
+        ("g_orders", (1,), "order:1", 6, None),
+        ("g_orders", (1,), "order:1", 6, None),
+        ("g_orders", (2,), "order:2", 7, None),
+        ("fencelock_fences", ("order:2",), "order:2", 7, None),
+    ]
+    levels = {record.levelno for record in caplog.records if record.name == "fencelock.guard"}
+    assert levels == {logging.DEBUG}
+
+
+def test_a_listener_that_fails_or_was_forgotten_changes_nothing(
+    engine: Engine, told: Told, caplog: pytest.LogCaptureFixture
+) -> None:
+    heard: list[object] = []
+    fencelock.forget(fencelock.on_event(heard.append))
+
+    @fencelock.on_event
+    def fail(event: object) -> None:
+        raise ZeroDivisionError(repr(event))
+
+    try:
+        with holding(engine, Lease("order:1", 4)) as session, pytest.raises(StaleTokenError):
+            write(session)
+    finally:
+        fencelock.forget(fail)
+    assert (len(told["stale"]), heard) == (1, [])
+    assert "a listener for events failed" in caplog.text
+
+
+def test_an_error_of_the_database_without_a_word_passes(engine: Engine) -> None:
+    """Errors of the database pass through the guard, which reads them, as they are."""
+
+    @event.listens_for(engine, "do_execute")
+    def fail(*_: object) -> None:
+        raise sqlite3.OperationalError
+
+    with engine.connect() as connection, pytest.raises(OperationalError) as failure:
+        connection.execute(select(Order.id))
+    assert str(failure.value.orig) == ""
+
+
+class Loose(FencedModel, Keyed, Base):
+    """Its columns were made without NOT NULL, so the condition is never true."""
+
+    __tablename__ = "er_loose"
+    __fence_resource__ = "loose"
+    value: Mapped[int] = mapped_column(default=0)
+
+
+ROWS: dict[Any, Any] = {Loose: []}
 
 
 def change(session: Session) -> None:
-    session.get_one(Row, 1).value = 1
+    session.get_one(Loose, 1).value = 1
     session.flush()
 
 
 NULL_WRITES: dict[str, Act] = {
     "unit of work": change,
-    "by key": lambda session: session.execute(update(Row).where(Row.id == 1).values(value=1)),
-    "by criteria": lambda session: session.execute(update(Row).where(Row.value == 0).values(value=1)),
-    "DELETE": lambda session: session.execute(delete(Row)),
-    "claim": lambda session: claim(session, Row, 1),
-    "claim_all": lambda session: claim_all(session, select(Row)),
-    "upsert": lambda session: upsert(session, Row, [{"id": 1, "value": 1}]),
+    "by key": lambda s: s.execute(update(Loose).where(Loose.id == 1).values(value=1)),
+    "by criteria": lambda s: s.execute(update(Loose).where(Loose.value == 0).values(value=1)),
+    "DELETE": lambda s: s.execute(delete(Loose)),
+    "claim": lambda s: claim(s, Loose, 1),
+    "claim_all": lambda s: claim_all(s, select(Loose)),
+    "upsert": lambda s: upsert(s, Loose, [{"id": 1, "value": 1}]),
 }
 
 
-@pytest.mark.parametrize("way", NULL_WRITES)
-def test_a_row_without_a_fence(shared_engine: Engine, way: str) -> None:
-    """Its column was made without NOT NULL: the condition is never true, and what to do about it is said."""
-    with shared_engine.begin() as connection:
-        connection.execute(text("DROP TABLE IF EXISTS er_rows"), execution_options={"fencelock": "bypass"})
-        Row.__table__.create(connection)  # type: ignore[attr-defined]
-        connection.execute(text("DROP TABLE er_rows"), execution_options={"fencelock": "bypass"})
-        connection.execute(
-            text(
-                "CREATE TABLE er_rows (id INTEGER PRIMARY KEY, value INTEGER, last_fencing_token BIGINT,"
-                " last_write_id BIGINT DEFAULT 0)"
-            )
-        )
-        connection.execute(
-            text("INSERT INTO er_rows (id, value) VALUES (1, 0)"), execution_options={"fencelock": "bypass"}
-        )
-    with holding(shared_engine, Lease("rows", 5)) as session:
+@pytest.mark.parametrize(
+    ("shared_url", "way"),
+    [
+        *(("sqlite", way) for way in NULL_WRITES),
+        *(
+            (url, way)
+            for url in ("postgresql", "mariadb")
+            for way in ("unit of work", "by criteria", "upsert")
+        ),
+    ],
+    indirect=["shared_url"],
+)
+def test_a_row_whose_fence_is_null_says_what_to_do(shared_engine: Engine, way: str) -> None:
+    with bypassed(shared_engine) as connection:
+        for statement in (
+            "DROP TABLE IF EXISTS er_loose",
+            "CREATE TABLE er_loose (id INTEGER PRIMARY KEY, value INTEGER, last_fencing_token BIGINT)",
+            "ALTER TABLE er_loose ADD last_write_id BIGINT DEFAULT 0",
+            "INSERT INTO er_loose (id, value) VALUES (1, 0)",
+        ):
+            connection.execute(text(statement))
+    with holding(shared_engine, Lease("loose", 5)) as session:
         with turned_away(session, fencelock.FenceError, match=r"NULL.*SET last_fencing_token = 0"):
             NULL_WRITES[way](session)
-        assert session.scalar(text("SELECT value FROM er_rows")) == 0
+        assert session.scalar(text("SELECT value FROM er_loose")) == 0
 
 
 @pytest.mark.parametrize(
@@ -118,8 +202,9 @@ def test_a_row_without_a_fence(shared_engine: Engine, way: str) -> None:
         (0, 1 << 44, False),
     ],
 )
-def test_a_fence_that_no_new_token_reaches(token: int, fence: int | None, *, is_lost: bool) -> None:
+def test_a_fence_that_no_new_token_reaches_says_to_begin_after_the_loss(
+    token: int, fence: int | None, *, is_lost: bool
+) -> None:
     """What grants the locks has begun again: to acquire again is no advice."""
-    assert (
-        "fencelock init --after-loss" in str(fencelock.StaleTokenError("orders", (1,), token, fence))
-    ) is is_lost
+    told = str(StaleTokenError("orders", (1,), token, fence))
+    assert ("fencelock init --after-loss" in told) is is_lost

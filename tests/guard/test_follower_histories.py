@@ -19,7 +19,7 @@ from fencelock import FencedModel, Lease, StaleTokenError, bind, bypass
 from fencelock.guard import objects
 from tests.guard.rows import Keyed, Routing
 
-HISTORIES, STEPS, TOKENS = 60, 40, (1, 2, 2)
+HISTORIES, STEPS, TOKENS = 40, 40, (1, 2, 2)
 
 
 def new_model() -> Any:
@@ -141,4 +141,4 @@ def test_no_acknowledged_write_is_lost() -> None:
 def test_the_control_loses_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where an object takes the id of whatever part is loaded last."""
     monkeypatch.setattr(objects, "_on_refresh", lambda *_: None)
-    assert sum(lost for _, lost in play(new_model())) > 0
+    assert any(lost for _, lost in play(new_model()))

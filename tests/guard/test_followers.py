@@ -39,7 +39,6 @@ def follower(leader: Engine, tmp_path: Path) -> Iterator[Engine]:
 
 
 def expire_and_load(name: str) -> Step:
-    """Have one attribute loaded again by itself."""
 
     def load(session: Session, row: Any) -> None:
         session.expire(row, [name])
@@ -126,7 +125,9 @@ def test_a_part_of_the_same_version_is_accepted(leader: Engine, follower: Engine
 
 
 @pytest.mark.parametrize("is_behind", [True, False])
-def test_sub_tables_by_a_select_of_their_own(leader: Engine, follower: Engine, *, is_behind: bool) -> None:
+def test_a_sub_table_from_a_follower_that_is_behind_is_refused(
+    leader: Engine, follower: Engine, *, is_behind: bool
+) -> None:
     if is_behind:
         change(leader, Joined, 2)
     with Routing() as session:
@@ -160,7 +161,6 @@ def test_a_part_from_before_ones_own_commit_is_refused(leader: Engine, follower:
 def test_an_object_that_is_found_again_and_not_filled_stays_of_its_version(
     leader: Engine, follower: Engine
 ) -> None:
-    """A query that comes across it in another database changes nothing about it."""
     change(leader)
     with Routing() as session:
         session.leader, session.reads = leader, [leader]

@@ -53,7 +53,6 @@ ROWS = {Branch: [{"id": 1, "above": None, **ITS}, {"id": 2, "above": 1, **ITS}]}
 
 @pytest.mark.parametrize("way", SELF_CHANGING)
 def test_a_statement_that_hides_whom_it_has_left_out_is_asked_before(engine: Engine, way: str) -> None:
-    """It changes row 1, by which it finds row 2, whose fence has turned it away."""
     with holding(engine, Lease("tree", FRESH)) as session:
         session.execute(update(Branch).where(Branch.id == 2).values(status="late"))
         session.commit()

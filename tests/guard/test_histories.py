@@ -92,7 +92,6 @@ class Worker:
         self.session.expire(entry)
 
     def bulk_objects(self, row: int, mark: str) -> None:
-        """Append by a bulk operation with the object itself."""
         entry = self.entry(row)
         entry.log += mark
         self.session.bulk_save_objects([entry])
@@ -121,7 +120,6 @@ class Worker:
         self.session.expire_all()
 
     def core(self, row: int, mark: str) -> None:
-        """Append in the database, past the session."""
         table: Table = Entry.__table__  # type: ignore[assignment]
         pinned = (table.c.id == bindparam("row"), table.c.ledger == bindparam("of"))
         longer = table.c.log.concat(bindparam("mark"))
@@ -130,7 +128,6 @@ class Worker:
         self.session.expire_all()
 
     def construct(self, row: int, mark: str) -> None:
-        """Append in the database, by the fenced construct."""
         if not self._guarded:
             return self.statement(row, mark)  # the construct itself does not work without a token
         longer = update(Entry).where(*which(row)).values(log=Entry.log.concat(mark))
@@ -138,7 +135,6 @@ class Worker:
         return self.session.expire_all()
 
     def textual(self, row: int, mark: str) -> None:
-        """Append in the database, by text that carries the condition."""
         if not self._guarded:
             return self.statement(row, mark)
         mysql = self.session.get_bind().dialect.name in {"mysql", "mariadb"}
@@ -441,7 +437,6 @@ def end(worker: Worker, then: str, outcome: Outcome) -> None:
 
 @pytest.mark.long
 def test_no_interleaving_loses_a_write_or_accepts_a_stale_one(impatient: Engine) -> None:
-    """However transactions overlap: no fence goes down, and what was acknowledged is there, in order."""
     happened: Counter[str] = Counter()
 
     @UNSHRUNK

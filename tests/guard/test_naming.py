@@ -18,7 +18,8 @@ from sqlalchemy.orm.exc import StaleDataError
 
 import fencelock
 from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
-from tests.guard.rows import Keyed, bypassed, on_sqlite_alone, rows_of, turned_away
+from tests.guard.marks import on_sqlite_alone
+from tests.guard.rows import Keyed, bypassed, rows_of, turned_away
 
 
 class Base(DeclarativeBase): ...
@@ -170,12 +171,22 @@ by_some_or_all = pytest.mark.parametrize(
 )
 
 
-@by_some_or_all
-@pytest.mark.parametrize("spelt", ["ABC", "äbc "])
+@pytest.mark.parametrize(
+    ("shared_url", "way", "spelt"),
+    [
+        *(("sqlite", way, "ABC") for way in BY_NAME),
+        *(
+            (database, way, spelt)
+            for database in ("postgresql", "mariadb")
+            for way in SOME
+            for spelt in ("ABC", "äbc ")
+        ),
+    ],
+    indirect=["shared_url"],
+)
 def test_a_loose_comparison_leads_no_lease_to_another_row(
     session: Session, engine: Engine, way: str, spelt: str
 ) -> None:
-    """The lease of a name that the database merely calls equal writes nothing, and says whose the row is."""
     bind(session, Lease(f"stock:{spelt}!", 99))
     equal = session.scalar(select(Stock.count).where(Stock.sku == spelt)) is not None
     try:
@@ -203,7 +214,6 @@ def test_the_databases_of_these_tests_compare_loosely(session: Session) -> None:
 
 @by_some_or_all
 def test_an_exact_name_writes(session: Session, engine: Engine, way: str) -> None:
-    """The exact comparison refuses no honest writer, and a stale one is told that it is stale."""
     bind(session, Lease("stock:abc!", 4))
     with pytest.raises(fencelock.StaleTokenError) as caught:
         BY_NAME[way](session, "abc")
@@ -281,7 +291,6 @@ def test_spellings_that_mean_the_same_are_the_same(
 def test_a_member_of_an_enumeration_has_one_name(
     session: Session, engine: Engine, lease: str, model: Any, key: str
 ) -> None:
-    """SQLAlchemy takes members by their names, too, and MariaDB in any case: no second resource of either."""
     column = next(iter(model.__table__.primary_key))
     with bypassed(engine) as connection:
         connection.execute(delete(model.__table__))
@@ -295,7 +304,6 @@ def test_a_member_of_an_enumeration_has_one_name(
 
 
 def test_the_spaces_of_char_are_no_part_of_a_name(session: Session) -> None:
-    """By object, by claim, by statement; another code is another bin."""
     bind(session, Lease("bin:abc", 6))
     session.get_one(Bin, "abc").count = 1
     session.commit()
@@ -330,7 +338,6 @@ def test_attributes_and_columns_of_one_name_are_not_mixed_up(session: Session) -
 
 
 def test_numbers_as_text_are_the_databases_business(session: Session) -> None:
-    """A text column compared with a number is refused: to MariaDB "5abc" equals 5."""
     bind(session, Lease("stock:5!", 9))
     stock: Any = Stock.__table__
     with pytest.raises((UnfencedWriteError, DBAPIError)):

@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 from uuid import UUID, uuid4
 
-import pytest
 from sqlalchemy import Engine, ForeignKey, String, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncEngine, AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
-from tests.guard.rows import awaiting, bypassed, on_sqlite_alone, rows_of, turned_away
+from tests.guard.marks import on_sqlite_alone
+from tests.guard.rows import awaiting, bypassed, rows_of, turned_away
 
 CHECKOUT = Lease("checkout", 5)
 
@@ -60,15 +60,16 @@ def rows(engine: Engine, *columns: Any) -> list[Any]:
     return rows_of(engine, select(*columns).order_by(*columns))
 
 
-def test_an_aggregate_in_one_flush(engine: Engine, session: Session) -> None:
-    """The children are guarded by a resource that is named after the parent's new key."""
+def test_new_children_of_a_new_parent_are_inserted_in_one_flush(engine: Engine, session: Session) -> None:
     session.add_all([Order(items=[Item(), Item()]), Order(items=[Item()])])
     session.commit()
     assert rows(engine, Order.last_fencing_token) == [0, 0]
     assert rows(engine, Item.last_fencing_token) == [0, 0, 0]
 
 
-def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine, session: Session) -> None:
+def test_new_rows_are_completed_in_the_transaction_that_inserts_them(
+    engine: Engine, session: Session
+) -> None:
     first, second = Order(), Order()
     session.add_all([first, second])
     session.flush()
@@ -85,8 +86,7 @@ def test_rows_are_completed_in_the_transaction_that_inserts_them(engine: Engine,
     assert rows(engine, Item.name) == ["y"]
 
 
-def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: Session) -> None:
-    """The name is made of both; the table has a strict trigger, which hears of the fence 0."""
+def test_a_key_that_python_makes_names_the_new_row(engine: Engine, session: Session) -> None:
     parcel = Parcel(depot="north")
     session.add(parcel)
     session.flush()
@@ -98,8 +98,7 @@ def test_a_key_that_python_makes_beside_another_column(engine: Engine, session: 
 
 
 @on_sqlite_alone
-def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> None:
-    """As soon as others see the row, they may lock what it is named after."""
+def test_after_the_commit_a_new_row_needs_its_lease(engine: Engine, session: Session) -> None:
     order = Order(items=[Item()])
     session.add(order)
     session.commit()
@@ -117,7 +116,7 @@ def test_afterwards_the_lease_is_needed(engine: Engine, session: Session) -> Non
 
 
 @on_sqlite_alone
-def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -> None:
+def test_a_rollback_to_a_savepoint_undoes_a_new_row(engine: Engine, session: Session) -> None:
     before = Order()
     session.add(before)
     session.flush()
@@ -132,17 +131,25 @@ def test_a_rollback_to_a_savepoint_undoes_it(engine: Engine, session: Session) -
 
 
 @on_sqlite_alone
-def test_it_cannot_be_claimed(session: Session) -> None:
-    """No token exists to claim the row with, and no holder to claim it from."""
+def test_a_new_row_cannot_be_claimed_and_another_needs_its_lease(engine: Engine, session: Session) -> None:
+    """No token exists to claim the row with. With a RETURNING of its own, the program's key is not known."""
+    with bypassed(engine) as connection:
+        connection.execute(insert(Order).values(id=1000))
     order = Order()
     session.add(order)
     session.flush()
-    with pytest.raises(UnfencedWriteError, match=f"order:{order.id}"):
+    with turned_away(session, UnfencedWriteError, match=f"order:{order.id}"):
         claim(session, Order, order.id)
+    for known in (True, False):
+        session.add(Order())
+        session.flush()
+        key = 1000 if known else session.scalar(insert(Order).returning(Order.id))
+        with turned_away(session, UnfencedWriteError, match=f"order:{key}"):
+            session.execute(update(Order).where(Order.id == key).values(number="x"))
 
 
 @on_sqlite_alone
-def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session) -> None:
+def test_the_lease_of_a_new_row_counts_where_it_is_held(engine: Engine, session: Session) -> None:
     order = Order()
     session.add(order)
     session.flush()
@@ -153,26 +160,7 @@ def test_its_own_lease_counts_where_it_is_held(engine: Engine, session: Session)
     assert rows(engine, Order.last_fencing_token) == [3]
 
 
-@on_sqlite_alone
-def test_another_row_needs_its_lease(engine: Engine, session: Session) -> None:
-    with bypassed(engine) as connection:
-        connection.execute(insert(Order).values(id=1000))
-    order = Order()
-    session.add(order)
-    session.flush()
-    with pytest.raises(UnfencedWriteError, match="order:1000"):
-        session.execute(update(Order).where(Order.id == 1000).values(number="x"))
-
-
-@on_sqlite_alone
-def test_keys_that_the_program_reads_itself_are_not_known(session: Session) -> None:
-    """With a RETURNING of its own, the guard does not see what comes back."""
-    key = session.scalar(insert(Order).returning(Order.id))
-    with pytest.raises(UnfencedWriteError, match=f"order:{key}"):
-        session.execute(update(Order).where(Order.id == key).values(number="x"))
-
-
-def test_asyncio(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
+def test_coroutines_complete_a_new_row(engine: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
     async def play(session: AsyncSession) -> None:
         order = Order(items=[Item(), Item()])
         session.add(order)

@@ -8,40 +8,20 @@ from typing import Any
 
 import pytest
 from prometheus_client import CollectorRegistry
-from sqlalchemy import Column, Engine, ForeignKey, Integer, delete, insert, orm, select, update
+from sqlalchemy import Column, Engine, ForeignKey, Integer, delete, insert, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 import fencelock
-from fencelock import (
-    Database,
-    FencedModel,
-    Lease,
-    UnfencedWriteError,
-    bind,
-    bypass,
-    claim,
-    forget,
-    gate,
-    on_event,
-    upsert,
-)
-from fencelock.guard import events, fence_column
+from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, gate
+from fencelock.guard import events
 from fencelock.observe import WrittenWithoutLease
 from fencelock.observe.prometheus import instrument
-from tests.guard.rows import (
-    Act,
-    ForAsyncio,
-    Keyed,
-    awaiting,
-    core_table,
-    holding,
-    on_sqlite_alone,
-    rows_of,
-    turned_away,
-)
+from tests.guard.marks import Act, ForAsyncio, on_sqlite_alone
+from tests.guard.rows import Keyed, acts, awaiting, core_table, holding, rows_of, turned_away
 
 FENCE, TOKEN = 5, 9
+HELD_ONE = (Lease("order:1", TOKEN),)
 
 
 class Base(DeclarativeBase): ...
@@ -106,31 +86,37 @@ def add_by_object(session: Session) -> None:
 
 
 def expired(session: Session) -> Order:
-    """Return an object that was not read since it was expired."""
     order = session.get_one(Order, ORDER)
     session.expire(order)
     return order
 
 
-WRITES: dict[str, Act] = {
-    "an object": add_by_object,
-    "an expired object": lambda session: setattr(expired(session), "total", 1),
-    "by key": lambda session: session.execute(
-        update(Order).where(Order.id == ORDER).values(total=Order.total + 1)
-    ),
-    "by criteria": lambda session: session.execute(
-        update(Order).where(Order.id < EXPRESS).values(total=Order.total + 1)
-    ),
-    "without criteria": lambda session: session.execute(update(Order).values(total=Order.total + 1)),
-    "by keys in a list": lambda session: session.execute(update(Order), [{"id": ORDER, "total": 1}]),
-    "by values in a dict": lambda session: session.execute(
-        update(Order).where(Order.id == ORDER).values({"total": 1})
-    ),
-    "bulk": lambda session: session.bulk_update_mappings(Order.__mapper__, [{"id": ORDER, "total": 1}]),
-}
+WRITES: dict[str, Act] = acts(
+    {
+        "an object": add_by_object,
+        "an expired object": lambda session: setattr(expired(session), "total", 1),
+        "by key": update(Order).where(Order.id == ORDER).values(total=Order.total + 1),
+        "by criteria": update(Order).where(Order.id < EXPRESS).values(total=Order.total + 1),
+        "without criteria": update(Order).values(total=Order.total + 1),
+        "by keys in a list": lambda session: session.execute(update(Order), [{"id": ORDER, "total": 1}]),
+        "by values in a dict": update(Order).where(Order.id == ORDER).values({"total": 1}),
+        "bulk": lambda s: s.bulk_update_mappings(Order.__mapper__, [{"id": ORDER, "total": 1}]),
+    }
+)
 
 
-@pytest.mark.parametrize("way", [*WRITES, "a sub-table"])
+@pytest.mark.parametrize(
+    ("shared_url", "way"),
+    [
+        *(("sqlite", way) for way in (*WRITES, "a sub-table")),
+        *(
+            (url, way)
+            for url in ("postgresql", "mariadb")
+            for way in ("an object", "by criteria", "a sub-table")
+        ),
+    ],
+    indirect=["shared_url"],
+)
 def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engine, way: str) -> None:
     with Session(engine) as session, session.begin():
         if way == "a sub-table":
@@ -154,7 +140,7 @@ def test_a_fence_that_a_form_assigns_is_put_back(engine: Engine) -> None:
 
 def test_upsert_leaves_the_fence_as_well(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
-        upsert(session, Order, [{"id": ORDER, "total": 1}, {"id": 7, "total": 2}])
+        fencelock.upsert(session, Order, [{"id": ORDER, "total": 1}, {"id": 7, "total": 2}])
     assert stored(engine)[:2] == (1, FENCE)
     assert stored(engine, 7)[:2] == (2, 0)
 
@@ -175,7 +161,7 @@ def test_new_rows_begin_without_a_fence(engine: Engine) -> None:
     assert rows_of(engine, select(Order.__table__.c.id).order_by(Order.__table__.c.id)) == [1, 2]
 
 
-def test_core_tables_have_the_choice_too(engine: Engine) -> None:
+def test_a_core_table_may_make_leases_optional(engine: Engine) -> None:
     with engine.begin() as connection:
         connection.execute(insert(core), {"id": 2})
         connection.execute(update(core).where(core.c.id == 1).values(total=4))
@@ -190,12 +176,21 @@ def write_elsewhere(engine: Engine) -> None:
         session.commit()  # this line
 
 
-@pytest.mark.parametrize("leases", [(), (Lease(f"order:{ORDER}", TOKEN),)], ids=["no lease", "a lease"])
-@pytest.mark.parametrize("act", ["UPDATE", "DELETE"])
+@pytest.mark.parametrize(
+    ("shared_url", "leases", "act"),
+    [
+        *(("sqlite", leases, act) for leases in ((), HELD_ONE) for act in ("UPDATE", "DELETE")),
+        *(
+            (url, *pair)
+            for url in ("postgresql", "mariadb")
+            for pair in (((), "UPDATE"), (HELD_ONE, "DELETE"))
+        ),
+    ],
+    indirect=["shared_url"],
+)
 def test_an_object_is_written_over_the_version_that_was_loaded(
     engine: Engine, leases: tuple[Lease, ...], act: str
 ) -> None:
-    """Holders and other writers are refused alike if another writer has changed the row meanwhile."""
     with Session(engine, expire_on_commit=False) as session:
         order = session.get_one(Order, ORDER)
         session.commit()
@@ -219,8 +214,9 @@ def test_an_object_is_written_over_the_version_that_was_loaded(
     ],
     ids=["below the fence", "ended"],
 )
-def test_a_holder_is_refused_as_ever(engine: Engine, lease: Lease, error: type[Exception]) -> None:
-    """A holder that has lost its lock is not taken for a writer that never locked."""
+def test_a_stale_or_ended_lease_is_refused_where_leases_are_optional(
+    engine: Engine, lease: Lease, error: type[Exception]
+) -> None:
     with holding(engine, lease) as session:
         add_by_object(session)
         with pytest.raises(error):
@@ -234,7 +230,6 @@ def write_and_flush(session: Session, write: Act) -> None:
 
 @on_sqlite_alone
 def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
-    """Of the name, most likely. That of another model says nothing."""
     with holding(engine, Lease("order:77", TOKEN)) as session:
         for write in (add_by_object, WRITES["by criteria"], WRITES["by key"]):
             with turned_away(session, UnfencedWriteError):
@@ -246,8 +241,7 @@ def test_the_lease_of_another_row_is_a_slip(engine: Engine) -> None:
 
 
 def test_what_was_begun_under_a_lease_is_not_ended_without(engine: Engine, tmp_path: Any) -> None:
-    """A COMMIT behind the block is refused; the next transaction is free."""
-    with Database(f"sqlite:///{tmp_path}/leases.sqlite") as authority, Session(engine) as session:
+    with fencelock.Database(f"sqlite:///{tmp_path}/leases.sqlite") as authority, Session(engine) as session:
         with fencelock.fenced_lock(f"order:{ORDER}", authority=authority):
             add_by_object(session)
         with turned_away(session, UnfencedWriteError, match="commit inside the block"):
@@ -262,17 +256,15 @@ TEXT = fencelock.fenced_text(
     Order,
     resource="order:1",
 )
-NEEDY: dict[str, Act] = {
-    "claim": lambda session: claim(session, Order, ORDER),
-    "gate": lambda session: gate(session, "order:1"),
-    "fenced_text": lambda session: session.execute(TEXT),
-    "ordered_values": lambda session: session.execute(
-        update(Order).where(Order.id == ORDER).ordered_values((Order.total, 1))
-    ),
-    "a model that wants one": lambda session: session.execute(
-        update(Strict).where(Strict.id == 1).values(total=1)
-    ),
-}
+NEEDY: dict[str, Act] = acts(
+    {
+        "claim": lambda session: claim(session, Order, ORDER),
+        "gate": lambda session: gate(session, "order:1"),
+        "fenced_text": TEXT,
+        "ordered_values": update(Order).where(Order.id == ORDER).ordered_values((Order.total, 1)),
+        "a model that wants one": update(Strict).where(Strict.id == 1).values(total=1),
+    }
+)
 
 
 @on_sqlite_alone
@@ -288,8 +280,7 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
 
     A holder of it writes the parent's row, too.
     """
-    name = "lines" if model is Order else "parts"
-    child = Line if model is Order else Part
+    name, child = ("lines", Line) if model is Order else ("parts", Part)
     with Session(engine) as session:
         parent = session.get_one(model, 1)
         getattr(parent, name).append(child(id=1))
@@ -300,21 +291,20 @@ def test_a_collection_alone_is_the_childrens_write(engine: Engine, model: type[A
         session.commit()
         assert stored(engine, 1, model.__table__)[1] == TOKEN
         bind(session)
-        with bypass(session):
+        with fencelock.bypass(session):
             getattr(parent, name).append(child(id=3))
             session.commit()
     assert rows_of(engine, select(child.__table__.c.id)) == [1, 2, 3]
 
 
 def test_events_and_a_counter_tell_of_it(engine: Engine) -> None:
-    """So that a team sees when it may change to "required"."""
     registry, seen = CollectorRegistry(), list[object]()
-    listeners: list[Any] = [instrument(registry=registry), on_event(seen.append)]
+    listeners: list[Any] = [instrument(registry=registry), fencelock.on_event(seen.append)]
     try:
         write_elsewhere(engine)
     finally:
         for each in listeners:
-            forget(each)
+            fencelock.forget(each)
     told = [(each.table, each.resource) for each in seen if isinstance(each, WrittenWithoutLease)]
     assert told == [("ol_orders", "order:1")]
     assert registry.get_sample_value("fencelock_writes_without_lease_total", {"table": "ol_orders"}) == 1
@@ -323,7 +313,6 @@ def test_events_and_a_counter_tell_of_it(engine: Engine) -> None:
 def test_the_log_names_a_line_of_the_program_once(
     engine: Engine, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, for_asyncio: ForAsyncio
 ) -> None:
-    """Also for coroutines, whose flush is in a greenlet."""
     monkeypatch.setattr(events, "_places", set())
     caplog.set_level(logging.INFO, "fencelock.guard")
 
@@ -340,20 +329,3 @@ def test_the_log_names_a_line_of_the_program_once(
         file, _, number = place.rpartition(":")
         assert file == __file__
         assert "session.commit()  # this line" in linecache.getline(file, int(number))
-
-
-def test_a_choice_that_is_none_is_refused() -> None:
-    """And one that two models of a table do not share."""
-    own = orm.declarative_base()
-
-    def model(name: str, choice: Any, **more: Any) -> Any:
-        given = {"__fence_resource__": "one", "__fence_lease__": choice, **more}
-        return type(name, (FencedModel, own), given)
-
-    with pytest.raises(ValueError, match="'required' or 'optional', not 'perhaps'"):
-        fence_column(lease="perhaps")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="not False"):
-        model("Wrong", choice=False, __tablename__="ol_wrong", id=mapped_column(Integer, primary_key=True))
-    first = model("First", "optional", __tablename__="ol_first", id=mapped_column(Integer, primary_key=True))
-    with pytest.raises(ValueError, match="differs from that of another model"):
-        model("Second", "required", __table__=first.__table__)

@@ -8,44 +8,26 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import sqlalchemy as sa
 from sqlalchemy import Delete, Engine, Insert, NullPool, Update, create_engine, delete, select
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, create_async_engine
 from sqlalchemy.ext.horizontal_shard import ShardedSession
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship, selectinload
+from sqlalchemy.orm import Session, selectinload
 
 import fencelock
-from fencelock import FencedModel, FenceError, Lease, bind, claim, claim_all, gate, upsert
+from fencelock import FenceError, Lease, bind, claim, claim_all, gate, upsert
 from proof.servers import Postgres
-from tests.guard.rows import Keyed, holding, refill, rows_of
+from tests.guard.models import Account, Base, Note, fenced, fences
+from tests.guard.rows import holding, refill, rows_of, tables_of
 
-
-class Base(DeclarativeBase): ...
-
-
-class Account(FencedModel, Keyed, Base):
-    __tablename__ = "ro_accounts"
-    __fence_resource__ = "account:{id}"
-    balance: Mapped[int]
-    notes: Mapped[list[Note]] = relationship()
-
-
-class Note(Base):
-    __tablename__ = "ro_notes"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    account_id: Mapped[int] = mapped_column(sa.ForeignKey("ro_accounts.id"))
-
-
-fences = fencelock.fence_table(Base.metadata)
 LEASES = [Lease(f"account:{number}", 9) for number in (1, 2)]
 
 
 def filled(url: Any, identity: int = 1, *, balance: int, **options: Any) -> Engine:
     engine = create_engine(url, **options)
-    Base.metadata.create_all(engine)
-    account = {"id": identity, "balance": balance, "last_fencing_token": 5}
-    return refill(engine, Base.metadata, {Account: account, Note: {"account_id": identity}})
+    Base.metadata.create_all(engine, tables_of([Account, Note, fences]))
+    rows = fenced(Account, identity, balance=balance)
+    return refill(engine, {**rows, Note: {"account_id": identity}})
 
 
 @pytest.fixture
@@ -103,6 +85,11 @@ def test_a_claim_goes_and_reads_where_it_is_told_to(leader: Engine, follower: En
 
 
 def test_gate_and_upsert_go_to_the_leader(leader: Engine, follower: Engine) -> None:
+    with Session(binds={Account: leader}) as session:
+        bind(session, LEASES[0])
+        with pytest.raises(TypeError, match="bind_arguments"):
+            gate(session)
+        gate(session, bind_arguments={"mapper": Account})
     with routing(leader, follower)() as session:
         bind(session, LEASES[0])
         gate(session)
@@ -113,7 +100,7 @@ def test_gate_and_upsert_go_to_the_leader(leader: Engine, follower: Engine) -> N
     assert (rows_of(follower, select(Account.balance)), rows_of(follower, fence)) == ([100], [])
 
 
-def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
+def test_claim_gate_and_upsert_write_nothing_to_a_read_only_follower(postgres: Postgres) -> None:
     url = postgres.create_database()
     leader = filled(url, balance=70, poolclass=NullPool)
     options = {"options": "-c default_transaction_read_only=on"}
@@ -127,7 +114,7 @@ def test_a_follower_that_is_read_only(postgres: Postgres) -> None:
     postgres.drop_database(url)
 
 
-def test_for_coroutines(leader: Engine, follower: Engine) -> None:
+def test_coroutines_claim_and_pass_gates_at_the_leader(leader: Engine, follower: Engine) -> None:
     async def play() -> None:
         both = [
             create_async_engine(each.url.set(drivername="sqlite+aiosqlite")) for each in (leader, follower)
@@ -175,7 +162,6 @@ class TestShards:
             yield made
 
     def test_a_claim_goes_to_the_shard_of_its_key(self, session: Session) -> None:
-        """As `Session.get` does; the object is the one that the session has already."""
         for identity, balance in ((1, 100), (2, 200)):
             known = session.get_one(Account, identity)
             assert claim(session, Account, identity) is known
@@ -184,7 +170,6 @@ class TestShards:
             assert known.balance == balance + 1
 
     def test_one_flush_deletes_in_both_shards(self, session: Session, shards: dict[str, Engine]) -> None:
-        """A DELETE brings the key alone: its object is found in the shard that its connection writes to."""
         for engine in shards.values():
             with engine.begin() as connection:
                 connection.execute(delete(Note))
@@ -196,7 +181,7 @@ class TestShards:
             with Session(engine) as plain:
                 assert plain.scalars(select(Account)).all() == []
 
-    def test_rows_of_one_shard(self, session: Session) -> None:
+    def test_claim_all_gate_and_upsert_take_the_rows_of_one_shard(self, session: Session) -> None:
         upsert(session, Account, [{"id": 1, "balance": 3}])
         (account,) = claim_all(session, select(Account), bind_arguments={"shard_id": "even"})
         assert account.id == 2
@@ -204,7 +189,7 @@ class TestShards:
         session.commit()
         assert session.get_one(Account, 1).balance == 3
 
-    def test_what_cannot_be_told_is_asked_for(self, session: Session) -> None:
+    def test_a_shard_that_cannot_be_told_is_asked_for(self, session: Session) -> None:
         rows = [{"id": 1, "balance": 3}, {"id": 2, "balance": 3}]
         with pytest.raises(TypeError, match="shard_id"):
             claim_all(session, select(Account))

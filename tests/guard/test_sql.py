@@ -9,28 +9,26 @@ from typing import Any
 import psycopg
 import pytest
 import sqlalchemy as sa
-from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, delete, insert, orm, select, update
+from sqlalchemy import Column, Engine, Integer, Table, delete, insert, select, text, update
 from sqlalchemy.exc import PendingRollbackError
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker
-from sqlalchemy.orm import Mapped, Session, mapped_column, scoped_session, sessionmaker
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 import fencelock
-from fencelock import conditional_delete, conditional_update
+from fencelock import (
+    Lease,
+    StaleTokenError,
+    UnfencedWriteError,
+    conditional_delete,
+    conditional_update,
+    fenced_text,
+)
 from fencelock.guard import fence_column, write_id_column
 from fencelock.tokens import MAX_TOKEN
 from proof.servers import Postgres
-from tests.guard.rows import ForAsyncio, on_sqlite_alone, turned_away
-
-
-class Base(orm.DeclarativeBase): ...
-
-
-class Order(fencelock.FencedModel, Base):
-    __tablename__ = "sq_orders"
-    __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    status: Mapped[str] = mapped_column(String(20), default="new")
-
+from tests.guard.marks import ForAsyncio, on_sqlite_alone, one_driver
+from tests.guard.models import Base, Order, fenced, standing
+from tests.guard.rows import holding, rows_of, turned_away
 
 odd = Table(
     'sq odd "table" %s `x`',
@@ -40,24 +38,11 @@ odd = Table(
     fence_column(resource="odd"),
     write_id_column(),
 )
-plain = Table(
-    "sq_plain",
-    Base.metadata,
-    Column("id", Integer, primary_key=True),
-    Column("note", String(20)),
-    Column("last_fencing_token", Integer, nullable=False, server_default="0"),
-)
-ROWS: dict[Any, Any] = {
-    Order: [{"id": n, "status": "new", "last_fencing_token": 5} for n in (1, 2)],
-    odd: {"select": 1, "Mixed Case %": 0},
-    plain: {"id": 1, "note": "new"},
-}
+ROWS: dict[Any, Any] = {**fenced(Order, 1, 2), odd: {"select": 1, "Mixed Case %": 0}}
 
 
 def order(engine: Engine, identity: int = 1) -> tuple[str, int]:
-    with engine.connect() as connection:
-        columns = select(Order.status, Order.last_fencing_token).where(Order.id == identity)
-        return tuple(connection.execute(columns).one())  # type: ignore[return-value]
+    return standing(engine)[identity]
 
 
 PAID = update(Order).where(Order.id == 1).values(status="paid")
@@ -67,32 +52,21 @@ def given(token: int) -> dict[str, int]:
     return {"fencing_token": token}
 
 
-THROUGH: dict[str, Callable[[scoped_session[Session]], Any]] = {
-    "session": lambda scoped: scoped(),
-    "scoped session": lambda scoped: scoped,
-    "connection": lambda scoped: scoped.connection(),
-}
-
-
 @on_sqlite_alone
-@pytest.mark.parametrize("through", THROUGH)
-@pytest.mark.parametrize("where", ["statement", "execute"])
-def test_an_explicit_token_needs_no_lease(engine: Engine, through: str, where: str) -> None:
+def test_an_explicit_token_needs_no_lease(engine: Engine) -> None:
     scoped = scoped_session(sessionmaker(engine))
-    try:
-        if where == "execute":
-            written = THROUGH[through](scoped).execute(PAID, execution_options=given(6))
-        else:
-            written = THROUGH[through](scoped).execute(PAID.execution_options(fencing_token=6))
-        assert written.rowcount == 1
+    targets: list[Callable[[], Any]] = [scoped, lambda: scoped, scoped.connection]
+    for token, through in enumerate(targets, 6):
+        target = through()
+        assert target.execute(PAID, execution_options=given(token)).rowcount == 1
+        assert target.execute(PAID.execution_options(fencing_token=token)).rowcount == 1
         scoped.commit()
-    finally:
-        scoped.remove()
-    assert order(engine) == ("paid", 6)
+        assert order(engine) == ("paid", token)
+    scoped.remove()
 
 
 @on_sqlite_alone
-@pytest.mark.parametrize("for_asyncio", [0], indirect=True)
+@one_driver
 def test_coroutines_give_a_token_in_the_same_way(engine: Engine, for_asyncio: ForAsyncio) -> None:
     async def main() -> None:
         aengine = for_asyncio(engine)
@@ -134,7 +108,7 @@ def test_the_held_lease_is_used_without_a_token(engine: Engine) -> None:
     assert order(engine) == ("sent", 7)
 
 
-def test_parameters_execute_for_each(engine: Engine) -> None:
+def test_an_explicit_token_is_compared_for_each_row_of_parameters(engine: Engine) -> None:
     orders: Any = Order.__table__
     statement = update(orders).where(orders.c.id == sa.bindparam("which"))
     several = [{"which": n, "status": "paid"} for n in (1, 2, 3)]
@@ -146,78 +120,8 @@ def test_parameters_execute_for_each(engine: Engine) -> None:
     assert caught.value.identity == (1,)
 
 
-#: A table without the column.
-free = Table("sq_free", MetaData(), Column("id", Integer))
-MISTAKES: dict[str, tuple[Callable[[sa.Connection], object], type[Exception], str]] = {
-    "a table without a fence": (
-        lambda c: c.execute(insert(free).values(id=1), execution_options=given(1)),
-        ValueError,
-        "'sq_free' is not fenced",
-    ),
-    "a table without a fence, on the statement": (
-        lambda c: c.execute(delete(free).execution_options(fencing_token=1)),
-        ValueError,
-        "'sq_free' is not fenced",
-    ),
-    "a resource that nobody knows": (  # as a table is that was reflected
-        lambda c: c.execute(update(plain).values(note="x"), execution_options=given(6)),
-        fencelock.FenceError,
-        r"sq_plain is fenced .* fence_column\(resource=",
-    ),
-    "a connection's option": (
-        lambda c: c.execution_options(fencing_token=6).execute(PAID),
-        ValueError,
-        "is for one statement",
-    ),
-    "an engine's option": (
-        lambda c: c.engine.execution_options(fencing_token=6).connect().execute(PAID),
-        ValueError,
-        "is for one statement",
-    ),
-    "the option of a connection that flushes": (
-        lambda c: flush(Session(c.execution_options(fencing_token=6))),
-        ValueError,
-        "is for one statement",
-    ),
-    "bypassed": (
-        lambda c: c.execute(PAID, execution_options=given(6) | {"fencelock": "bypass"}),
-        fencelock.UnfencedWriteError,
-        "bypass",
-    ),
-    **{
-        f"token {token!r}": (
-            lambda c, token=token: c.execute(PAID, execution_options=given(token)),  # type: ignore[misc]
-            error,
-            "token",
-        )
-        for token, error in (
-            *dict.fromkeys((0, -1, MAX_TOKEN + 1), ValueError).items(),
-            *dict.fromkeys(("6", 6.0), TypeError).items(),
-        )
-    },
-}
-
-
-def flush(session: Session) -> None:
-    with session:
-        fencelock.bind(session, fencelock.Lease("order:1", 6))
-        session.get_one(Order, 1).status = "x"
-        session.flush()
-
-
-@on_sqlite_alone
-@pytest.mark.parametrize(("act", "error", "match"), MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_is_told(
-    engine: Engine, act: Callable[[sa.Connection], object], error: type[Exception], match: str
-) -> None:
-    with engine.connect() as connection, pytest.raises(error, match=match):
-        act(connection)
-    assert order(engine) == ("new", 5)
-
-
 @on_sqlite_alone
 def test_statements_of_the_orm_take_a_token(engine: Engine) -> None:
-    """Also lists of rows and keys, and a Query. SQLAlchemy keeps the options of the statement itself."""
     with Session(engine) as session:
         rows = [{"id": number, "status": "new"} for number in (3, 4)]
         session.execute(insert(Order).execution_options(fencing_token=6), rows)
@@ -237,9 +141,8 @@ def test_statements_of_the_orm_take_a_token(engine: Engine) -> None:
 
 @on_sqlite_alone
 def test_each_statement_takes_a_token(engine: Engine) -> None:
-    """An UPDATE, DELETE or INSERT of a fenced table, and text; a row may not be there."""
     paying = fencelock.fenced_text(
-        "UPDATE sq_orders SET status = 'text', last_fencing_token = :fencing_token,"
+        "UPDATE g_orders SET status = 'text', last_fencing_token = :fencing_token,"
         " last_write_id = :fencing_write_id WHERE id = 1 AND last_fencing_token <= :fencing_token",
         Order,
     )
@@ -253,51 +156,6 @@ def test_each_statement_takes_a_token(engine: Engine) -> None:
         ):
             assert connection.execute(statement, execution_options=given(6)).rowcount == matched
     assert order(engine) == order(engine, 3) == ("text", 6)
-
-
-ODD = ["select", "Robert'); DROP TABLE x;--", 'a"b', "", "a b", "é", "1a", "a;b", "a."]
-ROW: Any = {"id": 1}
-#: Without a dialect the functions do not know the quotes.
-UNQUOTED: list[Any] = [
-    given
-    for name in ODD
-    for given in ((name, {"a": 1}, ROW, 1), ("t", {name: 1}, ROW, 1), ("t", {"a": 1}, {name: 1}, 1))
-]
-BAD: list[tuple[Callable[[], object], type[Exception], str | None]] = [
-    (lambda: conditional_update("t", {"a": 1}, {}, 1), ValueError, "every row"),
-    (lambda: conditional_update("t", {"a": 1}, {"id": None}, 1), ValueError, "NULL"),
-    (lambda: conditional_update("t", {"last_fencing_token": 9}, ROW, 1), ValueError, "belong to the guard"),
-    (
-        lambda: conditional_update("t", {"a": 1}, {"last_fencing_token": 9}, 1),
-        ValueError,
-        "belong to the guard",
-    ),
-    (lambda: conditional_update("t", {"last_write_id": 9}, ROW, 1), ValueError, "belong to the guard"),
-    (lambda: conditional_update("t", {"a": 1}, ROW, 1, "percent"), ValueError, "paramstyle"),
-    (lambda: conditional_update(5, {"a": 1}, ROW, 1), TypeError, "a Table or a model"),
-    (lambda: conditional_delete("t", ROW, 1, dialect="oracle"), ValueError, "dialect"),
-    (lambda: conditional_delete("t\0", ROW, 1, dialect="sqlite"), ValueError, "no name"),
-    *(
-        (lambda token=token: conditional_update("t", {}, ROW, token), error, match)
-        for tokens, error, match in (
-            ((0, -1, MAX_TOKEN + 1), ValueError, "fencing token"),
-            ((True, "7", 7.0, None), TypeError, None),  # a token is an int, and True is none
-        )
-        for token in tokens
-    ),
-    *(
-        (lambda given=given: conditional_update(*given), ValueError, "needs quotes|is no name")
-        for given in UNQUOTED
-    ),
-]
-
-
-@pytest.mark.parametrize(("make", "error", "match"), BAD)
-def test_bad_arguments_are_refused(
-    make: Callable[[], object], error: type[Exception], match: str | None
-) -> None:
-    with pytest.raises(error, match=match):
-        make()
 
 
 PARAMSTYLES = {
@@ -322,7 +180,7 @@ PARAMSTYLES = {
 
 
 @pytest.mark.parametrize("style", PARAMSTYLES)
-def test_every_paramstyle(style: Any) -> None:
+def test_each_paramstyle_has_its_own_placeholders(style: Any) -> None:
     sql, parameters = conditional_update("s.t", {"a": None}, {"k": 1}, 6, style)
     assert sql.removeprefix("UPDATE s.t SET ") == PARAMSTYLES[style]
     names = [f"p{number}" for number in range(1, 6)]
@@ -343,14 +201,13 @@ def cursor(engine: Engine) -> Iterator[tuple[Any, list[str]]]:
 
 
 def test_a_bare_cursor_writes_or_matches_nothing(engine: Engine, cursor: tuple[Any, list[str]]) -> None:
-    """A fresh token writes one row and raises its fence; a stale one matches none."""
     bare, styles = cursor
     for number, style in enumerate(styles):
         fresh, stale = 6 + number, 5 + number - 1
         key = {"id": 1}
-        bare.execute(*conditional_update("sq_orders", {"status": style}, key, fresh, style))
+        bare.execute(*conditional_update("g_orders", {"status": style}, key, fresh, style))
         assert bare.rowcount == 1
-        bare.execute(*conditional_update("sq_orders", {"status": "no"}, key, stale, style))
+        bare.execute(*conditional_update("g_orders", {"status": "no"}, key, stale, style))
         assert bare.rowcount == 0
         bare.connection.commit()
         assert order(engine) == (style, fresh)
@@ -374,10 +231,10 @@ def test_names_are_quoted_for_a_dialect(engine: Engine, cursor: tuple[Any, list[
         assert connection.execute(select(odd)).one()[:3] == (1, len(styles), len(styles))
 
 
-@pytest.mark.parametrize("style", ["pyformat", "numeric_dollar"])
-@pytest.mark.parametrize("dialect", [None, "postgresql"])
+@pytest.mark.parametrize(
+    ("style", "dialect"), [("pyformat", None), ("numeric_dollar", None), ("numeric_dollar", "postgresql")]
+)
 def test_the_database_converts_the_values(postgres: Postgres, style: Any, dialect: str | None) -> None:
-    """A text may be meant for an integer, a date, a UUID or JSON, so the statement has no casts."""
     url = postgres.create_database().replace("postgresql+psycopg", "postgresql")
     new = {
         "a": "7",
@@ -397,17 +254,107 @@ def test_the_database_converts_the_values(postgres: Postgres, style: Any, dialec
         kind = psycopg.RawCursor if style == "numeric_dollar" else psycopg.Cursor
         with kind(connection) as bare:
             assert bare.execute(sql, parameters).rowcount == 1
+            late = conditional_delete("t", {"id": 1}, 2, style, dialect=dialect)
+            assert bare.execute(*late).rowcount == 0
         row = connection.execute("SELECT a, d::text, u::text, j, n, last_fencing_token FROM t").fetchone()
     assert row == (7, "2026-11-29", new["u"], {"a": 1}, None, 3)
 
 
-def test_numeric_dollar_on_a_real_server(postgres: Postgres) -> None:
-    """PostgreSQL's own placeholders, as asyncpg and psycopg's raw cursor take them."""
-    url = postgres.create_database().replace("postgresql+psycopg", "postgresql")
-    with psycopg.connect(url) as connection, psycopg.RawCursor(connection) as bare:
-        bare.execute("CREATE TABLE t (id int, a text, last_fencing_token bigint, last_write_id bigint)")
-        bare.execute("INSERT INTO t VALUES (1, 'x', 0, 0)")
-        bare.execute(*conditional_update("t", {"a": "y"}, {"id": 1}, 3, "numeric_dollar"))
-        assert bare.rowcount == 1
-        bare.execute(*conditional_delete("t", {"id": 1}, 2, "numeric_dollar"))
-        assert bare.rowcount == 0
+UPDATED = (
+    "UPDATE g_orders SET status = :status, last_fencing_token = :fencing_token,"
+    " last_write_id = :fencing_write_id"
+    " WHERE id = :id AND last_fencing_token <= :fencing_token"
+)
+DELETED = "DELETE FROM g_orders WHERE id = :id AND last_fencing_token <= :fencing_token"
+ONE_PAID = {"id": 1, "status": "paid"}
+
+
+NEW = {1: ("new", 5), 2: ("new", 5)}
+
+
+def execute(engine: Engine, statement: Any, *rows: dict[str, Any], leases: tuple[Lease, ...] = ()) -> int:
+    """Execute a statement for each of the parameters, commit, and return how many rows it has written."""
+    with holding(engine, *leases) as session, session.begin():
+        written: int = session.execute(statement, [*rows] if len(rows) > 1 else dict(*rows)).rowcount  # type: ignore[attr-defined]
+    return written
+
+
+def test_text_writes_with_its_token(engine: Engine) -> None:
+    seen = set()
+    for status in ("paid", "sent"):
+        assert execute(engine, fenced_text(UPDATED, Order, token=6), {"id": 1, "status": status}) == 1
+        seen.update(rows_of(engine, select(Order.last_write_id).where(Order.id == 1)))
+    assert standing(engine) == {1: ("sent", 6), 2: ("new", 5)}
+    assert len(seen) == 2
+    assert execute(engine, fenced_text(DELETED, Order, token=6), {"id": 1}) == 1
+    assert standing(engine) == {2: ("new", 5)}
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize(
+    ("resource", "row"),
+    [("order:1", ONE_PAID), (None, ONE_PAID), (None, {"number": 1, "status": "paid"})],
+    ids=["given", "by the parameters", "the only lease"],
+)
+def test_token_is_that_of_the_lease_that_is_held(
+    engine: Engine, resource: str | None, row: dict[str, Any]
+) -> None:
+    sql = UPDATED if "id" in row else UPDATED.replace(":id", ":number")
+    statement = fenced_text(sql, Order, resource=resource)
+    assert execute(engine, statement, row, leases=(Lease("order:1", 7),)) == 1
+    assert standing(engine)[1] == ("paid", 7)
+
+
+@on_sqlite_alone
+def test_text_without_its_lease_is_refused_by_name(engine: Engine) -> None:
+    statement = fenced_text(UPDATED, Order)
+    with pytest.raises(UnfencedWriteError, match=r"no lease is held.*fenced_lock\('order:1'\)"):
+        execute(engine, statement, ONE_PAID)
+    with pytest.raises(
+        UnfencedWriteError, match="needs the lease of 'order:1', and the held leases are 'order:2'"
+    ):
+        execute(engine, statement, ONE_PAID, leases=(Lease("order:2", 7),))
+    both = (Lease("order:1", 7), Lease("order:2", 7))
+    by_number = fenced_text(UPDATED.replace(":id", ":number"), Order)
+    with pytest.raises(UnfencedWriteError, match=r"'order:1', 'order:2' are held.*resource="):
+        execute(engine, by_number, {"number": 1, "status": "x"}, leases=both)
+    assert standing(engine) == NEW
+
+
+def test_stale_text_is_told(engine: Engine) -> None:
+    for sql, row in ((UPDATED, ONE_PAID), (DELETED, {"id": 1})):
+        with pytest.raises(StaleTokenError) as caught:
+            execute(engine, fenced_text(sql, Order, token=4), row)
+        assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, 5)
+    assert execute(engine, fenced_text(DELETED, Order, token=4), {"id": 7}) == 0
+    unknown = fenced_text(DELETED.replace(":id", ":number"), Order, token=4)
+    assert execute(engine, unknown, {"number": 1}) == 0
+    known = fenced_text(DELETED.replace(":id", ":number"), Order, token=4, resource="order:1")
+    with pytest.raises(StaleTokenError):
+        execute(engine, known, {"number": 1})
+    assert standing(engine) == NEW
+
+
+def test_each_execution_has_its_own_row_and_token(engine: Engine) -> None:
+    leases = (Lease("order:1", 6), Lease("order:2", 4))
+    rows = [{"id": 1, "status": "x"}, {"id": 2, "status": "y"}]
+    with pytest.raises(StaleTokenError, match=r"g_orders\(2,\)"):
+        execute(engine, fenced_text(UPDATED, Order), *rows, leases=leases)
+    assert standing(engine) == NEW
+
+
+@on_sqlite_alone
+def test_other_text_is_refused_whatever_it_looks_like(engine: Engine) -> None:
+    for sql in (UPDATED, "UPDATE g_orders SET status = 'x'"):
+        given = {**ONE_PAID, "fencing_token": 9, "fencing_write_id": 9}
+        row = {name: value for name, value in given.items() if f":{name}" in sql}
+        with pytest.raises(UnfencedWriteError, match=r"fenced_text\('UPDATE g_orders SET"):
+            execute(engine, text(sql), row)
+    assert standing(engine) == NEW
+
+
+@on_sqlite_alone
+def test_going_around_the_guard_with_a_token_is_refused(engine: Engine) -> None:
+    statement = fenced_text(UPDATED, Order, token=6).execution_options(fencelock="bypass")
+    with pytest.raises(UnfencedWriteError, match="bypass"):
+        execute(engine, statement, ONE_PAID)

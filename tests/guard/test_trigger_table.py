@@ -192,7 +192,7 @@ def outcomes(engine: Engine, ways: list[Way], trigger: FenceTrigger) -> list[str
     run(engine, STORED[engine.dialect.name])
     for way in ways:
         if not found or found[-1] == "written":  # else the rows are as they were
-            refill(engine, metadata, {customers: {"id": 1}, orders: row})
+            refill(engine, {customers: {"id": 1}, orders: row})
         found.append(outcome(engine, orders, way))
     run(engine, STORED_GOES[engine.dialect.name])
     metadata.drop_all(engine)
@@ -246,7 +246,6 @@ def kind_of(message: str, *, knows: bool) -> str:
 def test_every_way_past_sqlalchemy_ends_as_the_docs_say(
     shared_url: str, database: str, ways: list[Way]
 ) -> None:
-    """What no Python sees is seen by the trigger, or stands in the docs as what it does not see."""
     engine = sa.create_engine(shared_url, poolclass=NullPool)  # what a way sets on a connection ends with it
     columns = [outcomes(engine, ways, trigger) for trigger in TRIGGERS]
     rows = [(way.name, tuple(found)) for way, found in zip(ways, zip(*columns, strict=True), strict=True)]

@@ -12,12 +12,14 @@ import pytest
 import sqlalchemy as sa
 from sqlalchemy import Column, Engine, Integer, MetaData, String, Table, delete, insert, select, text, update
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.schema import DropSchema
 
 import fencelock
 from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError
-from fencelock.guard import fence_column, triggers
+from fencelock.guard import triggers
 from fencelock.guard.tables import LIMIT
 from fencelock.observe import GuardEvent
+from tests.guard.marks import on_postgresql_alone, with_row_locks
 from tests.guard.rows import Keyed, core_table, holding, rows_of, turned_away
 
 FENCE = 5
@@ -49,13 +51,11 @@ boxes = core_table(
     "tr_boxes", Column("size", Integer), metadata=Base.metadata, resource="boxes", trigger="strict"
 )
 strict: Table = Strict.__table__  # type: ignore[assignment]
-ON_POSTGRESQL = pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
 _TWO = [{"id": number, "status": "new", "last_fencing_token": FENCE} for number in (1, 2)]
 ROWS = {Plain: _TWO, Strict: _TWO}
 
 
 def raw(engine: Engine, *statements: str) -> None:
-    """Execute SQL with a bare cursor of the driver, in one transaction."""
     with closing(engine.raw_connection()) as connection:
         cursor: Any = connection.cursor()
         for statement in statements:
@@ -108,10 +108,6 @@ def bypass(connection: sa.Connection, statement: str) -> None:
 
 
 def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> None:
-    """A write around the guard that a trigger refuses raises the guard's error.
-
-    The event has the known facts.
-    """
     heard: list[GuardEvent] = []
     fencelock.on_event(heard.append)
     with engine.connect() as connection:
@@ -129,15 +125,7 @@ def test_refusals_through_sqlalchemy_are_errors_of_fencelock(engine: Engine) -> 
     assert [event.table for event in heard] == ["tr_plain", "tr_strict"]
 
 
-def test_stale_writer_is_told_by_the_guard_as_before(engine: Engine) -> None:
-    """The condition turns the row away before the trigger sees it: the error has the row and both tokens."""
-    with holding(engine, Lease("order:1", 4)) as session, pytest.raises(StaleTokenError) as caught:
-        session.execute(delete(Strict).where(Strict.id == 1))
-    assert (caught.value.identity, caught.value.token, caught.value.current) == ((1,), 4, FENCE)
-
-
 def test_a_foreign_key_deletes_the_rows_of_strict_tables(shared_engine: Engine) -> None:
-    """The parent's writer has not chosen to write them: the documentation says so."""
     metadata = MetaData()
     Table("tr_parents", metadata, Column("id", Integer, primary_key=True))
     parent: Column[int] = Column("parent_id", sa.ForeignKey("tr_parents.id", ondelete="CASCADE"))
@@ -155,6 +143,10 @@ def test_create_all_makes_what_the_models_say(engine: Engine) -> None:
     with engine.connect() as connection:
         found = [triggers.installed(connection, name) for name in ("tr_plain", "tr_strict", "tr_none")]
     assert found == [True, "strict", False]
+    if engine.dialect.name == "postgresql":
+        raw(engine, "ALTER TABLE tr_plain DISABLE TRIGGER USER")
+        with engine.connect() as connection:
+            assert triggers.installed(connection, "tr_plain") is False
     Base.metadata.drop_all(engine)
     if engine.dialect.name == "postgresql":
         with engine.connect() as connection:
@@ -183,7 +175,7 @@ ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "bac
 
 
 @pytest.mark.parametrize("name", ODD)
-def test_odd_names(shared_engine: Engine, name: str) -> None:
+def test_a_table_of_an_odd_name_has_its_trigger(shared_engine: Engine, name: str) -> None:
     if shared_engine.dialect.name == "mariadb" and "\\" in name:
         pytest.skip("MariaDB's own files have no such names on every system")
     table = core_table(name, resource="rows", trigger="strict")
@@ -200,11 +192,11 @@ def test_odd_names(shared_engine: Engine, name: str) -> None:
     table.metadata.drop_all(shared_engine)
 
 
-@pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
-def test_tables_of_another_schema(shared_engine: Engine) -> None:
+@with_row_locks
+def test_a_table_of_another_schema_has_its_trigger(shared_engine: Engine) -> None:
     schema = "tr_other"
     with shared_engine.begin() as connection:
-        connection.execute(text(f"DROP SCHEMA IF EXISTS {schema}{cascade(shared_engine)}"))
+        connection.execute(DropSchema(schema, if_exists=True, cascade=connection.dialect.name != "mysql"))
         connection.execute(text(f"CREATE SCHEMA {schema}"))
     metadata = MetaData(schema=schema)
     table = core_table("orders", metadata=metadata, resource="rows", trigger="strict")
@@ -220,22 +212,7 @@ def test_tables_of_another_schema(shared_engine: Engine) -> None:
         connection.execute(text(f"DROP SCHEMA {schema}"))
 
 
-def cascade(engine: Engine) -> str:
-    """Return what it takes to drop a schema that is not empty."""
-    return " CASCADE" if engine.dialect.name == "postgresql" else ""
-
-
-@ON_POSTGRESQL
-def test_disabled_trigger_counts_as_none(engine: Engine) -> None:
-    """PostgreSQL can switch triggers off; that shall not go unnoticed."""
-    raw(engine, "ALTER TABLE tr_plain DISABLE TRIGGER USER")
-    with engine.connect() as connection:
-        assert triggers.installed(connection, "tr_plain") is False
-    raw(engine, "ALTER TABLE tr_plain ENABLE TRIGGER USER")
-
-
 def test_mock_engine_prints_the_triggers() -> None:
-    """The engine prints a script, for an operator that makes the schema by hand."""
     printed: list[str] = []
     dialect = sa.make_url("postgresql+psycopg://").get_dialect()()
     mock = sa.create_mock_engine(
@@ -245,22 +222,6 @@ def test_mock_engine_prints_the_triggers() -> None:
     assert [sql.split("\n", 1)[0] for sql in printed if sql.startswith("CREATE TRIGGER")] == [
         "CREATE TRIGGER fencelock_tr_strict_strict BEFORE UPDATE ON tr_strict FOR EACH ROW"
     ]
-
-
-def test_mistakes_are_refused_where_they_are_made() -> None:
-    with pytest.raises(ValueError, match="'Strict'"):
-        fence_column(trigger="Strict")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="oracle"):
-        triggers.create("orders", "oracle")
-    with pytest.raises(TypeError, match="table"):
-        triggers.create(7, "sqlite")
-    with pytest.raises(ValueError, match="trigger"):
-
-        class Wrong(FencedModel, Base):
-            __tablename__ = "tr_wrong"
-            __fence_resource__ = "order:1"
-            __fence_trigger__ = "always"  # type: ignore[assignment]
-            id: Mapped[int] = mapped_column(primary_key=True)
 
 
 @pytest.fixture
@@ -294,7 +255,6 @@ class TestWriteIds:
             session.commit()
 
     def test_guarded_writes_keep_the_id_that_they_bring(self, engine: Engine, session: Session) -> None:
-        """An object is written twice; a statement moves its id, and it follows."""
         order = session.get_one(Plain, 1)
         for status in ("paid", "sent"):
             order.status = status
@@ -314,11 +274,10 @@ class TestWriteIds:
             bypass(connection, "UPDATE tr_plain SET status = 'all again'")
         assert not set(first) & set(ids(engine))
 
-    @pytest.mark.parametrize("shared_url", ["postgresql"], indirect=True)
+    @on_postgresql_alone
     def test_an_own_trigger_changes_no_id_that_its_transaction_has_given(
         self, engine: Engine, session: Session
     ) -> None:
-        """Its second UPDATE of the row is part of the first. One that comes from another row is noticed."""
         raw(
             engine,
             "CREATE FUNCTION tr_mark() RETURNS trigger LANGUAGE plpgsql AS $$ BEGIN "

@@ -14,34 +14,16 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, find, given, settings
 from hypothesis import strategies as st
-from sqlalchemy import Engine, String, create_engine, delete, insert, select
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import Engine, create_engine, delete, insert, select
+from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
-from fencelock import FencedModel, Lease, StaleReadError, StaleTokenError, bind, claim
+from fencelock import Lease, StaleReadError, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from tests.guard.rows import Keyed, bypassed, rows_of
+from tests.guard.models import Base, Counted, Log
+from tests.guard.rows import bypassed, rows_of, tables_of
 
 TOKENS = (1, 2, 3)
-
-
-class Base(DeclarativeBase): ...
-
-
-class Log(FencedModel, Keyed, Base):
-    """A row whose text has a mark of each write that it has seen."""
-
-    __tablename__ = "uh_logs"
-    __fence_resource__ = "log"
-    text: Mapped[str] = mapped_column(String(200), default="")
-
-
-class Counted(FencedModel, Keyed, Base):
-    __tablename__ = "uh_counted"
-    __fence_resource__ = "log"
-    text: Mapped[str] = mapped_column(String(200), default="")
-    version: Mapped[int] = mapped_column()
-    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012  SQLAlchemy's declaration
 
 
 Step = tuple[int, str]
@@ -150,7 +132,7 @@ def play(engine: Engine, model: Any, history: list[Step]) -> Counter[str]:
     return happened
 
 
-ROWS: dict[Any, Any] = {}  # each history starts from the beginning
+ROWS: dict[Any, Any] = {Log: [], Counted: []}  # each history starts from the beginning
 
 
 def played(engine: Engine, model: Any) -> Counter[str]:
@@ -168,7 +150,6 @@ def played(engine: Engine, model: Any) -> Counter[str]:
 @pytest.mark.long
 @pytest.mark.parametrize("model", [Log, Counted])
 def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: Any) -> None:
-    """With SQLAlchemy's own counter beside the write id, too."""
     happened = played(engine, model)
     by_id = "StaleReadError" if model is Log else "StaleDataError"
     assert min(happened[each] for each in ("written", by_id, "StaleTokenError")) > 5, happened
@@ -176,12 +157,11 @@ def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: 
 
 @pytest.mark.long
 def test_without_the_write_id_updates_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The mutant: the condition asks only that the fence is not above the token."""
     monkeypatch.setattr(
         "fencelock.guard.objects.new_stamp", lambda write_id, token, _loaded: new_stamp(write_id, token, None)
     )
     engine = create_engine("sqlite://")
-    Base.metadata.create_all(engine)
+    Base.metadata.create_all(engine, tables_of(ROWS))
 
     def overwrites(history: list[Step]) -> bool:
         try:

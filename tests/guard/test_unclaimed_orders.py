@@ -12,36 +12,18 @@ from itertools import combinations
 from typing import NamedTuple, cast
 
 import pytest
-from sqlalchemy import Engine, String, delete, insert, select
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import Engine, delete, insert, select
+from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
-from fencelock import FencedModel, Lease, StaleTokenError, bind, claim
+from fencelock import Lease, StaleTokenError, bind, claim
 from fencelock.guard.objects import new_stamp
-from tests.guard.rows import Keyed, bypassed
+from tests.guard.marks import on_sqlite_alone
+from tests.guard.models import Base, Counted, Log
+from tests.guard.rows import bypassed, tables_of
 
-
-class Base(DeclarativeBase): ...
-
-
-class Page(FencedModel, Keyed, Base):
-    """Its log has a mark of each write that it has seen."""
-
-    __tablename__ = "eo_pages"
-    __fence_resource__ = "page:{id}"
-    log: Mapped[str] = mapped_column(String(100), default="")
-
-
-class Counted(FencedModel, Keyed, Base):
-    __tablename__ = "eo_counted"
-    __fence_resource__ = "page:{id}"
-    log: Mapped[str] = mapped_column(String(100), default="")
-    version: Mapped[int] = mapped_column()
-    __mapper_args__ = {"version_id_col": version}  # noqa: RUF012
-
-
-Model = type[Page] | type[Counted]
-Load = Callable[[Session, Model, int], Page | Counted]
+Model = type[Log] | type[Counted]
+Load = Callable[[Session, Model, int], Log | Counted]
 OLDER, NEWER = 1, 2
 """The tokens of the two holders. Both are sure that they hold the lock."""
 PROGRAMS = (("LWW", "LWW"), ("LWLW", "LWW"), ("LWW", "LWLW"))
@@ -64,7 +46,7 @@ class Holder:
         self.token = token
         self._model = model
         self._load = load
-        self._page: Page | Counted | None = None
+        self._page: Log | Counted | None = None
         self._bound = False
 
     def load(self, *, before: bool) -> None:
@@ -84,8 +66,8 @@ class Holder:
             return None
         self._bind()
         page, self._page = self._page, None
-        written = Written(mark, self.token, page.log)
-        page.log += mark
+        written = Written(mark, self.token, page.text)
+        page.text += mark
         try:
             self.session.commit()
         except (StaleTokenError, StaleDataError):
@@ -96,12 +78,11 @@ class Holder:
 
     def _bind(self) -> None:
         if not self._bound:
-            bind(self.session, Lease("page:1", self.token))
+            bind(self.session, Lease("log", self.token))
             self._bound = True
 
 
 def orders(older: str, newer: str) -> Iterator[list[tuple[int, str]]]:
-    """Yield each interleaving of two programs, as pairs of a holder and its act."""
     length = len(older) + len(newer)
     for places in combinations(range(length), len(older)):
         first, second = iter(older), iter(newer)
@@ -110,7 +91,7 @@ def orders(older: str, newer: str) -> Iterator[list[tuple[int, str]]]:
 
 def losses(engine: Engine, model: Model, load: Load, *, before: bool = False) -> list[str]:
     """Carry out all interleavings; return those whose row lacks the mark of an acknowledged write."""
-    Base.metadata.create_all(engine)
+    Base.metadata.create_all(engine, tables_of([Log, Counted]))
     found: list[str] = []
     for programs in PROGRAMS:
         for order in orders(*programs):
@@ -139,25 +120,25 @@ def carry_out(
         for holder in holders:
             holder.session.close()
     with engine.connect() as connection:
-        return acknowledged, connection.scalars(select(model.log)).one()
+        return acknowledged, connection.scalars(select(model.text)).one()
 
 
-def unclaimed(session: Session, model: Model, key: int) -> Page | Counted:
-    return cast("Page | Counted", session.get_one(model, key))
+def unclaimed(session: Session, model: Model, key: int) -> Log | Counted:
+    return cast("Log | Counted", session.get_one(model, key))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize(("load", "before"), [(unclaimed, False), (unclaimed, True), (claim, False)])
 def test_no_order_loses_an_update(shared_engine: Engine, load: Load, *, before: bool) -> None:
     """Whether the row is loaded before the lock is taken or under it, with and without a claim."""
-    assert losses(shared_engine, Page, load, before=before) == []
+    assert losses(shared_engine, Log, load, before=before) == []
 
 
 def test_version_counter_beside_it(shared_engine: Engine) -> None:
-    """SQLAlchemy's `version_id_col` changes nothing."""
     assert losses(shared_engine, Counted, unclaimed) == []
 
 
+@on_sqlite_alone
 def test_without_the_write_id_updates_are_lost(
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -165,4 +146,4 @@ def test_without_the_write_id_updates_are_lost(
     monkeypatch.setattr(
         "fencelock.guard.objects.new_stamp", lambda write_id, token, _loaded: new_stamp(write_id, token, None)
     )
-    assert losses(shared_engine, Page, unclaimed)
+    assert losses(shared_engine, Log, unclaimed)

@@ -8,22 +8,22 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from sqlalchemy import Connection, Engine, bindparam, delete, insert, inspect, select, update
+from sqlalchemy import Connection, Engine, bindparam, create_engine, delete, insert, inspect, select, update
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import Session, make_transient_to_detached
 
 import fencelock
-from fencelock import Lease, bind, fenced_text, upsert
+from fencelock import Lease, bind, claim, claim_all, fenced_text, upsert
 from tests.guard import write_ids
-from tests.guard.listening import listening, statements
-from tests.guard.rows import ForAsyncio, bypassed, holding, on_sqlite_alone
-from tests.guard.write_ids import MINE, OTHER, Row, Twin, change, holder, loaded, refused, stored
+from tests.guard.marks import Act, ForAsyncio, named, on_sqlite_alone, with_row_locks
+from tests.guard.rows import bypassed, holding
+from tests.guard.waiting import listening, statements, words
+from tests.guard.write_ids import MINE, OTHER, Account, Row, Twin, change, holder, loaded, refused, stored
 
-ROWS = write_ids.fill
+Base, ROWS = write_ids.Base, write_ids.fill
 
 
 def fill_many(engine: Engine, number: int) -> None:
-    """Add rows from 10, of several fences."""
     with bypassed(engine) as connection:
         fences = [{"id": 10 + n, "last_fencing_token": n % 6} for n in range(number)]
         connection.execute(insert(Row), fences)
@@ -35,10 +35,6 @@ def fill_many(engine: Engine, number: int) -> None:
 def test_whoever_has_written_and_whenever_the_lock_was_taken(
     engine: Engine, token: int, *, locked_first: bool
 ) -> None:
-    """An older holder may write late, and the same holder may write in another session.
-
-    The error names the writer.
-    """
     with Session(engine, expire_on_commit=False) as session:
         if locked_first:
             bind(session, Lease("rows", MINE))
@@ -67,11 +63,11 @@ def added(session: Session, row: Row) -> Row:
     return row
 
 
+@on_sqlite_alone
 @pytest.mark.parametrize("make", [by_hand, added, lambda session, _row: session.merge(Row(id=1))])
 def test_values_that_are_computed_from_nothing_are_written(
     engine: Engine, make: Callable[[Session, Row], Row]
 ) -> None:
-    """An unknown write id is never taken for 0, and at most one SELECT is sent beside the UPDATE."""
     with loaded(engine) as (session, row):
         session.expire(row)
         session.expunge(row)
@@ -79,7 +75,7 @@ def test_values_that_are_computed_from_nothing_are_written(
         with statements(engine) as sent:
             make(session, row).balance = 1
             session.commit()
-        assert [each.split()[0] for each in sent[-2:]] in (["SELECT", "UPDATE"], ["UPDATE"])
+        assert words(sent[-2:]) in (["SELECT", "UPDATE"], ["UPDATE"])
     with Session(engine) as session:
         row = session.get_one(Row, 1)
         assert (row.balance, row.last_fencing_token) == (1, MINE)
@@ -127,7 +123,7 @@ def test_many_objects_are_one_statement(engine: Engine, do: str, *, written: boo
             assert len([each for each in sent if "wi_rows" in each]) == 1
 
 
-def test_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
+def test_coroutines_compare_and_send_one_statement(engine: Engine, for_asyncio: ForAsyncio) -> None:
     fill_many(engine, 99)
 
     async def play() -> None:
@@ -157,7 +153,6 @@ def test_asyncio(engine: Engine, for_asyncio: ForAsyncio) -> None:
 
 @on_sqlite_alone
 def test_two_objects_of_one_row_are_not_both_written(engine: Engine) -> None:
-    """As sharded sessions may have them by mistake; whichever is written first."""
     with Session(engine, expire_on_commit=False, autoflush=False) as session:
         older = session.get_one(Row, 1)
         session.commit()
@@ -175,7 +170,6 @@ def test_two_objects_of_one_row_are_not_both_written(engine: Engine) -> None:
 @on_sqlite_alone
 @pytest.mark.parametrize("name", ["before_update", "after_update"])
 def test_a_session_in_a_listener_flushes_between(engine: Engine, name: str) -> None:
-    """The objects of the flush around it are compared afterwards."""
 
     def note(_mapper: Any, connection: Connection, _row: Row) -> None:
         with holding(connection, Lease("rows", MINE), join_transaction_mode="rollback_only") as inner:
@@ -197,7 +191,6 @@ def test_a_session_in_a_listener_flushes_between(engine: Engine, name: str) -> N
 
 @on_sqlite_alone
 def test_a_listener_of_the_class_undoes_or_makes_a_change(engine: Engine) -> None:
-    """What it has undone is not written; what it alone has changed is, and the holder goes on."""
     with holder(engine) as session:
         row: Any = session.get_one(Twin, 1)
         row.status = "NEW"
@@ -214,8 +207,7 @@ def test_a_listener_of_the_class_undoes_or_makes_a_change(engine: Engine) -> Non
 class TestTheSameHolder:
     """It goes on, and is never refused."""
 
-    def test_in_several_transactions_and_leases(self, engine: Engine) -> None:
-        """Each write leaves the id that the next one finds: of an object, and of one that it has inserted."""
+    def test_it_writes_in_several_transactions_and_under_several_leases(self, engine: Engine) -> None:
         hold = Lease("rows", 6)
         with holding(engine, hold, expire_on_commit=False) as session:
             row, new = session.get_one(Row, 1), Row(id=9)
@@ -233,8 +225,7 @@ class TestTheSameHolder:
             session.commit()
         assert (stored(engine), stored(engine, key=9)) == (60, 70)
 
-    def test_with_other_statements_in_between(self, engine: Engine) -> None:
-        """Of Core, text, bulk and upsert the session knows nothing: the object is loaded again."""
+    def test_it_writes_with_other_statements_in_between(self, engine: Engine) -> None:
         with holding(engine, Lease("rows", MINE)) as session:
             row = session.get_one(Row, 1)
             table: Any = Row.__table__
@@ -256,7 +247,9 @@ class TestTheSameHolder:
         assert stored(engine) == 90
 
     @pytest.mark.parametrize("synchronize", ["auto", "evaluate", "fetch"])
-    def test_with_statements_that_the_session_follows(self, engine: Engine, synchronize: str) -> None:
+    def test_it_writes_with_statements_that_the_session_follows(
+        self, engine: Engine, synchronize: str
+    ) -> None:
         options = {"synchronize_session": synchronize}
         with holder(engine) as session, session.begin():
             row = session.get_one(Row, 1)
@@ -271,7 +264,6 @@ class TestTheSameHolder:
 @on_sqlite_alone
 @pytest.mark.parametrize("token", [OTHER, MINE])
 def test_an_object_of_another_version_does_not_become_new_by_a_statement(engine: Engine, token: int) -> None:
-    """The statement writes the row as it is, and the object was computed from another one."""
     with loaded(engine) as (session, row):
         change(engine, token=token)
         session.execute(update(Row).where(Row.id == 1).values(status="x"))
@@ -282,7 +274,6 @@ def test_an_object_of_another_version_does_not_become_new_by_a_statement(engine:
 
 @on_sqlite_alone
 def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(engine: Engine) -> None:
-    """What a guarded UPDATE has moved is not moved again."""
     with holder(engine) as session:
         row = session.get_one(Row, 1)
         added = update(Row).where(Row.id == 1).values(balance=Row.balance + 100)
@@ -295,7 +286,6 @@ def test_a_bypassed_update_does_not_move_objects_by_an_earlier_step(engine: Engi
 
 
 def test_bulk_and_core_have_no_object(engine: Engine) -> None:
-    """They are compared with the token alone, whatever objects the session has of their rows."""
     with loaded(engine) as (session, row):
         change(engine)
         session.execute(update(Row), [{"id": 1, "balance": 1}])
@@ -310,7 +300,9 @@ class TestStatementsThatSayIt:
 
     @pytest.mark.parametrize("named", [True, False], ids=["by key", "by criteria"])
     @pytest.mark.parametrize("make", ["update", "delete"])
-    def test_refuses_what_came_since(self, engine: Engine, make: str, *, named: bool) -> None:
+    def test_a_statement_that_names_the_read_id_refuses_what_came_since(
+        self, engine: Engine, make: str, *, named: bool
+    ) -> None:
         which = Row.id == 1 if named else Row.status == "new"
 
         def statement(loaded: int) -> Any:
@@ -333,7 +325,7 @@ class TestStatementsThatSayIt:
             assert connection.execute(statement(now), execution_options={"fencing_token": MINE}).rowcount == 1
             connection.commit()
 
-    def test_takes_one_for_each_row(self, engine: Engine) -> None:
+    def test_a_statement_takes_the_read_id_of_each_row(self, engine: Engine) -> None:
         statement = (
             update(Row).where(Row.last_write_id == bindparam("seen")).where(Row.id == bindparam("key"))
         )
@@ -347,3 +339,126 @@ class TestStatementsThatSayIt:
                     statement.values(balance=2), rows[:1], execution_options={"fencing_token": MINE}
                 )
         assert (stored(engine), stored(engine, key=2)) == (1, 1)
+
+
+def assert_refused(engine: Engine, row: Any, current: int = OTHER) -> None:
+    """Write an object whose row another holder has written meanwhile, over a connection of another engine."""
+    elsewhere = create_engine(engine.url)
+    with holder(elsewhere) as session:
+        session.add(row)
+        row.balance -= 10
+        with refused(engine, current=current):
+            session.commit()
+    elsewhere.dispose()
+
+
+def written(session: Session) -> Row:
+    row = session.get_one(Row, 1)
+    row.balance -= 30
+    session.flush()
+    return row
+
+
+@on_sqlite_alone
+def test_an_undone_write_is_loaded_again_before_the_next(engine: Engine) -> None:
+    """Also where nothing came in between, and after several flushes."""
+    with holding(engine, Lease("rows", OTHER)) as session:
+        row = written(session)
+        written(session)
+    with holder(engine) as session:
+        session.add(row)
+        row.balance -= 10
+        with refused(engine, current=5):
+            session.commit()
+        session.rollback()
+        row.balance -= 10
+        session.commit()
+    assert stored(engine) == 90
+
+
+@with_row_locks
+def test_a_write_in_a_transaction_of_another_that_is_undone(engine: Engine) -> None:
+    with engine.connect() as connection:
+        outer = connection.begin()
+        session = Session(connection, expire_on_commit=False, join_transaction_mode="create_savepoint")
+        bind(session, Lease("rows", OTHER))
+        row = written(session)
+        session.commit()
+        outer.rollback()
+        session.close()
+    change(engine)
+    assert_refused(engine, row)
+
+
+@on_sqlite_alone
+def test_an_object_of_an_undone_insert_does_not_overwrite_a_later_one(engine: Engine) -> None:
+    with holder(engine, OTHER) as session:
+        row = Row(id=9)
+        session.add(row)
+        session.flush()
+    with holder(engine, OTHER) as session, session.begin():
+        session.add(Row(id=9))
+    assert_refused(engine, row)
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("nested", [False, True], ids=["transaction", "savepoint"])
+def test_an_insert_that_was_undone_is_made_again(engine: Engine, *, nested: bool) -> None:
+    """Its object has neither fence nor id, because there is no row."""
+    with holder(engine) as session:
+        row = Row(id=9)
+        inner = session.begin_nested() if nested else session.begin()
+        session.add(row)
+        session.flush()
+        assert row.last_fencing_token == MINE
+        inner.rollback()
+        assert not {"last_fencing_token", "last_write_id"} & set(inspect(row).dict)
+        session.add(row)
+        session.commit()
+        row.balance -= 10
+        session.commit()
+    assert stored(engine, Row, 9) == 90
+
+
+SAVED: dict[str, Act] = {
+    "written": written,
+    "claimed": lambda session: claim(session, Row, 1),
+    "all claimed": lambda session: claim_all(session, select(Row)),
+}
+
+
+@pytest.mark.parametrize("do", **named(SAVED))
+def test_after_a_savepoint_is_undone_the_row_is_as_it_was_loaded(engine: Engine, do: Act) -> None:
+    with holder(engine) as session:
+        row = session.get_one(Row, 1)
+        with session.begin_nested() as savepoint:
+            do(session)
+            assert row.last_fencing_token == MINE
+            savepoint.rollback()
+        row.balance -= 10
+        session.commit()
+    assert stored(engine) == 90
+
+
+def test_a_savepoint_takes_along_what_was_written_in_it_alone(engine: Engine) -> None:
+    """An object written before it, and one that was only read in it, are as they were."""
+    change(engine, Account, 3)
+    with holder(engine, OTHER) as session:
+        before, row = session.get_one(Account, 2), session.get_one(Row, 1)
+        before.balance -= 1
+        session.flush()
+        savepoint = session.begin_nested()
+        row.balance -= 30
+        session.flush()
+        session.expunge(row)
+        read = session.get_one(Account, 3)
+        savepoint.rollback()
+        session.commit()
+        bind(session, Lease("rows", MINE))
+        for each in (before, read):
+            assert each.last_fencing_token == OTHER
+            each.balance -= 1
+        session.commit()
+    assert (stored(engine, Account, 2), stored(engine, Account, 3)) == (98, 79)
+    change(engine)
+    assert_refused(engine, row)

@@ -20,7 +20,8 @@ from fencelock.guard import conditions, triggers
 from fencelock.guard.tables import FENCE_COLUMN, TRIGGER_MARK, FenceTrigger
 from tests.guard import unguardable
 from tests.guard import write_paths as guarded
-from tests.guard.rows import Act, contents
+from tests.guard.marks import Act
+from tests.guard.rows import contents
 from tests.guard.write_docs import Outcomes, check_section, grouped
 
 DRIVERS = {
@@ -56,7 +57,6 @@ def upsert_anew(session: Session) -> None:
 
 
 def by_text(sql: str, model: type[Any]) -> Write:
-    """Return how to write by text that carries the condition."""
     return lambda session: session.execute(fenced_text(sql, model, resource="order:1"), {"id": 1})
 
 
@@ -191,7 +191,6 @@ async def awaiting(seeding: Engine, url: URL) -> list[Outcomes]:
 
 @pytest.fixture(scope="module")
 def seeding(shared_url: str) -> Iterator[Engine]:
-    """A blocking engine on the database, with all tables."""
     engine = create_engine(shared_url)
     for tables in (guarded, unguardable):
         tables.Base.metadata.create_all(engine)

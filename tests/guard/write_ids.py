@@ -45,7 +45,6 @@ class Twin(Fenced, Base):
 
 @event.listens_for(Twin, "before_update")
 def on_update(_mapper: object, _connection: object, twin: Any) -> None:
-    """Write the status in small letters, and count each plus in it."""
     status = twin.status or "new"
     twin.balance += status.count("+")
     twin.status = status.lower().replace("+", "")
@@ -315,7 +314,6 @@ def whole(key: int = 1, **given: Any) -> Load:
 
 
 def after(load: Load, do: Step) -> Load:
-    """Load an object, and do something with it before another holder comes."""
 
     def loading(session: Session) -> Any:
         row = load(session)
@@ -330,7 +328,6 @@ def query(statement: Any) -> Load:
 
 
 def computing(name: str, value: Callable[[Any], object]) -> Step:
-    """Assign a value that is computed from the object."""
     return lambda _session, row: setattr(row, name, value(row))
 
 

@@ -10,7 +10,8 @@ from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_col
 
 from fencelock import FencedDataclassModel, FencedModel
 from fencelock.tokens import MAX_TOKEN
-from tests.guard.rows import Act, Keyed, bypassed, core_table, empty
+from tests.guard.marks import Act
+from tests.guard.rows import Keyed, bypassed, core_table, empty
 
 FENCE = 5
 STALE = 4
@@ -159,7 +160,6 @@ def add(session: Session, *objects: object) -> None:
 
 
 def switch_row(session: Session) -> None:
-    """Delete and add the same key in one flush."""
     session.delete(get(session, Employee))
     session.add(Employee(id=1, name="switched"))
 
