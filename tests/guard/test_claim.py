@@ -1,4 +1,4 @@
-"""A claim of a newer holder shuts an older one out, and what is read after a claim is not older than it."""
+"""A claim of a newer holder shuts an older one out, and a read after a claim is not older than it."""
 
 from __future__ import annotations
 

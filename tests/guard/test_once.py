@@ -55,7 +55,7 @@ def receipts(engine: Engine) -> list[Any]:
 
 
 def test_a_second_call_gets_the_result_and_does_nothing(engine: Engine) -> None:
-    """What is rolled back leaves no receipt."""
+    """Work that is rolled back leaves no receipt."""
     with Session(engine) as session:
         add(session)
         session.rollback()

@@ -76,7 +76,7 @@ _WAITING = {
 def until_one_waits(engine: Engine) -> None:
     """Return once a transaction waits for a lock of another; at once on SQLite, which does not tell.
 
-    InnoDB shows the same for ever to those who ask again within 0.1 s.
+    InnoDB shows the same as before to a connection that asks again within 0.1 s.
     """
     if (where := _WAITING.get(engine.dialect.name)) is None:
         return
