@@ -206,7 +206,7 @@ def test_rows_of_one_flush_get_their_own_tokens(session: Session) -> None:
 
 
 def test_a_transaction_remembers_its_lease(session: Session) -> None:
-    """What is flushed after the block was left is guarded by its lease, and a newer one does not count yet.
+    """A flush after the end of the block is guarded by its lease, and a newer one does not count yet.
 
     What was read under the first lease may be out of date under the second.
     """
