@@ -18,7 +18,7 @@ from tests.authorities.race import Habits, assert_exclusive, assert_in_order, as
 from tests.authorities.stage import Stage, together
 from tests.conftest import galera_with_leases
 
-pytestmark = [pytest.mark.timed, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")

@@ -22,8 +22,6 @@ from tests.authorities.stage import Stage
 from tests.conftest import ReusedDatabase
 from tests.polling import eventually
 
-pytestmark = pytest.mark.timed
-
 #: Debian keeps it where only root looks.
 _PROGRAM = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
 
@@ -88,12 +86,11 @@ def stage(request: pytest.FixtureRequest, bouncer: URL, postgres_database: Reuse
     "check",
     [
         test_tokens.test_tokens_are_unique_and_leases_exclusive,
-        test_tokens.test_tokens_follow_real_time,
         test_tokens.test_remint_is_for_all_resources_or_none,
         test_waiting.test_opposite_orders_end_in_no_deadlock,
         test_waiting.test_who_waits_is_granted_what_expires,
         test_leases.test_many_are_extended_at_once_and_each_is_told_its_own,
-        test_leases.test_a_lease_that_is_extended_again_and_again_is_kept,
+        test_leases.test_a_lease_that_is_extended_again_and_again_is_kept_and_then_ends,
         test_leases.test_closing_twice_and_going_on,
     ],
 )

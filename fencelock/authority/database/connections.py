@@ -161,11 +161,16 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
                 return opened.result()
             raise TimeoutError("no connection was opened in time") from None
         except BaseException:  # a signal handler's error, or a driver's
-            if not opened.cancel() and opened.exception() is None:
-                opened.result().close()  # it came just now
+            _give_up(opened)
             raise
 
     return connect
+
+
+def _give_up(opened: Future[Any]) -> None:
+    """Have a connection closed that nobody waits for any more."""
+    if not opened.cancel() and opened.exception() is None:
+        opened.result().close()
 
 
 class Answer(NamedTuple):
