@@ -1,4 +1,7 @@
-"""Held leases live on by themselves: on real nodes that hang, forget and die, for threads and for tasks."""
+"""Held leases live on by themselves: on real nodes that hang, forget and die, for threads and for tasks.
+
+What is a matter of times alone is in `test_renewal_schedule`, on a clock of its own.
+"""
 
 from __future__ import annotations
 
@@ -28,9 +31,8 @@ from proof.servers import Nodes
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 
-pytestmark = pytest.mark.timed
-
-TTL = 0.5
+#: Short, for what is renewed or found lost after a third of it.
+TTL = 1.2
 
 
 @pytest.fixture
@@ -60,6 +62,7 @@ def forget(nodes: Nodes, *which: int, resource: str = "r") -> None:
             client.delete(f"{NODE_KEY}:l:{resource}")
 
 
+@pytest.mark.timed
 def test_held_lease_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
     """With the same token, while a rival waits in vain."""
     with authority.lock("r", ttl=TTL) as token:
@@ -70,6 +73,7 @@ def test_held_lease_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None
             assert again == token
 
 
+@pytest.mark.timed
 def test_lease_of_a_task_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
     """From the event loop itself, without a thread for it."""
 
@@ -91,8 +95,10 @@ def test_loop_that_is_blocked_for_longer_than_the_ttl_loses_its_leases(authority
     """A task that blocks the loop keeps it from renewing, and hears of the loss on leaving."""
 
     async def main() -> None:
-        async with authority.lock("r", ttl=0.2):
-            time.sleep(0.4)  # noqa: ASYNC251 - that is the point
+        lock = authority.lock("r", ttl=TTL)
+        async with lock:
+            while not lock.lease.lost:
+                time.sleep(0.05)  # noqa: ASYNC251 - that is the point
             await asyncio.sleep(0.05)
 
     with pytest.raises(LockLostError, match="ended before the work did"):
@@ -101,26 +107,28 @@ def test_loop_that_is_blocked_for_longer_than_the_ttl_loses_its_leases(authority
 
 def test_nothing_is_renewed_unless_it_is_asked_for(authority: Redlock, rival: Redlock) -> None:
     """`renew=False` leaves a lease to its ttl."""
-    lock = authority.lock("r", ttl=0.3, renew=False)
+    lock = authority.lock("r", ttl=TTL, renew=False)
     lock.acquire()
-    with rival.lock("r", timeout=2):
+    with rival.lock("r", timeout=20):
         assert lock.lease.lost
     with pytest.raises(LockLostError):
         lock.release()
 
 
+@pytest.mark.timed
 @pytest.mark.complaint("redisson#7272", "the watchdog extends, or makes again, a lock that was unlocked")
 def test_nothing_is_renewed_after_the_release(authority: Redlock, nodes: Nodes) -> None:
     """Release at random moments of renewal: no key comes back (Redisson's watchdog outlived unlock)."""
     chance = random.Random(3)
-    for _ in range(30):
-        with authority.lock("r", ttl=0.1, if_lost="warn"):
+    for _ in range(20):
+        with authority.lock("r", ttl=0.1, timeout=30, if_lost="warn"):
             time.sleep(chance.uniform(0.0, 0.05))
         assert eventually(lambda: locks(nodes) == [None] * 5)
     time.sleep(0.1)
     assert locks(nodes) == [None] * 5
 
 
+@pytest.mark.timed
 @pytest.mark.complaint("redsync#186", "a node that was away during the acquisition never learns of the lock")
 def test_node_that_missed_the_lock_gets_it_back(authority: Redlock, nodes: Nodes) -> None:
     """A lock that a minority has lost is made again there, and the token stays (redsync#186)."""
@@ -149,7 +157,7 @@ def test_lock_that_a_majority_has_lost_is_lost(authority: Redlock, rival: Redloc
     with pytest.raises(LockLostError, match="the lease has ended"):
         lease._check()
     assert eventually(lambda: locks(nodes) == [None] * 5)
-    with rival.lock("r", timeout=1, renew=False):
+    with rival.lock("r", timeout=20, renew=False):
         assert eventually(lambda: None not in locks(nodes))  # late votes are on their way
         theirs = locks(nodes)
         time.sleep(TTL)
@@ -179,12 +187,12 @@ def test_lost_lease_of_a_task_is_told_in_the_loop(authority: Redlock, nodes: Nod
 def test_hold_ends_with_max_hold(authority: Redlock, rival: Redlock) -> None:
     """A worker that hangs beside a healthy renewer does not hold for ever."""
     told: list[Lease] = []
-    lock = authority.lock("r", ttl=0.2, max_hold=0.5)
+    lock = authority.lock("r", ttl=TTL, max_hold=2 * TTL)
     lock.on_lost(told.append)
     began = time.monotonic()
     lock.acquire()
-    with rival.lock("r", timeout=5):
-        assert 0.35 < time.monotonic() - began < 5
+    with rival.lock("r", timeout=30):
+        assert time.monotonic() - began > 1.5 * TTL
     assert eventually(lambda: bool(told))
     with pytest.raises(LockLostError, match="max_hold"):
         told[0]._check()
@@ -199,10 +207,9 @@ def test_leaving_a_lost_block_can_be_a_warning(
     with caplog.at_level(logging.WARNING, "fencelock"), authority.lock("r", if_lost="warn"):
         forget(nodes, 0, 1, 2)
     assert "ended before the work did" in caplog.text
-    with pytest.raises(ValueError, match="if_lost"):
-        authority.lock("r", if_lost="shout")  # type: ignore[call-overload]
 
 
+@pytest.mark.timed
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_callback_that_fails_takes_its_time_or_ends_its_thread_harms_nobody(
     authority: Redlock, nodes: Nodes, rival: Redlock
@@ -244,7 +251,7 @@ def test_callback_that_fails_does_not_hide_what_was_found(
     lock.on_lost(told.append)
     lease = lock.acquire()
     forget(nodes, 0, 1, 2, 3, 4)
-    with Redlock(authority.nodes) as other, other.lock("r", timeout=1):
+    with Redlock(authority.nodes) as other, other.lock("r", timeout=20):
         with pytest.raises(LockLostError):
             getattr(lock, method)()
         assert told == [lease]
@@ -274,9 +281,9 @@ def test_callback_may_release_the_lock(authority: Redlock, nodes: Nodes) -> None
 def test_callback_for_a_lease_that_is_lost_already_is_called_at_once(authority: Redlock) -> None:
     """A callback that comes late is called, too. A value that cannot be called is refused."""
     told: list[Lease] = []
-    lock = authority.lock("r", ttl=0.05, renew=False)
+    lock = authority.lock("r", ttl=TTL, renew=False)
     lease = lock.acquire()
-    time.sleep(0.1)
+    assert eventually(lambda: lease.lost)
     lock.on_lost(told.append)
     assert told == [lease]
     with pytest.raises(LockLostError):
@@ -291,11 +298,10 @@ def test_callback_for_a_lease_that_is_lost_already_is_called_at_once(authority: 
 
 def test_lock_that_is_thrown_away_is_not_renewed(authority: Redlock, rival: Redlock) -> None:
     """Its lease ends with its ttl, as if the process had died."""
-    authority.lock("r", ttl=0.4).acquire()
+    authority.lock("r", ttl=TTL).acquire()
     gc.collect()
-    began = time.monotonic()
-    with rival.lock("r", timeout=5):
-        assert time.monotonic() - began < 4.0
+    with rival.lock("r", timeout=30):
+        pass
 
 
 def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
@@ -305,10 +311,10 @@ def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Red
     if not child:  # pragma: no cover - measured in the parent
         try:
             with Redlock(nodes.urls) as own:
-                lock = own.lock("r", ttl=0.4, if_lost="warn")
+                lock = own.lock("r", ttl=TTL, if_lost="warn")
                 lease = lock.acquire()
                 os.write(write, b"+")
-                eventually(lambda: lease._over, 5)
+                eventually(lambda: lease._over, 30)
                 os.write(write, b"lost" if lease._over else b"kept")
         except BaseException:  # noqa: BLE001 - it must not go on as the test run that it is a copy of
             os.write(write, b"-" + traceback.format_exc().encode())
@@ -316,7 +322,8 @@ def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Red
     said = os.read(read, 1)
     assert said == b"+", os.read(read, 65536).decode()
     os.kill(child, signal.SIGSTOP)
-    with rival.lock("r", timeout=5, ttl=20, renew=False) as token:
+    with rival.lock("r", timeout=30, ttl=60, renew=False) as token:
+        assert eventually(lambda: None not in locks(nodes))  # late votes are on their way
         os.kill(child, signal.SIGCONT)
         assert os.read(read, 4) == b"lost"
         assert [str(value).split("|")[2] for value in locks(nodes)] == [str(token)] * 5
@@ -336,6 +343,7 @@ async def extended(lock: FencedLock[int]) -> Hold:
     return hold
 
 
+@pytest.mark.timed
 def test_extension_under_way_does_not_bring_back_the_old_token(authority: Redlock, nodes: Nodes) -> None:
     """A blocking remint of what a task acquired: the loop cannot wait for its own round meanwhile."""
 
@@ -358,6 +366,7 @@ def test_extension_under_way_does_not_bring_back_the_old_token(authority: Redloc
     asyncio.run(main())
 
 
+@pytest.mark.timed
 @pytest.mark.parametrize("method", ["extend", "remint"])
 def test_lease_of_a_task_is_renewed_after_a_thread_has_extended_it(
     authority: Redlock, rival: Redlock, nodes: Nodes, method: str
@@ -371,7 +380,7 @@ def test_lease_of_a_task_is_renewed_after_a_thread_has_extended_it(
             for node in nodes:
                 node.pause()
             changing = asyncio.create_task(asyncio.to_thread(getattr(lock, method)))
-            await asyncio.sleep(0.15)  # the loop finds nothing to do when it meant to look
+            await asyncio.sleep(TTL / 3)  # the loop finds nothing to do when it meant to look
             for node in nodes:
                 node.resume()
             await changing
@@ -386,7 +395,7 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
     authority: Redlock, nodes: Nodes
 ) -> None:
     """Neither loop waits for the other, and no lock is made again behind the release."""
-    lock = authority.lock("r", ttl=3 * TTL)
+    lock = authority.lock("r", ttl=4)
     acquired, released = threading.Event(), threading.Event()
 
     async def hold_it() -> None:
@@ -403,7 +412,7 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
         try:
             for node in nodes:
                 node.resume()
-            async with asyncio.timeout(5):
+            async with asyncio.timeout(30):
                 await lock.aio.release()
         finally:
             released.set()
@@ -411,17 +420,17 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
 
     thread = threading.Thread(target=asyncio.run, args=(hold_it(),))
     thread.start()
-    assert acquired.wait(10)
+    assert acquired.wait(30)
     asyncio.run(give_back())
     thread.join(20)
-    assert eventually(lambda: locks(nodes) == [None] * 5, 2)
+    assert eventually(lambda: locks(nodes) == [None] * 5)
 
 
 def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
     authority: Redlock, nodes: Nodes
 ) -> None:
     """The extension has ended before the release is sent, so no lock is made again behind it."""
-    lock = authority.lock("r", ttl=3 * TTL)
+    lock = authority.lock("r", ttl=4)
     lock.acquire()
     (hold,) = lock._entered[0].holds
     for node in nodes:
@@ -435,12 +444,12 @@ def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
         assert not hold.release_finished
         for node in nodes:
             node.resume()
-        await asyncio.wait_for(releasing, 5)
+        await asyncio.wait_for(releasing, 30)
         await authority.aio.close()
 
     asyncio.run(main())
     assert hold not in hold.renewer._in_flight  # type: ignore[union-attr]
-    assert eventually(lambda: locks(nodes) == [None] * 5, 2)
+    assert eventually(lambda: locks(nodes) == [None] * 5)
 
 
 @pytest.mark.parametrize("last", ["extension", "release"])
@@ -469,7 +478,7 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
     authority.release_gen = release_slowly  # type: ignore[method-assign]
 
     async def main() -> None:
-        lock = authority.lock("r", ttl=3 * TTL)
+        lock = authority.lock("r", ttl=4)
         await lock.aio.acquire()
         (hold,) = lock._entered[0].holds
         await asyncio.to_thread(extended.wait, 20)
@@ -485,9 +494,10 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
     asyncio.run(main())
     # The loop's EXTEND and the thread's RELEASE have connections of their own: a node that is slow just then
     # may execute them the other way round, and keep the lock until its ttl.
-    assert eventually(lambda: locks(nodes).count(None) >= 4, 1)
+    assert eventually(lambda: locks(nodes).count(None) >= 4, 5)
 
 
+@pytest.mark.timed
 def test_loop_renews_though_every_task_was_cancelled(
     authority: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
@@ -517,24 +527,25 @@ def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
     monkeypatch.setattr("fencelock.lock.renewal._IDLE", 0.1)
     worker = for_thread(authority)._worker
     for _ in range(2):
-        with authority.lock("r", ttl=0.2):
+        with authority.lock("r", ttl=TTL, if_lost="warn"):
             assert worker._thread is not None
             assert worker._thread.daemon
-            time.sleep(0.3)
         assert eventually(lambda: worker._thread is None)
 
 
+@pytest.mark.timed
 def test_renewing_thread_stays_while_a_lease_is_held_that_is_due_late(
     authority: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A third of a long ttl is longer than an idle thread stays."""
     monkeypatch.setattr("fencelock.lock.renewal._IDLE", 0.1)
-    with authority.lock("r", ttl=1.2) as token:
-        time.sleep(1.5)
+    with authority.lock("r", ttl=TTL) as token:
+        time.sleep(1.3 * TTL)
         with authority.lock("r", timeout=0) as again:
             assert again == token
 
 
+@pytest.mark.timed
 def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
     authority: Redlock, nodes: Nodes
 ) -> None:
@@ -544,17 +555,17 @@ def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
         if not child:  # pragma: no cover - measured in the parent
             code = 1
             try:
-                with Redlock(nodes.urls).lock("own", ttl=0.3) as own:
-                    time.sleep(0.4)
+                with Redlock(nodes.urls).lock("own", ttl=TTL) as own:
+                    time.sleep(1.2 * TTL)
                     code = 0 if own else 2
             finally:
                 os._exit(code)
         assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-        time.sleep(TTL)
         with authority.lock("r", timeout=0) as again:
             assert again == token
 
 
+@pytest.mark.timed
 @pytest.mark.complaint("python-redis-lock#85", "NotAcquired is raised for a lock that was held all the time")
 def test_threads_release_while_others_hold(authority: Redlock) -> None:
     """Eight threads, short leases, renewal under way all the time: every release is of a lease that lives."""
@@ -564,8 +575,8 @@ def test_threads_release_while_others_hold(authority: Redlock) -> None:
         chance = random.Random(number)
         try:
             for _ in range(6):
-                with authority.lock(f"r{number}", ttl=0.9):
-                    time.sleep(chance.uniform(0.0, 0.45))
+                with authority.lock(f"r{number}", ttl=1.5):
+                    time.sleep(chance.uniform(0.3, 0.6))  # around its first renewal
         except BaseException as error:  # noqa: BLE001 - shown by the test
             errors.append(error)
 

@@ -83,7 +83,6 @@ class Clockwork:
         self.now = end
 
     def look_at(self, due: Sequence[Hold]) -> None:
-        """Let the renewer look at holds now."""
         if due:
             run(self.plans.renew_due(due, lambda: self.now, tell), self._refuse)
         self.plans._in_flight = frozenset()  # as each driver says when it has done so
@@ -153,8 +152,8 @@ def test_outage_that_is_shorter_than_the_validity_is_survived(work: Clockwork) -
     """Failed extensions are tried again, a twentieth of the ttl later each time (redisson#5698)."""
     hold = work.hold(ttl=2.0)
     work.answer = lambda _grant, _seconds: QuorumError("nobody answers")
-    work.run(1.9)
-    assert 11 <= len(work.asked) <= 14
+    work.run(1.85)  # the last try that is sure to come before the end is 0.15 s before it
+    assert 11 <= len(work.asked) <= 13
     assert not hold.over
     work.answer = work.extend
     work.run(10.0)

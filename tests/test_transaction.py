@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -37,12 +37,10 @@ from tests.redlock.views import is_free
 
 
 class Base(DeclarativeBase):
-    """The models of this file."""
+    pass
 
 
 class Account(FencedModel, Base):
-    """The row that all callers want."""
-
     __tablename__ = "transaction_accounts"
     __fence_resource__ = "account:{id}"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
@@ -50,6 +48,24 @@ class Account(FencedModel, Base):
 
 
 FENCES = fence_table(Base.metadata)
+
+# Locks, sessions and gates go together in the same way in each database.
+in_a_file = pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
+on_a_server = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
+on_servers = pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
+
+
+def with_drivers(*pairs: tuple[str, int]) -> pytest.MarkDecorator:
+    """Take some databases, each with a driver for asyncio."""
+    return pytest.mark.parametrize(("database_url", "for_asyncio"), pairs, indirect=True)
+
+
+@asynccontextmanager
+async def opened(made: AsyncEngine, authority: Redlock) -> AsyncIterator[AsyncEngine]:
+    """Close an engine, and the connections of the loop, at the end of a block."""
+    yield made
+    await made.dispose()
+    await authority.aio.close()
 
 
 @pytest.fixture
@@ -71,12 +87,15 @@ def door(accounts: Engine) -> Iterator[Door]:
 
 
 def balance(engine: Engine) -> int:
-    """Read it without any lease."""
     with Session(engine) as session:
         return session.get_one(Account, 1).balance
 
 
-@pytest.mark.parametrize("kind", ["maker", "engine"])
+@pytest.mark.parametrize(
+    ("database_url", "kind"),
+    [("sqlite", "maker"), ("postgresql", "engine"), ("mariadb", "engine")],
+    indirect=["database_url"],
+)
 def test_every_order_is_right(authority: Redlock, rival: Redlock, accounts: Engine, kind: str) -> None:
     """The gate is passed before the body; the lock is held until after the COMMIT, and free then."""
     seen: list[bool] = []
@@ -94,8 +113,8 @@ def test_every_order_is_right(authority: Redlock, rival: Redlock, accounts: Engi
     assert seen == [False, False]
 
 
+@in_a_file
 def test_a_body_that_raises_is_rolled_back(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
-    """Nothing is written, and the lock is free."""
     with pytest.raises(ZeroDivisionError):  # noqa: PT012, SIM117
         with fenced_transaction(accounts, "account:1", authority=authority) as session:
             session.get_one(Account, 1).balance = 0
@@ -105,6 +124,7 @@ def test_a_body_that_raises_is_rolled_back(authority: Redlock, rival: Redlock, a
     assert is_free(rival)
 
 
+@in_a_file
 def test_older_holders_do_not_come_between(authority: Redlock, accounts: Engine) -> None:
     """A holder that has passed the gate earlier neither passes again nor inserts."""
     with fenced_transaction(accounts, "account:1", authority=authority):
@@ -117,14 +137,15 @@ def test_older_holders_do_not_come_between(authority: Redlock, accounts: Engine)
             gate(old)
 
 
+@in_a_file
 def test_without_a_gate_the_body_claims(authority: Redlock, accounts: Engine) -> None:
-    """No fence table is needed then."""
     FENCES.drop(accounts)
     with fenced_transaction(accounts, "account:1", gate=False, authority=authority) as session:
         claim(session, Account, 1).balance = 5
     assert balance(accounts) == 5
 
 
+@in_a_file
 def test_the_lock_is_set_as_any_other(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
     """Its settings are passed on, and its errors come out before a session is made."""
     made: list[Session] = []
@@ -144,22 +165,26 @@ def test_the_lock_is_set_as_any_other(authority: Redlock, rival: Redlock, accoun
     assert not made
 
 
-def test_what_cannot_be_is_refused(accounts: Engine) -> None:
-    """Wrong factories, resources, settings and retries are errors at once."""
+@in_a_file
+@pytest.mark.parametrize(
+    ("names", "settings", "error", "says"),
+    [
+        (("account:1",), {"ttl": -1}, ValueError, "ttl"),
+        ((), {}, ValueError, "name what to lock"),
+        (("account:1",), {"retries": -1}, ValueError, "retries"),
+        (("account:1",), {"retries": "2"}, TypeError, "retries is a number from 0, not '2'"),
+        (("account:1",), {"gate": "no"}, TypeError, "gate is True or False, not 'no'"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    accounts: Engine, names: tuple[str, ...], settings: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        fenced_transaction(accounts, *names, **settings)
     with pytest.raises(TypeError, match="scoped_session or an engine"):
         fenced_transaction(Session(accounts), "account:1")  # type: ignore[call-overload]
-    with pytest.raises(ValueError, match="ttl"):
-        fenced_transaction(accounts, "account:1", ttl=-1)
-    with pytest.raises(ValueError, match="name what to lock"):
-        fenced_transaction(accounts)
-    with pytest.raises(ValueError, match="retries"):
-        fenced_transaction(accounts, "account:1", retries=-1)
     with pytest.raises(TypeError, match="run"), fenced_transaction(accounts, "account:1", retries=1):
         pass
-    with pytest.raises(TypeError, match="retries is a number from 0, not '2'"):
-        fenced_transaction(accounts, "account:1", retries="2")  # type: ignore[call-overload]
-    with pytest.raises(TypeError, match="gate is True or False, not 'no'"):
-        fenced_transaction(accounts, "account:1", gate="no")  # type: ignore[call-overload]
 
 
 async def _body(session: object) -> None:
@@ -167,6 +192,7 @@ async def _body(session: object) -> None:
 
 
 @pytest.mark.parametrize("body", [None, _body])
+@in_a_file
 def test_run_takes_a_function_of_its_kind(accounts: Engine, body: Any) -> None:
     """Before anything is locked. A coroutine function would run after the COMMIT, or never."""
     with pytest.raises(TypeError, match="takes a plain function of the session"):
@@ -176,90 +202,82 @@ def test_run_takes_a_function_of_its_kind(accounts: Engine, body: Any) -> None:
         asyncio.run(of_tasks.run(None))
 
 
-@pytest.mark.timed
+@on_a_server
 def test_threads_that_share_it_leave_their_own_block(authority: Redlock, accounts: Engine) -> None:
     """One that has outlived its lease does not commit what the next one has half done."""
-    if accounts.dialect.name == "sqlite":
-        pytest.skip("SQLite has one writer at a time")
     shared = fenced_transaction(
-        accounts, "account:1", ttl=0.5, renew=False, gate=False, if_lost="warn", authority=authority
+        accounts, "account:1", ttl=1.5, renew=False, gate=False, if_lost="warn", authority=authority
     )
     entered, half_done, left = threading.Event(), threading.Event(), threading.Event()
 
     def outlive() -> None:
         with shared:
             entered.set()
-            assert half_done.wait(20)
+            assert half_done.wait(30)
         left.set()
 
     thread = threading.Thread(target=outlive)
     thread.start()
-    assert entered.wait(20)
+    assert entered.wait(30)
     with pytest.raises(ZeroDivisionError), shared as session:  # noqa: PT012
         claim(session, Account, 1).balance = 5
         session.flush()
         half_done.set()
-        assert left.wait(20)
+        assert left.wait(30)
         assert balance(accounts) == 100
         raise ZeroDivisionError
     thread.join()
     assert balance(accounts) == 100
 
 
-@pytest.mark.timed
+@with_drivers(("postgresql", 0))
 def test_tasks_that_share_it_leave_their_own_block(
     authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
     """As threads do; the tasks of a loop have one thread."""
-    if accounts.dialect.name == "sqlite":
-        pytest.skip("SQLite has one writer at a time")
 
     async def main() -> None:
-        engine = for_asyncio(accounts)
-        shared = fenced_transaction(
-            engine, "account:1", ttl=0.5, renew=False, gate=False, if_lost="warn", authority=authority
-        )
-        entered, half_done = asyncio.Event(), asyncio.Event()
+        async with opened(for_asyncio(accounts), authority) as engine:
+            shared = fenced_transaction(
+                engine, "account:1", ttl=1.5, renew=False, gate=False, if_lost="warn", authority=authority
+            )
+            entered, half_done = asyncio.Event(), asyncio.Event()
 
-        async def outlive() -> None:
-            async with shared:
-                entered.set()
-                await half_done.wait()
+            async def outlive() -> None:
+                async with shared:
+                    entered.set()
+                    await half_done.wait()
 
-        task = asyncio.create_task(outlive())
-        await entered.wait()
-        with pytest.raises(ZeroDivisionError):  # noqa: PT012
-            async with shared as session:
-                await session.execute(update(Account).where(Account.id == 1).values(balance=5))
-                half_done.set()
-                await task
-                assert await asyncio.to_thread(balance, accounts) == 100
-                raise ZeroDivisionError
-        await engine.dispose()
-        await authority.aio.close()
+            task = asyncio.create_task(outlive())
+            await entered.wait()
+            with pytest.raises(ZeroDivisionError):  # noqa: PT012
+                async with shared as session:
+                    await session.execute(update(Account).where(Account.id == 1).values(balance=5))
+                    half_done.set()
+                    await task
+                    assert await asyncio.to_thread(balance, accounts) == 100
+                    raise ZeroDivisionError
 
     asyncio.run(main())
     assert balance(accounts) == 100
 
 
-@pytest.mark.timed
+@on_a_server
 def test_a_block_may_be_left_by_another_thread(authority: Redlock, accounts: Engine) -> None:
     """The only one that is open; where there are more, it is refused to guess."""
-    if accounts.dialect.name == "sqlite":
-        pytest.skip("a connection of SQLite stays in its thread")
     shared = fenced_transaction(
-        accounts, "account:1", ttl=0.5, renew=False, gate=False, if_lost="warn", authority=authority
+        accounts, "account:1", ttl=1.5, renew=False, gate=False, if_lost="warn", authority=authority
     )
     entered, leave = threading.Event(), threading.Event()
 
     def stay() -> None:
         with shared:
             entered.set()
-            leave.wait(10)
+            leave.wait(30)
 
     with ThreadPoolExecutor(2) as threads:
         stayed = threads.submit(stay)
-        assert entered.wait(10)
+        assert entered.wait(30)
         session = threads.submit(shared.__enter__).result()
         with pytest.raises(RuntimeError, match="unclear whose block"):
             shared.__exit__(None, None, None)
@@ -274,17 +292,14 @@ def test_a_block_may_be_left_by_another_thread(authority: Redlock, accounts: Eng
 
 
 def commit(session: Session) -> None:
-    """End the transaction in the body."""
     session.commit()
 
 
 def roll_back(session: Session) -> None:
-    """End it the other way."""
     session.rollback()
 
 
 def be_refused(session: Session) -> None:
-    """Catch a refusal."""
     with suppress(StaleTokenError):
         session.execute(update(Account).where(Account.id == 1), execution_options={"fencing_token": 1})
 
@@ -302,6 +317,7 @@ GO_ON: dict[str, Callable[[Session], object]] = {
     ("end", "go_on"),
     [(commit, "read"), *((roll_back, each) for each in GO_ON)],
 )
+@in_a_file
 def test_who_ends_it_in_the_body_cannot_go_on(
     authority: Redlock,
     accounts: Engine,
@@ -337,6 +353,7 @@ def test_who_is_refused_in_the_body_cannot_go_on(authority: Redlock, accounts: E
     assert balance(accounts) == 100
 
 
+@pytest.mark.parametrize("database_url", ["mariadb"], indirect=True)
 def test_who_ends_it_in_the_body_may_leave(authority: Redlock, rival: Redlock, accounts: Engine) -> None:
     """A COMMIT as the last thing in the body is one too many and does no harm; nor do savepoints."""
     with fenced_transaction(accounts, "account:1", authority=authority) as session:
@@ -350,12 +367,12 @@ def test_who_ends_it_in_the_body_may_leave(authority: Redlock, rival: Redlock, a
     assert is_free(rival)
 
 
-@pytest.mark.timed
+@on_a_server
 def test_a_stale_insert_does_not_follow_a_rollback(
     authority: Redlock, rival: Redlock, accounts: Engine
 ) -> None:
     """The newer holder has passed the gate meanwhile, and read that there was no such row."""
-    stale = fenced_transaction(accounts, "account:1", ttl=0.5, renew=False, authority=authority)
+    stale = fenced_transaction(accounts, "account:1", ttl=1.5, renew=False, authority=authority)
     with pytest.raises(FenceError), stale as session:  # noqa: PT012
         session.rollback()
         with fenced_transaction(accounts, "account:1", authority=rival) as newer:
@@ -366,6 +383,7 @@ def test_a_stale_insert_does_not_follow_a_rollback(
 
 
 @pytest.mark.parametrize("committed", [False, True], ids=["late", "committed"])
+@on_servers
 def test_a_body_runs_again_after_a_commit_in_doubt(
     authority: Redlock, rival: Redlock, accounts: Engine, door: Door, *, committed: bool
 ) -> None:
@@ -392,6 +410,7 @@ def test_a_body_runs_again_after_a_commit_in_doubt(
     assert is_free(rival)
 
 
+@on_a_server
 def test_without_retries_the_error_comes_out(
     authority: Redlock, rival: Redlock, accounts: Engine, door: Door
 ) -> None:
@@ -405,8 +424,8 @@ def test_without_retries_the_error_comes_out(
     assert eventually(lambda: balance(accounts) == 100)
 
 
+@in_a_file
 def test_other_errors_are_not_tried_again(authority: Redlock, accounts: Engine) -> None:
-    """Only a doubt is a reason."""
     calls: list[Session] = []
 
     def fail(session: Session) -> None:
@@ -418,6 +437,7 @@ def test_other_errors_are_not_tried_again(authority: Redlock, accounts: Engine) 
     assert len(calls) == 1
 
 
+@on_servers
 def test_without_gates_what_was_read_before_the_first_commit_is_refused(
     authority: Redlock, accounts: Engine, door: Door
 ) -> None:
@@ -433,6 +453,7 @@ def test_without_gates_what_was_read_before_the_first_commit_is_refused(
     assert balance(accounts) == 90
 
 
+@with_drivers(("sqlite", 0), ("postgresql", 1))
 def test_coroutines_have_the_same(
     authority: Redlock, rival: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
@@ -444,51 +465,48 @@ def test_coroutines_have_the_same(
         return account.balance
 
     async def main() -> None:
-        engine = for_asyncio(accounts)
-        async with fenced_transaction(engine, "account:1", authority=authority) as session:
-            assert await pay(session) == 90
-            assert not await asyncio.to_thread(is_free, rival)
-        assert await asyncio.to_thread(is_free, rival)
-        with pytest.raises(ZeroDivisionError):  # noqa: PT012
-            async with fenced_transaction(
-                async_sessionmaker(engine), "account:1", authority=authority
-            ) as session:
-                await pay(session)
-                raise ZeroDivisionError
-        transaction = fenced_transaction(engine, "account:1", retries=1, authority=authority)
-        assert await transaction.run(pay) == 80
-        await engine.dispose()
-        await authority.aio.close()
+        async with opened(for_asyncio(accounts), authority) as engine:
+            async with fenced_transaction(engine, "account:1", authority=authority) as session:
+                assert await pay(session) == 90
+                assert not await asyncio.to_thread(is_free, rival)
+            assert await asyncio.to_thread(is_free, rival)
+            with pytest.raises(ZeroDivisionError):  # noqa: PT012
+                async with fenced_transaction(
+                    async_sessionmaker(engine), "account:1", authority=authority
+                ) as session:
+                    await pay(session)
+                    raise ZeroDivisionError
+            transaction = fenced_transaction(engine, "account:1", retries=1, authority=authority)
+            assert await transaction.run(pay) == 80
 
     asyncio.run(main())
     assert balance(accounts) == 80
 
 
+@with_drivers(("postgresql", 0))
 def test_coroutines_cannot_go_on_either(
     authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
     """After a rollback in the body; a COMMIT as its last thing is none too many."""
 
     async def main() -> None:
-        engine = for_asyncio(accounts)
-        async with fenced_transaction(engine, "account:1", authority=authority) as session:
-            (await session.get_one(Account, 1)).balance -= 10
-            await session.commit()
-        with pytest.raises(FenceError, match="begin_nested"):  # noqa: PT012
+        async with opened(for_asyncio(accounts), authority) as engine:
             async with fenced_transaction(engine, "account:1", authority=authority) as session:
-                await session.rollback()
-                await session.get(Account, 1)
-        await engine.dispose()
-        await authority.aio.close()
+                (await session.get_one(Account, 1)).balance -= 10
+                await session.commit()
+            with pytest.raises(FenceError, match="begin_nested"):  # noqa: PT012
+                async with fenced_transaction(engine, "account:1", authority=authority) as session:
+                    await session.rollback()
+                    await session.get(Account, 1)
 
     asyncio.run(main())
     assert balance(accounts) == 90
 
 
+@with_drivers(("postgresql", 0), ("postgresql", 1), ("mariadb", 0), ("mariadb", 1))
 def test_coroutines_run_again_too(
     authority: Redlock, accounts: Engine, door: Door, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
-    """After a COMMIT in doubt."""
     door.opens_after = 0.5
     read: list[int] = []
 
@@ -499,10 +517,8 @@ def test_coroutines_run_again_too(
             account.balance -= 10
 
     async def main() -> None:
-        engine = for_asyncio(door.engine)
-        await fenced_transaction(engine, "account:1", retries=2, authority=authority).run(pay)
-        await engine.dispose()
-        await authority.aio.close()
+        async with opened(for_asyncio(door.engine), authority) as engine:
+            await fenced_transaction(engine, "account:1", retries=2, authority=authority).run(pay)
 
     asyncio.run(main())
     assert read == [100, 90]
@@ -510,11 +526,14 @@ def test_coroutines_run_again_too(
 
 
 def spend(session: Session, amount: int) -> None:
-    """Take an amount off the account."""
     session.get_one(Account, 1).balance -= amount
 
 
-@pytest.mark.parametrize("way", ["with", "run"])
+@pytest.mark.parametrize(
+    ("database_url", "way"),
+    [("sqlite", "with"), ("postgresql", "run"), ("mariadb", "with")],
+    indirect=["database_url"],
+)
 def test_within_itself_it_is_a_savepoint(authority: Redlock, accounts: Engine, way: str) -> None:
     """A function that locks what its caller has locked works in the caller's transaction, and its session."""
     factory = sessionmaker(accounts)
@@ -548,8 +567,8 @@ def test_another_lock_within_an_older_snapshot_is_refused(authority: Redlock, ac
     assert balance(accounts) == 100
 
 
+@in_a_file
 def test_what_fails_within_can_be_caught_outside(authority: Redlock, accounts: Engine) -> None:
-    """What it had done is undone, and nothing else."""
     with fenced_transaction(accounts, "account:1", authority=authority) as session:
         spend(session, 10)
         with (
@@ -562,6 +581,7 @@ def test_what_fails_within_can_be_caught_outside(authority: Redlock, accounts: E
     assert balance(accounts) == 60
 
 
+@in_a_file
 def test_without_gates_it_is_a_savepoint_too(authority: Redlock, accounts: Engine) -> None:
     """The rows would wait for each other just so."""
     with fenced_transaction(accounts, "account:1", gate=False, authority=authority) as session:
@@ -572,10 +592,8 @@ def test_without_gates_it_is_a_savepoint_too(authority: Redlock, accounts: Engin
     assert balance(accounts) == 70
 
 
+@on_a_server
 def test_another_resource_has_a_transaction_of_its_own(authority: Redlock, accounts: Engine) -> None:
-    """Nothing waits there."""
-    if accounts.dialect.name == "sqlite":
-        pytest.skip("SQLite has one writer at a time")
     with fenced_transaction(accounts, "account:1", authority=authority) as session:
         with fenced_transaction(accounts, "account:2", authority=authority) as other:
             assert other is not session
@@ -583,6 +601,7 @@ def test_another_resource_has_a_transaction_of_its_own(authority: Redlock, accou
     assert balance(accounts) == 90
 
 
+@on_a_server
 def test_others_write_beside_it(authority: Redlock, accounts: Engine, tmp_path: Path) -> None:
     """Another thread that the lease was handed to, a holder of an older token, and another database."""
 
@@ -601,17 +620,18 @@ def test_others_write_beside_it(authority: Redlock, accounts: Engine, tmp_path: 
         with Session(elsewhere) as other:
             other.add(Account(id=1, balance=5))
             other.commit()
-        if accounts.dialect.name != "sqlite":  # which has one writer at a time
-            with ThreadPoolExecutor(1) as pool:
-                pool.submit(hand_on).result()
-            with Session(accounts) as other:
-                bind(other, Lease("account:1", older))
-                with pytest.raises(StaleTokenError):
-                    claim(other, Account, 1)
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(hand_on).result()
+        with Session(accounts) as other:
+            bind(other, Lease("account:1", older))
+            with pytest.raises(StaleTokenError):
+                claim(other, Account, 1)
     elsewhere.dispose()
 
 
-@pytest.mark.parametrize("way", ["transaction", "gate"])
+@pytest.mark.parametrize(
+    ("database_url", "way"), [("postgresql", "transaction"), ("sqlite", "gate")], indirect=["database_url"]
+)
 def test_it_does_not_wait_for_itself_on_another_engine(
     authority: Redlock, accounts: Engine, way: str
 ) -> None:
@@ -630,6 +650,7 @@ def test_it_does_not_wait_for_itself_on_another_engine(
     assert balance(accounts) == 90
 
 
+@in_a_file
 def test_another_thread_waits_for_the_lock(authority: Redlock, accounts: Engine) -> None:
     """It does not join a transaction of this one."""
     with (
@@ -643,32 +664,32 @@ def test_another_thread_waits_for_the_lock(authority: Redlock, accounts: Engine)
         ).result()
 
 
+@with_drivers(("sqlite", 0))
 def test_coroutines_join_as_well(
     authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
     """In the same task; another one waits for the lock."""
 
     async def main() -> None:
-        engine = for_asyncio(accounts)
-        async with fenced_transaction(engine, "account:1", authority=authority) as session:
-            (await session.get_one(Account, 1)).balance -= 10
-            async with fenced_transaction(engine, "account:1", authority=authority) as joined:
-                assert joined is session
-                (await joined.get_one(Account, 1)).balance -= 20
+        async with opened(for_asyncio(accounts), authority) as engine:
+            async with fenced_transaction(engine, "account:1", authority=authority) as session:
+                (await session.get_one(Account, 1)).balance -= 10
+                async with fenced_transaction(engine, "account:1", authority=authority) as joined:
+                    assert joined is session
+                    (await joined.get_one(Account, 1)).balance -= 20
 
-            async def another() -> None:
-                async with fenced_transaction(engine, "account:1", timeout=0, authority=authority):
-                    pass
+                async def another() -> None:
+                    async with fenced_transaction(engine, "account:1", timeout=0, authority=authority):
+                        pass
 
-            with pytest.raises(LockTimeoutError):
-                await asyncio.create_task(another())
-        await engine.dispose()
-        await authority.aio.close()
+                with pytest.raises(LockTimeoutError):
+                    await asyncio.create_task(another())
 
     asyncio.run(main())
     assert balance(accounts) == 70
 
 
+@in_a_file
 def test_a_scoped_session_is_used_and_left_open(authority: Redlock, accounts: Engine) -> None:
     """As web frameworks have it: the session is the thread's own, before and after."""
     scoped = scoped_session(sessionmaker(accounts))
@@ -692,19 +713,18 @@ def test_a_scoped_session_is_used_and_left_open(authority: Redlock, accounts: En
     assert balance(accounts) == 70
 
 
+@with_drivers(("postgresql", 0))
 def test_coroutines_have_scoped_sessions_too(
     authority: Redlock, accounts: Engine, for_asyncio: Callable[[Engine], AsyncEngine]
 ) -> None:
     async def main() -> None:
-        engine = for_asyncio(accounts)
-        scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
-        async with fenced_transaction(scoped, "account:1", authority=authority) as session:
-            assert session is scoped()
-            (await session.get_one(Account, 1)).balance -= 10
-        assert not session.in_transaction()
-        await scoped.remove()
-        await engine.dispose()
-        await authority.aio.close()
+        async with opened(for_asyncio(accounts), authority) as engine:
+            scoped = async_scoped_session(async_sessionmaker(engine), asyncio.current_task)
+            async with fenced_transaction(scoped, "account:1", authority=authority) as session:
+                assert session is scoped()
+                (await session.get_one(Account, 1)).balance -= 10
+            assert not session.in_transaction()
+            await scoped.remove()
 
     asyncio.run(main())
     assert balance(accounts) == 90
