@@ -26,8 +26,6 @@ from fencelock.errors import LockTimeoutError
 from proof.servers import Nodes, Postgres
 from tests.polling import eventually
 
-pytestmark = pytest.mark.timed
-
 GEVENT = {
     "all": "from gevent import monkey; monkey.patch_all()",
     "threads unpatched": "from gevent import monkey; monkey.patch_all(thread=False)",
@@ -309,6 +307,7 @@ def test_greenlet_that_blocks_its_thread_never_shares_a_token(nodes: Nodes, patc
 
 @pytest.mark.long
 @pytest.mark.parametrize("patch", [*LETS_RUN, *BLOCKS])
+@pytest.mark.timed
 def test_greenlets_hold_is_renewed_and_not_entered_by_another_when_it_has_ended(
     nodes: Nodes, patch: str
 ) -> None:
@@ -320,7 +319,7 @@ def test_greenlets_hold_is_renewed_and_not_entered_by_another_when_it_has_ended(
         kept = []
 
         def work():
-            with quorum.lock("renewed", ttl=0.6) as token:
+            with quorum.lock("renewed", ttl=1.2) as token:
                 pause(2)
             print("renewed")
 

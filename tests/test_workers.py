@@ -18,8 +18,6 @@ from fencelock import _threads
 from fencelock._workers import Worker
 from tests.polling import eventually
 
-pytestmark = pytest.mark.timed
-
 NAME = "fencelock-test"
 
 
@@ -103,6 +101,7 @@ def test_work_that_is_noted_in_the_last_turn_is_done() -> None:
     assert eventually(lambda: work.done == ["first", "late"])
 
 
+@pytest.mark.timed
 def test_a_thread_with_a_plan_does_not_end_when_it_is_idle() -> None:
     """It stays asleep until its time, or until it is woken for an earlier one."""
     work = Work(idle=0.05)
@@ -196,7 +195,7 @@ def test_a_signal_handler_in_the_midst_of_a_start(
     assert eventually(lambda: not work.planned)
     assert work.most_at_once == 1
     assert {"first", *"01234"} <= set(work.done)
-    assert work.worker.close(5)
+    assert work.worker.close(30)
     assert eventually(lambda: not threads())
 
 
@@ -207,7 +206,7 @@ def test_a_thread_that_was_replaced_in_its_turn_makes_no_other() -> None:
     def wait() -> None:
         work.hold_up = lambda: None
         inside.set()
-        over.wait(5)
+        over.wait(30)
 
     work.hold_up = wait
     work.plan("first")
@@ -224,22 +223,22 @@ def test_a_thread_that_was_replaced_in_its_turn_makes_no_other() -> None:
     work.plan("third", 0.1)
     assert eventually(lambda: work.done[-1] == "third")
     assert (work.most_at_once, len(threads())) == (1, 1)
-    work.worker.close(5)
+    work.worker.close(30)
 
 
 def test_close_waits_for_the_turn_and_a_later_wake_starts_again() -> None:
     """The first one gives up, because the turn takes too long."""
     work, over = Work(idle=5.0), threading.Event()
-    work.hold_up = lambda: over.wait(5)
+    work.hold_up = lambda: over.wait(30)
     work.plan("first")
     assert eventually(lambda: work.done == ["first"])
     assert not work.worker.close(0.05)
     over.set()
-    assert work.worker.close(5)
+    assert work.worker.close(30)
     assert eventually(lambda: not threads())
     work.plan("second")
     assert eventually(lambda: work.done == ["first", "second"])
-    assert work.worker.close(5)
+    assert work.worker.close(30)
 
 
 def test_only_its_own_turn_is_the_caller() -> None:
@@ -262,14 +261,14 @@ def test_a_child_has_no_thread_and_starts_its_own(held: str) -> None:
         mutex: Any = getattr(work.worker, held)
         with mutex:
             inside.set()
-            over.wait(10)
+            over.wait(30)
 
     holder = threading.Thread(target=hold)
     holder.start()
     inside.wait()
     child = os.fork()
     if not child:  # pragma: no cover - measured in the parent
-        signal.alarm(10)
+        signal.alarm(40)
         code = 1
         with suppress(BaseException):
             work.plan("of the child")
@@ -280,4 +279,4 @@ def test_a_child_has_no_thread_and_starts_its_own(held: str) -> None:
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
     work.plan("again")
     assert eventually(lambda: work.done == ["of the parent", "again"])
-    work.worker.close(5)
+    work.worker.close(30)

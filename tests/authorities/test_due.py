@@ -13,8 +13,6 @@ import pytest
 
 from fencelock.authority.line.due import Due, DueReleases
 
-pytestmark = pytest.mark.timed
-
 #: Seconds for which a caller waits for another one that comes to the same line.
 _APART = 0.3
 

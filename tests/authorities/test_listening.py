@@ -23,8 +23,6 @@ from tests.conftest import ReusedDatabase
 from tests.polling import eventually
 from tests.silence import Proxy
 
-pytestmark = pytest.mark.timed
-
 
 @pytest.fixture
 def url(postgres_database: ReusedDatabase) -> Iterator[str]:
@@ -72,13 +70,16 @@ def test_a_client_that_is_closed_while_it_begins_to_listen_connects_no_more(
     url: str, slow_to_listen: threading.Event
 ) -> None:
     """What listens sees that it is over when it has connected."""
-    before = connections_of(url)
+    before, running = connections_of(url), set(threading.enumerate())
     client = Database(url)
     wait_in_vain(client, 0.1)
-    assert slow_to_listen.wait(5.0)
+    assert slow_to_listen.wait(30.0)
+    listeners = [each for each in set(threading.enumerate()) - running if "fencelock" not in each.name]
+    assert listeners
     client.close()
-    time.sleep(0.5)
-    assert connections_of(url) == before
+    for thread in listeners:
+        thread.join(30.0)
+    assert eventually(lambda: connections_of(url) == before)
 
 
 def test_a_client_that_is_closed_before_it_begins_to_listen_connects_no_more(
@@ -102,8 +103,8 @@ def test_a_client_that_is_closed_before_it_begins_to_listen_connects_no_more(
     assert held_back
     for thread in held_back:
         start(thread)
-    time.sleep(0.5)
-    assert connections_of(url) == before
+        thread.join(30.0)
+    assert eventually(lambda: connections_of(url) == before)
 
 
 @pytest.mark.filterwarnings("error")
@@ -123,6 +124,7 @@ def test_a_client_that_cannot_listen_looks(url: str, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize("driver", ["asyncpg", "psycopg_async"])
 @pytest.mark.filterwarnings("error")
+@pytest.mark.timed
 def test_a_loop_closes_a_client_that_begins_to_listen_meanwhile(url: str, driver: str) -> None:
     """The client closes at once, though a caller still waits."""
 
@@ -140,7 +142,7 @@ def test_a_loop_closes_a_client_that_begins_to_listen_meanwhile(url: str, driver
         await client.close()
         return took
 
-    assert asyncio.run(main()) < 1.0
+    assert asyncio.run(main()) < 2.5
     gc.collect()
 
 
@@ -205,13 +207,13 @@ def test_names_are_called_in_the_letters_of_the_database(postgres: Postgres) -> 
         got: list[float] = []
 
         def wait() -> None:
-            client.acquire(("für",), ttl=5.0, timeout=10.0)
+            client.acquire(("für",), ttl=5.0, timeout=40.0)
             got.append(time.monotonic())
 
         waiting = threading.Thread(target=wait, daemon=True)
         waiting.start()
         assert eventually(lambda: client._queues.hears)
         holder.release(grant)
-        waiting.join(5.0)
+        waiting.join(30.0)
         assert got
         assert client._queues.hears

@@ -14,7 +14,7 @@ from fencelock import Database, LockTimeoutError, QuorumError
 from proof.servers import Postgres
 from tests.polling import eventually
 
-pytestmark = [pytest.mark.timed, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 class Standby(Postgres):
