@@ -71,8 +71,6 @@ def test_block_yields_the_token_and_releases(authority: Redlock, run: Run) -> No
 
 
 def test_methods_have_their_twins(authority: Redlock, run: Run) -> None:
-    """acquire, try_acquire, extend, release; sync and async see the same lock."""
-
     async def main() -> None:
         lock = authority.lock("r", ttl=20, renew=False)
         lease = await lock.aio.acquire()
@@ -133,7 +131,6 @@ def test_tasks_whose_parent_holds_the_lock_hear_so_in_their_errors(
 
 @in_each_loop
 def test_tasks_take_turns(authority: Redlock, run: Run) -> None:
-    """One at a time, tokens in order."""
     inside, tokens = Counter[str](), []
 
     async def work() -> None:
@@ -153,8 +150,6 @@ def test_tasks_take_turns(authority: Redlock, run: Run) -> None:
 
 @in_each_loop
 def test_body_that_is_cancelled_releases(authority: Redlock, nodes: Nodes, run: Run) -> None:
-    """As by a sibling that fails in a task group."""
-
     async def main() -> None:
         entered = asyncio.Event()
 
@@ -184,8 +179,6 @@ def test_body_that_is_cancelled_releases(authority: Redlock, nodes: Nodes, run: 
 def test_all_that_a_cancelled_release_leaves_is_released(
     authority: Redlock, nodes: Nodes, run: Run, *, outer_first: bool
 ) -> None:
-    """What was entered again is left, too; of two grants that end with one block, neither is forgotten."""
-
     async def main() -> None:
         outer, inner = authority.lock("a"), authority.lock("a", "b")
         await outer.aio.acquire()
@@ -208,7 +201,6 @@ def test_all_that_a_cancelled_release_leaves_is_released(
 @pytest.mark.timed
 @in_each_loop
 def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
-    """Each has connections and renewal of its own, also with blocking code between them."""
     tokens = []
 
     async def main() -> None:
@@ -224,8 +216,6 @@ def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
 
 
 def test_a_loop_that_ends_inside_the_block_makes_no_noise(authority: Redlock, nodes: Nodes) -> None:
-    """The tasks are cancelled, their blocks left, and no task is destroyed while pending."""
-
     async def hold(entered: asyncio.Event) -> None:
         async with authority.lock("r", ttl=60.0):
             entered.set()
@@ -283,8 +273,6 @@ class Account(FencedModel, Base):
 
 @pytest.mark.complaint("sqlalchemy#9339, #12921, #5900", "bulk statements know nothing of version_id_col")
 def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Redlock, tmp_path: Any) -> None:
-    """The lease reaches the flush through SQLAlchemy's greenlet; an older one is refused by the database."""
-
     async def main() -> None:
         engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}")
         async with engine.begin() as connection:
@@ -308,8 +296,6 @@ def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Red
 def test_a_blocking_lock_that_keeps_the_loop_waiting_says_so_once(
     authority: Redlock, rival: Redlock, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not one that has nothing to wait for, and none outside a loop."""
-
     def wait_for_it() -> None:
         with pytest.raises(LockTimeoutError):
             authority.lock("r", timeout=0.1).acquire()
@@ -334,8 +320,6 @@ def test_a_blocking_lock_that_keeps_the_loop_waiting_says_so_once(
 def test_a_coroutine_that_is_thrown_away_while_it_waits_ends_in_another_context(
     authority: Redlock, rival: Redlock, run: Run
 ) -> None:
-    """The garbage collector closes it where it happens to be."""
-
     async def main() -> None:
         waiting = authority.lock("r", timeout=None).aio.acquire()
         contextvars.copy_context().run(waiting.send, None)

@@ -105,7 +105,6 @@ asyncio.run(main())
 def test_a_signal_releases_where_it_was_asked_for(
     urls: list[str], program: str, sent: signal.Signals, status: int, *, stays: bool
 ) -> None:
-    """The process ends with the shell's status, having left its blocks."""
     process = start(urls, program)
     process.send_signal(sent)
     assert end(process)[0] == status
@@ -114,7 +113,6 @@ def test_a_signal_releases_where_it_was_asked_for(
 
 @pytest.mark.timed
 def test_the_end_is_not_delayed_by_nodes_that_hang(urls: list[str], nodes: Nodes) -> None:
-    """Best effort: the process ends within seconds, and the leases by themselves."""
     program = """
         locks = [quorum.lock(f"r{number}", ttl=60) for number in range(50)]
         for lock in locks:
@@ -129,7 +127,6 @@ def test_the_end_is_not_delayed_by_nodes_that_hang(urls: list[str], nodes: Nodes
 
 
 def test_handler_of_the_program_is_respected() -> None:
-    """It is not replaced; the error says what the handler has to do."""
     before = signal.signal(signal.SIGUSR1, lambda *_: None)
     try:
         with pytest.raises(RuntimeError, match=r"SIGUSR1 has a handler already.*sys\.exit"):
@@ -151,7 +148,6 @@ def test_handler_of_the_program_is_respected() -> None:
 
 
 def test_handler_of_a_server_stays() -> None:
-    """It leaves the blocks by itself."""
     handler = Server(Config("none")).handle_exit
     before = signal.signal(signal.SIGUSR1, handler)
     try:
@@ -162,7 +158,6 @@ def test_handler_of_a_server_stays() -> None:
 
 
 def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored(urls: list[str]) -> None:
-    """As nohup starts it: a log line says so, other signals end the process all the same."""
     ignoring = "fencelock.exit_on_signals(signal.SIGTERM, signal.SIGHUP)\n" + ACQUIRE
     process = start(urls, ignoring, "trap '' HUP")
     process.send_signal(signal.SIGHUP)
@@ -176,7 +171,6 @@ def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored(urls: lis
 
 
 def test_signals_may_be_named_twice() -> None:
-    """Calling it again changes nothing."""
     child = os.fork()
     if not child:  # pragma: no cover - measured in the parent
         try:
@@ -317,14 +311,12 @@ ENDINGS = {
 @pytest.mark.long
 @pytest.mark.parametrize("program", DAEMONS)
 def test_no_lock_goes_to_a_thread_that_is_about_to_be_frozen(urls: list[str], program: str) -> None:
-    """Its own waiters are given up first; what they have got all the same is given back, too."""
     assert end(start(urls, DAEMONS[program]))[0] == 0
     assert locked(urls) == 0
 
 
 @pytest.mark.parametrize("program", ENDINGS)
 def test_what_is_held_at_the_end_is_given_back_once(urls: list[str], program: str) -> None:
-    """The interpreter starts no thread any more; it neither hangs nor writes a word."""
     assert end(start(urls, ENDINGS[program])) == (0, "")
     assert is_free_soon(urls)
 

@@ -76,7 +76,6 @@ def run(*authorities: Any, main: Callable[[], Coroutine[Any, Any, None]]) -> Non
 
 @each_sort
 def test_locked_tells_of_any_holder(pair: Pair) -> None:
-    """Of this object, another one, another client; of one of several resources; and no longer than held."""
     mine, other = pair
     lock = mine.lock("r")
     assert not lock.locked()
@@ -93,7 +92,6 @@ def test_locked_tells_of_any_holder(pair: Pair) -> None:
 
 @each_sort_in_tasks
 def test_tasks_ask_hand_over_and_take_over(pair: Pair) -> None:
-    """Over connections of the loop."""
     mine, other = pair
 
     async def main() -> None:
@@ -124,7 +122,6 @@ def test_a_claim_and_a_minority_are_no_holder(
 
 
 def test_locked_needs_a_majority(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
-    """Two nodes out, or silent: it is told. Three out: QuorumError, which says what each has said."""
     assert not rival.lock("r").locked()
     with authority.lock("r", ttl=60, renew=False):
         for node in nodes[:2]:
@@ -144,7 +141,6 @@ def test_locked_needs_a_majority(authority: Redlock, rival: Redlock, nodes: Node
 
 @in_a_database
 def test_reentrant_false_does_not_wait_for_itself(pair: Pair) -> None:
-    """Refused in a sentence that says so; another lock object enters, and a lost lease is no reason."""
     mine, other = pair
     once = mine.lock("r", timeout=None, reentrant=False)
     with once as token:
@@ -200,7 +196,6 @@ def test_reentrant_false_waits_for_other_threads_and_tasks(pair: Pair) -> None:
 
 @each_sort
 def test_a_lease_is_handed_over(pair: Pair) -> None:
-    """The giver holds nothing, and the taker holds the same tokens, remints them and gives them back."""
     mine, other = pair
     lock = mine.lock("order:1", "a", ttl=30.0)
     lost: list[object] = []
@@ -232,7 +227,6 @@ def test_a_lease_is_handed_over(pair: Pair) -> None:
 @pytest.mark.timed
 @on_nodes
 def test_what_was_taken_over_is_renewed(pair: Pair) -> None:
-    """Also in tasks, and without a block."""
     mine, other = pair
 
     async def main() -> None:
@@ -323,7 +317,6 @@ def _child(url: str, handed: str, told: Any, wait: Any) -> None:
 @pytest.mark.timed
 @on_nodes
 def test_what_is_entered_twice_is_not_handed_over(pair: Pair) -> None:
-    """By this object, another one, or in part: it stays held, and renewed."""
     mine, other = pair
     lock = mine.lock("r", ttl=1.0)
     with lock:
@@ -360,7 +353,6 @@ def test_an_open_transaction_keeps_it(authority: Redlock, tmp_path: Path) -> Non
 
 
 def test_a_text_that_was_not_made_by_hand_over_is_refused(authority: Redlock) -> None:
-    """In a sentence that shows it; see also `authorities/test_handed_texts`."""
     for garbage in ("", "x", "[]", "{}", "null", "1", '{"fencelock lease 2": {}}', None):
         with pytest.raises(ValueError, match="this text was not made by hand_over"):
             take_over(garbage, authority=authority)  # type: ignore[arg-type]
@@ -383,7 +375,6 @@ def test_a_text_that_was_not_made_by_hand_over_is_refused(authority: Redlock) ->
 def test_another_authority_is_refused(
     authority: Redlock, node_urls: list[str], make_nodes: Callable[..., Nodes], tmp_path: Path
 ) -> None:
-    """Of another kind, or in another namespace: the sentence names both. Other nodes have not granted it."""
     lock = authority.lock("r", ttl=30)
     token = lock.acquire().token
     handed = lock.hand_over()
@@ -408,7 +399,6 @@ def test_another_authority_is_refused(
 
 
 def test_a_text_has_no_password(nodes: Nodes) -> None:
-    """It goes through queues and logs."""
     with Redlock(nodes[0].url.replace("redis://", "redis://default:s3cret@")) as authority:
         authority.init(base=0)
         lock = authority.lock("r")
@@ -417,7 +407,6 @@ def test_a_text_has_no_password(nodes: Nodes) -> None:
 
 
 def test_nodes_that_are_out_do_not_lose_it(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
-    """A minority; where a majority is out, QuorumError, and another try with the text succeeds."""
     lock = authority.lock("r", ttl=60)
     token = lock.acquire().token
     handed = lock.hand_over()
@@ -442,7 +431,6 @@ def test_nodes_that_are_out_do_not_lose_it(authority: Redlock, rival: Redlock, n
 
 @each_sort
 def test_another_thread_cancels_what_waits(pair: Pair) -> None:
-    """It leaves nothing behind, and the lock object may wait again."""
     mine, theirs = pair
     lock = theirs.lock("r", timeout=None)
     with mine.lock("r", ttl=60), ThreadPoolExecutor(1) as pool:
@@ -466,7 +454,6 @@ def test_another_thread_cancels_what_waits(pair: Pair) -> None:
 
 @each_sort_in_tasks
 def test_a_task_is_cancelled_by_its_lock(pair: Pair) -> None:
-    """Of two that wait, the one that is meant; the other has the lock in its turn."""
     mine, theirs = pair
 
     async def main() -> None:

@@ -78,7 +78,7 @@ REFUSED: list[tuple[Callable[[Any], object], list[Any], type[Exception], str]] =
         r"is a Redlock\(…\), Database\(…\), Etcd\(…\) or ZooKeeper\(…\), ",
     ),
     (
-        lambda setting: fenced_lock("r", **{setting: "no"}),
+        lambda setting: fenced_lock("r", **{setting: "no"}),  # type: ignore[call-overload]
         ["renew", "fair", "reentrant", "shared"],
         TypeError,
         r"True or False.*='no'|is True or False, not 'no'",
@@ -113,14 +113,12 @@ REFUSED: list[tuple[Callable[[Any], object], list[Any], type[Exception], str]] =
 def test_what_cannot_be_is_refused_when_the_lock_is_made(
     call: Callable[[Any], object], values: list[Any], error: type[Exception], says: str
 ) -> None:
-    """Without asking any node."""
     for value in values:
         with pytest.raises(error, match=says):
             call(value)
 
 
 def test_settings_are_the_parameters_of_fenced_lock() -> None:
-    """Those that may be handed on are the ones it has, and its signature shows what each is by default."""
     parameters = list(inspect.signature(fenced_lock).parameters.values())
     assert {each.name: each.default for each in parameters[1:]} == {
         "ttl": 30.0,
@@ -146,7 +144,6 @@ def test_settings_are_the_parameters_of_fenced_lock() -> None:
 
 
 def test_a_name_that_comes_twice_is_one_lock(authority: Redlock) -> None:
-    """As in a transfer from an account to itself; the tokens are in the order of the names."""
     lock = authority.lock("a", "b", "a", timeout=0)
     for _ in range(2):
         with lock as tokens:
@@ -202,7 +199,6 @@ def test_a_lock_held_by_a_foreign_value_says_so(authority: Redlock, nodes: Nodes
 
 
 def test_a_lease_tells_what_is_held_and_for_how_long(authority: Redlock) -> None:
-    """Validity is a little less than the ttl: clocks drift, and the answers took time."""
     lock = authority.lock("r", ttl=60, renew=False)
     with lock as token:
         lease = lock.lease
@@ -217,7 +213,6 @@ def test_a_lease_tells_what_is_held_and_for_how_long(authority: Redlock) -> None
 
 
 def test_a_lock_may_be_used_again(authority: Redlock) -> None:
-    """A body that raises releases too, and its exception passes unchanged."""
     lock = authority.lock("r")
     for expected in (1, 2):
         with lock as token:
@@ -234,7 +229,6 @@ def test_a_lock_may_be_used_again(authority: Redlock) -> None:
 @pytest.mark.complaint("redis-py#4279", "to acquire again with timeout=0 deletes the lock")
 @pytest.mark.complaint("Redisson's RFencedLock", "each re-entry has a new token")
 def test_holder_enters_again_with_the_same_token(authority: Redlock, rival: Redlock) -> None:
-    """With the same object or another; it is given back when the outermost block is left."""
     lock = authority.lock("r")
     with lock as token:
         with lock as again, authority.lock("r", timeout=0) as once_more:
@@ -247,7 +241,6 @@ def test_holder_enters_again_with_the_same_token(authority: Redlock, rival: Redl
 
 
 def test_the_holder_of_some_resources_takes_only_the_others(authority: Redlock, rival: Redlock) -> None:
-    """What was entered again stays with its outer block."""
     with authority.lock("a", "b") as (a, b):
         with authority.lock("b", "c") as (b_again, _), authority.lock("a", "b") as both:
             assert (b_again, both) == (b, (a, b))
@@ -257,7 +250,6 @@ def test_the_holder_of_some_resources_takes_only_the_others(authority: Redlock, 
 
 
 def test_another_thread_or_task_waits_like_anybody_else(authority: Redlock) -> None:
-    """Also through the very same object. A task sees the leases of its creator, and is another owner."""
     lock = authority.lock("r", timeout=0)
     with lock, ThreadPoolExecutor(1) as other, pytest.raises(LockTimeoutError):
         other.submit(lock.acquire).result()
@@ -299,7 +291,6 @@ def test_a_lock_object_that_was_thrown_away_is_not_entered_again(authority: Redl
 
 
 def test_a_body_may_release_by_itself(authority: Redlock, rival: Redlock) -> None:
-    """Leaving the block then does nothing, also where another thread holds the very same object by then."""
     lock = authority.lock("r")
     with ThreadPoolExecutor(1) as other:
         with lock:
@@ -316,7 +307,6 @@ def test_a_body_may_release_by_itself(authority: Redlock, rival: Redlock) -> Non
 
 
 def test_blocks_may_be_left_in_another_order(authority: Redlock, rival: Redlock) -> None:
-    """A generator's block is left when it is closed: each leaves its own, and the last one gives back."""
     lock = authority.lock("r")
 
     def inside() -> Generator[None]:
@@ -342,8 +332,13 @@ def test_what_ended_while_others_were_waited_for_is_not_entered(authority: Redlo
     outer = authority.lock("a", ttl=1.0, renew=False)
     lease = outer.acquire()
     both = authority.lock("a", "b", timeout=40)
+
+    def give_way() -> None:
+        outlive(lease)
+        obstacle.release()
+
     with ThreadPoolExecutor(1) as threads:
-        released = threads.submit(lambda: (outlive(lease), obstacle.release()))
+        released = threads.submit(give_way)
         with pytest.raises(LockLostError, match="'a' has ended"), both:
             pytest.fail("the body ran")
         released.result()
@@ -358,7 +353,12 @@ def test_what_is_left_while_others_are_waited_for_stays_held(authority: Redlock,
     outer, obstacle = authority.lock("a"), rival.lock("b")
     token = outer.acquire().token
     obstacle.acquire()
-    timer = threading.Timer(0.1, lambda: (outer.release(), obstacle.release()))
+
+    def give_way() -> None:
+        outer.release()
+        obstacle.release()
+
+    timer = threading.Timer(0.1, give_way)
     timer.start()
     with authority.lock("a", "b", timeout=40) as (still, _):
         assert still == token
@@ -417,7 +417,6 @@ def test_lease_whose_time_ran_out_is_not_extended(authority: Redlock, nodes: Nod
 
 @pytest.mark.complaint("redlock-ng", "the body runs although nothing was acquired")
 def test_failed_acquisition_never_runs_the_body(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
-    """Nor does it leave anything in the context: where another holds the lock, and where nodes are down."""
     ran = []
     with authority.lock("r"), pytest.raises(LockTimeoutError), rival.lock("r", timeout=0):
         ran.append("held by another")
@@ -435,7 +434,6 @@ def test_failed_acquisition_never_runs_the_body(authority: Redlock, rival: Redlo
 def test_held_unreachable_and_refused_are_three_errors(
     authority: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
-    """Each says what to do, and none is a kind of another."""
     with authority.lock("r"), pytest.raises(LockTimeoutError) as held:
         rival.lock("r", timeout=0).acquire()
     assert held.value.holder_ttl is not None
@@ -456,7 +454,6 @@ def test_held_unreachable_and_refused_are_three_errors(
 
 
 def test_held_leases_are_those_of_the_context(authority: Redlock) -> None:
-    """In order; not in other threads; gone after the release by any thread, also in copies of the context."""
     lock = authority.lock("b", "c")
     with ThreadPoolExecutor(1) as elsewhere, authority.lock("a") as first:
         others = lock.__enter__()
@@ -500,7 +497,6 @@ def test_errors_survive_pickling() -> None:
 def test_the_default_authority_comes_from_configure_or_from_the_environment(
     authority: Redlock, nodes: Nodes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In this order; the error names both."""
     monkeypatch.setattr(_locking, "_default", None)
     monkeypatch.delenv("FENCELOCK_URL", raising=False)
     with pytest.raises(AuthorityError, match="FENCELOCK_URL"):
@@ -545,7 +541,6 @@ def test_configure_warns_where_the_environment_names_another_place(
 
 
 def test_a_lock_is_released_where_it_was_granted(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The process default may be configured again during a hold. The next hold is of the new default."""
     monkeypatch.setattr(_locking, "_default", None)
     lock = fenced_lock("r")
     with Redlock(nodes[0].url) as first, Redlock(nodes[1].url) as second:

@@ -15,7 +15,8 @@ import sys
 import threading
 import time
 import traceback
-from contextlib import ExitStack
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import pytest
@@ -28,8 +29,10 @@ from fencelock.errors import LockLostError
 from fencelock.lock.hold import Hold
 from fencelock.lock.renewal import for_thread
 from proof.servers import Nodes
+from tests.loops import in_loop
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
+from tests.redlock.views import becomes_free
 
 #: Short, for what is renewed or found lost after a third of it.
 TTL = 1.2
@@ -51,36 +54,55 @@ def locks(nodes: Nodes, resource: str = "r") -> list[str | None]:
     return values
 
 
-def forget(nodes: Nodes, *which: int, resource: str = "r") -> None:
-    """End the lock of a resource on some nodes, once all of them have it: late votes are on their way."""
-    assert eventually(lambda: None not in locks(nodes, resource))
+def are_free(nodes: Nodes) -> bool:
+    return eventually(lambda: locks(nodes) == [None] * 5)
+
+
+def forget(nodes: Nodes, *which: int) -> None:
+    """End the lock on some nodes, once all of them have it: late votes are on their way."""
+    assert eventually(lambda: None not in locks(nodes))
     with ExitStack() as stack:
         clients = [stack.enter_context(redis.Redis.from_url(nodes[number].url)) for number in which]
         for client in clients:
             client.ping()
         for client in clients:  # no extension is to come in between
-            client.delete(f"{NODE_KEY}:l:{resource}")
+            client.delete(f"{NODE_KEY}:l:r")
+
+
+@contextmanager
+def paused(nodes: Nodes) -> Iterator[None]:
+    """Let all nodes hang."""
+    for node in nodes:
+        node.pause()
+    try:
+        yield
+    finally:
+        for node in nodes:
+            node.resume()
+
+
+async def extended(lock: FencedLock[int]) -> Hold:
+    """Return the hold of a task's lock when its loop has asked the nodes to extend it."""
+    (hold,) = lock._entered[0].holds
+    while hold not in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - no event tells of it
+        await asyncio.sleep(0)
+    await asyncio.sleep(0.02)
+    return hold
 
 
 @pytest.mark.timed
-def test_held_lease_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
-    """With the same token, while a rival waits in vain."""
+def test_a_held_lease_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
+    """With the same token; also that of a task, from the event loop itself, without a thread for it."""
     with authority.lock("r", ttl=TTL) as token:
-        assert rival.lock("r").try_acquire() is None
-        time.sleep(1.5 * TTL)
+        time.sleep(1.3 * TTL)
         assert rival.lock("r").try_acquire() is None
         with authority.lock("r", timeout=0) as again:
             assert again == token
 
-
-@pytest.mark.timed
-def test_lease_of_a_task_outlives_its_ttl(authority: Redlock, rival: Redlock) -> None:
-    """From the event loop itself, without a thread for it."""
-
     async def main() -> None:
         lock = authority.lock("r", ttl=TTL)
         async with lock as token:
-            await asyncio.sleep(1.5 * TTL)
+            await asyncio.sleep(1.3 * TTL)
             assert await rival.lock("r").aio.try_acquire() is None
             assert lock.lease.token == token
             assert lock.lease.remaining > 0
@@ -91,7 +113,7 @@ def test_lease_of_a_task_outlives_its_ttl(authority: Redlock, rival: Redlock) ->
     asyncio.run(main())
 
 
-def test_loop_that_is_blocked_for_longer_than_the_ttl_loses_its_leases(authority: Redlock) -> None:
+def test_a_loop_that_is_blocked_for_longer_than_the_ttl_loses_its_leases(authority: Redlock) -> None:
     """A task that blocks the loop keeps it from renewing, and hears of the loss on leaving."""
 
     async def main() -> None:
@@ -106,10 +128,12 @@ def test_loop_that_is_blocked_for_longer_than_the_ttl_loses_its_leases(authority
 
 
 def test_nothing_is_renewed_unless_it_is_asked_for(authority: Redlock, rival: Redlock) -> None:
-    """`renew=False` leaves a lease to its ttl."""
+    """`renew=False` leaves a lease to its ttl, and so does a lock object that was thrown away."""
     lock = authority.lock("r", ttl=TTL, renew=False)
     lock.acquire()
-    with rival.lock("r", timeout=20):
+    authority.lock("thrown away", ttl=TTL).acquire()
+    gc.collect()
+    with rival.lock("r", timeout=30), rival.lock("thrown away", timeout=30):
         assert lock.lease.lost
     with pytest.raises(LockLostError):
         lock.release()
@@ -123,7 +147,7 @@ def test_nothing_is_renewed_after_the_release(authority: Redlock, nodes: Nodes) 
     for _ in range(20):
         with authority.lock("r", ttl=0.1, timeout=30, if_lost="warn"):
             time.sleep(chance.uniform(0.0, 0.05))
-        assert eventually(lambda: locks(nodes) == [None] * 5)
+        assert are_free(nodes)
     time.sleep(0.1)
     assert locks(nodes) == [None] * 5
 
@@ -138,7 +162,7 @@ def test_node_that_missed_the_lock_gets_it_back(authority: Redlock, nodes: Nodes
         marks = [str(value).split("|")[2] for value in locks(nodes)]
         assert marks == [str(token), "restored"] * 2 + [str(token)]
         time.sleep(TTL)
-    assert eventually(lambda: locks(nodes) == [None] * 5)
+    assert are_free(nodes)
 
 
 @pytest.mark.complaint("RedLock.net#48", "renewal goes on after a conflict")
@@ -148,26 +172,25 @@ def test_lock_that_a_majority_has_lost_is_lost(authority: Redlock, rival: Redloc
     told: list[Lease] = []
     lock = authority.lock("r", ttl=TTL)
     lock.on_lost(told.append)
-    lock.acquire()
-    lease = lock.lease
+    lease = lock.acquire()
     forget(nodes, 0, 1, 2)
     assert eventually(lambda: bool(told))
     assert told == [lease]
     assert lease.lost
     with pytest.raises(LockLostError, match="the lease has ended"):
         lease._check()
-    assert eventually(lambda: locks(nodes) == [None] * 5)
+    assert are_free(nodes)
     with rival.lock("r", timeout=20, renew=False):
         assert eventually(lambda: None not in locks(nodes))  # late votes are on their way
         theirs = locks(nodes)
-        time.sleep(TTL)
+        time.sleep(TTL / 2)
         assert locks(nodes) == theirs
         with pytest.raises(LockLostError):
             lock.release()
     assert told == [lease]
 
 
-def test_lost_lease_of_a_task_is_told_in_the_loop(authority: Redlock, nodes: Nodes) -> None:
+def test_a_lost_lease_of_a_task_is_told_in_the_loop(authority: Redlock, nodes: Nodes) -> None:
     """So that the callback may cancel the task."""
 
     async def work() -> None:
@@ -177,7 +200,7 @@ def test_lost_lease_of_a_task_is_told_in_the_loop(authority: Redlock, nodes: Nod
         lock.on_lost(lambda _: task.cancel("lost"))
         async with lock:
             forget(nodes, 0, 1, 2)
-            await asyncio.sleep(30)
+            await asyncio.sleep(60)
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(work())
@@ -211,7 +234,7 @@ def test_leaving_a_lost_block_can_be_a_warning(
 
 @pytest.mark.timed
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_callback_that_fails_takes_its_time_or_ends_its_thread_harms_nobody(
+def test_a_callback_that_fails_takes_its_time_or_ends_its_thread_harms_nobody(
     authority: Redlock, nodes: Nodes, rival: Redlock
 ) -> None:
     """Other leases are renewed meanwhile, and afterwards."""
@@ -220,7 +243,7 @@ def test_callback_that_fails_takes_its_time_or_ends_its_thread_harms_nobody(
 
     def take_time(lease: Lease) -> None:
         told.append(lease)
-        over.wait(20)
+        over.wait(30)
         sys.exit("nobody is to go down with it")
 
     lock, other = authority.lock("r", ttl=TTL), authority.lock("other", ttl=TTL)
@@ -230,19 +253,18 @@ def test_callback_that_fails_takes_its_time_or_ends_its_thread_harms_nobody(
         lock.acquire()
         forget(nodes, 0, 1, 2)
         assert eventually(lambda: bool(told))
-        time.sleep(1.2 * TTL)
-        assert not other.lease.lost
-        over.set()
-        time.sleep(1.2 * TTL)
-        assert not other.lease.lost
+        for _ in range(2):
+            time.sleep(1.2 * TTL)
+            assert not other.lease.lost
+            over.set()
         assert rival.lock("other").try_acquire() is None
     with pytest.raises(LockLostError):
         lock.release()
 
 
 @pytest.mark.parametrize("method", ["extend", "remint"])
-def test_callback_that_fails_does_not_hide_what_was_found(
-    authority: Redlock, nodes: Nodes, method: str, caplog: pytest.LogCaptureFixture
+def test_a_callback_that_fails_does_not_hide_what_was_found(
+    authority: Redlock, rival: Redlock, nodes: Nodes, method: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     """A caller that extends or remints a lost lease hears of the loss, and so do all callbacks."""
     told: list[Lease] = []
@@ -251,7 +273,7 @@ def test_callback_that_fails_does_not_hide_what_was_found(
     lock.on_lost(told.append)
     lease = lock.acquire()
     forget(nodes, 0, 1, 2, 3, 4)
-    with Redlock(authority.nodes) as other, other.lock("r", timeout=20):
+    with rival.lock("r", timeout=20):
         with pytest.raises(LockLostError):
             getattr(lock, method)()
         assert told == [lease]
@@ -260,7 +282,7 @@ def test_callback_that_fails_does_not_hide_what_was_found(
             lock.release()
 
 
-def test_callback_may_release_the_lock(authority: Redlock, nodes: Nodes) -> None:
+def test_a_callback_may_release_the_lock(authority: Redlock, nodes: Nodes) -> None:
     """The renewal does not wait for the callback."""
     outcome: list[object] = []
     lock = authority.lock("r", ttl=TTL)
@@ -278,8 +300,8 @@ def test_callback_may_release_the_lock(authority: Redlock, nodes: Nodes) -> None
     assert lock.leases == ()
 
 
-def test_callback_for_a_lease_that_is_lost_already_is_called_at_once(authority: Redlock) -> None:
-    """A callback that comes late is called, too. A value that cannot be called is refused."""
+def test_a_callback_that_comes_late_is_called_at_once(authority: Redlock) -> None:
+    """For a lease that is lost already. A value that cannot be called is refused."""
     told: list[Lease] = []
     lock = authority.lock("r", ttl=TTL, renew=False)
     lease = lock.acquire()
@@ -296,15 +318,7 @@ def test_callback_for_a_lease_that_is_lost_already_is_called_at_once(authority: 
             lock.on_lost(bad)  # type: ignore[arg-type]
 
 
-def test_lock_that_is_thrown_away_is_not_renewed(authority: Redlock, rival: Redlock) -> None:
-    """Its lease ends with its ttl, as if the process had died."""
-    authority.lock("r", ttl=TTL).acquire()
-    gc.collect()
-    with rival.lock("r", timeout=30):
-        pass
-
-
-def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
+def test_a_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Redlock, nodes: Nodes) -> None:
     """Stopped for longer than the ttl: renewal wakes up, finds the time over, and asks for nothing."""
     read, write = os.pipe()
     child = os.fork()
@@ -334,64 +348,62 @@ def test_paused_process_does_not_revive_its_lease(authority: Redlock, rival: Red
         pass
 
 
-async def extended(lock: FencedLock[int]) -> Hold:
-    """Return the hold of a task's lock when its loop has asked the nodes to extend it."""
-    (hold,) = lock._entered[0].holds
-    while hold not in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - no event tells of it
-        await asyncio.sleep(0)
-    await asyncio.sleep(0.02)
-    return hold
-
-
 @pytest.mark.timed
-def test_extension_under_way_does_not_bring_back_the_old_token(authority: Redlock, nodes: Nodes) -> None:
+@in_loop
+async def test_an_extension_under_way_does_not_bring_back_the_old_token(
+    authority: Redlock, nodes: Nodes
+) -> None:
     """A blocking remint of what a task acquired: the loop cannot wait for its own round meanwhile."""
-
-    async def main() -> None:
-        lock = authority.lock("r", ttl=TTL)
-        async with lock:
-            for node in nodes:
-                node.pause()
+    lock = authority.lock("r", ttl=TTL)
+    async with lock:
+        with paused(nodes):
             hold = await extended(lock)
-            for node in nodes:
-                node.resume()
-            token = lock.remint()
-            for _ in range(4):
-                await asyncio.sleep(TTL / 3)
-            assert lock.lease.token == token
-            assert hold.grant.tokens == (token,)
-            assert not lock.lease.lost
-        assert eventually(lambda: locks(nodes) == [None] * 5)
-
-    asyncio.run(main())
+        token = lock.remint()
+        for _ in range(4):
+            await asyncio.sleep(TTL / 3)
+        assert lock.lease.token == token
+        assert hold.grant.tokens == (token,)
+        assert not lock.lease.lost
+    assert await becomes_free(nodes)
 
 
 @pytest.mark.timed
 @pytest.mark.parametrize("method", ["extend", "remint"])
-def test_lease_of_a_task_is_renewed_after_a_thread_has_extended_it(
+@in_loop
+async def test_the_lease_of_a_task_is_renewed_after_a_thread_has_extended_it(
     authority: Redlock, rival: Redlock, nodes: Nodes, method: str
 ) -> None:
     """Its loop renews it still; the thread has none."""
-
-    async def main() -> None:
-        lock = authority.lock("r", ttl=TTL)
-        async with lock:
-            await asyncio.sleep(TTL / 6)
-            for node in nodes:
-                node.pause()
+    lock = authority.lock("r", ttl=TTL)
+    async with lock:
+        await asyncio.sleep(TTL / 6)
+        with paused(nodes):
             changing = asyncio.create_task(asyncio.to_thread(getattr(lock, method)))
             await asyncio.sleep(TTL / 3)  # the loop finds nothing to do when it meant to look
-            for node in nodes:
-                node.resume()
-            await changing
-            await asyncio.sleep(1.5 * TTL)
-            assert not lock.lease.lost
-            assert await rival.lock("r").aio.try_acquire() is None
-
-    asyncio.run(main())
+        await changing
+        await asyncio.sleep(1.5 * TTL)
+        assert not lock.lease.lost
+        assert await rival.lock("r").aio.try_acquire() is None
 
 
-def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
+@pytest.mark.timed
+@in_loop
+async def test_a_loop_renews_though_every_task_was_cancelled(
+    authority: Redlock, rival: Redlock, nodes: Nodes
+) -> None:
+    """Supervisors do the same when they begin to shut down, and then clean up for a while."""
+    lock = authority.lock("r", ttl=TTL)
+    async with lock:
+        with paused(nodes):
+            await extended(lock)
+        others = asyncio.all_tasks() - {asyncio.current_task()}
+        assert [task.cancel() for task in others] == [True]
+        await asyncio.sleep(1.5 * TTL)
+        assert not lock.lease.lost
+        assert await rival.lock("r").aio.try_acquire() is None
+
+
+def test_a_lease_of_one_loop_is_released_in_another_while_it_is_extended(
     authority: Redlock, nodes: Nodes
 ) -> None:
     """Neither loop waits for the other, and no lock is made again behind the release."""
@@ -404,7 +416,7 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
             node.pause()
         await extended(lock)
         acquired.set()
-        await asyncio.to_thread(released.wait, 20)
+        await asyncio.to_thread(released.wait, 30)
         await asyncio.sleep(0.5)
         await authority.aio.close()
 
@@ -422,48 +434,45 @@ def test_lease_of_one_loop_is_released_in_another_while_it_is_extended(
     thread.start()
     assert acquired.wait(30)
     asyncio.run(give_back())
-    thread.join(20)
-    assert eventually(lambda: locks(nodes) == [None] * 5)
+    thread.join(30)
+    assert are_free(nodes)
 
 
-def test_task_releases_what_a_thread_extends_and_lets_other_tasks_run(
+def test_a_task_that_releases_what_a_thread_extends_lets_other_tasks_run(
     authority: Redlock, nodes: Nodes
 ) -> None:
     """The extension has ended before the release is sent, so no lock is made again behind it."""
     lock = authority.lock("r", ttl=4)
     lock.acquire()
     (hold,) = lock._entered[0].holds
-    for node in nodes:
-        node.pause()
-    assert eventually(lambda: hold in hold.renewer._in_flight)  # type: ignore[union-attr]
 
     async def main() -> None:
-        releasing = asyncio.create_task(lock.aio.release())
-        for _ in range(10):
-            await asyncio.sleep(0.01)
-        assert not hold.release_finished
-        for node in nodes:
-            node.resume()
+        with paused(nodes):
+            assert eventually(lambda: hold in hold.renewer._in_flight)  # type: ignore[union-attr]
+            releasing = asyncio.create_task(lock.aio.release())
+            for _ in range(10):
+                await asyncio.sleep(0.01)
+            assert not hold.release_finished
         await asyncio.wait_for(releasing, 30)
         await authority.aio.close()
 
     asyncio.run(main())
     assert hold not in hold.renewer._in_flight  # type: ignore[union-attr]
-    assert eventually(lambda: locks(nodes) == [None] * 5)
+    assert are_free(nodes)
 
 
 @pytest.mark.parametrize("last", ["extension", "release"])
-def test_extension_that_arrives_behind_the_release_leaves_nothing(
+def test_an_extension_that_arrives_behind_the_release_leaves_nothing(
     authority: Redlock, nodes: Nodes, last: str
 ) -> None:
     """A thread gives back a task's lease, and cannot wait for the loop. The last of the two cleans up."""
     extend_gen, release_gen = authority.extend_gen, authority.release_gen
-    extended, answered, arrives, ended = (threading.Event() for _ in range(4))
+    has_extended, answered, arrives, ended = (threading.Event() for _ in range(4))
 
     def extend_again(wishes: list[tuple[Grant, float]]) -> Steps[Any]:
         outcome = yield from extend_gen(wishes)
-        extended.set()
-        yield Call(lambda: None, lambda: asyncio.to_thread(arrives.wait, 20))
+        has_extended.set()
+        yield Call(lambda: None, lambda: asyncio.to_thread(arrives.wait, 30))
         yield from extend_gen(wishes)  # as if some nodes had got it only now
         return outcome
 
@@ -471,7 +480,7 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
         answer = yield from release_gen(grant)
         answered.set()
         if last == "release":
-            yield Call(lambda: ended.wait(20), lambda: asyncio.sleep(0))
+            yield Call(lambda: ended.wait(30), lambda: asyncio.sleep(0))
         return answer
 
     authority.extend_gen = extend_again  # type: ignore[assignment,method-assign]
@@ -481,9 +490,9 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
         lock = authority.lock("r", ttl=4)
         await lock.aio.acquire()
         (hold,) = lock._entered[0].holds
-        await asyncio.to_thread(extended.wait, 20)
+        await asyncio.to_thread(has_extended.wait, 30)
         giving_back = asyncio.create_task(asyncio.to_thread(lock.release))
-        await (giving_back if last == "extension" else asyncio.to_thread(answered.wait, 20))
+        await (giving_back if last == "extension" else asyncio.to_thread(answered.wait, 30))
         arrives.set()
         while hold in hold.renewer._in_flight:  # type: ignore[union-attr]  # noqa: ASYNC110 - no event tells of it
             await asyncio.sleep(0)
@@ -494,36 +503,14 @@ def test_extension_that_arrives_behind_the_release_leaves_nothing(
     asyncio.run(main())
     # The loop's EXTEND and the thread's RELEASE have connections of their own: a node that is slow just then
     # may execute them the other way round, and keep the lock until its ttl.
-    assert eventually(lambda: locks(nodes).count(None) >= 4, 5)
+    assert eventually(lambda: locks(nodes).count(None) >= 4, 2)
 
 
 @pytest.mark.timed
-def test_loop_renews_though_every_task_was_cancelled(
-    authority: Redlock, rival: Redlock, nodes: Nodes
-) -> None:
-    """Supervisors do the same when they begin to shut down, and then clean up for a while."""
-
-    async def main() -> None:
-        lock = authority.lock("r", ttl=TTL)
-        async with lock:
-            for node in nodes:
-                node.pause()
-            await extended(lock)
-            for node in nodes:
-                node.resume()
-            others = asyncio.all_tasks() - {asyncio.current_task()}
-            assert [task.cancel() for task in others] == [True]
-            await asyncio.sleep(1.5 * TTL)
-            assert not lock.lease.lost
-            assert await rival.lock("r").aio.try_acquire() is None
-
-    asyncio.run(main())
-
-
-def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
+def test_the_renewing_thread_ends_when_it_is_idle_and_comes_back(
     authority: Redlock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It keeps nothing alive: neither a process nor a Redlock."""
+    """It keeps no process and no Redlock alive. It stays while a lease is held that is due late."""
     monkeypatch.setattr("fencelock.lock.renewal._IDLE", 0.1)
     worker = for_thread(authority)._worker
     for _ in range(2):
@@ -531,14 +518,6 @@ def test_renewing_thread_ends_when_it_is_idle_and_comes_back(
             assert worker._thread is not None
             assert worker._thread.daemon
         assert eventually(lambda: worker._thread is None)
-
-
-@pytest.mark.timed
-def test_renewing_thread_stays_while_a_lease_is_held_that_is_due_late(
-    authority: Redlock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A third of a long ttl is longer than an idle thread stays."""
-    monkeypatch.setattr("fencelock.lock.renewal._IDLE", 0.1)
     with authority.lock("r", ttl=TTL) as token:
         time.sleep(1.3 * TTL)
         with authority.lock("r", timeout=0) as again:
@@ -546,7 +525,7 @@ def test_renewing_thread_stays_while_a_lease_is_held_that_is_due_late(
 
 
 @pytest.mark.timed
-def test_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
+def test_a_forked_child_renews_nothing_of_its_parent_and_can_hold_its_own(
     authority: Redlock, nodes: Nodes
 ) -> None:
     """Its copies of the leases are lost; the parent's go on."""

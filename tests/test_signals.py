@@ -285,7 +285,6 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_nothing_is_left_of_a_block_that_was_interrupted(nodes: Nodes) -> None:
-    """Neither on a node nor in the process, and one thread renews."""
     urls = [node.url for node in nodes[:3]]
     with Redlock(urls) as authority:
         authority.init()
@@ -333,7 +332,6 @@ def test_a_handler_that_strikes_where_something_is_begun(nodes: Nodes, does: str
 
 @pytest.mark.parametrize("name", ["renewal", "recovery", "connect", "lost", "release"])
 def test_what_a_handler_raises_where_a_thread_has_begun_comes_out(nodes: Nodes, name: str) -> None:
-    """Python's own `Thread.start` has a KeyError of its own instead."""
     urls = [node.url for node in nodes[:3]]
     with Redlock(urls) as authority:
         authority.init(max_ttl=1)
@@ -342,12 +340,10 @@ def test_what_a_handler_raises_where_a_thread_has_begun_comes_out(nodes: Nodes, 
 
 
 def test_an_interruption_while_numbers_are_packed_does_not_end_the_interpreter() -> None:
-    """Where hiredis turns an int into text, it crashes when a handler raises."""
     assert run(_PACKING)["interrupted"] == 300
 
 
 def test_hiredis_is_handed_text_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ourselves, and by redis-py where it opens a connection and selects a database."""
     packed: Callable[[Any], bytes] = hiredis.pack_command
     seen: list[object] = []
 
@@ -369,7 +365,6 @@ def test_hiredis_is_handed_text_only(nodes: Nodes, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_timeout_error_of_a_handler_does_not_shift_the_answers(nodes: Nodes) -> None:
-    """It is an OSError, as those of a socket are. The answer that was read is lost, and so is the link."""
     with Redlock([node.url for node in nodes[:3]]) as authority:
         authority.init(base=0)
         with authority.lock("a"):

@@ -55,7 +55,6 @@ class Work:
 
 
 def test_many_callers_at_once_start_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them find that there is none, before the first one has made one."""
     started: list[threading.Thread] = []
     start = _threads.start
 
@@ -76,7 +75,6 @@ def test_many_callers_at_once_start_one_thread(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_work_that_is_noted_while_the_thread_looks_or_ends_is_done() -> None:
-    """Each plan meets another moment of a thread that ends at once when it finds nothing."""
     work = Work()
     for each in range(2000):
         work.plan(str(each))
@@ -88,7 +86,6 @@ def test_work_that_is_noted_while_the_thread_looks_or_ends_is_done() -> None:
 
 
 def test_work_that_is_noted_in_the_last_turn_is_done() -> None:
-    """The turn has looked already, and finds nothing planned."""
     work = Work()
 
     def note() -> None:
@@ -116,8 +113,6 @@ def test_a_thread_with_a_plan_does_not_end_when_it_is_idle() -> None:
 
 
 def test_the_next_work_starts_the_thread_if_there_were_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The caller gets the error, and the work stays planned."""
-
     def refuse(_thread: object) -> None:
         raise RuntimeError("can't start new thread")
 
@@ -131,7 +126,6 @@ def test_the_next_work_starts_the_thread_if_there_were_too_many(monkeypatch: pyt
 
 
 def test_the_next_work_starts_a_thread_after_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`turn` should raise none."""
     monkeypatch.setattr(threading, "excepthook", lambda _: None)
     work = Work()
 
@@ -165,7 +159,6 @@ def handling(handle: Callable[[], object]) -> Iterator[None]:
 def test_a_signal_handler_in_the_midst_of_a_start(
     monkeypatch: pytest.MonkeyPatch, *, raises: bool, is_started: bool
 ) -> None:
-    """It wakes the worker itself, or raises. No two threads make turns at once, and one is left."""
     work = Work(idle=5.0)
     work.hold_up = lambda: time.sleep(0.05)
     start = threading.Thread.start
@@ -200,7 +193,6 @@ def test_a_signal_handler_in_the_midst_of_a_start(
 
 
 def test_a_thread_that_was_replaced_in_its_turn_makes_no_other() -> None:
-    """As after a start that a signal handler has interrupted: the thread seems dead, and is not."""
     work, inside, over = Work(idle=5.0), threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -252,7 +244,6 @@ def test_only_its_own_turn_is_the_caller() -> None:
 
 @pytest.mark.parametrize("held", ["_mutex", "_turns"])
 def test_a_child_has_no_thread_and_starts_its_own(held: str) -> None:
-    """Another thread holds a mutex at the fork, and is not there to release it."""
     work, inside, over = Work(idle=5.0), threading.Event(), threading.Event()
     work.plan("of the parent")
     assert eventually(lambda: work.done == ["of the parent"] and work.worker.wakes_at < math.inf)

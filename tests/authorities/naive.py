@@ -101,7 +101,7 @@ class _ForgetfulTasks:
         await asyncio.sleep(0)
         return grant
 
-    async def release(self, grant: Grant) -> bool | None:
+    async def release(self, grant: Grant) -> Any:
         """Wait before the release is sent, and send nothing where that is cancelled."""
         await asyncio.sleep(0)
         return await self._inner.release(grant)

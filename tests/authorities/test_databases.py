@@ -65,7 +65,6 @@ def on_server(engine: Engine) -> Engine:
 
 @on_servers
 def test_missing_table_is_named_with_what_makes_it(on_server: Engine) -> None:
-    """The message has the migration and the command, and no password."""
     with Database(on_server) as authority, pytest.raises(LeaseTableMissingError) as caught:
         authority.acquire(("r",), ttl=30, timeout=0)
     assert "op.create_lease_table()" in str(caught.value)
@@ -91,7 +90,6 @@ def test_metadata_makes_the_table(on_server: Engine) -> None:
 @on_postgresql
 @pytest.mark.timed
 def test_used_up_pool_keeps_no_lease_from_being_renewed(engine: Engine) -> None:
-    """The authority has connections of its own."""
     small = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=0.1)
     with Database(small) as authority:
         authority.init()
@@ -129,7 +127,6 @@ def end_all(on_server: Engine) -> Iterator[Callable[[], None]]:
 
 @on_servers
 def test_ended_connections_are_replaced(on_server: Engine, end_all: Callable[[], None]) -> None:
-    """An acquisition, an extension and a release find theirs gone, and do not notice."""
     with Database(on_server) as authority:
         authority.init()
         end_all()
@@ -146,7 +143,6 @@ def test_ended_connections_are_replaced(on_server: Engine, end_all: Callable[[],
 
 @on_servers
 def test_all_idle_connections_are_given_up_together(on_server: Engine, end_all: Callable[[], None]) -> None:
-    """After a quiet night the first lock finds more dead connections than it makes tries."""
     with Database(on_server, pool_size=8) as authority:
         authority.init()
         meet = threading.Barrier(8)
@@ -179,7 +175,6 @@ def are_closed(opened: list[Any]) -> bool:
 def test_what_a_closed_authority_owes_opens_no_connection(
     listened: Listened, end_all: Callable[[], None]
 ) -> None:
-    """Releases that a failover may have lost are sent again in the background; `close` ends that."""
     engine, opened = listened
     authority = Database(engine)
     authority.init()
@@ -200,7 +195,6 @@ def test_what_a_closed_authority_owes_opens_no_connection(
 
 @on_servers
 def test_a_call_that_a_close_has_overtaken_leaves_no_connection(listened: Listened) -> None:
-    """Whether it had its connection by then, or not."""
     engine, opened = listened
     authority = Database(engine)
     authority.init()
@@ -224,7 +218,6 @@ def test_a_call_that_a_close_has_overtaken_leaves_no_connection(listened: Listen
 def test_a_connection_that_nobody_waits_for_any_more_is_closed(
     listened: Listened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A signal handler has interrupted the caller while it was being opened."""
     engine, opened = listened
     with Database(engine) as authority:
         authority.init()
@@ -309,7 +302,6 @@ def test_an_engine_knows_its_server_whoever_connects_first(
 def test_an_engine_for_coroutines_knows_its_server_whoever_connects_first(
     on_server: Engine, for_asyncio: Callable[[Engine], AsyncEngine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The same in one loop."""
     engine, begun = for_asyncio(on_server), asyncio.Event()
     initialize = engine.dialect.initialize
 
@@ -337,7 +329,6 @@ def test_an_engine_for_coroutines_knows_its_server_whoever_connects_first(
 
 @on_postgresql
 def test_an_engine_is_taken_whole(on_server: Engine) -> None:
-    """Its listeners prepare each connection, and its schema_translate_map says where the table is."""
     prepared: list[object] = []
     plain = create_engine(on_server.url)
     event.listen(plain, "connect", lambda connection, _record: prepared.append(connection))
@@ -363,7 +354,6 @@ def test_tables_made_by_several_at_once(on_server: Engine) -> None:
 
 
 def test_many_names_are_one_release(authority: Database) -> None:
-    """More than a statement takes parameters of; and all of them at the first try where they are free."""
     names = tuple(f"r{number}" for number in range(1200))
     for _ in range(2):
         grant = authority.acquire(names, ttl=60, timeout=0)
@@ -386,7 +376,6 @@ def test_holder_is_told_in_letters_that_every_database_has(
 
 
 def test_tokens_begin_above_what_a_storage_has_seen(authority: Database) -> None:
-    """Of new resources, and of those that had a token; again has no effect."""
     authority.release(authority.acquire(("old",), ttl=30, timeout=0))
     highest = (300 << 44) + 12345
     authority.init(above=highest)
@@ -401,7 +390,6 @@ def test_tokens_begin_above_what_a_storage_has_seen(authority: Database) -> None
 
 
 def test_tokens_follow_the_clock(authority: Database) -> None:
-    """They are the time in milliseconds, and ten bits that tell servers apart."""
     before = time.time() * 1000
     tokens = [authority.acquire((name,), ttl=30, timeout=0).tokens[0] for name in ("a", "b")]
     assert before - 1000 < tokens[0] >> 10 <= tokens[1] >> 10 < before + 60_000
@@ -410,7 +398,6 @@ def test_tokens_follow_the_clock(authority: Database) -> None:
 
 
 def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> None:
-    """Not those that are held, and not what says where tokens begin. A next token is larger all the same."""
     authority.init(above=(300 << 44))
     long_ago = authority.acquire(("free",), ttl=60, timeout=0)
     authority.release(long_ago)
@@ -442,7 +429,6 @@ def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> 
 
 
 def test_an_unreachable_database_is_a_quorum_error() -> None:
-    """As nodes that do not answer are; no text has the password, wherever it stands in the URL."""
     url = "postgresql+psycopg://app:secret@127.0.0.1:1/shop"
     with Database(url) as authority, pytest.raises(QuorumError) as caught:
         authority.acquire(("r",), ttl=5, timeout=1)
@@ -458,7 +444,6 @@ def test_an_unreachable_database_is_a_quorum_error() -> None:
     [("{}/app.db", "{}/shared/app.db"), ("{}/app.db", "{}/app.db\n"), ("{}/app.db", "{}/app.db")],
 )
 def test_two_names_of_one_file_are_one_authority(tmp_path: Path, one: str, other: str) -> None:
-    """A release may be a folder with a link to the database, and a file of settings may end lines so."""
     (tmp_path / "shared").mkdir()
     (tmp_path / "app.db").symlink_to(tmp_path / "shared" / "app.db")
     urls = [f"sqlite:///{each.format(tmp_path)}" for each in (one, other)]
@@ -469,7 +454,6 @@ def test_two_names_of_one_file_are_one_authority(tmp_path: Path, one: str, other
 
 
 def test_a_file_of_leases_that_was_deleted_is_made_again(tmp_path: Path) -> None:
-    """Old and new processes meet in the new one; what was held in the old one is lost."""
     path = tmp_path / "app.db-leases"
     with Database(f"sqlite:///{tmp_path}/app.db") as old, Database(f"sqlite:///{tmp_path}/app.db") as new:
         lost = old.acquire(("lost",), ttl=60, timeout=0)
@@ -486,7 +470,6 @@ def test_a_file_of_leases_that_was_deleted_is_made_again(tmp_path: Path) -> None
 
 
 def test_database_in_memory_grants_within_its_process() -> None:
-    """By its engine, whatever that shares; another engine is another database."""
     engine = create_engine("sqlite://", poolclass=StaticPool)
     with Database(engine) as one, Database(engine) as same, Database(create_engine("sqlite://")) as other:
         one.acquire(("r",), ttl=60, timeout=0)
@@ -498,7 +481,6 @@ def test_database_in_memory_grants_within_its_process() -> None:
 @pytest.mark.parametrize("mode", ["SIMULTANEOUS_ASSIGNMENT", "ORACLE", "ANSI"])
 @on_mariadb
 def test_leases_depend_on_no_mode_of_sql(on_server: Engine, mode: str) -> None:
-    """An expired lease is granted once, and then held."""
     told = create_engine(on_server.url, connect_args={"init_command": f"SET SESSION sql_mode = '{mode}'"})
     with Database(told) as one, Database(told) as other:
         one.init()
@@ -566,7 +548,6 @@ def test_shared_connection_is_refused(on_server: Engine) -> None:
 
 
 def test_nothing_configured_names_the_choices(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The project's own database first."""
     monkeypatch.delenv("FENCELOCK_URL", raising=False)
     monkeypatch.setattr("fencelock._locking._default", None)
     with pytest.raises(AuthorityError) as caught:
@@ -581,7 +562,6 @@ def test_nothing_configured_names_the_choices(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_configure_goes_by_the_scheme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An engine and a URL of a database make a `Database`, nodes a `Redlock`; others are refused."""
     monkeypatch.setattr("fencelock._locking._default", None)
     url = f"sqlite:///{tmp_path}/app.db"
     assert isinstance(fencelock.configure(url), Database)
@@ -595,7 +575,6 @@ def test_configure_goes_by_the_scheme(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_a_schema_may_have_any_name(postgres_database: ReusedDatabase) -> None:
-    """Also with letters that mean something to SQLAlchemy, or to us."""
     engine = create_engine(postgres_database.url)
     for schema in ("a :b", "br{ace}", "a%b", 'q"x', "My Schema"):
         with engine.begin() as connection:

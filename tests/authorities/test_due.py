@@ -18,7 +18,6 @@ _APART = 0.3
 
 
 def test_two_callers_at_once_start_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both find no thread before either has made one: ZooKeeper asks whether the caller is the thread."""
     begun: list[threading.Thread] = []
     both = threading.Barrier(2)
     make, start = threading.Thread.__init__, threading.Thread.start

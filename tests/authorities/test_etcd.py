@@ -71,7 +71,6 @@ def key_of(authority: Etcd, part: str, resource: str) -> str:
     ("fault", "member"), [("kill", 0), ("kill", 1), ("kill", 2), ("pause", 0), ("pause", 1), ("stop", 2)]
 )
 def test_one_member_of_three_may_fail(cluster: Cluster, face: BlockingFace, fault: str, member: int) -> None:
-    """Whichever it is: the leader, or the one that was asked. A lease goes on, and another is granted."""
     held = face.acquire("held", ttl=60.0)
     getattr(cluster, fault)(member)
     assert take(face, "r") > 0
@@ -79,7 +78,6 @@ def test_one_member_of_three_may_fail(cluster: Cluster, face: BlockingFace, faul
 
 
 def test_no_majority_is_told_in_time(cluster: Cluster, face: BlockingFace) -> None:
-    """With what each member said; and all goes on when one comes back."""
     take(face)
     for member in (0, 1):
         cluster.kill(member)
@@ -91,7 +89,6 @@ def test_no_majority_is_told_in_time(cluster: Cluster, face: BlockingFace) -> No
 
 
 def test_a_waiter_hears_through_another_member(cluster: Cluster, authority: Etcd, face: BlockingFace) -> None:
-    """The member that it watches at is killed while it waits."""
     grant = face.acquire("r", ttl=60.0)
     with waiting(authority) as (other, _):
         assert other._link is not None
@@ -183,7 +180,6 @@ def test_a_watch_begins_behind_a_compaction(
 def test_a_compaction_does_not_disturb_a_waiter(
     cluster: Cluster, authority: Etcd, face: BlockingFace
 ) -> None:
-    """A watch from a revision that is gone is ended by etcd; the waiter looks again."""
     grant = face.acquire("r", ttl=60.0)
     with waiting(authority):
         for number in range(5):
@@ -207,7 +203,6 @@ def test_a_restored_snapshot_gives_no_token_again(
 
 
 def test_release_by_force_is_heard_of(face: BlockingFace, authority: Etcd) -> None:
-    """A release by force needs the token of the present holder. The holder hears of it at its next call."""
     grant = face.acquire("r")
     assert authority.force_release("r", token=grant.tokens[0] + 1) is None
     forced = authority.force_release("r")
@@ -219,7 +214,6 @@ def test_release_by_force_is_heard_of(face: BlockingFace, authority: Etcd) -> No
 
 
 def test_the_lease_of_a_waiter_that_was_taken_away_is_made_anew(face: BlockingFace, authority: Etcd) -> None:
-    """Of several names, one of which is free: nothing of the first attempt stands in its way."""
     second = face.acquire("b", ttl=60.0)
     with waiting(authority, "a", "b", watches=False):
         assert eventually(lambda: bool(authority.inspect("a")))
@@ -241,7 +235,6 @@ def test_an_extension_beyond_a_lease_of_etcd_leaves_no_other(face: BlockingFace,
 def test_a_move_that_was_not_answered_is_repeated(
     face: BlockingFace, authority: Etcd, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Both leases are remembered; the next extension makes the same move, and the release ends both."""
     grant = face.acquire("r", ttl=5.0)
     asking, sent = authority.asking, [0]
 
@@ -267,7 +260,6 @@ def test_a_move_that_was_not_answered_is_repeated(
 
 
 def test_a_mark_of_somebody_else_is_named(face: BlockingFace, authority: Etcd, cluster: Cluster) -> None:
-    """A number that no client minted grants nothing, and the refused client leaves no entry in the line."""
     key = key_of(authority, "m", "r")
     for value in ("", "garbage", "-1", "9" * 30, "\xff", "5 x"):
         cluster.ctl("put", key, "--", value)
@@ -286,7 +278,6 @@ def test_the_last_token_does_not_wrap_around(face: BlockingFace, authority: Etcd
 
 
 def test_more_names_than_a_transaction_takes(authority: Etcd) -> None:
-    """Are refused before anything is sent."""
     with pytest.raises(ValueError, match="at most 40 names"):
         authority.acquire(tuple(f"r{number}" for number in range(41)), ttl=5.0, timeout=0)
     names = tuple(f"r{number}" for number in range(40))
@@ -296,7 +287,6 @@ def test_more_names_than_a_transaction_takes(authority: Etcd) -> None:
 
 @pytest.mark.long
 def test_tls_with_client_certificates() -> None:
-    """Blocking and in tasks; without a certificate, and without the CA, nothing is said in the open."""
     with Cluster(tls=True) as cluster:
         assert cluster.tls is not None
         files = f"ca={cluster.tls.ca}&cert={cluster.tls.certificate}&key={cluster.tls.key}"
@@ -318,7 +308,6 @@ def test_tls_with_client_certificates() -> None:
 
 @pytest.mark.long
 def test_login_by_user_and_password() -> None:
-    """A wrong one is refused at once; a token that etcd has forgotten is renewed; rights are of a prefix."""
     with Cluster(members=1, settings={"auth-token-ttl": "2"}) as cluster:
         cluster.enable_auth()
         with Etcd(cluster.login_url) as authority:
@@ -368,7 +357,6 @@ def test_a_url_that_cannot_be_understood_is_refused() -> None:
 
 
 def test_password_is_not_shown() -> None:
-    """In no text of the object or of its errors."""
     with Etcd("etcd://user:hidden@127.0.0.1:1") as authority:
         assert "hidden" not in repr(authority)
         with pytest.raises(QuorumError) as caught:
@@ -378,7 +366,6 @@ def test_password_is_not_shown() -> None:
 
 
 def test_server_that_speaks_no_http2(make_nodes: Callable[..., Any]) -> None:
-    """Such as a Redis at that port: it is told, and not waited for."""
     port = make_nodes(1).urls[0].rpartition(":")[2]
     with Etcd(f"etcd://127.0.0.1:{port}") as authority, pytest.raises(QuorumError, match="did not answer"):
         authority.acquire(("r",), ttl=5.0, timeout=0.2)
@@ -403,7 +390,6 @@ def test_call_that_is_cancelled_outside_its_loop(cluster: Cluster) -> None:
 
 
 def test_large_requests_wait_for_room(cluster: Cluster) -> None:
-    """HTTP/2 allows so many bytes at once; the rest is sent when the server has read."""
     with Etcd(with_new_path(cluster.url)) as authority:
         big = messages.txn([], [messages.put(b"/big", b"x" * 1_000_000)])
 
@@ -417,7 +403,6 @@ def test_large_requests_wait_for_room(cluster: Cluster) -> None:
 
 
 def test_fields_of_a_message_that_ends_too_early() -> None:
-    """It is no message; nothing is read beyond it."""
     for text in (b"\x08", b"\x12\x05ab", b"\xff\xff\xff"):
         with pytest.raises(ValueError, match="too early"):
             messages.fields_of(text)
@@ -426,7 +411,6 @@ def test_fields_of_a_message_that_ends_too_early() -> None:
 def test_prune_spares_what_is_held_and_what_is_young(
     face: BlockingFace, authority: Etcd, cluster: Cluster
 ) -> None:
-    """The next token exceeds all of that age."""
     for name in ("free", "held"):
         take(face, name)
     old = int((time.time() - 7200) * 1000) << 10
@@ -445,7 +429,6 @@ def test_prune_spares_what_is_held_and_what_is_young(
 
 
 def test_init_above_another_authority(face: BlockingFace, authority: Etcd) -> None:
-    """Tokens of nodes and of a database are about as large; those of a far future are passed, too."""
     first = take(face)
     authority.init(above=first + 5)
     near = take(face)

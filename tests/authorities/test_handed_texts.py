@@ -38,7 +38,6 @@ def enter(stage: Stage, its: object) -> object:
 
 
 def test_the_text_itself_is_taken(stage: Stage) -> None:
-    """Of one lock, and of two."""
     for names in (("a",), ("a", "b")):
         its = handed(stage, *names)
         token = enter(stage, its)
@@ -56,7 +55,6 @@ OTHERS: dict[str, Callable[[int], int]] = {
 
 
 def test_another_token_than_the_one_that_was_granted_is_refused(stage: Stage) -> None:
-    """The lease stays as it is, and no later token is nearer to the end."""
     its = handed(stage, "a", "b")
     first, second = its["tokens"]
     for other in OTHERS.values():
@@ -123,7 +121,6 @@ UNREADABLE = {
 
 
 def test_a_text_that_is_none_is_refused(stage: Stage) -> None:
-    """In plain words, also where Python gives up."""
     its = handed(stage, "a")
     texts = {wrong: json.dumps({HANDED: change(its)}) for wrong, change in WRONG.items()} | UNREADABLE
     assert [wrong for wrong, text in texts.items() if not is_refused(stage, text)] == []

@@ -61,7 +61,6 @@ def test_a_lease_stays_until_then_and_no_longer(stage: Stage, ttl: float) -> Non
 
 @pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
 def test_leaving_a_block_does_not_wait_until_then(stage: Stage) -> None:
-    """Several resources are kept together; the owner waits like others, and the error names its process."""
     lock = stage.new_client().lock("a", "b", at_least=40.0, timeout=0)
     enter(stage, lock)
     other = stage.new()
@@ -78,7 +77,6 @@ def test_a_block_that_takes_longer_releases_as_usual(stage: Stage) -> None:
 
 
 def test_the_longest_of_the_blocks_counts(stage: Stage) -> None:
-    """Since the grant of the lease that they share."""
     client = stage.new_client()
     began = time.monotonic()
     enter(stage, client.lock("r", at_least=0.1), inner=client.lock("r", at_least=1.0))
@@ -86,7 +84,6 @@ def test_the_longest_of_the_blocks_counts(stage: Stage) -> None:
 
 
 def test_a_lost_lease_is_not_kept(stage: Stage) -> None:
-    """Its next holder has it, and is left alone."""
     lock = stage.new_client().lock("r", ttl=0.5, renew=False, at_least=40.0)
     with pytest.raises(LockLostError):
         enter(stage, lock, seconds=0.7)
@@ -94,7 +91,6 @@ def test_a_lost_lease_is_not_kept(stage: Stage) -> None:
 
 
 def test_keeping_what_another_has_changes_nothing(stage: Stage) -> None:
-    """Also where the holder's own clock has not noticed."""
     mine, other = stage.new(), stage.new()
     grant = acquire_briefly(mine, "r")
     newer = other.acquire("r", ttl=50.0, timeout=20.0)
@@ -118,7 +114,6 @@ with fencelock.fenced_lock("r", ttl=1.0, at_least=float(sys.argv[2])):
 @pytest.mark.long
 @pytest.mark.parametrize("stage", IN_PROCESSES, indirect=True)
 def test_a_kept_lease_outlives_its_process(stage: Stage) -> None:
-    """It exits at once, and the lease stays; one that is killed keeps nothing beyond its ttl."""
     command = [sys.executable, "-c", PROGRAM, stage.kind.mortal or stage.kind.url]
     ended = subprocess.run([*command, "3"], capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stderr
@@ -144,7 +139,6 @@ def test_nodes_refuse_a_time_for_which_they_would_not_remember(authority: Redloc
 
 @pytest.mark.parametrize("way", ["transaction", "late extension"])
 def test_what_ends_after_the_block_keeps_it_too(authority: Redlock, rival: Redlock, way: str) -> None:
-    """A transaction that the release waits for; an extension that may have made the locks again."""
     lock = authority.lock("r", ttl=40.0, at_least=1.0)
     began, transaction = time.monotonic(), object()
     with lock:

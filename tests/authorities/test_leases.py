@@ -55,7 +55,6 @@ def test_every_driver_does_everything_in_both_worlds(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", EACH_DRIVER, indirect=True)
 def test_every_name_is_a_resource_of_its_own(stage: Stage) -> None:
-    """No two names are one, to the last character; each is granted, refused to others, and given back."""
     mine, other = stage.new(), stage.new()
     assert len(set(NAMES)) == len(NAMES)
     grants = {name: mine.acquire(name, timeout=0) for name in NAMES}
@@ -74,7 +73,6 @@ def test_every_name_is_a_resource_of_its_own(stage: Stage) -> None:
 
 
 def test_an_extension_keeps_the_token_and_moves_the_end(stage: Stage) -> None:
-    """The grant from before still releases: a caller that is interrupted knows no newer one."""
     mine, other = stage.new(), stage.new()
     for last in (0, 1):
         first = mine.acquire("a", "b", ttl=1.0)
@@ -92,7 +90,6 @@ def test_an_extension_keeps_the_token_and_moves_the_end(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
 def test_an_extension_never_shortens(stage: Stage) -> None:
-    """The end that others were told of stays, and so does what keeps them out."""
     mine, other = stage.new(), stage.new()
     first = mine.acquire("r", ttl=20.0)
     second = mine.extend(first, 0.1)
@@ -117,7 +114,6 @@ def test_a_lease_that_is_extended_again_and_again_is_kept_and_then_ends(stage: S
 
 
 def test_many_are_extended_at_once_and_each_is_told_its_own(stage: Stage) -> None:
-    """Some were released, some taken over, some are of several resources; the order is kept."""
     mine, other = stage.new(), stage.new()
     lost = {3: acquire_briefly(mine, "lost3"), 530: acquire_briefly(mine, "lost530", "beside")}
     released = {
@@ -202,7 +198,6 @@ def test_a_day_is_granted_or_refused_in_plain_words(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", EACH_DRIVER, indirect=True)
 def test_closing_twice_and_going_on(stage: Stage) -> None:
-    """A closed client connects again when it is used again, and still has its earlier leases."""
     mine, other = stage.new(), stage.new()
     mine.close()
     grant = mine.acquire("r")
@@ -237,7 +232,6 @@ def test_a_driver_for_asyncio_names_the_url_for_blocking_code(stage: Stage, bloc
 
 @pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
 def test_the_holder_of_several_is_the_last_to_end(stage: Stage) -> None:
-    """In seconds; None where all are free, were given back or have expired."""
     mine, other = stage.new(), stage.new()
     short, long = mine.acquire("a", ttl=20.0), mine.acquire("b", "c", ttl=60.0)
     for face in (mine, other):
@@ -252,7 +246,6 @@ def test_the_holder_of_several_is_the_last_to_end(stage: Stage) -> None:
 
 
 def test_a_grant_is_known_elsewhere_by_plain_data(stage: Stage) -> None:
-    """Another client extends the loaded grant, remints it and releases it."""
     mine, other = stage.new(), stage.new()
     grant = mine.acquire("b", "a", ttl=20.0)
     data: Any = json.loads(json.dumps(mine.client.dump(grant)))

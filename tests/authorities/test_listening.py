@@ -69,7 +69,6 @@ def slow_to_listen(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_a_client_that_is_closed_while_it_begins_to_listen_connects_no_more(
     url: str, slow_to_listen: threading.Event
 ) -> None:
-    """What listens sees that it is over when it has connected."""
     before, running = connections_of(url), set(threading.enumerate())
     client = Database(url)
     wait_in_vain(client, 0.1)
@@ -85,7 +84,6 @@ def test_a_client_that_is_closed_while_it_begins_to_listen_connects_no_more(
 def test_a_client_that_is_closed_before_it_begins_to_listen_connects_no_more(
     url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The thread that is to listen has been started, and has not run yet."""
     before = connections_of(url)
     start = threading.Thread.start
     held_back: list[threading.Thread] = []
@@ -109,7 +107,6 @@ def test_a_client_that_is_closed_before_it_begins_to_listen_connects_no_more(
 
 @pytest.mark.filterwarnings("error")
 def test_a_client_that_cannot_listen_looks(url: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where the server takes no more connections; nothing is printed, and nothing stays open."""
     before = connections_of(url)
 
     def refuse(*_: object) -> None:
@@ -194,7 +191,6 @@ def test_a_listening_connection_that_went_silent_is_replaced(
 
 
 def test_names_are_called_in_the_letters_of_the_database(postgres: Postgres) -> None:
-    """One that is not of UTF-8 sends other bytes."""
     url = postgres.create_database()
     with psycopg.connect(url.replace("+psycopg", ""), autocommit=True) as connection:
         connection.execute(

@@ -95,13 +95,11 @@ def stage(request: pytest.FixtureRequest, bouncer: URL, postgres_database: Reuse
     ],
 )
 def test_the_suite_holds_behind_pgbouncer(stage: Stage, check: Callable[[Stage], None]) -> None:
-    """In its transaction mode."""
     check(stage)
 
 
 @pytest.mark.parametrize("stage", ["psycopg_async, asyncio"], indirect=True)
 def test_cancellations_hold_behind_pgbouncer(stage: Stage) -> None:
-    """Where the connection is given to another as soon as the transaction is over."""
     test_cancellation.test_a_cancelled_acquisition_leaves_nothing(stage)
 
 
@@ -129,7 +127,6 @@ class Account(FencedModel, Base):
 
 
 def test_the_guard_holds_behind_pgbouncer(bouncer: URL, postgres_database: ReusedDatabase) -> None:
-    """By an engine of the program that prepares no statement, as docs/postgresql.md says."""
     url = _through(bouncer, postgres_database)
     engine = create_engine(url, connect_args={"prepare_threshold": None})
     Base.metadata.create_all(engine)
@@ -152,7 +149,6 @@ def test_the_guard_holds_behind_pgbouncer(bouncer: URL, postgres_database: Reuse
 
 
 def test_advisory_lock_stays_behind(bouncer: URL, postgres_database: ReusedDatabase) -> None:
-    """A lock of a session belongs to a connection that PgBouncer keeps; a lease ends by itself."""
     plain = _through(bouncer, postgres_database).set(drivername="postgresql")
     with psycopg.connect(plain.render_as_string(hide_password=False), autocommit=True) as gone:
         gone.execute("SELECT pg_advisory_lock(7)")

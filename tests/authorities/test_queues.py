@@ -60,8 +60,6 @@ def server(stage: Stage) -> Iterator[Engine]:
 
 
 def test_who_cannot_listen_looks() -> None:
-    """A server that is away when a process wants to hear its calls ends no thread with a traceback."""
-
     class Away:
         def detached(self, _prepare: object) -> None:
             raise OSError("refused")
@@ -105,7 +103,6 @@ def wait_in_order(stage: Stage, server: Engine, count: int) -> tuple[Grant, Call
 
 @pytest.mark.parametrize("stage", CALLED, indirect=True)
 def test_who_waits_longest_is_called_first(stage: Stage, server: Engine) -> None:
-    """Each client is a world of its own."""
     _, release = wait_in_order(stage, server, 5)
     assert release() == [0, 1, 2, 3, 4]
     assert queue_of(server) == ""
@@ -114,7 +111,6 @@ def test_who_waits_longest_is_called_first(stage: Stage, server: Engine) -> None
 @pytest.mark.parametrize("stage", CALLED, indirect=True)
 @pytest.mark.timed
 def test_who_is_called_asks_once(stage: Stage, server: Engine, said: Counter[str]) -> None:
-    """It need not look again and again, however long it takes."""
     _, release = wait_in_order(stage, server, 1)
     said.clear()
     time.sleep(1.0)
@@ -144,7 +140,6 @@ def test_who_comes_later_does_not_push_in(stage: Stage, server: Engine) -> None:
 
 @pytest.mark.parametrize("stage", CALLED[:1], indirect=True)
 def test_who_was_called_and_does_not_come_costs_a_moment(stage: Stage, server: Engine) -> None:
-    """Another process that has ended, or that stands still."""
     _, release = wait_in_order(stage, server, 1)
     with server.begin() as connection:
         connection.execute(
@@ -155,7 +150,6 @@ def test_who_was_called_and_does_not_come_costs_a_moment(stage: Stage, server: E
 
 @pytest.mark.parametrize("stage", CALLED, indirect=True)
 def test_what_is_kept_for_one_who_has_given_up_is_passed_on(stage: Stage, server: Engine) -> None:
-    """Its world hears the call, and calls the next."""
     holder, impatient, patient = stage.new(), stage.new(), stage.new()
     grant = holder.acquire("r", ttl=60.0)
     gave_up = threading.Event()
@@ -180,7 +174,6 @@ def test_what_is_kept_for_one_who_has_given_up_is_passed_on(stage: Stage, server
 @pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
 @pytest.mark.timed
 def test_callers_of_one_client_ask_for_each_other(stage: Stage, said: Counter[str]) -> None:
-    """Thirty that wait cost the database as little as one, and each gets it."""
     holder, client = stage.new(), stage.new()
     grant = holder.acquire("r", ttl=60.0)
     callers = 30
@@ -258,7 +251,6 @@ def test_the_first_of_a_queue_may_give_up(stage: Stage) -> None:
     "stage", ["asyncpg, asyncio", "aiomysql, asyncio", "aiosqlite, asyncio"], indirect=True
 )
 def test_the_first_of_a_queue_may_be_cancelled(stage: Stage) -> None:
-    """The next one takes its place."""
     client = stage.new_client().aio
 
     async def story() -> None:
@@ -367,7 +359,6 @@ def test_who_was_interrupted_as_it_left_is_in_nobodys_way(
 
 @pytest.mark.parametrize("does", ["join", "fail"])
 def test_a_caller_that_the_garbage_collector_ends_may_leave_at_any_moment(does: str) -> None:
-    """A generator that was thrown away leaves the queue in its `finally`, between any two lines."""
     queues = Queues(ThreadWakeup, in_threads=True)
     first, thrown_away, third, last = (queues.new_place(1.0) for _ in range(4))
 

@@ -178,7 +178,6 @@ def is_free_soon(face: Face) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("scene", DATABASES, indirect=True)
 def test_a_connection_that_went_silent_is_replaced_within_one_acquisition(scene: Scene) -> None:
-    """A firewall has forgotten it; the server lives."""
     scene.silence_open()
     assert took(lambda: scene.face.release(scene.face.acquire("r", timeout=10.0))) < 10.0
 
@@ -186,8 +185,6 @@ def test_a_connection_that_went_silent_is_replaced_within_one_acquisition(scene:
 @pytest.mark.long
 @pytest.mark.parametrize("scene", [*SERVERS, *NODES], indirect=True)
 def test_connections_that_went_silent_are_replaced(scene: Scene) -> None:
-    """The caller may hear so, and a later try connects again."""
-
     def is_granted() -> bool:
         try:
             scene.face.release(scene.face.acquire("r", ttl=2.0, timeout=2.0))
@@ -241,7 +238,6 @@ def test_a_release_that_meets_a_silence_comes_when_it_ends(scene: Scene) -> None
 @pytest.mark.timed
 @each_scene
 def test_a_lost_lease_is_told_by_the_clock(scene: Scene) -> None:
-    """The renewal has no answer. The callback hears of the end in time, and the block is left in time."""
     told, left = list[float](), list[float]()
     authority: Any = scene.face.client
     lock: FencedLock[int] = FencedLock(("r",), lambda: authority, ttl=3.0)
@@ -347,7 +343,6 @@ def hold_up() -> Iterator[HoldUp]:
 
 @pytest.mark.long
 def test_a_timeout_leaves_nothing_though_a_grant_comes_late(hold_up: HoldUp) -> None:
-    """The statement was hung up and sent again, and the second one met the row lock of the first."""
     face, held_up = hold_up
     with held_up(), pytest.raises(LockTimeoutError):
         face.acquire("r", ttl=60.0, timeout=4.0)
@@ -356,7 +351,6 @@ def test_a_timeout_leaves_nothing_though_a_grant_comes_late(hold_up: HoldUp) -> 
 
 @pytest.mark.long
 def test_an_acquisition_does_not_wait_for_its_own_late_grant(hold_up: HoldUp) -> None:
-    """What holds the lock is a statement that it has sent itself."""
     face, held_up = hold_up
     with ThreadPoolExecutor() as threads:
         with held_up():
@@ -368,7 +362,6 @@ def test_an_acquisition_does_not_wait_for_its_own_late_grant(hold_up: HoldUp) ->
 @pytest.mark.long
 @pytest.mark.parametrize("scene", SERVERS, indirect=True)
 def test_waiting_goes_on_behind_a_silence(scene: Scene) -> None:
-    """The waiter looks again, and gets the lock that was released during the silence."""
     grant = scene.beside.acquire("r", ttl=60.0)
     scene.silence_open()
     assert scene.beside.release(grant) is True

@@ -52,7 +52,6 @@ while line := sys.stdin.readline():
 def test_of_those_that_begin_together_exactly_one_runs(
     nodes: Nodes, count: int, contenders: int, rounds: int
 ) -> None:
-    """In processes, at the same moment, by votes that may be split."""
     url = ",".join(nodes.urls[:count])
     with Redlock(url) as quorum:
         quorum.init(base=0)
@@ -81,22 +80,19 @@ def test_of_those_that_begin_together_exactly_one_runs(
 
 
 def test_a_call_is_skipped_while_another_holds_the_lock(stage: Stage) -> None:
-    """Without a wait; the function is not called, and runs once the lock is free."""
     called: list[int] = []
     skipping: Any = fenced("r", authority=stage.new_client(), if_held="skip", timeout=30.0)
 
-    @skipping
     def work() -> str:
         called.append(1)
         return "done"
 
-    @skipping
     async def work_async() -> str:
         await asyncio.sleep(0)
-        return work.__wrapped__()  # type: ignore[attr-defined,no-any-return]
+        return work()
 
     def call() -> Any:
-        return work() if stage.world == "blocking" else stage.run(work_async())
+        return skipping(work)() if stage.world == "blocking" else stage.run(skipping(work_async)())
 
     assert call() == "done"
     other = stage.new()
@@ -131,8 +127,6 @@ def test_one_of_several_threads_runs_and_the_others_skip(stage: Stage) -> None:
 
 
 def test_a_timeout_of_the_function_itself_is_not_a_skip(authority: Redlock, rival: Redlock) -> None:
-    """It has begun, so its error is its caller's."""
-
     @fenced("outer", authority=authority, if_held="skip")
     def work() -> None:
         authority.lock("inner", timeout=0).acquire()
@@ -157,7 +151,6 @@ def test_a_block_cannot_be_skipped(authority: Redlock, rival: Redlock) -> None:
 
 
 def test_nodes_that_do_not_answer_are_no_holder(nodes: Nodes) -> None:
-    """Too few of them to decide: the call raises, and is not skipped."""
     with Redlock(nodes.urls, **IMPATIENT) as quorum:
         quorum.init(base=0)
         work = fenced("r", authority=quorum, if_held="skip")(lambda: "done")

@@ -31,7 +31,6 @@ def test_tokens_are_unique_and_leases_exclusive(stage: Stage) -> None:
 
 
 def test_tokens_follow_real_time(stage: Stage) -> None:
-    """An acquisition that began after another had completed has the larger token, be that one held or not."""
     journal = race(stage, Habits(resources=("hot",), ttl=0.02, abandoned=0.5))
     assert_unique(journal)
     assert_in_order(journal)
@@ -39,7 +38,6 @@ def test_tokens_follow_real_time(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", IN_LOOPS, indirect=True)
 def test_tasks_of_one_loop_exclude_one_another(stage: Stage) -> None:
-    """Whether they share a client or not; the loop goes on while many wait in it."""
     clients = [stage.new_client(), stage.new_client()]
 
     async def main() -> None:
@@ -54,7 +52,6 @@ def test_tasks_of_one_loop_exclude_one_another(stage: Stage) -> None:
 
 
 def test_a_reminted_grant_has_a_larger_token_and_is_still_exclusive(stage: Stage) -> None:
-    """It is the grant from now on: others are refused, it can be extended, and its release frees."""
     mine, other = stage.new(), stage.new()
     grants: list[Grant] = [mine.acquire("r", "s")]
     for _ in range(2):
@@ -83,7 +80,6 @@ def test_remint_lasts_for_the_ttl_that_it_is_given(stage: Stage) -> None:
 
 
 def test_remint_of_a_lost_grant_is_refused(stage: Stage) -> None:
-    """Where another has taken over; what that one holds stays held."""
     mine, other, third = stage.new(), stage.new(), stage.new()
     expired = acquire_briefly(mine, "r")
     taken = other.acquire("r", timeout=20.0)
@@ -96,7 +92,6 @@ def test_remint_of_a_lost_grant_is_refused(stage: Stage) -> None:
 # Nodes grant a free lock again: their lock has looked at its clock before it asks.
 @pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
 def test_remint_is_refused_where_another_came_between(stage: Stage) -> None:
-    """Although that one has gone again, and the resource is free."""
     mine, other = stage.new(), stage.new()
     expired = acquire_briefly(mine, "r")
     take(other, "r", timeout=20.0)
@@ -117,7 +112,6 @@ def test_remint_of_a_released_grant_is_refused(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
 def test_remint_is_for_all_resources_or_none(stage: Stage) -> None:
-    """Where one of them has been lost, none is held afterwards but what another holds."""
     mine, other, third = stage.new(), stage.new(), stage.new()
     grant = acquire_briefly(mine, "a", "b", "c")
     taken = other.acquire("b", timeout=20.0)
@@ -129,7 +123,6 @@ def test_remint_is_for_all_resources_or_none(stage: Stage) -> None:
 
 
 def test_an_expired_lease_is_granted_to_another(stage: Stage) -> None:
-    """With a larger token, and not before its end; then its old holder can neither release nor extend."""
     mine, other, third = stage.new(), stage.new(), stage.new()
     old = acquire_briefly(mine, "r")
     new = other.acquire("r", timeout=20.0)
@@ -154,7 +147,6 @@ def test_a_lease_says_when_it_ends(stage: Stage) -> None:
 
 
 def test_the_second_release_returns_false(stage: Stage) -> None:
-    """Also where another holds the resource by then."""
     mine, other, third = stage.new(), stage.new(), stage.new()
     grant = mine.acquire("r")
     assert mine.release(grant) is True

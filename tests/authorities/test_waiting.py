@@ -17,7 +17,6 @@ from tests.authorities.stage import Stage, together
 
 @pytest.mark.parametrize("timeout", [0, 0.3])
 def test_a_wait_is_refused_at_its_timeout(stage: Stage, timeout: float) -> None:
-    """Not before it; the error says how long the holder's lease lasts, and nothing is held from then on."""
     mine, other, third = stage.new(), stage.new(), stage.new()
     grant = mine.acquire("r", ttl=30.0)
     take(other, "warm")
@@ -33,7 +32,6 @@ def test_a_wait_is_refused_at_its_timeout(stage: Stage, timeout: float) -> None:
 
 @pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
 def test_one_try_is_granted_what_is_free(stage: Stage) -> None:
-    """At first, after a release, and after the lease has expired."""
     mine, other = stage.new(), stage.new()
     for client in (mine, other, mine):
         assert client.release(client.acquire("r", timeout=0)) is True
@@ -44,7 +42,6 @@ def test_one_try_is_granted_what_is_free(stage: Stage) -> None:
 
 @pytest.mark.parametrize("stage", EACH_DRIVER, indirect=True)
 def test_who_waits_for_ever_is_granted_what_is_released(stage: Stage) -> None:
-    """Long before the end of the lease, and not before the release."""
     mine, other = stage.new(), stage.new()
     grant = mine.acquire("r", ttl=60.0)
 
@@ -72,7 +69,6 @@ def test_who_waits_is_granted_what_expires(stage: Stage) -> None:
 @pytest.mark.timed
 @pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
 def test_who_waits_stays_refused_where_the_lease_is_extended(stage: Stage) -> None:
-    """The end that was seen at first is not the end."""
     mine, other = stage.new(), stage.new()
     grant = mine.acquire("r", ttl=0.6)
 
@@ -88,7 +84,6 @@ def test_who_waits_stays_refused_where_the_lease_is_extended(stage: Stage) -> No
 
 
 def test_opposite_orders_end_in_no_deadlock(stage: Stage) -> None:
-    """Each client is granted its resources in the end, in whichever order it asks; tokens keep that order."""
     faces = [stage.new() for _ in range(3)]
     names = ("a", "b", "c")
     knows_fair = not isinstance(faces[0].client, Database)
@@ -110,7 +105,6 @@ def test_opposite_orders_end_in_no_deadlock(stage: Stage) -> None:
 
 
 def test_tokens_come_in_the_order_in_which_they_are_asked_for(stage: Stage) -> None:
-    """Each of several tokens is that of its resource: larger than its last one, smaller than its next."""
     mine = stage.new()
     for _ in range(9):
         take(mine, "z")
@@ -125,7 +119,6 @@ def test_tokens_come_in_the_order_in_which_they_are_asked_for(stage: Stage) -> N
 
 @pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
 def test_a_refusal_leaves_nothing_of_the_others(stage: Stage) -> None:
-    """Wherever the one that another holds stands among those that are asked for, at once or after waiting."""
     mine, other, third = stage.new(), stage.new(), stage.new()
     for place in (0, 1, 2):
         names = [f"{name}{place}" for name in "abc"]

@@ -88,7 +88,6 @@ def granted_soon(authority: ZooKeeper, *resources: str, seconds: float = 20.0) -
 
 @pytest.mark.timed
 def test_validity_is_two_thirds_of_the_session(authority: ZooKeeper) -> None:
-    """As the servers have granted it; a longer ttl is refused, with the setting that allows it."""
     began = time.monotonic()
     grant = authority.acquire(("r",), ttl=4.0, timeout=0)
     assert 2.4 < grant.expires_at - began < 4.0 * 2 / 3 + 0.2
@@ -103,7 +102,6 @@ def test_validity_is_two_thirds_of_the_session(authority: ZooKeeper) -> None:
 
 
 def test_servers_limit_the_session(url: str) -> None:
-    """To twenty ticks and more here; what they have granted counts, not what was asked for."""
     with ZooKeeper(url.partition("?")[0], session_timeout=1_000_000) as authority:
         authority.acquire(("r",), ttl=3.0, timeout=0)
         with pytest.raises(ValueError, match="session of 400 s"):
@@ -123,7 +121,6 @@ def test_lock_is_renewed_before_two_thirds_are_over(authority: ZooKeeper, other:
 
 @pytest.mark.long
 def test_process_that_is_stopped_loses_its_session(url: str, other: ZooKeeper) -> None:
-    """Its lock goes to the next with a larger token, and it hears of that when it goes on."""
     program = """
         import sys, time, fencelock
         authority = fencelock.configure(sys.argv[1])
@@ -163,7 +160,6 @@ def test_wiped_server_gives_no_token_again() -> None:
 
 
 def test_restart_keeps_leases(zookeeper_server: Server, url: str) -> None:
-    """A session outlives it."""
     with ZooKeeper(url.partition("?")[0], session_timeout=60.0) as authority:
         grant = authority.acquire(("r",), ttl=40.0, timeout=0)
         zookeeper_server.stop(0)
@@ -179,7 +175,6 @@ def test_restart_keeps_leases(zookeeper_server: Server, url: str) -> None:
 
 @pytest.mark.long
 def test_leader_of_three_is_killed() -> None:
-    """The others elect another one; a lease goes on, and another is granted."""
     if lacks := zookeeper.missing():
         pytest.skip(f"no ZooKeeper: this machine lacks {lacks}")
     with Server(3) as servers, ZooKeeper(servers.url, session_timeout=15.0) as authority:
@@ -223,7 +218,6 @@ def test_entry_that_somebody_deletes(authority: ZooKeeper, other: ZooKeeper, kaz
 
 
 def test_release_by_force_frees_what_is_kept(authority: ZooKeeper, other: ZooKeeper) -> None:
-    """`at_least` keeps a lock without an entry, and the operator sees its holder."""
     lock = authority.lock("r", ttl=4.0, at_least=60.0)
     with lock as token:
         pass
@@ -238,7 +232,6 @@ def test_release_by_force_frees_what_is_kept(authority: ZooKeeper, other: ZooKee
 
 @pytest.mark.timed
 def test_lease_ends_though_its_session_goes_on(authority: ZooKeeper, other: ZooKeeper) -> None:
-    """Its process deletes the entry when the ttl is over."""
     authority.acquire(("r",), ttl=0.5, timeout=0)
     began = time.monotonic()
     other.acquire(("r",), ttl=4.0, timeout=5.0)
@@ -248,7 +241,6 @@ def test_lease_ends_though_its_session_goes_on(authority: ZooKeeper, other: ZooK
 def test_a_mark_of_somebody_else_is_named(
     face: BlockingFace, authority: ZooKeeper, kazoo: KazooClient
 ) -> None:
-    """A number that no client minted grants nothing, and the refused client leaves no entry in the line."""
     take(face, "r", ttl=4.0)
     for value in ("garbage", "-1", "9" * 30):
         kazoo.set(line_of(authority, "r"), value.encode())
@@ -269,7 +261,6 @@ def test_the_last_token_does_not_wrap_around(
 def test_prune_spares_what_is_held_and_what_is_young(
     face: BlockingFace, authority: ZooKeeper, other: ZooKeeper, kazoo: KazooClient
 ) -> None:
-    """A line that was deleted is made again, also by a client that knew it."""
     old = f"{int((time.time() - 7200) * 1000) << 10:020d}".encode()
     for name in ("free", "held", "young"):
         take(face, name, ttl=4.0)
@@ -283,7 +274,6 @@ def test_prune_spares_what_is_held_and_what_is_young(
 
 
 def test_init_above_another_authority(face: BlockingFace, authority: ZooKeeper, other: ZooKeeper) -> None:
-    """A client that was at work meanwhile is above it, too."""
     first = take(face, ttl=4.0)
     take(BlockingFace(other), "warm", ttl=4.0)
     authority.init(above=first + (1 << 45))
@@ -292,7 +282,6 @@ def test_init_above_another_authority(face: BlockingFace, authority: ZooKeeper, 
 
 
 def test_login_guards_the_nodes(url: str) -> None:
-    """No other client may read or write the nodes that such a client has made."""
     with_login = url.replace("://", "://alice:secret@")
     with ZooKeeper(with_login) as authority, ZooKeeper(url) as stranger:
         assert "secret" not in repr(authority)
@@ -342,7 +331,6 @@ def test_acquisition_begins_the_next_session(zookeeper_server: Server, authority
 
 @pytest.mark.timed
 def test_no_server_is_told_in_time() -> None:
-    """The sentence names the servers, and no password; closing then takes no time."""
     authority = ZooKeeper("zookeeper://bob:secret@127.0.0.1:1,127.0.0.1:2")
     began = time.monotonic()
     with pytest.raises(QuorumError, match=r"127.0.0.1:1,127.0.0.1:2/fencelock did not answer") as caught:
@@ -365,7 +353,6 @@ def test_a_url_that_cannot_be_understood_is_refused() -> None:
 
 
 def test_counter_of_a_line_goes_on_below_zero() -> None:
-    """Behind 2**31 entries of a name; the order stays. A node of another program stands nowhere."""
     names = [f"{'0' * 16}-{number}" for number in ("2147483646", "2147483647", "-2147483648", "-2147483647")]
     assert verbs.in_order([names[2], names[0], names[3], names[1]]) == names
     assert verbs.distance(names[0], names[3]) == -3
@@ -396,7 +383,6 @@ def test_loop_goes_on_meanwhile(authority: ZooKeeper) -> None:
 
 
 def test_kazoo_tells_the_timeout(authority: ZooKeeper) -> None:
-    """By a method of its own that is no public name: another version may have another."""
     authority.inspect()
     session: Any = authority._session
     assert session.timeout == pytest.approx(4.0)
