@@ -222,7 +222,7 @@ def test_a_cancelled_release_takes_place(stage: Stage) -> None:
     async def acquire(resource: str) -> Any:
         return await client.acquire((resource,), ttl=40.0, timeout=5.0)
 
-    async def acquire_and_close(resource: str) -> Grant:
+    async def acquire_and_close(resource: str) -> Any:
         grant = await acquire(resource)
         await client.close()
         return grant

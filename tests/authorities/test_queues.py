@@ -226,22 +226,27 @@ def test_the_first_of_a_queue_may_give_up(stage: Stage) -> None:
     holder, client = stage.new(), stage.new()
     grant = holder.acquire("r", ttl=60.0)
 
+    gave_up = threading.Semaphore(0)
+
     def give_up() -> None:
         with pytest.raises(LockTimeoutError):
             client.acquire("r", timeout=0.3)
+        gave_up.release()
 
     def follow() -> None:
         time.sleep(0.1)
         with pytest.raises(LockTimeoutError) as caught:
             client.acquire("r", timeout=0.4)
         assert 20.0 < (caught.value.holder_ttl or 0.0) <= 60.0
+        gave_up.release()
 
     def wait() -> None:
         time.sleep(0.15)
         client.release(client.acquire("r", timeout=50.0))
 
     def release() -> None:
-        time.sleep(1.0)
+        assert gave_up.acquire(timeout=30)
+        assert gave_up.acquire(timeout=30)
         assert holder.release(grant) is True
 
     together(give_up, follow, wait, release)
