@@ -338,12 +338,11 @@ def test_greenlets_hold_is_renewed_and_not_entered_by_another_when_it_has_ended(
     assert seen == ["renewed", "taken"]
 
 
-@pytest.mark.parametrize("patch", LETS_RUN)
-def test_no_update_is_lost_between_greenlets(nodes: Nodes, postgres: Postgres, patch: str) -> None:
+def test_no_update_is_lost_between_greenlets(nodes: Nodes, postgres: Postgres) -> None:
     url = postgres.create_database()
     seen = run(
         nodes,
-        patch,
+        GEVENT["all"],
         f"""
         from fencelock import FencedModel, claim
         from sqlalchemy import create_engine

@@ -90,6 +90,7 @@ def test_metadata_makes_the_table(on_server: Engine) -> None:
 @on_postgresql
 @pytest.mark.timed
 def test_used_up_pool_keeps_no_lease_from_being_renewed(engine: Engine) -> None:
+    """The authority has connections of its own."""
     small = create_engine(engine.url, pool_size=1, max_overflow=0, pool_timeout=0.1)
     with Database(small) as authority:
         authority.init()
@@ -143,6 +144,7 @@ def test_ended_connections_are_replaced(on_server: Engine, end_all: Callable[[],
 
 @on_servers
 def test_all_idle_connections_are_given_up_together(on_server: Engine, end_all: Callable[[], None]) -> None:
+    """After a quiet night the first lock finds more dead connections than it makes tries."""
     with Database(on_server, pool_size=8) as authority:
         authority.init()
         meet = threading.Barrier(8)
@@ -175,6 +177,7 @@ def are_closed(opened: list[Any]) -> bool:
 def test_what_a_closed_authority_owes_opens_no_connection(
     listened: Listened, end_all: Callable[[], None]
 ) -> None:
+    """Releases that a failover may have lost are sent again in the background; `close` ends that."""
     engine, opened = listened
     authority = Database(engine)
     authority.init()
@@ -218,6 +221,7 @@ def test_a_call_that_a_close_has_overtaken_leaves_no_connection(listened: Listen
 def test_a_connection_that_nobody_waits_for_any_more_is_closed(
     listened: Listened, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A signal handler has interrupted the caller while it was being opened."""
     engine, opened = listened
     with Database(engine) as authority:
         authority.init()

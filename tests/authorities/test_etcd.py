@@ -11,13 +11,11 @@ from typing import Any
 
 import pytest
 
-from fencelock import AuthorityError, CountersExhaustedError, Etcd, QuorumError
+from fencelock import AuthorityError, Etcd, QuorumError
 from fencelock.authority.base import Grant
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.aio import LoopLink
 from fencelock.authority.etcd.members import Members
-from fencelock.authority.line.entries import quoted
-from fencelock.tokens import MAX_TOKEN
 from proof.servers import Etcd as Cluster
 from tests.authorities.faces import BlockingFace, is_held, take
 from tests.conftest import with_new_path
@@ -61,10 +59,6 @@ def waiting(authority: Etcd, *names: str, watches: bool = True) -> Iterator[tupl
 def face(authority: Etcd) -> BlockingFace:
     """The same with defaults for tests."""
     return BlockingFace(authority)
-
-
-def key_of(authority: Etcd, part: str, resource: str) -> str:
-    return f"/{authority._members.hosts.root}/{part}/{quoted(resource)}"
 
 
 @pytest.mark.parametrize(
@@ -259,24 +253,6 @@ def test_a_move_that_was_not_answered_is_repeated(
     assert not is_held(face, "r")
 
 
-def test_a_mark_of_somebody_else_is_named(face: BlockingFace, authority: Etcd, cluster: Cluster) -> None:
-    key = key_of(authority, "m", "r")
-    for value in ("", "garbage", "-1", "9" * 30, "\xff", "5 x"):
-        cluster.ctl("put", key, "--", value)
-        with pytest.raises(AuthorityError, match="no mark of fencelock") as caught:
-            face.acquire("r")
-        assert "/m/r" in str(caught.value)
-    assert authority.inspect("other") is None
-    cluster.ctl("del", key)
-    assert take(face) > 0
-
-
-def test_the_last_token_does_not_wrap_around(face: BlockingFace, authority: Etcd, cluster: Cluster) -> None:
-    cluster.ctl("put", key_of(authority, "m", "r"), f"{MAX_TOKEN:020d}")
-    with pytest.raises(CountersExhaustedError):
-        face.acquire("r")
-
-
 def test_more_names_than_a_transaction_takes(authority: Etcd) -> None:
     with pytest.raises(ValueError, match="at most 40 names"):
         authority.acquire(tuple(f"r{number}" for number in range(41)), ttl=5.0, timeout=0)
@@ -330,32 +306,6 @@ def test_login_by_user_and_password() -> None:
             elsewhere.acquire(("r",), ttl=5.0, timeout=0.5)
 
 
-REFUSED: dict[str, str] = {
-    "etcd://": "not a host",
-    "etcd://h:0": "not a host",
-    "etcd://h:99999": "not a host",
-    "etcd://root:hidden": r"^'root:\*\*\*' is not a host",
-    "etcd://a:1,b:2,a:1": "named twice",
-    "etcd://h:2379/a//b": "no valid root",
-    "etcd://h:2379/../x": "no valid root",
-    "etcd://h:2379?ca=x.pem": "certificates are for etcds",
-    "etcds://h:2379?ca=missing.pem": "cannot be read",
-    "etcds://h:2379?key=x": "needs its certificate",
-    "etcds://h:2379?verify=no": "no setting",
-    "http://h:2379": "none of etcd",
-    "etcd://user:hid/den@h": "^in the names and passwords of a URL",
-    "etcd://user:hid?den@h": "^in the names and passwords of a URL",
-    "etcd://user:hid@den@h": "^in the names and passwords of a URL",
-    "etcd:h": "none of etcd",
-}
-
-
-def test_a_url_that_cannot_be_understood_is_refused() -> None:
-    for url, says in REFUSED.items():
-        with pytest.raises(ValueError, match=says):
-            Etcd(url)
-
-
 def test_password_is_not_shown() -> None:
     with Etcd("etcd://user:hidden@127.0.0.1:1") as authority:
         assert "hidden" not in repr(authority)
@@ -406,38 +356,3 @@ def test_fields_of_a_message_that_ends_too_early() -> None:
     for text in (b"\x08", b"\x12\x05ab", b"\xff\xff\xff"):
         with pytest.raises(ValueError, match="too early"):
             messages.fields_of(text)
-
-
-def test_prune_spares_what_is_held_and_what_is_young(
-    face: BlockingFace, authority: Etcd, cluster: Cluster
-) -> None:
-    for name in ("free", "held"):
-        take(face, name)
-    old = int((time.time() - 7200) * 1000) << 10
-    for name in ("free", "held"):
-        cluster.ctl("put", key_of(authority, "m", name), f"{old:020d}")
-    take(face, "young")
-    other = Etcd(str(authority._members.hosts))
-    held = other.acquire(("held",), ttl=10.0, timeout=0)
-    cluster.ctl("put", key_of(authority, "m", "held"), f"{old:020d}")
-    assert authority.prune(3600) == 1
-    assert take(face, "free") > old
-    assert other.release(held) is True
-    other.close()
-    with pytest.raises(ValueError, match="at least an hour"):
-        authority.prune(60)
-
-
-def test_init_above_another_authority(face: BlockingFace, authority: Etcd) -> None:
-    first = take(face)
-    authority.init(above=first + 5)
-    near = take(face)
-    assert near > first + 5
-    far = near + (1 << 45)
-    with Etcd(str(authority._members.hosts)) as running:
-        take(BlockingFace(running), "warm")
-        authority.init(above=far)
-        assert take(face) > far
-        assert take(BlockingFace(running), "s") > far  # a client that was at work meanwhile
-    with pytest.raises(ValueError, match="token"):
-        authority.init(above=MAX_TOKEN + 1)

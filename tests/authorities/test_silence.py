@@ -178,6 +178,7 @@ def is_free_soon(face: Face) -> bool:
 @pytest.mark.long
 @pytest.mark.parametrize("scene", DATABASES, indirect=True)
 def test_a_connection_that_went_silent_is_replaced_within_one_acquisition(scene: Scene) -> None:
+    """A firewall has forgotten it; the server lives."""
     scene.silence_open()
     assert took(lambda: scene.face.release(scene.face.acquire("r", timeout=10.0))) < 10.0
 
