@@ -32,11 +32,12 @@ class Store(NamedTuple):
 def store(request: pytest.FixtureRequest) -> Iterator[Store]:
     with ExitStack() as stack:
         authority: Any
+        other: Any
         if request.param == "etcd":
             cluster = request.getfixturevalue("etcd_cluster")
             cluster.heal()
             url = with_new_path(cluster.url)
-            authority, other = (stack.enter_context(Etcd(url)) for _ in range(2))
+            authority, other = stack.enter_context(Etcd(url)), stack.enter_context(Etcd(url))
             root = authority._members.hosts.root
 
             def write(name: str, value: str) -> None:
@@ -46,7 +47,7 @@ def store(request: pytest.FixtureRequest) -> Iterator[Store]:
             server = request.getfixturevalue("zookeeper_server")
             server.heal()
             url = f"{with_new_path(server.url)}?session_timeout={TTL:.0f}"
-            authority, other = (stack.enter_context(ZooKeeper(url)) for _ in range(2))
+            authority, other = stack.enter_context(ZooKeeper(url)), stack.enter_context(ZooKeeper(url))
             kazoo = KazooClient(server.hosts)
             kazoo.start()
             stack.callback(kazoo.close)
