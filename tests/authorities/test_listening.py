@@ -70,12 +70,11 @@ def test_a_client_that_is_closed_while_it_begins_to_listen_connects_no_more(
     url: str, slow_to_listen: threading.Event
 ) -> None:
     before, running = connections_of(url), set(threading.enumerate())
-    client = Database(url)
-    wait_in_vain(client, 0.1)
-    assert slow_to_listen.wait(30.0)
-    listeners = [each for each in set(threading.enumerate()) - running if "fencelock" not in each.name]
-    assert listeners
-    client.close()
+    with Database(url) as client:
+        while not slow_to_listen.is_set():  # the first look may take until the timeout
+            wait_in_vain(client, 0.1)
+        listeners = [each for each in set(threading.enumerate()) - running if "fencelock" not in each.name]
+        assert listeners
     for thread in listeners:
         thread.join(30.0)
     assert eventually(lambda: connections_of(url) == before)
@@ -95,10 +94,9 @@ def test_a_client_that_is_closed_before_it_begins_to_listen_connects_no_more(
             held_back.append(self)
 
     monkeypatch.setattr(threading.Thread, "start", hold_back)
-    client = Database(url)
-    wait_in_vain(client, 0.5)
-    client.close()
-    assert held_back
+    with Database(url) as client:
+        while not held_back:  # the first look may take until the timeout
+            wait_in_vain(client, 0.5)
     for thread in held_back:
         start(thread)
         thread.join(30.0)
