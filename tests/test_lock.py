@@ -33,14 +33,8 @@ from fencelock.errors import (
 from fencelock.lease import Lease, held_leases
 from fencelock.lock.options import AllLockSettings, LockSettings
 from proof.servers import Nodes
-from tests.polling import IMPATIENT, eventually
+from tests.polling import eventually
 from tests.redlock.views import is_free, locks_on
-
-
-@pytest.fixture
-def patience() -> dict[str, Any]:
-    """Little: some nodes are down."""
-    return IMPATIENT
 
 
 def forget(nodes: Nodes, resource: str = "r") -> None:

@@ -65,7 +65,7 @@ def test_a_mark_of_somebody_else_is_named(store: Store) -> None:
     for value in ("", "garbage", "-1", "9" * 30, "\xff", "5 x"):
         store.write("r", value)
         with pytest.raises(AuthorityError, match="no mark of fencelock") as caught:
-            store.mine.acquire("r", ttl=TTL)
+            store.other.acquire("r", ttl=TTL)  # which knows no earlier mark
         assert "/r" in str(caught.value)
     assert store.mine.client.inspect() == []
     store.write("r", f"{1 << 20:020d}")
