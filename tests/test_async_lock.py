@@ -1,4 +1,7 @@
-"""`async with fenced_lock(…)` keeps its promises about re-entry, cancellation, loops and the guard."""
+"""`async with fenced_lock(…)` keeps its promises about re-entry, cancellation, loops and the guard.
+
+What asyncio shares with blocking code is in `test_lock`.
+"""
 
 from __future__ import annotations
 
@@ -29,10 +32,11 @@ Main = Callable[[], Coroutine[Any, Any, None]]
 Run = Callable[[Main], None]
 
 
-@pytest.fixture(params=["asyncio", "uvloop"])
+@pytest.fixture
 def run(request: pytest.FixtureRequest, authority: Redlock) -> Run:
-    """Run a coroutine function in a new loop of either kind, and close the authority's connections in it."""
-    factory = uvloop.new_event_loop if request.param == "uvloop" else asyncio.new_event_loop
+    """Run a coroutine function in a new loop, and close the authority's connections in it."""
+    is_uvloop = getattr(request, "param", "asyncio") == "uvloop"
+    factory = uvloop.new_event_loop if is_uvloop else asyncio.new_event_loop
 
     def run_in_new_loop(main: Main) -> None:
         async def whole() -> None:
@@ -47,9 +51,11 @@ def run(request: pytest.FixtureRequest, authority: Redlock) -> Run:
     return run_in_new_loop
 
 
-def test_block_yields_the_token_and_releases(authority: Redlock, run: Run) -> None:
-    """One resource or several; typed as the blocking form."""
+in_each_loop = pytest.mark.parametrize("run", ["asyncio", "uvloop"], indirect=True)
 
+
+@in_each_loop
+def test_block_yields_the_token_and_releases(authority: Redlock, run: Run) -> None:
     async def main() -> None:
         async with authority.lock("r") as token:
             assert_type(token, int)
@@ -64,15 +70,12 @@ def test_block_yields_the_token_and_releases(authority: Redlock, run: Run) -> No
     run(main)
 
 
-@pytest.mark.timed
 def test_methods_have_their_twins(authority: Redlock, run: Run) -> None:
-    """acquire, try_acquire, extend, release; sync and async see the same lock."""
-
     async def main() -> None:
-        lock = authority.lock("r", ttl=5, renew=False)
+        lock = authority.lock("r", ttl=20, renew=False)
         lease = await lock.aio.acquire()
         assert lock.lease is lease
-        await lock.aio.extend(30)
+        await lock.aio.extend(60)
         assert lease.remaining > 25
         assert await asyncio.create_task(authority.lock("r").aio.try_acquire()) is None
         with pytest.raises(LockTimeoutError):
@@ -110,7 +113,6 @@ def test_task_enters_again_and_other_tasks_wait(authority: Redlock, run: Run) ->
     run(main)
 
 
-@pytest.mark.timed
 def test_tasks_whose_parent_holds_the_lock_hear_so_in_their_errors(
     authority: Redlock, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -127,8 +129,8 @@ def test_tasks_whose_parent_holds_the_lock_hear_so_in_their_errors(
     assert not caplog.records
 
 
+@in_each_loop
 def test_tasks_take_turns(authority: Redlock, run: Run) -> None:
-    """Fifty tasks, one at a time, tokens in order."""
     inside, tokens = Counter[str](), []
 
     async def work() -> None:
@@ -146,21 +148,15 @@ def test_tasks_take_turns(authority: Redlock, run: Run) -> None:
     assert tokens == sorted(set(tokens))
 
 
-@pytest.mark.timed
+@in_each_loop
 def test_body_that_is_cancelled_releases(authority: Redlock, nodes: Nodes, run: Run) -> None:
-    """A timeout around the block, a sibling that fails in a task group."""
-
     async def main() -> None:
-        with pytest.raises(TimeoutError):
-            async with asyncio.timeout(0.1), authority.lock("r"):
-                await asyncio.sleep(30)
-        assert await becomes_free(nodes)
         entered = asyncio.Event()
 
         async def hold() -> None:
             async with authority.lock("r"):
                 entered.set()
-                await asyncio.sleep(30)
+                await asyncio.sleep(60)
 
         async def fail() -> None:
             await entered.wait()
@@ -179,75 +175,56 @@ def test_body_that_is_cancelled_releases(authority: Redlock, nodes: Nodes, run: 
     run(main)
 
 
-def test_inner_block_whose_release_is_cancelled_lets_the_outer_one_release(
-    authority: Redlock, nodes: Nodes, run: Run
+@pytest.mark.parametrize("outer_first", [False, True])
+def test_all_that_a_cancelled_release_leaves_is_released(
+    authority: Redlock, nodes: Nodes, run: Run, *, outer_first: bool
 ) -> None:
-    """What was entered again is left, too, though leaving the rest was cut short."""
-
-    async def main() -> None:
-        async with authority.lock("a"):
-            inner = authority.lock("a", "b")
-            await inner.aio.acquire()
-            task = asyncio.current_task()
-            assert task is not None
-            task.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await inner.aio.release()
-            task.uncancel()
-        assert await becomes_free(nodes)
-
-    run(main)
-
-
-def test_all_that_a_block_held_last_is_released_though_it_is_cancelled(
-    authority: Redlock, nodes: Nodes, run: Run
-) -> None:
-    """Two grants that one block is the last inside: the second is not forgotten for the first."""
-
     async def main() -> None:
         outer, inner = authority.lock("a"), authority.lock("a", "b")
         await outer.aio.acquire()
         await inner.aio.acquire()
-        await outer.aio.release()
+        if outer_first:
+            await outer.aio.release()
         task = asyncio.current_task()
         assert task is not None
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await inner.aio.release()
         task.uncancel()
+        if not outer_first:
+            await outer.aio.release()
         assert await becomes_free(nodes)
 
     run(main)
 
 
 @pytest.mark.timed
+@in_each_loop
 def test_loops_come_and_go(authority: Redlock, run: Run) -> None:
-    """Each has connections and renewal of its own, also with blocking code between them."""
     tokens = []
 
     async def main() -> None:
-        async with authority.lock("r", ttl=0.3) as token:
-            await asyncio.sleep(0.4)
+        async with authority.lock("r", ttl=1.0) as token:
+            await asyncio.sleep(1.1)
             tokens.append(token)
 
-    for _ in range(3):
+    for _ in range(2):
         run(main)
         with authority.lock("r", timeout=0) as token:
             tokens.append(token)
     assert tokens == sorted(set(tokens))
 
 
-@pytest.mark.timed
-def test_loop_that_ends_inside_the_block_makes_no_noise(authority: Redlock, nodes: Nodes) -> None:
-    """The tasks are cancelled, their blocks left, and no task is destroyed while pending."""
-
-    async def hold() -> None:
-        async with authority.lock("r", ttl=3.0):
-            await asyncio.sleep(30)
+def test_a_loop_that_ends_inside_the_block_makes_no_noise(authority: Redlock, nodes: Nodes) -> None:
+    async def hold(entered: asyncio.Event) -> None:
+        async with authority.lock("r", ttl=60.0):
+            entered.set()
+            await asyncio.sleep(60)
 
     async def main() -> None:
-        task = asyncio.ensure_future(hold())
-        await asyncio.sleep(1.2)
+        entered = asyncio.Event()
+        task = asyncio.ensure_future(hold(entered))
+        await entered.wait()
         assert locks_on(nodes)
         assert not task.done()
 
@@ -255,14 +232,12 @@ def test_loop_that_ends_inside_the_block_makes_no_noise(authority: Redlock, node
         warnings.simplefilter("error")
         asyncio.run(main())
         gc.collect()
-    assert eventually(lambda: locks_on(nodes) == [], 1.5)  # it would end after 2
+    assert eventually(lambda: locks_on(nodes) == [])
 
 
 def test_lost_lease_raises_on_leaving_and_not_over_the_bodys_own_error(
     authority: Redlock, nodes: Nodes, run: Run
 ) -> None:
-    """As in the blocking form."""
-
     def forget() -> None:
         for node in nodes:
             with redis.Redis.from_url(node.url) as client:
@@ -286,12 +261,10 @@ def test_lost_lease_raises_on_leaving_and_not_over_the_bodys_own_error(
 
 
 class Base(DeclarativeBase):
-    """The tables of this file."""
+    pass
 
 
 class Account(FencedModel, Base):
-    """A fenced row."""
-
     __tablename__ = "async_lock_accounts"
     __fence_resource__ = "account:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -300,8 +273,6 @@ class Account(FencedModel, Base):
 
 @pytest.mark.complaint("sqlalchemy#9339, #12921, #5900", "bulk statements know nothing of version_id_col")
 def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Redlock, tmp_path: Any) -> None:
-    """The lease reaches the flush through SQLAlchemy's greenlet; an older one is refused by the database."""
-
     async def main() -> None:
         engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}")
         async with engine.begin() as connection:
@@ -322,12 +293,9 @@ def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Red
     asyncio.run(main())
 
 
-@pytest.mark.timed
 def test_a_blocking_lock_that_keeps_the_loop_waiting_says_so_once(
     authority: Redlock, rival: Redlock, run: Run, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Not one that has nothing to wait for, and none outside a loop."""
-
     def wait_for_it() -> None:
         with pytest.raises(LockTimeoutError):
             authority.lock("r", timeout=0.1).acquire()
@@ -349,32 +317,21 @@ def test_a_blocking_lock_that_keeps_the_loop_waiting_says_so_once(
     assert "`async with`" in said
 
 
-async def _held_up(authority: Redlock) -> None:
-    """Wait in vain, in a coroutine that is never awaited to its end."""
-    async with authority.lock("r", timeout=None):
-        raise AssertionError("another holder has it")
-
-
-def test_coroutine_that_is_thrown_away_while_it_waits_ends_in_another_context(
-    authority: Redlock, run: Run
+def test_a_coroutine_that_is_thrown_away_while_it_waits_ends_in_another_context(
+    authority: Redlock, rival: Redlock, run: Run
 ) -> None:
-    """The garbage collector closes it where it happens to be."""
-
     async def main() -> None:
-        other = authority.lock("r")
-        await asyncio.to_thread(other.acquire)
-        waiting = _held_up(authority)
+        waiting = authority.lock("r", timeout=None).aio.acquire()
         contextvars.copy_context().run(waiting.send, None)
         waiting.close()
-        await asyncio.to_thread(other.release)
 
-    run(main)
+    with rival.lock("r"):
+        run(main)
 
 
-def test_coroutine_that_is_thrown_away_behind_its_loop_makes_no_noise(
+def test_a_coroutine_that_is_thrown_away_behind_its_loop_makes_no_noise(
     authority: Redlock, rival: Redlock, nodes: Nodes
 ) -> None:
-    """It waited for another holder, and nothing is to be given back."""
     waiting = authority.lock("r").aio.acquire()
 
     async def main() -> None:

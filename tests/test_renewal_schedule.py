@@ -83,7 +83,6 @@ class Clockwork:
         self.now = end
 
     def look_at(self, due: Sequence[Hold]) -> None:
-        """Let the renewer look at holds now."""
         if due:
             run(self.plans.renew_due(due, lambda: self.now, tell), self._refuse)
         self.plans._in_flight = frozenset()  # as each driver says when it has done so
@@ -118,7 +117,6 @@ def work() -> Clockwork:
 
 
 def test_extension_is_planned_for_a_third_of_the_ttl(work: Clockwork) -> None:
-    """And sooner where an acquisition has taken long, or an extension failed; rounded up by a sixteenth."""
     hold = work.hold(ttl=9.0)
     assert 3.0 - 1e-6 <= hold.renew_at - work.now < 3.0 * 17 / 16
     hold.note_extension(Grant(("r",), (1,), work.now + 1.0, None))
@@ -134,7 +132,6 @@ def test_extension_is_planned_for_a_third_of_the_ttl(work: Clockwork) -> None:
 
 @pytest.mark.parametrize("ttl", [0.1, 0.6, 30.0])
 def test_held_lease_outlives_its_ttl_for_as_long_as_it_is_held(work: Clockwork, ttl: float) -> None:
-    """It is extended by its whole ttl in each third of it, and not any more once it is struck off."""
     hold = work.hold(ttl)
     work.run(100 * ttl)
     assert not hold.over
@@ -150,11 +147,10 @@ def test_held_lease_outlives_its_ttl_for_as_long_as_it_is_held(work: Clockwork, 
 
 @pytest.mark.complaint("redisson#5698", "a renewal that failed once is never tried again")
 def test_outage_that_is_shorter_than_the_validity_is_survived(work: Clockwork) -> None:
-    """Failed extensions are tried again, a twentieth of the ttl later each time (redisson#5698)."""
     hold = work.hold(ttl=2.0)
     work.answer = lambda _grant, _seconds: QuorumError("nobody answers")
-    work.run(1.9)
-    assert 11 <= len(work.asked) <= 14
+    work.run(1.85)  # the last try that is sure to come before the end is 0.15 s before it
+    assert 11 <= len(work.asked) <= 13
     assert not hold.over
     work.answer = work.extend
     work.run(10.0)
@@ -167,7 +163,6 @@ def test_outage_that_is_shorter_than_the_validity_is_survived(work: Clockwork) -
 def test_lease_that_cannot_be_extended_in_time_is_lost_when_its_time_is_over(
     work: Clockwork, ttl: float
 ) -> None:
-    """Not before, and not much later; the reason names what the nodes said. What may be left is released."""
     hold = work.hold(ttl)
     end = hold.grant.expires_at
     work.answer = lambda _grant, _seconds: QuorumError("no answer in time")
@@ -181,7 +176,6 @@ def test_lease_that_cannot_be_extended_in_time_is_lost_when_its_time_is_over(
 
 
 def test_process_that_was_held_up_beyond_the_end_asks_for_nothing(work: Clockwork) -> None:
-    """Renewal wakes up, finds the time over, and says that this process was held up."""
     hold = work.hold(ttl=9.0)
     work.now += 10.0
     work.run(1.0)
@@ -192,7 +186,6 @@ def test_process_that_was_held_up_beyond_the_end_asks_for_nothing(work: Clockwor
 
 
 def test_lease_that_the_authority_has_lost_is_told_once(work: Clockwork) -> None:
-    """What may be left of it is released, and others are extended."""
     lost, other = work.hold(ttl=9.0), work.hold(ttl=9.0, resource="other")
     gone = LockLostError("no node has it")
     work.answer = lambda grant, seconds: gone if grant.resources == ("r",) else work.extend(grant, seconds)
@@ -208,7 +201,6 @@ def test_lease_that_the_authority_has_lost_is_told_once(work: Clockwork) -> None
 def test_error_of_the_authority_is_the_trouble_of_each_hold(
     work: Clockwork, error: Exception, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """They are looked at again soon; what no authority should raise is logged."""
     hold = work.hold(ttl=9.0)
     work.answer = lambda _grant, _seconds: error
     work.run(3.0 * 17 / 16)
@@ -246,7 +238,6 @@ def test_hold_that_lasts_until_max_hold_is_left_alone(work: Clockwork) -> None:
 
 
 def test_callback_that_fails_harms_nobody(work: Clockwork, caplog: pytest.LogCaptureFixture) -> None:
-    """The others are called, and other leases extended."""
     calls: list[Lease] = []
     hold, other = work.hold(ttl=9.0), work.hold(ttl=9.0, resource="other")
     hold.tell_when_lost([lambda _: 1 // 0, calls.append])
@@ -260,7 +251,6 @@ def test_callback_that_fails_harms_nobody(work: Clockwork, caplog: pytest.LogCap
 
 
 def test_many_leases_are_extended_in_few_rounds(work: Clockwork) -> None:
-    """A thousand that were acquired within seconds: sixteen rounds in each third of the ttl."""
     holds = []
     for number in range(1000):
         holds.append(work.hold(ttl=6.0, resource=f"r{number}"))
@@ -273,7 +263,6 @@ def test_many_leases_are_extended_in_few_rounds(work: Clockwork) -> None:
 
 
 def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck(work: Clockwork) -> None:
-    """Steps round up, by less than a sixteenth of the interval; a hold that is gone is passed over."""
     chance = random.Random(1)
     wanted: dict[Hold, float] = {}
     for _ in range(200):
@@ -298,7 +287,6 @@ def test_schedule_looks_at_nothing_early_and_forgets_what_is_struck(work: Clockw
 
 
 def test_schedule_looks_at_many_together_and_forgets_the_released(work: Clockwork) -> None:
-    """Leases that are entered within a sixteenth of the interval are looked at in one batch."""
     first, *others = [work.hold(ttl=30.0) for _ in range(4)]
     work.plans.cancel(first)
     assert 10.0 - 1e-6 <= work.plans.next_at - work.now < 10.0 + 10.0 / 16

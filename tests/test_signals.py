@@ -22,8 +22,6 @@ from fencelock.authority.redlock.protocol.messages import SYNC, Command
 from fencelock.authority.redlock.wire.codec import pack
 from proof.servers import Nodes
 
-pytestmark = pytest.mark.timed
-
 _INTERRUPTED = """
 import json, random, signal, sys, threading, time
 
@@ -44,14 +42,14 @@ def interrupt(_, frame):
 signal.signal(signal.SIGALRM, interrupt)
 """
 
-#: Packs a command with numbers for two seconds, while a handler raises after each 50 microseconds.
+#: Packs a command with numbers, while a handler raises after each 50 microseconds.
 _PACKING = """
 from fencelock.authority.redlock.wire.codec import pack
 from fencelock.authority.redlock.protocol.messages import Command
 
 command = Command("extend", "", ("{fencelock}:n", "a", "b"), tuple(range(10**9, 10**9 + 200)))
-count, until = 0, time.monotonic() + 2
-while time.monotonic() < until:
+count = 0
+while count < 300:
     try:
         armed = True
         signal.setitimer(signal.ITIMER_REAL, 0.00005)
@@ -133,9 +131,9 @@ def lock_too(*_):
 
 signal.signal(signal.SIGALRM, lock_too)
 signal.setitimer(signal.ITIMER_REAL, 0.001)
-until = time.monotonic() + 4
+until = time.monotonic() + 60
 rounds = 0
-while time.monotonic() < until:
+while (count < 60 or rounds < 8 or not refused) and time.monotonic() < until:
     rounds += 1
     lock = fenced_lock(f"body{rounds}", authority=authority, ttl=5)
     with lock:
@@ -287,7 +285,6 @@ def run(program: str, *arguments: str) -> dict[str, Any]:
 
 @pytest.mark.long
 def test_nothing_is_left_of_a_block_that_was_interrupted(nodes: Nodes) -> None:
-    """Neither on a node nor in the process, and one thread renews."""
     urls = [node.url for node in nodes[:3]]
     with Redlock(urls) as authority:
         authority.init()
@@ -335,7 +332,6 @@ def test_a_handler_that_strikes_where_something_is_begun(nodes: Nodes, does: str
 
 @pytest.mark.parametrize("name", ["renewal", "recovery", "connect", "lost", "release"])
 def test_what_a_handler_raises_where_a_thread_has_begun_comes_out(nodes: Nodes, name: str) -> None:
-    """Python's own `Thread.start` has a KeyError of its own instead."""
     urls = [node.url for node in nodes[:3]]
     with Redlock(urls) as authority:
         authority.init(max_ttl=1)
@@ -344,12 +340,10 @@ def test_what_a_handler_raises_where_a_thread_has_begun_comes_out(nodes: Nodes, 
 
 
 def test_an_interruption_while_numbers_are_packed_does_not_end_the_interpreter() -> None:
-    """Where hiredis turns an int into text, it crashes when a handler raises."""
-    assert run(_PACKING)["interrupted"] > 100
+    assert run(_PACKING)["interrupted"] == 300
 
 
 def test_hiredis_is_handed_text_only(nodes: Nodes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By ourselves, and by redis-py where it opens a connection and selects a database."""
     packed: Callable[[Any], bytes] = hiredis.pack_command
     seen: list[object] = []
 
@@ -371,7 +365,6 @@ def test_hiredis_is_handed_text_only(nodes: Nodes, monkeypatch: pytest.MonkeyPat
 
 
 def test_a_timeout_error_of_a_handler_does_not_shift_the_answers(nodes: Nodes) -> None:
-    """It is an OSError, as those of a socket are. The answer that was read is lost, and so is the link."""
     with Redlock([node.url for node in nodes[:3]]) as authority:
         authority.init(base=0)
         with authority.lock("a"):

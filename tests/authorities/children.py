@@ -16,7 +16,7 @@ def run(program: str, url: str) -> Any:
         [sys.executable, "-m", "tests.authorities.programs", program, url],
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=100,
         check=False,
         cwd=ROOT,
     )

@@ -7,139 +7,77 @@ import threading
 from collections.abc import Callable, Coroutine, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 from fencelock.authority.base import Grant, Wish
 from fencelock.errors import AuthorityError, FencelockError, LockTimeoutError
-from fencelock.holder import LockInfo
 
 _T = TypeVar("_T")
 
 #: Seconds after which anything that a test waits for counts as hung.
-PATIENCE = 30.0
+PATIENCE = 60.0
+
+#: Seconds in which what was given back is free, be the machine busy; leases in tests are longer.
+SOON = 20.0
+
+#: An authority, or an imitation that is not sound; and the same for coroutines.
+Client: TypeAlias = Any
+AsyncClient: TypeAlias = Any
 
 
-class AsyncClient(Protocol):
-    """An authority for coroutines, or an imitation that is not sound."""
-
-    async def acquire(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,  # noqa: ASYNC109 - as every authority has it
-        fair: bool = False,
-    ) -> Grant:
-        """See `Face`."""
-
-    async def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """See `Face`."""
-
-    async def remint(self, grant: Grant, ttl: float) -> Grant:
-        """See `Face`."""
-
-    async def release(self, grant: Grant) -> bool | None:
-        """See `Face`."""
-
-    async def close(self) -> None:
-        """Close the connections of the running loop."""
-
-
-class Client(Protocol):
-    """An authority, or an imitation that is not sound."""
-
-    @property
-    def aio(self) -> AsyncClient:
-        """The same client for coroutines."""
-
-    def acquire(
-        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
-    ) -> Grant:
-        """See `Face`."""
-
-    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """See `Face`."""
-
-    def remint(self, grant: Grant, ttl: float) -> Grant:
-        """See `Face`."""
-
-    def release(self, grant: Grant) -> bool | None:
-        """See `Face`."""
-
-    def close(self) -> None:
-        """Close the connections."""
-
-
-class Face(Protocol):
-    """A client with blocking signatures, and with defaults that suit most tests."""
-
-    client: Client
-
-    def acquire(
-        self,
-        *resources: str,
-        ttl: float = 30.0,
-        timeout: float | None = 2.0,
-        fair: bool = False,
-    ) -> Grant:
-        """See `Authority.acquire_gen`."""
-
-    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """See `Authority.extend_gen`."""
-
-    def remint(self, grant: Grant, ttl: float = 30.0) -> Grant:
-        """See `Authority.remint_gen`."""
-
-    def release(self, grant: Grant) -> bool | None:
-        """See `Authority.release_gen`."""
-
-    def holder_ttl(self, *resources: str) -> float | None:
-        """Return the seconds for which one of the resources is held; None for none."""
-
-    def close(self) -> None:
-        """Close the connections of this face."""
-
-
-def longest(found: Sequence[LockInfo]) -> float | None:
-    """Return the seconds until the last of some locks ends; None for none."""
-    return max((info.remaining for info in found), default=None)
-
-
-class BlockingFace:
-    """A client as threads use it."""
+class Face:
+    """A client with blocking signatures, and with defaults that suit most tests; this one is for threads."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
 
+    def run(self, steps: Any) -> Any:
+        """Run a generator of the authority."""
+        return self.client.run(steps)
+
+    def do(self, name: str, *arguments: Any, **terms: Any) -> Any:
+        """Call a method of the client."""
+        return getattr(self.client, name)(*arguments, **terms)
+
     def acquire(
-        self,
-        *resources: str,
-        ttl: float = 30.0,
-        timeout: float | None = 2.0,
-        fair: bool = False,
+        self, *resources: str, ttl: float = 30.0, timeout: float | None = 2.0, fair: bool = False
     ) -> Grant:
         """See `Authority.acquire_gen`."""
-        return self.client.acquire(resources, ttl=ttl, timeout=timeout, fair=fair)
+        grant: Grant = self.do("acquire", resources, ttl=ttl, timeout=timeout, fair=fair)
+        return grant
 
     def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
         """See `Authority.extend_gen`."""
-        return self.client.extend_many(wishes)
+        said: list[Grant | FencelockError] = self.do("extend_many", wishes)
+        return said
+
+    def extend(self, grant: Grant, ttl: float) -> Grant:
+        """Return the extended grant."""
+        (said,) = self.extend_many([(grant, ttl)])
+        assert isinstance(said, Grant), said
+        return said
 
     def remint(self, grant: Grant, ttl: float = 30.0) -> Grant:
         """See `Authority.remint_gen`."""
-        return self.client.remint(grant, ttl)
+        minted: Grant = self.do("remint", grant, ttl)
+        return minted
 
     def release(self, grant: Grant) -> bool | None:
         """See `Authority.release_gen`."""
-        return self.client.release(grant)
+        released: bool | None = self.do("release", grant)
+        return released
 
     def holder_ttl(self, *resources: str) -> float | None:
         """Return the seconds for which one of the resources is held; None for none."""
-        client: Any = self.client
-        return longest(client.run(client.inspect_gen(resources)))
+        found = self.run(self.client.inspect_gen(resources))
+        return max((info.remaining for info in found), default=None)
 
     def close(self) -> None:
+        """Close the connections of this face."""
         self.client.close()
+
+
+BlockingFace = Face
 
 
 class Loop:
@@ -171,47 +109,28 @@ async def _cancel_the_others() -> None:
     await asyncio.gather(*others, return_exceptions=True)
 
 
-class AsyncFace:
+class AsyncFace(Face):
     """A client as tasks use it: each call is a task of the loop, and the thread that calls waits for it."""
 
     def __init__(self, client: Client, loop: Loop) -> None:
-        self.client = client
+        super().__init__(client)
         self.loop = loop
 
-    def acquire(
-        self,
-        *resources: str,
-        ttl: float = 30.0,
-        timeout: float | None = 2.0,
-        fair: bool = False,
-    ) -> Grant:
-        """See `Authority.acquire_gen`."""
-        return self.loop.run(self.client.aio.acquire(resources, ttl=ttl, timeout=timeout, fair=fair))
+    def run(self, steps: Any) -> Any:
+        """Run a generator of the authority in the loop."""
 
-    def extend_many(self, wishes: Sequence[Wish]) -> list[Grant | FencelockError]:
-        """See `Authority.extend_gen`."""
-        return self.loop.run(self.client.aio.extend_many(wishes))
+        async def run_it() -> Any:
+            return await self.client.aio.run(steps)
 
-    def remint(self, grant: Grant, ttl: float = 30.0) -> Grant:
-        """See `Authority.remint_gen`."""
-        return self.loop.run(self.client.aio.remint(grant, ttl))
+        return self.loop.run(run_it())
 
-    def release(self, grant: Grant) -> bool | None:
-        """See `Authority.release_gen`."""
-        return self.loop.run(self.client.aio.release(grant))
-
-    def holder_ttl(self, *resources: str) -> float | None:
-        """Return the seconds for which one of the resources is held; None for none."""
-        client: Any = self.client
-
-        async def look() -> Sequence[LockInfo]:
-            return await client.aio.run(client.inspect_gen(resources))  # type: ignore[no-any-return]
-
-        return longest(self.loop.run(look()))
+    def do(self, name: str, *arguments: Any, **terms: Any) -> Any:
+        """Call a method of the client's asynchronous form."""
+        return self.loop.run(getattr(self.client.aio, name)(*arguments, **terms))
 
     def close(self) -> None:
         """Close the connections of the loop, then whatever else the client has."""
-        self.loop.run(self.client.aio.close())
+        self.do("close")
         self.client.close()
 
 
@@ -220,7 +139,7 @@ def acquire_briefly(face: Face, *resources: str) -> Grant:
     for ttl in (0.2, 0.5, 1.0):
         with suppress(AuthorityError):
             return face.acquire(*resources, ttl=ttl)
-    return face.acquire(*resources, ttl=2.0)
+    return face.acquire(*resources, ttl=3.0)
 
 
 def take(face: Face, *resources: str, **terms: Any) -> int:
@@ -232,18 +151,13 @@ def take(face: Face, *resources: str, **terms: Any) -> int:
 
 def is_held(face: Face, *resources: str) -> bool:
     """Tell whether another client is refused; where it is not, it gives back what it got."""
-    try:
-        grant = face.acquire(*resources, ttl=1.0, timeout=0)
-    except LockTimeoutError:
-        return True
-    face.release(grant)
-    return False
+    return not is_free_soon(face, *resources, seconds=0.0, ttl=3.0)
 
 
-def is_free_soon(face: Face, *resources: str, seconds: float = 2.0) -> bool:
+def is_free_soon(face: Face, *resources: str, seconds: float | None = None, ttl: float = 5.0) -> bool:
     """Tell whether another client is granted the resources within some seconds."""
     try:
-        grant = face.acquire(*resources, ttl=5.0, timeout=seconds)
+        grant = face.acquire(*resources, ttl=ttl, timeout=SOON if seconds is None else seconds)
     except LockTimeoutError:
         return False
     face.release(grant)

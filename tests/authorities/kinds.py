@@ -118,19 +118,23 @@ SORTS_IN_TASKS: Final = ("quorum", "asyncpg", "aiomysql", "aiosqlite", "etcd", "
 
 #: A kind and a world that can use it, as the fixture `stage` takes them.
 BLOCKING: Final = tuple(f"{name}, blocking" for name in _BLOCKING)
-ASYNCIO: Final = tuple(f"{name}, asyncio" for name in MAKERS)
-EVERYWHERE: Final = (*BLOCKING, *ASYNCIO)
-#: One server of each sort, in blocking code.
-EACH_SORT: Final = tuple(name for name in BLOCKING if not name.startswith("one-node"))
-#: One driver of each database in each world.
-EACH_DATABASE: Final = tuple(
-    name
-    for name in (*EACH_SORT, "asyncpg, asyncio", "aiomysql, asyncio", "aiosqlite, asyncio")
-    if not name.startswith(("quorum", "etcd", "zookeeper"))
+EVERYWHERE: Final = (*BLOCKING, *(f"{name}, asyncio" for name in MAKERS))
+#: Each sort once, in either world: drivers and worlds of one server say the same to it.
+EACH_SORT: Final = (
+    *("quorum, blocking", "postgresql, blocking", "aiomysql, asyncio"),
+    *("sqlite, blocking", "etcd, asyncio", "zookeeper, blocking"),
 )
-#: Each server in each world, by one driver: drivers for one server say the same to it. The others are for
-#: what drivers do differently: connections, threads, cancellations, the types of values.
-EACH_SERVER: Final = (
-    *BLOCKING,
-    *(f"{name}, asyncio" for name in SORTS_IN_TASKS),
+#: The same in the other world.
+EACH_SORT_TOO: Final = (
+    *("one-node, asyncio", "asyncpg, asyncio", "mariadb, blocking"),
+    *("aiosqlite, asyncio", "etcd, blocking", "zookeeper, asyncio"),
 )
+IN_PROCESSES: Final = tuple(name for name in BLOCKING if not name.startswith("one-node"))
+EACH_DATABASE: Final = ("postgresql, blocking", "asyncpg, asyncio", "aiomysql, asyncio", "sqlite, blocking")
+#: Each that connects in a way of its own, in the worlds for which that is made: for what drivers do
+#: differently, such as connections, threads, cancellations and the types of values.
+IN_LOOPS: Final = (
+    *("quorum, asyncio", "etcd, asyncio", "zookeeper, asyncio", "sqlite, asyncio"),
+    *(f"{name}, asyncio" for name in _ASYNCIO),
+)
+EACH_DRIVER: Final = (*IN_PROCESSES, *(name for name in IN_LOOPS if name != "sqlite, asyncio"))

@@ -12,7 +12,6 @@ from typing import Any
 
 from fencelock.authority.base import Grant, Wish
 from fencelock.errors import FencelockError, LockTimeoutError
-from tests.authorities.faces import AsyncClient, Client
 
 
 class Naive:
@@ -32,21 +31,11 @@ class Naive:
             connection.execute("PRAGMA journal_mode = WAL")
             connection.execute("CREATE TABLE leases (resource TEXT PRIMARY KEY, token INT, expires_at REAL)")
 
-    @property
-    def aio(self) -> AsyncClient:
-        """There is none: one world is enough to fail in."""
-        raise NotImplementedError
-
     def close(self) -> None:
         """Do nothing: each statement has a connection of its own."""
 
     def acquire(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,
-        fair: bool = False,
+        self, resources: tuple[str, ...], *, ttl: float, timeout: float | None, fair: bool = False
     ) -> Grant:
         """Take one after the other, and keep those before the one that is refused."""
         del fair
@@ -100,26 +89,19 @@ class Naive:
 class _ForgetfulTasks:
     """What `Forgetful` offers to coroutines."""
 
-    def __init__(self, inner: AsyncClient) -> None:
+    def __init__(self, inner: Any) -> None:
         self._inner = inner
-        self.extend_many = inner.extend_many
-        self.remint = inner.remint
-        self.close = inner.close
 
-    async def acquire(
-        self,
-        resources: tuple[str, ...],
-        *,
-        ttl: float,
-        timeout: float | None,  # noqa: ASYNC109 - as every authority has it
-        fair: bool = False,
-    ) -> Grant:
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)
+
+    async def acquire(self, resources: tuple[str, ...], **terms: Any) -> Any:
         """Acquire, and then wait once more. A cancellation during that wait loses the grant."""
-        grant = await self._inner.acquire(resources, ttl=ttl, timeout=timeout, fair=fair)
+        grant = await self._inner.acquire(resources, **terms)
         await asyncio.sleep(0)
         return grant
 
-    async def release(self, grant: Grant) -> bool | None:
+    async def release(self, grant: Grant) -> Any:
         """Wait before the release is sent, and send nothing where that is cancelled."""
         await asyncio.sleep(0)
         return await self._inner.release(grant)
@@ -128,15 +110,9 @@ class _ForgetfulTasks:
 class Forgetful:
     """A sound authority, behind a layer that forgets what it holds where a task is cancelled."""
 
-    def __init__(self, inner: Client) -> None:
-        self.acquire = inner.acquire
-        self.extend_many = inner.extend_many
-        self.remint = inner.remint
-        self.release = inner.release
-        self.close = inner.close
-        self._tasks = _ForgetfulTasks(inner.aio)
+    def __init__(self, inner: Any) -> None:
+        self._inner = inner
+        self.aio = _ForgetfulTasks(inner.aio)
 
-    @property
-    def aio(self) -> AsyncClient:
-        """The part that forgets."""
-        return self._tasks
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._inner, name)

@@ -28,11 +28,12 @@ from fencelock.errors import AuthorityError, FencelockError, LockLostError
 from fencelock.holder import Holder
 from fencelock.lease import Lease, held_leases
 from tests.authorities.faces import AsyncFace, BlockingFace, Client, Face, Loop, is_free_soon, is_held
+from tests.polling import eventually
 from tests.redlock.views import connections_of
 
 #: Seconds after which a program that hangs says where; a forked child, which cannot, ends without a word.
-_HUNG: Final = 25
-_HUNG_CHILD: Final = 15
+_HUNG: Final = 55
+_HUNG_CHILD: Final = 50
 
 
 class SoftTimeLimitError(Exception):
@@ -184,7 +185,7 @@ def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
     signal.alarm(_HUNG)
     authority: Any = fencelock.configure(url)
     mine, other = look_at(authority), look_at(fencelock.configure(url))
-    held, contended = mine.acquire("parent", ttl=30.0), other.acquire("contended", ttl=30.0)
+    held, contended = mine.acquire("parent", ttl=60.0), other.acquire("contended", ttl=60.0)
     lock = authority.lock("block")
     lease = mine.loop.run(lock.aio.acquire()) if isinstance(mine, AsyncFace) else lock.acquire()
     with ThreadPoolExecutor(1) as threads:
@@ -201,7 +202,8 @@ def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
             os.close(writer)
             children[child] = reader
         parent = _use(mine, "ours")
-        time.sleep(0.5)
+        for reader in children.values():
+            os.read(reader, 1)  # each child waits, too
         other.release(contended)
         waited = waits.result()
     told = []
@@ -209,7 +211,7 @@ def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
         with os.fdopen(reader) as lines:
             told.append(json.loads(lines.read() or '"it hung"'))
         os.waitpid(child, 0)
-    (said,) = mine.extend_many([(held, 30.0)])
+    (said,) = mine.extend_many([(held, 60.0)])
     return {
         "parent": parent,
         "waited": waited,
@@ -224,7 +226,20 @@ def _fork(look_at: Callable[[Client], Face], url: str) -> dict[str, Any]:
 
 def _wait(face: Face) -> bool:
     """Wait for a held lock; return whether it was granted and could be given back."""
-    return face.release(face.acquire("contended", ttl=20.0, timeout=15.0)) is True
+    return face.release(face.acquire("contended", ttl=60.0, timeout=40.0)) is True
+
+
+def _wait_behind_others(face: Face, writer: int) -> dict[str, bool]:
+    """Wait, and say so through a pipe once the nodes call this process."""
+    with ThreadPoolExecutor(1) as threads:
+        waited = threads.submit(_wait, face)
+        if isinstance(face.client, Redlock):
+            is_called = eventually(lambda: connections_of(face).queue.hears)
+        else:
+            is_called = True
+            time.sleep(0.3)
+        os.write(writer, b" ")
+        return {"waited": waited.result(), "is called": is_called}
 
 
 def _be_a_child(face: Face, lock: Any, lease: Lease, writer: int) -> None:
@@ -239,8 +254,7 @@ def _be_a_child(face: Face, lock: Any, lease: Lease, writer: int) -> None:
             or (_is_lost(lock.extend) and _is_lost(lock.release)),
             "named": _holder(face, own.resources[0]).pid == os.getpid(),
             "used": _use(face, f"child{os.getpid()}"),
-            "waited": _wait(face),
-            "is called": not isinstance(face.client, Redlock) or connections_of(face).queue.hears,
+            **_wait_behind_others(face, writer),
         }
         face.release(own)
     except BaseException:  # noqa: BLE001 - the parent tells

@@ -60,23 +60,26 @@ class Habits(NamedTuple):
 
 #: So many leases show something; they take a slow server longer, but no longer than these seconds.
 _ENOUGH: Final = 12
-_LONGEST: Final = 6.0
+_LONGEST: Final = 40.0
 
 
 def contend(face: Face, habits: Habits, seed: int, seconds: float, journal: list[Entry]) -> None:
     """Acquire and release, or let expire, for some seconds; write a journal, in which others write too."""
-    dice, start = random.Random(seed), time.monotonic()
+    dice, start, ttl = random.Random(seed), time.monotonic(), habits.ttl
     while True:
         began = time.monotonic()
         if began > start + (seconds if len(journal) >= _ENOUGH else _LONGEST):
             return
         resource = dice.choice((habits.resources[0], dice.choice(habits.resources)))
         try:
-            grant = face.acquire(resource, ttl=habits.ttl, timeout=dice.choice((0, 0.2)))
-        except (LockTimeoutError, AuthorityError):  # the latter where it was granted too late for its ttl
+            grant = face.acquire(resource, ttl=ttl, timeout=dice.choice((0, 0.2)))
+        except LockTimeoutError:
+            continue
+        except AuthorityError:  # it was granted too late for its ttl
+            ttl = min(1.5 * ttl, 2.0)
             continue
         completed = time.monotonic()
-        time.sleep(dice.random() * habits.ttl / 5)
+        time.sleep(dice.random() * ttl / 5)
         given_up = time.monotonic()
         if dice.random() < habits.abandoned:
             given_up = grant.expires_at

@@ -11,7 +11,7 @@ from typing import Any, Final, Self, TypeVar
 
 import uvloop
 
-from tests.authorities.faces import PATIENCE, AsyncFace, BlockingFace, Client, Face, Loop
+from tests.authorities.faces import PATIENCE, AsyncFace, Client, Face, Loop
 from tests.authorities.kinds import Kind
 
 _T = TypeVar("_T")
@@ -48,7 +48,7 @@ class Stage:
     def new(self, client: Client | None = None) -> Face:
         """Return a new client: an object and connections of its own, or the given one's."""
         client = client or self.kind.make()
-        face: Face = BlockingFace(client) if self._loop is None else AsyncFace(client, self._loop)
+        face: Face = Face(client) if self._loop is None else AsyncFace(client, self._loop)
         self._faces.append(face)
         return face
 

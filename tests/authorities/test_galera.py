@@ -18,7 +18,7 @@ from tests.authorities.race import Habits, assert_exclusive, assert_in_order, as
 from tests.authorities.stage import Stage, together
 from tests.conftest import galera_with_leases
 
-pytestmark = [pytest.mark.timed, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +59,6 @@ def stage(request: pytest.FixtureRequest, cluster: Galera) -> Iterator[Stage]:
     ],
 )
 def test_the_suite_holds_on_galera(stage: Stage, check: Callable[[Stage], None]) -> None:
-    """The first COMMIT wins there, and the other node repeats its statement by itself."""
     check(stage)
 
 
@@ -70,7 +69,6 @@ def test_cancellations_hold_on_galera(stage: Stage) -> None:
 
 @pytest.mark.parametrize("names", [1, 5, 50])
 def test_contention_between_nodes_breaks_nothing(stage: Stage, names: int) -> None:
-    """No token twice, none out of order, and no two holders."""
     resources = tuple(f"{names}-{number}" for number in range(names))
     journal = race(stage, Habits(resources=resources, ttl=0.5, abandoned=0.05), seconds=2.0)
     assert_unique(journal)

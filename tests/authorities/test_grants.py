@@ -176,7 +176,6 @@ def do_all(authority: Database) -> None:
 
 
 def test_a_role_with_these_grants_locks(shop: Shop) -> None:
-    """One, several at once, again and again; it looks, and takes from a holder."""
     make_table(shop)
     shop.grant("to lock")
     with Database(shop.url) as authority:
@@ -187,7 +186,6 @@ def test_a_role_with_these_grants_locks(shop: Shop) -> None:
 
 
 def test_a_role_with_one_grant_more_prunes(shop: Shop) -> None:
-    """And it starts above what other authorities have granted."""
     make_table(shop)
     shop.grant("to lock", "to prune")
     with Database(shop.url) as authority:
@@ -200,7 +198,6 @@ def test_a_role_with_one_grant_more_prunes(shop: Shop) -> None:
 
 
 def test_a_role_that_may_create_makes_the_table(shop: Shop) -> None:
-    """On PostgreSQL it owns the table then."""
     shop.grant("to init")
     with Database(shop.url) as authority:
         assert authority.init() is True
@@ -208,7 +205,6 @@ def test_a_role_that_may_create_makes_the_table(shop: Shop) -> None:
 
 
 def test_a_role_that_may_not_create_is_told_so(shop: Shop) -> None:
-    """What the server said is named."""
     Base.metadata.create_all(shop.owner)
     shop.grant("to pass gates")
     with Database(shop.url) as authority, pytest.raises(AuthorityError, match=r"refuses: .*denied"):
@@ -216,7 +212,6 @@ def test_a_role_that_may_not_create_is_told_so(shop: Shop) -> None:
 
 
 def test_another_schema(postgres: Postgres) -> None:
-    """It takes the place of `public` in the grants."""
     for shop in of_postgresql(postgres, "locks"):
         make_table(shop, schema="locks")
         shop.grant("to lock")
@@ -228,7 +223,6 @@ def test_another_schema(postgres: Postgres) -> None:
 def test_each_grant_that_is_missing_is_named(
     dialect: str, right: str, on: str, request: pytest.FixtureRequest
 ) -> None:
-    """With what the server said about it."""
     with shop_of(dialect, request) as shop:
         make_table(shop)
         shop.grant("to lock", but=(right, on))
@@ -240,7 +234,6 @@ def test_each_grant_that_is_missing_is_named(
 
 
 def test_a_role_that_only_looks(shop: Shop) -> None:
-    """The role sees the holder of each lock, and gets no lock."""
     make_table(shop)
     shop.grant("to lock", only="SELECT")
     with Database(shop.owner) as holder, Database(shop.url) as looking:
@@ -251,7 +244,6 @@ def test_a_role_that_only_looks(shop: Shop) -> None:
 
 
 def test_the_guard_needs_its_fence_table(shop: Shop) -> None:
-    """And of a fenced table what the program does to it: here, single columns."""
     make_table(shop)
     Base.metadata.create_all(shop.owner)
     with shop.owner.connect() as connection:

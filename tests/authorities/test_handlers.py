@@ -9,16 +9,13 @@ import pytest
 
 from proof.servers import Nodes
 from tests.authorities.children import run
-from tests.authorities.kinds import EACH_SORT
+from tests.authorities.kinds import IN_PROCESSES
 from tests.authorities.stage import Stage
-
-pytestmark = pytest.mark.timed
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", EACH_SORT, indirect=True)
+@pytest.mark.parametrize("stage", IN_PROCESSES, indirect=True)
 def test_nothing_is_left_of_what_a_handler_interrupts(stage: Stage) -> None:
-    """What it raises comes out unchanged; two seconds later, at most, the resource is free."""
     said = run("interrupt", stage.kind.url)
     assert not said["odd"], "\n".join(said["odd"])
     assert said["left"] == []
@@ -42,9 +39,9 @@ def test_answers_stay_with_their_questions_while_a_handler_strikes_and_connectio
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("stage", EACH_SORT, indirect=True)
+@pytest.mark.timed
+@pytest.mark.parametrize("stage", IN_PROCESSES, indirect=True)
 def test_a_handler_that_locks_waits_for_nothing_that_it_has_interrupted(stage: Stage) -> None:
-    """It gets its lock or a RuntimeError, and spoils nothing of the interrupted call."""
     said = run("lock_in_handlers", stage.kind.url)
     assert not said["odd"], "\n".join(said["odd"])
     assert said["longest"] < 0.9, "the handler waits for what it has interrupted until that is given up"

@@ -9,15 +9,19 @@ import pytest
 
 from fencelock import Redlock
 from proof.servers import Nodes
-from tests.authorities import test_cancellation, test_leases, test_tokens, test_waiting
+from tests.authorities import faces, test_cancellation, test_leases, test_tokens, test_waiting
 from tests.authorities.kinds import Kind
 from tests.authorities.naive import Forgetful, Naive
 from tests.authorities.stage import Stage
 
-pytestmark = pytest.mark.timed
-
 #: What `pytest.raises` raises where nothing was raised.
 _DID_NOT_RAISE = pytest.fail.Exception
+
+
+@pytest.fixture(autouse=True)
+def _is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is not given back is waited for in vain."""
+    monkeypatch.setattr(faces, "SOON", 0.5)
 
 
 @pytest.fixture
@@ -38,35 +42,26 @@ def naive(tmp_path: Path) -> Stage:
         test_tokens.test_an_expired_lease_is_granted_to_another,
         test_tokens.test_remint_is_refused_where_another_came_between,
         test_tokens.test_remint_of_a_released_grant_is_refused,
+        test_waiting.test_a_refusal_leaves_nothing_of_the_others,
         test_tokens.test_the_second_release_returns_false,
         test_leases.test_an_extension_never_shortens,
     ],
 )
 def test_the_suite_finds_it_out(naive: Stage, check: Callable[[Stage], None]) -> None:
-    """With a failed assertion, or an error that did not come."""
     with naive, pytest.raises((AssertionError, _DID_NOT_RAISE)):
         check(naive)
-
-
-def test_the_suite_finds_out_that_it_keeps_a_part(naive: Stage) -> None:
-    """Where the first of several is free, and another is not."""
-    with naive, pytest.raises((AssertionError, _DID_NOT_RAISE)):
-        test_waiting.test_a_refusal_leaves_nothing_of_the_others(naive, 2)
 
 
 @pytest.mark.parametrize(
     "check",
     [
-        test_waiting.test_one_try_is_refused_at_once,
-        test_waiting.test_who_waits_is_refused_at_the_timeout,
-        test_waiting.test_several_are_released_and_extended_as_one,
-        test_leases.test_every_name_is_a_resource_of_its_own,
+        test_waiting.test_one_try_is_granted_what_is_free,
+        test_waiting.test_who_waits_is_granted_what_expires,
         test_leases.test_an_extension_keeps_the_token_and_moves_the_end,
         test_leases.test_closing_twice_and_going_on,
     ],
 )
 def test_what_it_keeps_is_not_held_against_it(naive: Stage, check: Callable[[Stage], None]) -> None:
-    """A suite that failed on everything would show nothing."""
     with naive:
         check(naive)
 
@@ -79,7 +74,6 @@ def test_what_it_keeps_is_not_held_against_it(naive: Stage, check: Callable[[Sta
     ],
 )
 def test_the_suite_finds_out_what_a_cancellation_leaves(nodes: Nodes, check: Callable[[Stage], None]) -> None:
-    """One suspension where nothing is given back is enough."""
     urls = nodes.urls[:1]
     with Redlock(urls) as first:
         first.init(base=0)

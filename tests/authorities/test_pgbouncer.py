@@ -22,8 +22,6 @@ from tests.authorities.stage import Stage
 from tests.conftest import ReusedDatabase
 from tests.polling import eventually
 
-pytestmark = pytest.mark.timed
-
 #: Debian keeps it where only root looks.
 _PROGRAM = shutil.which("pgbouncer") or shutil.which("pgbouncer", path="/usr/sbin")
 
@@ -88,23 +86,20 @@ def stage(request: pytest.FixtureRequest, bouncer: URL, postgres_database: Reuse
     "check",
     [
         test_tokens.test_tokens_are_unique_and_leases_exclusive,
-        test_tokens.test_tokens_follow_real_time,
         test_tokens.test_remint_is_for_all_resources_or_none,
         test_waiting.test_opposite_orders_end_in_no_deadlock,
         test_waiting.test_who_waits_is_granted_what_expires,
         test_leases.test_many_are_extended_at_once_and_each_is_told_its_own,
-        test_leases.test_a_lease_that_is_extended_again_and_again_is_kept,
+        test_leases.test_a_lease_that_is_extended_again_and_again_is_kept_and_then_ends,
         test_leases.test_closing_twice_and_going_on,
     ],
 )
 def test_the_suite_holds_behind_pgbouncer(stage: Stage, check: Callable[[Stage], None]) -> None:
-    """In its transaction mode."""
     check(stage)
 
 
 @pytest.mark.parametrize("stage", ["psycopg_async, asyncio"], indirect=True)
 def test_cancellations_hold_behind_pgbouncer(stage: Stage) -> None:
-    """Where the connection is given to another as soon as the transaction is over."""
     test_cancellation.test_a_cancelled_acquisition_leaves_nothing(stage)
 
 
@@ -132,7 +127,6 @@ class Account(FencedModel, Base):
 
 
 def test_the_guard_holds_behind_pgbouncer(bouncer: URL, postgres_database: ReusedDatabase) -> None:
-    """By an engine of the program that prepares no statement, as docs/postgresql.md says."""
     url = _through(bouncer, postgres_database)
     engine = create_engine(url, connect_args={"prepare_threshold": None})
     Base.metadata.create_all(engine)
@@ -155,7 +149,6 @@ def test_the_guard_holds_behind_pgbouncer(bouncer: URL, postgres_database: Reuse
 
 
 def test_advisory_lock_stays_behind(bouncer: URL, postgres_database: ReusedDatabase) -> None:
-    """A lock of a session belongs to a connection that PgBouncer keeps; a lease ends by itself."""
     plain = _through(bouncer, postgres_database).set(drivername="postgresql")
     with psycopg.connect(plain.render_as_string(hide_password=False), autocommit=True) as gone:
         gone.execute("SELECT pg_advisory_lock(7)")

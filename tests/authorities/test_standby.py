@@ -14,7 +14,7 @@ from fencelock import Database, LockTimeoutError, QuorumError
 from proof.servers import Postgres
 from tests.polling import eventually
 
-pytestmark = [pytest.mark.timed, pytest.mark.long]
+pytestmark = pytest.mark.long
 
 
 class Standby(Postgres):
@@ -53,7 +53,6 @@ def primary() -> Iterator[Postgres]:
 
 
 def test_promoted_standby_mints_larger_tokens(primary: Postgres) -> None:
-    """Of a resource that it knows, of one whose grants it has missed, and of a new one."""
     with Standby(primary) as standby, Database(primary.url) as before, Database(standby.url) as after:
         known = before.acquire(("known",), ttl=3, timeout=0)
         ask = "SELECT count(*) FROM fencelock_leases WHERE resource = 'known'"

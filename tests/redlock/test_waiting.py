@@ -494,7 +494,7 @@ def test_fifty_tasks_take_turns_without_a_herd(
         grant = await client.acquire(("r",), ttl=30.0, timeout=60.0)
         await asyncio.sleep(0.02)
         await client.release(grant)
-        return grant.tokens[0]
+        return int(grant.tokens[0])
 
     async def main() -> None:
         assert len(set(await in_one_loop(*(work() for _ in range(50)), seconds=60.0))) == 50

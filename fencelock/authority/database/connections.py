@@ -160,8 +160,17 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
             if not opened.cancel():
                 return opened.result()
             raise TimeoutError("no connection was opened in time") from None
+        except BaseException:  # a signal handler's error, or a driver's
+            _give_up(opened)
+            raise
 
     return connect
+
+
+def _give_up(opened: Future[Any]) -> None:
+    """Have a connection closed that nobody waits for any more."""
+    if not opened.cancel() and opened.exception() is None:
+        opened.result().close()
 
 
 class Answer(NamedTuple):
@@ -229,6 +238,7 @@ class Connections:
         self._expected = expected
         self._hang_up = _HANG_UP.get(engine.dialect.driver)
         self._watch = _watch_in_loop if engine.dialect.is_async else Watch().begin
+        self._is_closed = False
 
     def run(self, work: Callable[[Lent], _T], seconds: float, until: float) -> _T:
         """Return the result of work that may take `seconds`; its connection has to be open by `until`."""
@@ -245,6 +255,8 @@ class Connections:
                 connection.lent.close()
                 if pool is not self._engine.pool:  # it was disposed of, and would keep this connection
                     pool.dispose()
+                if self._is_closed:  # the connection may be of the pool that took its place
+                    self._engine.dispose()
         except self._expected:
             raise
         except BaseException:
@@ -286,13 +298,14 @@ class Connections:
                 self._hang_up(driver)
 
     def close(self) -> None:
+        self._is_closed = True
         self._engine.dispose()
 
     async def close_in_loop(self) -> None:
         """Close the connections of a loop; stop waiting after a second if a server does not answer."""
         with suppress(TimeoutError):
             async with asyncio.timeout(1.0):
-                await sa_util.greenlet_spawn(self._engine.dispose)
+                await sa_util.greenlet_spawn(self.close)
 
 
 # No setting of psycopg or PyMySQL ends the wait for a silent server, network or proxy in time. But if its

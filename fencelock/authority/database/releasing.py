@@ -45,9 +45,14 @@ class Releasing(Connecting):
     def _start_over(self) -> None:
         super()._start_over()
         self._owed: dict[str, Owed] = {}
-        self._settles = False
+        self._settler: object | None = None  # stands for the thread, or task, that sends what is owed
         #: The last releases that a server has confirmed, each with its time. A failover may undo them.
         self._confirmed: deque[tuple[float, str, Owed]] = deque(maxlen=256)
+
+    def close(self) -> None:
+        """Close the connections. Held leases end with their ttl; the next use connects again."""
+        self._settler = None  # first, because its thread could connect again
+        super().close()
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         queues: Queues = yield HERE
@@ -132,12 +137,12 @@ class Releasing(Connecting):
     def _owe(self, nonce: str, owed: Owed) -> Steps[None]:
         """Release in the background, while the caller goes on."""
         self._owed[nonce] = owed
-        if not self._settles:
-            self._settles = True
+        if self._settler is None:
+            self._settler = settler = object()
             try:
-                yield Later(self._settling)
+                yield Later(functools.partial(self._settling, settler))
             except RuntimeError:  # no thread can be started, as when the interpreter ends
-                self._settles = False
+                self._settler = None
 
     def _abandoning(self, resources: tuple[str, ...], nonces: list[str], until: float) -> Steps[None]:
         """Release what an interrupted operation may have left; if the server is silent, in the background."""
@@ -147,17 +152,21 @@ class Releasing(Connecting):
             except QuorumError:
                 yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
 
-    def _settling(self) -> Steps[None]:
+    def _settling(self, settler: object) -> Steps[None]:
+        """Send what is owed until all of it is confirmed, or until `close`; the next owed release goes on."""
         looks = pauses(0.1, 1.0)
         try:
-            while self._owed:
+            while self._owed and self._settler is settler:
                 yield Wait(time.monotonic() + next(looks), "")
-                yield from self._settling_once()
-        finally:  # also if its event loop ends: the next owed release starts this again
-            self._settles = False
+                yield from self._settling_once(settler)
+        finally:  # also if its event loop ends
+            if self._settler is settler:
+                self._settler = None
 
-    def _settling_once(self) -> Steps[None]:
+    def _settling_once(self, settler: object) -> Steps[None]:
         for nonce, owed in list(self._owed.items()):
+            if self._settler is not settler:
+                return
             if time.monotonic() < owed.until:
                 try:
                     found = yield from self._giving_back(owed.resources, nonce)
