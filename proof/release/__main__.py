@@ -34,7 +34,12 @@ EXTRAS: Final = sorted(PROJECT["optional-dependencies"])
 AT_THE_LOWEST: Final = (
     *("tests/test_alembic.py", "tests/test_migrations.py", "tests/test_cli.py", "tests/observe"),
     *("tests/redlock/test_scripts.py", "tests/redlock/test_schedules.py", "tests/test_lock.py"),
-    *("tests/authorities/test_etcd.py", "tests/authorities/test_zookeeper.py", "tests/test_transaction.py"),
+    *(
+        "tests/authorities/test_line.py",
+        "tests/authorities/test_etcd.py",
+        "tests/authorities/test_zookeeper.py",
+    ),
+    "tests/test_transaction.py",
     *("tests/guard/test_write_table.py", "tests/guard/test_claim.py", "tests/testing"),
 )
 #: What these tests import, in versions of their own.
