@@ -21,4 +21,4 @@ def main(*reports: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(*(sys.argv[1:] or ["runs/durations.xml"]))
