@@ -219,7 +219,7 @@ def play(
         env=environment | variables,
         capture_output=True,
         text=True,
-        timeout=100 if python == sys.executable else 500,
+        timeout=250 if python == sys.executable else 500,
         check=False,
     )
 
