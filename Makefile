@@ -14,6 +14,9 @@ EXTRAS := .[postgres,mysql,async,alembic,cli,etcd,zookeeper,prometheus,otel]
 # A process of tests that crashes ends the run: pytest-xdist would start another one and may wait forever (its issue 784).
 BY_FILE := --dist loadfile --max-worker-restart 0
 
+# Tests start hundreds of programs, each of which would compile the library and pytest's tests again.
+unexport PYTHONDONTWRITEBYTECODE
+
 .PHONY: help demo check test lint docs bench proof dist release-check clean
 
 help:
