@@ -26,7 +26,7 @@ help:
 	@echo "make lint           ruff and mypy --strict"
 	@echo "make docs           the pages and the API as a site, in runs/site; warnings, dead links and pages outside the map fail it"
 	@echo "make bench          locks beside their peers, into benchmarks/locks.md (11 minutes on a quiet machine; BENCH='guard --docs benchmarks', authorities, jobs, importing …)"
-	@echo "make proof          a short form of model, simulation, mutants, torture with its controls, and retries (thirteen minutes; PROOF='torture' for some, PROOF=--long for a release)"
+	@echo "make proof          a short form of model, simulation, mutants, torture with its controls, and retries (a quarter of an hour; PROOF='torture' for some, PROOF=--long for a release)"
 	@echo "make dist           build wheel and sdist into dist/"
 	@echo "make release-check  build both, and check them as a user meets them: alone, with the lowest versions, types (ten minutes; RELEASE='types files' for some)"
 	@echo "make clean          remove the virtual environments"

@@ -1,4 +1,4 @@
-"""Every proof in short, in thirteen minutes on two cores; `--long` makes those of a release, in hours.
+"""Every proof in short, in A quarter of an hour on two cores; `--long` makes those of a release, in hours.
 
     python -m proof
     python -m proof torture model      # those whose name contains one of these words
@@ -99,7 +99,7 @@ def _python(*arguments: str) -> list[str]:
 
 
 #: The tools of the proofs have tests of their own.
-TOOLS = Proof("tests of the tools", _python("pytest", "-n", "2", "--dist", "loadfile", "-q", "proof/tests"))
+TOOLS = _python("pytest", "-n", "2", "--dist", "loadfile", "-q", "proof/tests")
 
 
 def _torture(name: str, folder: Path, *options: str, breaks: str = "", says: Sequence[str] = ()) -> Proof:
@@ -122,7 +122,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
         yield Proof("model, and some of its rules left out", [*check, *MODEL])
     else:
         print("left out: the model, which needs g++ or another compiler in CXX")
-    yield TOOLS
+    yield Proof("tests of the tools", [*TOOLS, "-m", "not long"])
     yield Proof("simulation", _python("proof.simulation", "--seeds", "25", "--jobs", "2"))
     yield Proof("mutants: each recorded seed notices again", _python("proof.simulation.mutants", "--replay"))
     yield Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "600"))
@@ -161,7 +161,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
 
 
 LONG = (
-    TOOLS,
+    Proof("tests of the tools", TOOLS),
     Proof("model", [sys.executable, str(ROOT / "proof" / "spec" / "check.py"), "--jobs", "2"]),
     Proof("simulation", _python("proof.simulation", "--seeds", "2000", "--jobs", "2")),
     Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "20000")),
