@@ -11,38 +11,20 @@ from typing import Annotated
 import httpx
 import pytest
 from fastapi import Depends, FastAPI
-from sqlalchemy import Engine, create_engine, insert, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.orm import Session
 
-from fencelock import Database, FencedModel, fence_table, fenced_once, once, receipt_table
+from fencelock import Database, fenced_once, once
 from fencelock.integrations.fastapi import idempotency_key
+from tests.jobs.accounts import Account, prepare
 
-
-class Base(DeclarativeBase):
-    """The models of this file."""
-
-
-class Account(FencedModel, Base):
-    """The row that is paid into."""
-
-    __tablename__ = "key_accounts"
-    __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    balance: Mapped[int]
-
-
-fence_table(Base.metadata)
-receipt_table(Base.metadata)
 Key = Annotated[str, Depends(idempotency_key)]
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     made = create_engine(f"sqlite:///{tmp_path / 'shop.db'}", connect_args={"timeout": 0.2})
-    Base.metadata.create_all(made)
-    with made.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Account), {"id": 1, "balance": 0})
-    yield made
+    yield prepare(made, balance=0)
     made.dispose()
 
 
@@ -118,7 +100,6 @@ def test_request_that_is_under_way(app: FastAPI, locks: Database, caplog: pytest
 
 
 def test_transaction_that_is_open(app: FastAPI, engine: Engine) -> None:
-    """Another transaction has inserted the key, and does not end in time."""
     with Session(engine) as session, ThreadPoolExecutor(1) as pool:
         once(session, "a7")
         assert pool.submit(ask, app, "/plain", "a7").result(10).status_code == 409
