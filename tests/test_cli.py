@@ -136,19 +136,6 @@ def test_nodes_wants_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (result.returncode, "Set FENCELOCK_URL" in result.stderr) == (1, True)
 
 
-@pytest.mark.long
-def test_node_is_replaced(nodes: Nodes, three: list[str]) -> None:
-    before = token_of(three)
-    nodes[2].kill()
-    result = fencelock("nodes", "replace", three[2], nodes.urls[3])
-    assert result.returncode == 0, result.stderr
-    assert f"FENCELOCK_URL={three[0]},{three[1]},{nodes.urls[3]}" in result.stderr
-    again = fencelock("nodes", "--current", ",".join(three), "replace", three[2], nodes.urls[3])
-    assert (again.returncode, "nothing was changed" in again.stderr) == (0, True)
-    nodes[1].kill()
-    assert token_of([three[0], three[1], nodes.urls[3]]) > before
-
-
 def test_list_of_nodes_is_set(nodes: Nodes, three: list[str]) -> None:
     """From three to five, of which none stays but one; the option may stand behind the command, too."""
     before = token_of(three)

@@ -90,14 +90,6 @@ def test_second_machine_has_a_clock_that_is_twenty_seconds_behind(machine: Path)
     assert runs(machine) == 1
 
 
-@pytest.mark.long
-def test_job_that_takes_longer_than_that_is_released_when_it_ends(machine: Path) -> None:
-    command = "fencelock run job --at-least 1s -- sh -c 'echo ran >> runs; sleep 1.5'"
-    assert run(machine, command).returncode == 0
-    assert run(machine, command.replace("run job", "run job --timeout 0")).returncode == 0
-    assert runs(machine) == 2
-
-
 #: Wrong options of `fencelock run`, and a part of the sentence about each.
 WRONG = {
     "--at-least soon": "'soon' is no time such as",

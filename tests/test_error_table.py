@@ -516,7 +516,7 @@ def test_deadlock(stage: Stage) -> None:
     def take(first: int, then: int) -> DBAPIError | None:
         with stage.engine.connect() as connection:
             write_note(connection, first)
-            met.wait(20)
+            met.wait(60)
             try:
                 write_note(connection, then)
             except DBAPIError as error:

@@ -66,13 +66,6 @@ def test_slow_worker_is_refused_and_pays_again(engine: Engine, database_url: str
         assert connection.scalar(text("SELECT paid_cents FROM shop_orders")) == 80_00
 
 
-@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_stale_holder_gets_nowhere_with_raw_sql(engine: Engine, database_url: str, quorum_url: str) -> None:
-    assert_stale_holder_got_nowhere(story("raw_sql.py", "--database", database_url, "--nodes", quorum_url))
-    with engine.connect() as connection:
-        assert connection.scalar(text("SELECT quantity FROM shop_stock_items")) == 5
-
-
 FLASK = ("--allow-subclassing-any", "--no-warn-return-any", "--disable-error-code=name-defined")
 
 

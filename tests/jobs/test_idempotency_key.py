@@ -92,7 +92,7 @@ def test_another_request_with_the_key_is_refused(app: FastAPI, caplog: pytest.Lo
 def test_request_that_is_under_way(app: FastAPI, locks: Database, caplog: pytest.LogCaptureFixture) -> None:
     """The lock is held for longer than its timeout. The log names the holder, the answer does not."""
     with locks.lock("account:1"), ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, app, "/deposits?cents=1", "a7").result(10)
+        answer = pool.submit(ask, app, "/deposits?cents=1", "a7").result(60)
     assert (answer.status_code, answer.headers["Retry-After"]) == (409, "1")
     assert "/deposits answered with 409: 'account:1'" in caplog.text
     assert "account:1" not in answer.text
@@ -102,7 +102,7 @@ def test_request_that_is_under_way(app: FastAPI, locks: Database, caplog: pytest
 def test_transaction_that_is_open(app: FastAPI, engine: Engine) -> None:
     with Session(engine) as session, ThreadPoolExecutor(1) as pool:
         once(session, "a7")
-        assert pool.submit(ask, app, "/plain", "a7").result(10).status_code == 409
+        assert pool.submit(ask, app, "/plain", "a7").result(60).status_code == 409
         session.rollback()
     assert ask(app, "/plain", "a7").json() is False
     with engine.connect() as connection:

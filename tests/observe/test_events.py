@@ -165,18 +165,18 @@ def test_a_release_that_is_broken_off_is_told_once(
 @TWO_KINDS
 @pytest.mark.timed
 def test_each_extension_is_told_with_its_lateness(mine: Any, events: list[Event]) -> None:
-    with mine.lock("order:1", ttl=0.6):
-        assert eventually(lambda: sum(isinstance(event, LeaseExtended) for event in events) >= 2)
+    with mine.lock("order:1", ttl=3):
+        assert eventually(lambda: any(isinstance(event, LeaseExtended) for event in events))
     for event in events:
         if isinstance(event, LeaseExtended):
-            assert (event.outcome, event.ttl, event.error) == ("extended", 0.6, None)
-            assert 0 <= event.lateness < 0.6
+            assert (event.outcome, event.ttl, event.error) == ("extended", 3, None)
+            assert 0 <= event.lateness < 3
 
 
 @TWO_KINDS
 @pytest.mark.timed
 def test_the_end_of_max_hold_is_told_once(mine: Any, events: list[Event]) -> None:
-    with mine.lock("order:1", ttl=0.3, max_hold=0.4, if_lost="warn"):
+    with mine.lock("order:1", ttl=2, max_hold=2.5, if_lost="warn"):
         assert eventually(lambda: any(isinstance(event, LeaseLost) for event in events))
     lost = only(events, LeaseLost)
     assert lost.reason == "max_hold"

@@ -15,6 +15,7 @@ from opentelemetry.trace import SpanKind, StatusCode
 from fencelock import Database, LockTimeoutError, Redlock
 from fencelock.observe.otel import FencelockInstrumentor
 from tests.observe.conftest import Telemetry
+from tests.polling import eventually
 
 ITS = {"authority": "Redlock", "lock": "order"}
 
@@ -66,11 +67,10 @@ def test_task_that_waits_in_vain(authority: Redlock, rival: Redlock, telemetry: 
 
 @pytest.mark.timed
 def test_what_becomes_of_a_lock_stands_on_the_span(authority: Redlock, telemetry: Telemetry) -> None:
-    lock = authority.lock("order:1", ttl=0.3, renew=False, if_lost="warn")
+    lock = authority.lock("order:1", ttl=2, renew=False, if_lost="warn")
     with telemetry.tracer.start_as_current_span("request"), lock:
         lock.remint()
-        while not lock.lease.lost:
-            pass
+        assert eventually(lambda: lock.lease.lost)
     request = telemetry.exporter.get_finished_spans()[-1]
     assert [event.name for event in request.events] == [
         "fencelock reminted",

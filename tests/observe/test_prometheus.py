@@ -93,7 +93,7 @@ def wait_in_vain_for(lock: Any) -> None:
 
 @pytest.mark.timed
 def test_lease_that_is_extended_and_lost(authority: Redlock, value: Value) -> None:
-    with authority.lock("order:1", ttl=0.3, max_hold=0.8, if_lost="warn"):
+    with authority.lock("order:1", ttl=2, max_hold=3, if_lost="warn"):
         assert eventually(lambda: value("fencelock_leases_lost_total", lock="order", reason="max_hold") == 1)
     extended = value("fencelock_renewals_total", outcome="extended")
     assert extended

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
-import signal
 import subprocess
 import sys
 import time
@@ -202,34 +200,3 @@ def test_a_crash_leaves_the_old_version_or_the_new_one(tmp_path: Path) -> None:
     assert found == ["old"] * 3 + ["new"] * (len(found) - 3)  # fsync, fsync, before the renaming; behind it
     assert [result["killed"] for result in results] == [True] * 8 + [False] * 2
     assert all((result["next"], result["left"]) == ("next", [f"{3:019}"]) for result in results)
-
-
-WRITER = """
-import sys
-from fencelock.stores.file import FencedFile
-
-file = FencedFile("report")
-for token in range(int(sys.argv[1]), 10**6):
-    file.write(b"%07d" % token * 100_000, token=token)
-    print(token, flush=True)
-"""
-
-
-@pytest.mark.parametrize("rounds", [2, pytest.param(30, marks=pytest.mark.long)])
-def test_killed_in_the_middle_of_writes(tmp_path: Path, rounds: int) -> None:
-    file, chance, token = FencedFile(tmp_path / "report"), random.Random(rounds), 1
-    for _ in range(rounds):
-        command = [sys.executable, "-c", WRITER, str(token)]
-        with subprocess.Popen(command, cwd=tmp_path, stdout=subprocess.PIPE, text=True) as writer:
-            assert writer.stdout is not None
-            writer.stdout.readline()
-            time.sleep(chance.uniform(0, 0.05))
-            writer.send_signal(signal.SIGKILL)
-            acknowledged = max([token, *map(int, writer.stdout.read().split())])
-        content = file.read() or b""
-        found = int(content[:7])
-        assert content == b"%07d" % found * 100_000
-        assert acknowledged <= found <= acknowledged + 1
-        token = found + 1
-    file.write(b"x", token=token)
-    assert [path.name for path in (tmp_path / "report").iterdir()] == [f"{token:019}"]

@@ -88,15 +88,6 @@ def test_a_wrong_scope_is_said(tmp_path: Path) -> None:
     assert "forever" in done.stdout + done.stderr
 
 
-def test_an_ini_line_gives_it_to_all_tests(tmp_path: Path) -> None:
-    (tmp_path / "test_shop.py").write_text(
-        "from fencelock import fenced_lock\ndef test_one():\n    with fenced_lock('order:1') as token:\n"
-        "        assert token > 0\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nusefixtures = fencelock_authority\n")
-    assert_passes(tmp_path, "1 passed")
-
-
 def run(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run pytest as a user does; the entry point is named, because the checkout may be installed without."""
     command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
