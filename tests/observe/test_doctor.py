@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 
 from fencelock import Database
-from fencelock.cli import database_settings
+from fencelock.cli import database_settings, doctor
 from fencelock.cli.database_settings import of_galera, of_settings
 from proof.servers import Postgres
 from proof.servers.galera import Galera
@@ -159,6 +160,28 @@ def test_a_log_of_transactions_that_is_not_flushed(
     with engine.connect() as connection:
         assert {each.advice for each in of_settings(connection, "shown")} == advice
     engine.dispose()
+
+
+class Clock:
+    """A node whose clock goes by a rate, and which answers late the second time."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._delays = iter([0, 0.1])
+
+    def time(self) -> tuple[int, int]:
+        seconds, parts = divmod(time.monotonic() * self._rate, 1)
+        time.sleep(next(self._delays))
+        return int(seconds), int(parts * 1e6)
+
+
+@pytest.mark.parametrize(("rate", "is_off"), [(1.0, False), (3.0, True), (0.3, True)])
+def test_a_clock_that_is_off_is_told_and_an_answer_that_is_late_is_not(
+    monkeypatch: pytest.MonkeyPatch, rate: float, *, is_off: bool
+) -> None:
+    monkeypatch.setattr(doctor, "_CLOCK_LOOK", 0.3)
+    node: Any = Clock(rate)
+    assert bool([*doctor._of_clock(node, "node")]) is is_off
 
 
 @pytest.fixture
