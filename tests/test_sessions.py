@@ -1,4 +1,4 @@
-"""Each kind of session is guarded, and lets go of the lock at its COMMIT and not before."""
+"""A session of several databases, phases or transactions lets go of the lock at its COMMIT and not before."""
 
 from __future__ import annotations
 

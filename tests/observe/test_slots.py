@@ -1,4 +1,4 @@
-"""Metrics, spans and commands show semaphores, readers and writers."""
+"""Metrics and commands show semaphores, readers and writers."""
 
 from __future__ import annotations
 
