@@ -52,7 +52,6 @@ class Shop:
         }
 
     def python(self, *arguments: str) -> str:
-        """Run Python in the folder, and return what it printed."""
         ended = subprocess.run(
             [sys.executable, *arguments],
             cwd=self.folder,
@@ -68,7 +67,6 @@ class Shop:
         return ended.stdout
 
     def check(self, *options: str) -> None:
-        """Run its own tests, warnings as errors, and mypy with more options over its modules."""
         assert " passed" in self.python("-m", "pytest", "-q", "-W", "error", "-p", "no:cacheprovider")
         modules = [path.name for path in self.folder.glob("*.py")]
         self.python(
@@ -77,7 +75,6 @@ class Shop:
 
     @contextmanager
     def running(self, *command: str, **environment: str) -> Iterator[tuple[subprocess.Popen[bytes], Path]]:
-        """Run a program of this environment; yield it with its log. A failure shows the log."""
         log = self.folder / f"{command[0]}{random.getrandbits(32):x}.log"
         with log.open("wb") as output:
             program = subprocess.Popen(
@@ -113,25 +110,20 @@ class Shop:
 
 @dataclass(frozen=True)
 class Server:
-    """A server with several workers."""
-
     port: int
     pid: int
     log: Path
 
     @property
     def url(self) -> str:
-        """Where it listens."""
         return f"http://127.0.0.1:{self.port}"
 
     def answers(self) -> bool:
-        """Whether anything listens that speaks HTTP."""
         with suppress(httpx.TransportError):
             return bool(self.get("/alive").status_code)
         return False
 
     def get(self, path: str) -> httpx.Response:
-        """Ask once, by a connection of its own."""
         return httpx.get(self.url + path, timeout=20, trust_env=False)
 
     def post(self, path: str, key: str) -> httpx.Response:

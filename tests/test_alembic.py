@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect as introspection
 import io
 import subprocess
-import sys
 import textwrap
 from collections.abc import Callable
 from functools import partial
@@ -47,26 +46,18 @@ from fencelock import (
     once,
     receipt_table,
 )
-from fencelock.alembic.operations import (
-    AddFenceOp,
-    CreateFenceTableOp,
-    CreateFenceTriggerOp,
-    DropFenceOp,
-    DropFenceTriggerOp,
-    FenceOperation,
-)
+from fencelock.alembic.operations import CreateFenceTableOp, FenceOperation
 from fencelock.alembic.plugin import PLUGIN_NAME
 from fencelock.guard import FencedModel, bind, fence_column, fence_table, gate, triggers, write_id_column
+from tests.programs import printed
 
 pytestmark = pytest.mark.usefixtures("alembic_plugin")
 
 ROOT = Path(__file__).parent.parent
 Trigger: TypeAlias = bool | Literal["strict"]
-EACH_TRIGGER = pytest.mark.parametrize("trigger", [False, True, "strict"])
 
 
 def fence(*, trigger: Any) -> list[Column[Any]]:
-    """Return both columns of a fenced table."""
     return [fence_column(trigger=trigger), write_id_column()]
 
 
@@ -126,21 +117,18 @@ class Project:
         self._folder = folder
 
     def means(self, *tables: Callable[[MetaData], Table], **options: Any) -> None:
-        """Say what the models are from now on."""
         metadata = MetaData()
         for table in tables:
             table(metadata)
         self.config.attributes.update(metadata=metadata, **options)
 
     def revision(self) -> str:
-        """Autogenerate a migration; return its text."""
         script = command.revision(self.config, autogenerate=True)
         assert script
         assert not isinstance(script, list)
         return Path(script.path).read_text()
 
     def write(self, upgrade: str, downgrade: str = "pass") -> None:
-        """Write a migration by hand."""
         script = command.revision(self.config)
         assert script
         assert not isinstance(script, list)
@@ -150,19 +138,15 @@ class Project:
         Path(script.path).write_text(body)
 
     def upgrade(self) -> None:
-        """Migrate to the head."""
         command.upgrade(self.config, "head")
 
     def downgrade(self) -> None:
-        """Migrate one step back."""
         command.downgrade(self.config, "-1")
 
     def check(self) -> None:
-        """Compare the database with the models."""
         command.check(self.config)
 
     def script(self, direction: Callable[..., None], revisions: str) -> str:
-        """Return what `--sql` prints."""
         self.config.output_buffer = io.StringIO()
         direction(self.config, revisions, sql=True)
         return str(self.config.output_buffer.getvalue())
@@ -179,8 +163,6 @@ def project(tmp_path: Path, database_url: str) -> Project:
 
 
 def orders(*more: Column[Any], schema: str | None = None) -> Callable[[MetaData], Table]:
-    """Return how to describe the table `orders`, with more columns."""
-
     def describe(metadata: MetaData) -> Table:
         return Table(
             "orders",
@@ -195,13 +177,11 @@ def orders(*more: Column[Any], schema: str | None = None) -> Callable[[MetaData]
 
 
 def execute(engine: Engine, sql: str) -> None:
-    """Execute SQL whatever fenced tables of this name other tests have."""
     with engine.begin() as connection:
         connection.execute(text(sql), execution_options={"fencelock": "bypass"})
 
 
 def found(engine: Engine, table: str = "orders", schema: str | None = None) -> tuple[bool, Trigger]:
-    """Return whether a table has the column, and which trigger."""
     with engine.connect() as connection:
         columns = {column["name"] for column in inspect(connection).get_columns(table, schema=schema)}
         return "last_fencing_token" in columns, triggers.installed(connection, table, schema=schema)
@@ -266,7 +246,6 @@ def test_autogenerate_fences_a_model_and_takes_the_fence_away(
 
 @pytest.mark.parametrize("trigger", [True, "strict"])
 def test_check_notices_a_missing_trigger(project: Project, engine: Engine, trigger: Trigger) -> None:
-    """As SQLite's batch mode leaves it, or an operator; autogenerate makes it again, once."""
     project.means(orders(*fence(trigger=trigger)))
     project.revision()
     project.upgrade()
@@ -292,7 +271,6 @@ def test_check_notices_a_missing_trigger(project: Project, engine: Engine, trigg
 
 
 def test_autogenerate_replaces_a_trigger_by_another(project: Project, engine: Engine) -> None:
-    """The way back is to the one before, and to none at last."""
     seen: list[Trigger] = []
     for trigger in (False, True, "strict", True, False):
         project.means(orders(*fence(trigger=trigger)))
@@ -306,9 +284,8 @@ def test_autogenerate_replaces_a_trigger_by_another(project: Project, engine: En
     assert seen == [False, True, "strict", True, False, True, "strict", True, False]
 
 
-@pytest.mark.parametrize("trigger", [False, True, "strict"])
+@pytest.mark.parametrize("trigger", [False, "strict"])
 def test_add_fence_alone_makes_a_table_that_a_model_can_write(engine: Engine, trigger: Trigger) -> None:
-    """The fence table of its operation serves gates, too, and the model finds nothing to migrate."""
     execute(engine, "CREATE TABLE orders (id INTEGER PRIMARY KEY, status VARCHAR(20))")
     with engine.begin() as connection:
         op: Any = Operations(MigrationContext.configure(connection))
@@ -336,13 +313,6 @@ def test_add_fence_alone_makes_a_table_that_a_model_can_write(engine: Engine, tr
     assert found(engine) == (True, trigger)
 
 
-def test_add_fence_refuses_an_unknown_trigger(engine: Engine) -> None:
-    with engine.begin() as connection:
-        op: Any = Operations(MigrationContext.configure(connection))
-        with pytest.raises(ValueError, match="False, True or 'strict'"):
-            op.add_fence("orders", trigger="ids")
-
-
 @pytest.mark.parametrize(
     ("column", "trigger"),
     [("last_fencing_token", False), ("last_fencing_token", "strict"), ("last_write_id", True)],
@@ -350,7 +320,6 @@ def test_add_fence_refuses_an_unknown_trigger(engine: Engine) -> None:
 def test_autogenerate_adds_the_column_that_is_missing(
     project: Project, engine: Engine, column: str, trigger: Trigger
 ) -> None:
-    """Only this one, and the trigger; the way back drops both."""
     execute(engine, f"ALTER TABLE orders ADD COLUMN {column} BIGINT NOT NULL DEFAULT 0")
     project.means(orders(*fence(trigger=trigger)))
     written = project.revision()
@@ -407,7 +376,6 @@ def test_new_tables_of_models_are_written_as_any_others(project: Project, engine
 
 @pytest.mark.parametrize(("strict", "again"), [(False, True), (True, False)])
 def test_a_renamed_table_is_rid_of_its_trigger(engine: Engine, strict: bool, again: bool) -> None:
-    """Databases leave the triggers' names when a table is renamed, and triggers in the way of the column."""
     execute(engine, "CREATE TABLE letters (id INTEGER PRIMARY KEY, status VARCHAR(20))")
     with engine.begin() as connection:
         op: Any = Operations(MigrationContext.configure(connection))
@@ -427,12 +395,10 @@ def test_a_renamed_table_is_rid_of_its_trigger(engine: Engine, strict: bool, aga
 
 
 def items(metadata: MetaData, *more: Column[Any]) -> Table:
-    """Describe another table."""
     return Table("items", metadata, Column("id", Integer, primary_key=True), *more)
 
 
 def test_other_changes_of_the_same_table_stay_what_they_are(project: Project, engine: Engine) -> None:
-    """They stand beside the fence, in a batch where the project renders batches."""
     more = Column("note", String(20))
     project.means(orders(more, *fence(trigger=True)), batch=True)
     written = project.revision()
@@ -445,9 +411,10 @@ def test_other_changes_of_the_same_table_stay_what_they_are(project: Project, en
     assert found(engine) == (False, False)
 
 
-@pytest.mark.parametrize("wrong", ["INTEGER DEFAULT 0 NOT NULL", "BIGINT DEFAULT 7 NOT NULL"])
+@pytest.mark.parametrize(
+    "wrong", ["INTEGER DEFAULT 0 NOT NULL", "BIGINT DEFAULT 7 NOT NULL", "BIGINT DEFAULT 0"]
+)
 def test_check_notices_a_wrong_column(project: Project, engine: Engine, wrong: str) -> None:
-    """A column of that name which is no fence is changed, not added again."""
     execute(engine, f"ALTER TABLE orders ADD COLUMN last_fencing_token {wrong}")
     project.means(orders(fence_column()), batch=True)
     with pytest.raises(AutogenerateDiffsDetected, match="modify_"):
@@ -459,7 +426,6 @@ def test_check_notices_a_wrong_column(project: Project, engine: Engine, wrong: s
 
 @pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
 def test_tables_of_another_schema(project: Project, engine: Engine) -> None:
-    """All operations have `schema=`, and autogenerate gives it."""
     url = make_url(engine.url)
     schema = f"{url.database}_other"
     with engine.begin() as connection:
@@ -491,7 +457,6 @@ def test_tables_of_another_schema(project: Project, engine: Engine) -> None:
 @pytest.mark.long
 @pytest.mark.parametrize("trigger", [True, "strict"])
 def test_a_batch_keeps_the_trigger(project: Project, engine: Engine, trigger: Trigger) -> None:
-    """SQLite copies the table, there and back; elsewhere nothing is said of it."""
     project.means(orders(*fence(trigger=trigger)), batch=True)
     project.revision()
     project.upgrade()
@@ -509,7 +474,6 @@ def test_a_batch_keeps_the_trigger(project: Project, engine: Engine, trigger: Tr
 
 
 def test_batches_have_the_column_too(project: Project, engine: Engine) -> None:
-    """`batch_op.add_fence()` and `drop_fence()`, where the table is copied and where it is not."""
     project.write(
         "with op.batch_alter_table('orders', recreate='auto') as batch: batch.add_fence()",
         "with op.batch_alter_table('orders') as batch: batch.drop_fence()",
@@ -524,12 +488,10 @@ def test_batches_have_the_column_too(project: Project, engine: Engine) -> None:
     assert found(engine) == (False, False)
 
 
-@pytest.mark.long
-@EACH_TRIGGER
+@pytest.mark.parametrize("trigger", [False, "strict"])
 def test_script_does_what_the_migration_does(
     project: Project, engine: Engine, database_url: str, trigger: Trigger
 ) -> None:
-    """What `--sql` prints goes through the database's own client, both ways."""
     project.means(orders(*fence(trigger=trigger)), fence_table)
     project.revision()
     run_by_client(database_url, project.script(command.upgrade, f"{previous(project)}:head"))
@@ -544,7 +506,6 @@ MOVE = "UPDATE orders SET status = 'moved'"
 
 
 def test_rows_of_strict_tables_are_migrated_with_a_new_write_id(project: Project, engine: Engine) -> None:
-    """The trigger refuses a migration that gives none, as it refuses any other UPDATE."""
     project.means(orders(*fence(trigger="strict")))
     project.revision()
     project.upgrade()
@@ -561,7 +522,6 @@ def test_rows_of_strict_tables_are_migrated_with_a_new_write_id(project: Project
 
 
 def test_migrations_write_rows_without_a_lease(project: Project, engine: Engine) -> None:
-    """Those from before the fence, too, on an empty database; and by engines of their own."""
     project.means(orders(fence_column(resource="order:{id}"), write_id_column()))
     project.write(
         'op.execute("DELETE FROM orders")\n'
@@ -588,7 +548,6 @@ def test_migrations_write_rows_without_a_lease(project: Project, engine: Engine)
 
 
 def rewrite(project: Project, revision: str, upgrade: str) -> None:
-    """Have a migration do something else."""
     path = Path(ScriptDirectory.from_config(project.config).get_revision(revision).path)
     before, _, after = path.read_text().partition("def upgrade():")
     after = after[after.index("def downgrade") :]
@@ -596,7 +555,6 @@ def rewrite(project: Project, revision: str, upgrade: str) -> None:
 
 
 def test_the_fence_table_has_a_trigger_where_it_is_wanted(project: Project, engine: Engine) -> None:
-    """The fences in the table never go down, whichever program writes. Gates are passed as before."""
     project.means(orders(), partial(fence_table, trigger=True))
     assert "op.create_fence_trigger('fencelock_fences')" in project.revision()
     project.upgrade()
@@ -609,12 +567,9 @@ def test_the_fence_table_has_a_trigger_where_it_is_wanted(project: Project, engi
             session.commit()
     with pytest.raises(StaleTokenError, match="trigger"):
         execute(engine, "UPDATE fencelock_fences SET last_fencing_token = 5")
-    with pytest.raises(ValueError, match="False or True"):
-        fence_table(MetaData(), trigger="strict")  # type: ignore[arg-type]
 
 
 def previous(project: Project) -> str:
-    """Return the revision before the head."""
     scripts = ScriptDirectory.from_config(project.config)
     before = scripts.get_revision("head").down_revision
     assert isinstance(before, str)
@@ -637,17 +592,6 @@ def run_by_client(database_url: str, script: str) -> None:
     except FileNotFoundError:
         pytest.skip(f"there is no {arguments[0]} on this machine")
     assert ended.returncode == 0, script + ended.stderr
-
-
-@pytest.mark.parametrize("kind", [AddFenceOp, DropFenceOp, CreateFenceTriggerOp, DropFenceTriggerOp])
-@EACH_TRIGGER
-def test_every_operation_has_a_way_back(kind: type[FenceOperation], trigger: Trigger) -> None:
-    """There and back is the same operation again."""
-    there = kind("orders", schema="shop", trigger=trigger or kind is CreateFenceTriggerOp)
-    again: Any = there.reverse().reverse()
-    assert type(again) is kind
-    assert again.arguments == there.arguments
-    assert again.to_diff_tuple()[:3] == there.to_diff_tuple()[:3]
 
 
 def grant_leases(engine: Engine) -> None:
@@ -680,7 +624,6 @@ def test_autogenerate_makes_the_tables_of_leases_and_receipts(
     describe: Callable[[MetaData], Table],
     use: Callable[[Engine], None],
 ) -> None:
-    """One line, there and back. Between them the table works, and `alembic check` is content."""
     project.means(orders(), describe)
     with pytest.raises(AutogenerateDiffsDetected):
         project.check()
@@ -700,7 +643,6 @@ def test_autogenerate_makes_the_tables_of_leases_and_receipts(
 
 
 def test_table_of_leases_that_init_has_made_stays(project: Project, engine: Engine) -> None:
-    """Autogenerate does not drop what no model knows of, and a migration that makes it finds it there."""
     with Database(engine) as authority:
         authority.init()
         project.means(orders())
@@ -710,10 +652,8 @@ def test_table_of_leases_that_init_has_made_stays(project: Project, engine: Engi
         assert authority.release(authority.acquire(("order:1",), ttl=30, timeout=0))
 
 
+@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 def test_lease_table_goes_where_it_is_named(project: Project, engine: Engine) -> None:
-    """Into a schema, where leases are granted by an authority that names it."""
-    if engine.dialect.name != "postgresql":
-        pytest.skip("a schema of one's own is PostgreSQL's")
     execute(engine, "CREATE SCHEMA locks")
     project.write("op.create_lease_table(schema='locks')", "op.drop_lease_table(schema='locks')")
     project.upgrade()
@@ -724,7 +664,6 @@ def test_lease_table_goes_where_it_is_named(project: Project, engine: Engine) ->
 
 
 def test_fence_table_keeps_to_the_convention_of_names(engine: Engine) -> None:
-    """Its primary key is called as the project calls primary keys."""
     metadata = MetaData(naming_convention={"pk": "pk_%(table_name)s"})
     with engine.begin() as connection:
         context = MigrationContext.configure(connection, opts={"target_metadata": metadata})
@@ -747,7 +686,6 @@ def test_fence_table_keeps_to_the_convention_of_names(engine: Engine) -> None:
     ],
 )
 def test_alembic_loads_the_plugin_by_itself(installed_path: str, first: str) -> None:
-    """By its entry point, whatever is imported first, once, and without a warning."""
     pytest.importorskip("alembic.runtime.plugins", reason="Alembic has plugins since 1.18")
     code = f"""
 {first}
@@ -762,20 +700,10 @@ Plugin.populate_autogenerate_priority_dispatch(used, ["alembic.autogenerate.*"])
 compared = [fn.__module__ for registered in used._registry.values() for fn, _ in registered]
 print({PLUGIN_NAME!r} in _all_plugins, compared.count("fencelock.alembic.plugin"))
 """
-    ended = subprocess.run(
-        [sys.executable, "-W", "error", "-c", code],
-        env={"PYTHONPATH": installed_path, "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout == "True 2\n"
+    assert printed("-W", "error", "-c", code, env={"PYTHONPATH": installed_path, "PATH": ""}) == "True 2\n"
 
 
 def test_operations_are_functions_that_type_checkers_know() -> None:
-    """Each does as that of `op`, with the same arguments."""
     names = {each.name for each in FenceOperation.__subclasses__()}
     assert set(fencelock.alembic.__all__) == names
     engine = create_engine("sqlite://")

@@ -11,27 +11,12 @@ from pathlib import Path
 
 import pytest
 import redis
-from sqlalchemy import Column, Integer, MetaData, Table
 
-from fencelock import AuthorityError, Database, LockTimeoutError, Redlock, fenced_lock
+from fencelock import AuthorityError, Database, LockTimeoutError, Redlock
 from fencelock.authority.redlock.transport.endpoints import endpoint_of
-from fencelock.guard import fence_column, text
-from fencelock.guard.tables import template_of
+from fencelock.guard import text
 from proof.servers import Nodes
 from tests.test_cli import program
-
-WEEK = 7 * 24 * 3600
-
-
-@pytest.mark.parametrize("ttl", [WEEK + 1, 1e9, 1e12, 1e300])
-def test_no_lock_is_held_for_longer_than_a_week(tmp_path: Path, ttl: float) -> None:
-    """By a process that has died; on any authority."""
-    for authority in (Database(f"sqlite:///{tmp_path}/a.db"), Redlock("redis://h")):
-        with pytest.raises(ValueError, match="longer than a week"):
-            authority.lock("a", ttl=ttl)
-    with pytest.raises(ValueError, match="longer than a week"):
-        fenced_lock("a", ttl=ttl)
-    fenced_lock("a", ttl=WEEK, max_hold=None)
 
 
 def test_one_who_is_refused_what_looks_free_does_not_spin(tmp_path: Path) -> None:
@@ -50,7 +35,6 @@ def test_one_who_is_refused_what_looks_free_does_not_spin(tmp_path: Path) -> Non
 
 
 def test_the_file_of_leases_has_the_rights_of_its_database(tmp_path: Path) -> None:
-    """The file names the locked resources. The files that SQLite puts beside it get the same rights."""
     database = tmp_path / "a.db"
     database.touch(0o600)
     with Database(f"sqlite:///{database}") as authority, authority.lock("user:alice@example.org"):
@@ -71,11 +55,9 @@ def test_no_symbolic_link_is_followed_to_leases(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("query", "checks"),
-    [("", True), ("?ssl_cert_reqs=none", None), ("?ssl_check_hostname=false", False)],
+    ("query", "checks"), [("", True), ("?ssl_cert_reqs=none", None), ("?ssl_check_hostname=false", False)]
 )
 def test_the_name_of_a_host_is_checked(query: str, checks: bool | None) -> None:
-    """Whatever redis-py does by itself: before version 6 it took any certificate of the authority."""
     for source in (f"rediss://h:1{query}", f"rediss+sentinel://h:1/service{query}"):
         server = endpoint_of(source, 1.0).named[0]
         assert server.settings.get("ssl_check_hostname") is checks
@@ -83,22 +65,8 @@ def test_the_name_of_a_host_is_checked(query: str, checks: bool | None) -> None:
     assert endpoint_of(client, 1.0).server.settings.get("ssl_check_hostname") in {checks, bool(checks)}
 
 
-def test_a_template_has_no_braces_within_braces() -> None:
-    """The name of a column could come from another column."""
-    table = Table(
-        "nested",
-        MetaData(),
-        Column("id", Integer, primary_key=True),
-        Column("width", Integer),
-        fence_column(resource="order:{id:{width}}"),
-    )
-    with pytest.raises(ValueError, match="braces within braces"):
-        template_of(table, "nested")
-
-
 @pytest.mark.parametrize("part", ["/*a ", "*/ /*a ", "(", "'a' ", '"a" ', "-- a\n", "`a "])
 def test_a_long_statement_is_read_once_and_in_a_time_that_grows_with_it(part: str) -> None:
-    """It has values in it, and is not kept."""
     kept = text._written_before.cache_info().currsize
     took = []
     for count in (8_000, 32_000):
@@ -122,7 +90,6 @@ def test_the_command_gets_no_url(nodes: Nodes) -> None:
 
 
 def test_init_takes_the_url_from_the_environment(nodes: Nodes) -> None:
-    """There is no password among the arguments, which other users see."""
     done = program("init", FENCELOCK_URL=",".join(nodes.urls[:3]))
     assert "3 nodes initialised" in done.stderr
     none = program("init", FENCELOCK_URL="")

@@ -22,7 +22,6 @@ SCRIPT = "#!/bin/sh\necho ran >> runs\nexit ${STATUS:-0}\n"
 
 @pytest.fixture
 def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with `report.sh`, where `FENCELOCK_URL` names a database."""
     script = tmp_path / "report.sh"
     script.write_text(SCRIPT)
     script.chmod(0o755)
@@ -34,7 +33,6 @@ def machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def run(folder: Path, command: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run a line of a shell."""
     return subprocess.run(
         ["/bin/sh", "-c", command],
         cwd=folder,
@@ -48,12 +46,10 @@ def run(folder: Path, command: str, **environment: str) -> subprocess.CompletedP
 
 
 def runs(folder: Path) -> int:
-    """Return how often the script has run."""
     return len((folder / "runs").read_text().splitlines())
 
 
 def commands_of_timers() -> list[str]:
-    """Return the commands that the page has for timers, as a shell takes them."""
     found = []
     for block in blocks(read("docs/cron.md")):
         if block.language == "ini":
@@ -67,13 +63,11 @@ def commands_of_timers() -> list[str]:
 
 
 def test_page_has_a_command_for_each_timer() -> None:
-    """Of cron, systemd and Kubernetes."""
     assert len(commands_of_timers()) == 3
 
 
 @pytest.mark.parametrize("command", commands_of_timers())
 def test_command_of_a_timer_runs_once_in_its_slot(machine: Path, command: str) -> None:
-    """The second machine comes when the job is done, and leaves it alone."""
     first, second = run(machine, command), run(machine, command)
     assert (first.returncode, first.stderr) == (0, "")
     assert second.returncode == 0
@@ -81,25 +75,9 @@ def test_command_of_a_timer_runs_once_in_its_slot(machine: Path, command: str) -
     assert runs(machine) == 1
 
 
-@pytest.mark.timed
-@pytest.mark.long
-@pytest.mark.parametrize("status", ["0", "3"])
-def test_second_machine_is_late_by_a_real_delay(machine: Path, status: str) -> None:
-    """It runs the job in the next slot, and not in this one, whether or not the job has failed."""
-    command = "fencelock run job --if-held skip --at-least 15s -- ./report.sh"
-    assert run(machine, command, STATUS=status).returncode == int(status)
-    time.sleep(2)
-    assert run(machine, command).returncode == 0
-    assert runs(machine) == 1
-    time.sleep(15)
-    assert run(machine, command).returncode == 0
-    assert runs(machine) == 2
-
-
 @pytest.mark.long
 @pytest.mark.skipif(find_library() is None, reason=MISSING)
 def test_second_machine_has_a_clock_that_is_twenty_seconds_behind(machine: Path) -> None:
-    """Each machine waits for the same second by its own clock, as cron does."""
     slot = int(time.time()) + 3
     wait = f"while [ $(date +%s) -lt {slot} ]; do sleep 0.1; done; "
     command = f"{wait}exec fencelock run job --if-held skip --at-least 40s -- ./report.sh"
@@ -110,15 +88,6 @@ def test_second_machine_has_a_clock_that_is_twenty_seconds_behind(machine: Path)
     assert late.wait(60) == 0
     assert time.time() >= slot + 20
     assert runs(machine) == 1
-
-
-@pytest.mark.long
-def test_job_that_takes_longer_than_that_is_released_when_it_ends(machine: Path) -> None:
-    """So the next one runs at once."""
-    command = "fencelock run job --at-least 1s -- sh -c 'echo ran >> runs; sleep 1.5'"
-    assert run(machine, command).returncode == 0
-    assert run(machine, command.replace("run job", "run job --timeout 0")).returncode == 0
-    assert runs(machine) == 2
 
 
 #: Wrong options of `fencelock run`, and a part of the sentence about each.
@@ -132,7 +101,6 @@ WRONG = {
 
 
 def test_options_that_are_wrong(machine: Path) -> None:
-    """The command does not run."""
     for option, says in WRONG.items():
         ended = run(machine, f"fencelock run job {option} -- ./report.sh")
         assert (ended.returncode, runs(machine)) == (2, 0), (option, ended.stderr)
@@ -143,7 +111,6 @@ def test_options_that_are_wrong(machine: Path) -> None:
 
 @pytest.mark.parametrize("text", ["90", "90s", "1.5m"])
 def test_times_are_written_with_or_without_a_unit(machine: Path, text: str) -> None:
-    """All of these are ninety seconds."""
     assert run(machine, f"fencelock run job --at-least {text} -- ./report.sh").returncode == 0
     (info,) = json.loads(run(machine, "fencelock inspect --json").stdout)
     assert 60 < info["remaining"] < 90

@@ -31,12 +31,10 @@ with fenced_lock("order:1") as token:
 
 
 def play_all(folder: Path, blocks: Iterable[Block], *more: Block) -> subprocess.CompletedProcess[str]:
-    """Run the page, and then more."""
     return play(PAGE, [*blocks, *more], folder, {})
 
 
 def test_page_runs_on_postgresql(postgres: Postgres, tmp_path: Path) -> None:
-    """With a trigger and columns that outlive a migration of Django's own."""
     url = postgres.create_database()
     with Database(url) as authority:
         authority.init()
@@ -60,7 +58,6 @@ def test_page_runs_on_postgresql(postgres: Postgres, tmp_path: Path) -> None:
 
 
 def test_sqlite_loses_the_columns_when_django_copies_the_table(tmp_path: Path) -> None:
-    """And nothing is written without them; the operations of the page bring them back."""
     ended = play_all(tmp_path, to_run(PAGE), Block("sh", 1, GROWS), Block("python", 2, WRITES))
     assert "no such column: last_fencing_token" in ended.stderr
     again = """
@@ -73,19 +70,7 @@ def test_sqlite_loses_the_columns_when_django_copies_the_table(tmp_path: Path) -
     assert ended.returncode == 0, ended.stdout + ended.stderr
 
 
-def test_lock_inside_a_transaction_is_refused(tmp_path: Path) -> None:
-    """By `durable=True`, as with ATOMIC_REQUESTS."""
-    inside = """
-from django.db.transaction import atomic
-with atomic():
-    pay(1, charge=print)
-"""
-    ended = play_all(tmp_path, to_run(PAGE), Block("python", 1, inside))
-    assert "RuntimeError: A durable atomic block cannot be nested" in ended.stderr
-
-
 def test_what_the_page_says_of_tests(tmp_path: Path) -> None:
-    """A row that is fenced far above refuses a later holder; a lost lease is told when the lock is left."""
     tests = """
 from fencelock import LockLostError
 from fencelock.testing import lost_lease

@@ -35,12 +35,11 @@ from sqlalchemy import (
 from sqlalchemy.exc import DBAPIError, OperationalError, PendingRollbackError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
 from sqlalchemy.ext.asyncio import AsyncConnection, AsyncSession, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from fencelock import (
     CommitInDoubtError,
     Database,
-    FencedModel,
     FencelockError,
     Lease,
     LockLostError,
@@ -49,22 +48,22 @@ from fencelock import (
     bind,
     claim,
     errors,
-    fence_table,
     fenced,
     fenced_lock,
     fenced_transaction,
     http_status,
     is_retryable,
     once,
-    receipt_table,
 )
 from fencelock.integrations.fastapi import answer_errors
+from fencelock.lease import held_leases
 from fencelock.tokens import MAX_COUNTER
 from proof.pages.blocks import blocks, read
 from proof.servers import Nodes
 from proof.servers.workspace import free_ports
 from tests.door import Door
 from tests.immediate import begin_immediate
+from tests.jobs.accounts import Account, Base, prepare
 from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY, stripe_of
 
@@ -74,34 +73,20 @@ CELERY: Final = {"retry", "look first, then retry", "never"}
 _NAMED: Final = re.compile(r"`(\w+)`(?:, `written` (\w+))?")
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
-
-
-class Account(FencedModel, Base):
-    """The row that all callers want."""
-
-    __tablename__ = "table_accounts"
-    __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    balance: Mapped[int]
-
-
 class Note(Base):
-    """What a transaction has written besides: not fenced."""
-
     __tablename__ = "table_notes"
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
     value: Mapped[int] = mapped_column(default=0)
 
 
-fence_table(Base.metadata)
-receipt_table(Base.metadata)
+#: Not for what a file has not: connections that are lost, and two writers at once.
+ON_SERVERS: Final = pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
+#: For what is the same on each database.
+ON_POSTGRESQL: Final = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 
 
 @pytest.fixture
 def patience() -> dict[str, Any]:
-    """Nodes that hang are not waited for."""
     return IMPATIENT
 
 
@@ -116,13 +101,11 @@ class Stage:
     make_nodes: Callable[..., Nodes]
 
     def notes(self) -> list[int]:
-        """Return what has been committed."""
         with Session(self.engine) as session:
             return list(session.scalars(select(Note.id).order_by(Note.id)))
 
     @contextmanager
     def working(self, **settings: Any) -> Iterator[Session]:
-        """Be in a session under the lock, which is committed at the end."""
         with (
             fenced_lock("account:1", authority=self.authority, **settings),
             Session(self.engine, expire_on_commit=False) as session,
@@ -131,18 +114,10 @@ class Stage:
             session.commit()
 
 
-def prepare(engine: Engine) -> None:
-    """Make the tables, and the account."""
-    Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Account), {"id": 1, "balance": 100})
-
-
 @pytest.fixture
 def stage(
     engine: Engine, authority: Redlock, rival: Redlock, nodes: Nodes, make_nodes: Callable[..., Nodes]
 ) -> Stage:
-    """A stage on each kind of database."""
     if engine.dialect.name == "sqlite":
         begin_immediate(engine)
     prepare(engine)
@@ -153,7 +128,6 @@ def stage(
 
 
 def table(page: str, first: str) -> list[list[str]]:
-    """Return the rows of the table of a page whose first heading is this."""
     _, _, behind = read(page).partition(f"\n| {first} |")
     rows, _, _ = behind.partition("\n\n")
     return [[cell.strip() for cell in row.strip()[1:-1].split("|")] for row in rows.split("\n")[2:]]
@@ -164,13 +138,11 @@ ROWS: Final = {row[0]: row for row in CLASSES}
 
 
 def classes_in(cell: str) -> list[tuple[str, str]]:
-    """Return the names of the classes in a cell, each with what `written` is said to be, or nothing."""
     qualified = _NAMED.findall(cell)
     return [(name, said) for name, said in qualified if name.endswith("Error")]
 
 
 def made(kind: type[FencelockError], said: str) -> FencelockError:
-    """Return an error of a class."""
     if issubclass(kind, LockLostError):
         return kind("lost", written={"False": False, "None": None}[said])
     if issubclass(kind, errors.StaleReadError):
@@ -181,7 +153,6 @@ def made(kind: type[FencelockError], said: str) -> FencelockError:
 
 
 def test_table_has_each_class_once() -> None:
-    """`LockLostError` once for each outcome."""
     (named,) = zip(*(classes_in(row[0]) for row in CLASSES), strict=True)
     assert Counter(name for name, _ in named) == Counter([*errors.__all__, "LockLostError"])
     assert {said for name, said in named if name == "LockLostError"} == {"False", "None"}
@@ -189,7 +160,6 @@ def test_table_has_each_class_once() -> None:
 
 @pytest.mark.parametrize("row", CLASSES, ids=lambda row: row[0].replace("`", ""))
 def test_row_agrees_with_its_class(row: list[str]) -> None:
-    """Whether anything is written, whether to try again, and what the retry policy and Celery do."""
     ((name, said),) = classes_in(row[0])
     _, _, written, retry, status, celery = row
     if name == "FencelockError":  # the base of all: its subclasses tell
@@ -205,7 +175,6 @@ def test_row_agrees_with_its_class(row: list[str]) -> None:
 
 
 def test_readme_says_the_same() -> None:
-    """Its table is the short form: the same outcome, and the same status."""
     for row in table("README.md", "error"):
         for name, said in classes_in(row[0]):
             cells = ROWS[f"`{name}`, `written` {said}" if said else f"`{name}`"]
@@ -238,7 +207,6 @@ RAISED: Final = [row for row in CLASSES if row[0] != "`FencelockError`"]
 
 @pytest.mark.parametrize("row", RAISED, ids=lambda row: row[0].replace("`", ""))
 def test_pages_on_frameworks_do_as_the_table_says(row: list[str]) -> None:
-    """The status of an answer, and Celery's lists."""
     ((name, said),) = classes_in(row[0])
     error = made(getattr(errors, name), said)
     assert http_status(error) == int(row[4].split(",")[0])
@@ -277,7 +245,6 @@ CELERY_CONNECTION: Final = printed("docs/celery.md", "tasks.py", "CONNECTION")["
 
 
 def check_driver(name: str, error: BaseException) -> None:
-    """Check that the retry policy does with a driver's error what its row says."""
     row = DRIVER[name]
     assert row[6] in CELERY
     assert is_retryable(error) == (not row[4].startswith("no")), repr(error)
@@ -289,98 +256,79 @@ def check_driver(name: str, error: BaseException) -> None:
 # Each class, provoked
 
 
+def locked(stage: Stage, authority: Any = None, resource: str = "account:1") -> Any:
+    return fenced_transaction(stage.engine, resource, authority=authority or stage.authority)
+
+
+def note(session: Session) -> None:
+    session.add(Note(id=1))
+    session.flush()
+
+
+def end_lease() -> None:
+    for lease in held_leases():
+        lease._extend_to(0.0)
+
+
 def time_out(stage: Stage) -> None:
-    """Wait for another holder."""
     with stage.rival.lock("account:1"), stage.working(timeout=0) as session:
-        session.add(Note(id=1))
+        note(session)
 
 
 def find_no_quorum(stage: Stage) -> None:
-    """Ask nodes that hang."""
     for node in stage.nodes[:3]:
         node.pause()
     with stage.working() as session:
-        session.add(Note(id=1))
+        note(session)
 
 
 def find_blank_nodes(stage: Stage) -> None:
-    """Ask nodes that were never initialised."""
-    with (
-        Redlock(stage.make_nodes(1).urls) as blank,
-        fenced_transaction(stage.engine, "account:1", authority=blank) as session,
-    ):
-        session.add(Note(id=1))
+    with Redlock(stage.make_nodes(1).urls) as blank, locked(stage, blank) as session:
+        note(session)
 
 
 def find_no_lease_table(stage: Stage) -> None:
-    """Ask a database for a lease whose migrations are missing."""
-    if stage.engine.dialect.name == "sqlite":
-        pytest.skip("a file of SQLite makes its table itself")
-    with (
-        Database(stage.engine) as granting,
-        fenced_transaction(stage.engine, "account:1", authority=granting) as session,
-    ):
-        session.add(Note(id=1))
+    with Database(stage.engine) as granting, locked(stage, granting) as session:
+        note(session)
 
 
 def find_another_fleet(stage: Stage) -> None:
-    """Ask some of the nodes, as if they were all."""
-    with (
-        Redlock(stage.nodes.urls[:3]) as fewer,
-        fenced_transaction(stage.engine, "account:1", authority=fewer) as session,
-    ):
-        session.add(Note(id=1))
+    with Redlock(stage.nodes.urls[:3]) as fewer, locked(stage, fewer) as session:
+        note(session)
 
 
 def find_no_counters(stage: Stage) -> None:
-    """Another program has written into them, on all nodes."""
-    field, before = f"c{stripe_of('account:1')}", []
     for node in stage.nodes:
         with redis.Redis.from_url(node.url) as client:
-            before.append(client.hget(NODE_KEY, field) or 0)
-            client.hset(NODE_KEY, field, str(MAX_COUNTER))
-    try:
-        with stage.working() as session:
-            session.add(Note(id=1))
-    finally:
-        for node, value in zip(stage.nodes, before, strict=True):
-            with redis.Redis.from_url(node.url) as client:
-                client.hset(NODE_KEY, field, value)
+            client.hset(NODE_KEY, f"c{stripe_of('account:1')}", str(MAX_COUNTER))
+    with stage.working() as session:
+        note(session)
 
 
 def configure_nothing(stage: Stage) -> None:
-    """Lock without any nodes."""
     with fenced_transaction(stage.engine, "account:1") as session:
-        session.add(Note(id=1))
+        note(session)
 
 
 def release_what_is_not_held(stage: Stage) -> None:
-    """Give it back twice."""
-    lock = stage.authority.lock("account:1")
     with Session(stage.engine) as session:
-        session.add(Note(id=1))
-        session.flush()
-        lock.release()
+        note(session)
+        stage.authority.lock("account:1").release()
         session.commit()
 
 
 def hand_over_what_is_entered_twice(stage: Stage) -> None:
-    """Hand over a lock while an outer block holds it, too."""
     with stage.working() as session:
-        session.add(Note(id=1))
-        session.flush()
-        inner = stage.authority.lock("account:1")
-        with inner:
+        note(session)
+        with (inner := stage.authority.lock("account:1")):
             inner.hand_over()
 
 
 def ask_for_something_else(stage: Stage) -> None:
-    """Use the key of another request, and go on."""
     with Session(stage.engine) as session:
         once(session, "k", fingerprint=1)
         session.commit()
-        session.add(Note(id=1))
-        session.flush()
+        note(session)
         try:
             once(session, "k", fingerprint=2)
         finally:
@@ -389,71 +337,51 @@ def ask_for_something_else(stage: Stage) -> None:
 
 
 def be_late(stage: Stage) -> None:
-    """Write under the token of an earlier holder."""
     with stage.authority.lock("account:1") as token:
         pass
     with stage.working() as session:
         claim(session, Account, 1)
     with Session(stage.engine) as session:
         bind(session, Lease("account:1", token))
-        session.add(Note(id=1))
-        session.flush()
+        note(session)
         claim(session, Account, 1)
         session.commit()
 
 
 def write_what_is_old(stage: Stage) -> None:
-    """Write an object whose row another one has deleted since."""
     with stage.working() as session:
         account = session.get_one(Account, 1)
         session.commit()
         with Session(stage.engine) as other:
             other.execute(delete(Account).where(Account.id == 1))
             other.commit()
-        session.add(Note(id=1))
-        session.flush()
+        note(session)
         account.balance = 0
 
 
 def write_without_a_lock(stage: Stage) -> None:
-    """Write a row under the lock of another one."""
-    with fenced_transaction(stage.engine, "account:2", authority=stage.authority) as session:
-        session.add(Note(id=1))
-        session.flush()
+    with locked(stage, resource="account:2") as session:
+        note(session)
         session.get_one(Account, 1).balance = 0
 
 
 def go_on_after_a_rollback(stage: Stage) -> None:
-    """End the transaction inside its block, and go on."""
-    with fenced_transaction(stage.engine, "account:1", authority=stage.authority) as session:
+    with locked(stage) as session:
         session.rollback()
-        session.add(Note(id=1))
+        note(session)
 
 
 def be_refused_late(stage: Stage) -> None:
-    """Write after the lease has ended."""
-    with stage.working(ttl=0.5, renew=False) as session:
-        session.add(Note(id=1))
-        session.flush()
-        time.sleep(0.6)
+    with stage.working() as session:
+        note(session)
+        end_lease()
         claim(session, Account, 1).balance = 0
-
-
-def be_left_with_nothing(stage: Stage) -> None:
-    """Have all rolled back when the lease has ended."""
-    with stage.working(ttl=0.5, renew=False) as session:
-        session.add(Note(id=1))
-        claim(session, Account, 1).balance = 0
-        session.flush()
-        session.rollback()
-        time.sleep(0.6)
 
 
 def work_without_the_guard(stage: Stage) -> None:
-    """Write what the guard does not see."""
-    with stage.working(ttl=0.5, renew=False) as session:
-        session.add(Note(id=1))
-        time.sleep(0.6)
+    with stage.working() as session:
+        note(session)
+        end_lease()
 
 
 PROVOKED: Final[dict[str, tuple[Callable[[Stage], None], ...]]] = {
@@ -471,16 +399,16 @@ PROVOKED: Final[dict[str, tuple[Callable[[Stage], None], ...]]] = {
     "UnfencedWriteError": (write_without_a_lock,),
     "ReceiptMismatchError": (ask_for_something_else,),
     "FenceError": (go_on_after_a_rollback,),
-    "LockLostError": (be_refused_late, be_left_with_nothing, work_without_the_guard),
+    "LockLostError": (be_refused_late, work_without_the_guard),
     "CommitInDoubtError": (),  # below, with a door before the database
 }
 
 
 def test_every_class_is_provoked() -> None:
-    """Save the base of all, which is never raised itself."""
     assert {*PROVOKED, "FencelockError"} == set(errors.__all__)
 
 
+@ON_POSTGRESQL
 @pytest.mark.parametrize(
     ("name", "provoke"), [(name, each) for name, ways in PROVOKED.items() for each in ways]
 )
@@ -501,17 +429,14 @@ def test_written_is_what_the_table_holds(
 
 @pytest.fixture
 def door(stage: Stage) -> Iterator[Door]:
-    """A door before the database, which loses the answer to the first COMMIT."""
-    if stage.engine.dialect.name == "sqlite":
-        pytest.skip("SQLite has no connection that could be lost")
     opened = Door(stage.engine)
     yield opened
     opened.close()
 
 
+@ON_SERVERS
 @pytest.mark.parametrize("arrives", [False, True], ids=["never", "arrives"])
 def test_commit_in_doubt(stage: Stage, door: Door, *, arrives: bool) -> None:
-    """Unknown: it is written or not. The driver's error comes out of a plain `commit()`."""
     door.loses_answers = arrives
     with (
         pytest.raises(CommitInDoubtError) as caught,
@@ -529,14 +454,7 @@ def test_commit_in_doubt(stage: Stage, door: Door, *, arrives: bool) -> None:
 # The driver's errors
 
 
-def needs_a_server(stage: Stage) -> None:
-    """Skip what a file has not."""
-    if stage.engine.dialect.name == "sqlite":
-        pytest.skip("SQLite has no connection that could be lost, and one writer at a time")
-
-
 def end_connection(engine: Engine, session: Session) -> None:
-    """Have the server end a session's connection."""
     postgres = engine.dialect.name == "postgresql"
     number = session.scalar(text("SELECT pg_backend_pid()" if postgres else "SELECT connection_id()"))
     end = f"SELECT pg_terminate_backend({number}, 5000)" if postgres else f"KILL {number}"
@@ -545,7 +463,6 @@ def end_connection(engine: Engine, session: Session) -> None:
 
 
 def go_idle(session: Session) -> None:
-    """Do nothing for longer than the database allows."""
     postgres = session.get_bind().dialect.name == "postgresql"
     setting = "idle_in_transaction_session_timeout = 200" if postgres else "idle_transaction_timeout = 1"
     session.execute(text(f"SET {setting}"))
@@ -553,7 +470,6 @@ def go_idle(session: Session) -> None:
 
 
 def lose_connection(stage: Stage, how: str, *, before: bool) -> None:
-    """Lose the connection in a transaction, and find out before its COMMIT, or by that."""
     with fenced_transaction(stage.engine, "account:1", authority=stage.authority) as session:
         session.add(Note(id=1))
         session.flush()
@@ -565,31 +481,20 @@ def lose_connection(stage: Stage, how: str, *, before: bool) -> None:
             session.execute(text("SELECT 1"))
 
 
+@ON_SERVERS
+@pytest.mark.parametrize("before", [True, False], ids=["before the commit", "at the commit"])
 @pytest.mark.parametrize("how", ["ended", "idle"])
-def test_connection_that_ends_before_the_commit(stage: Stage, how: str) -> None:
-    """The statement that finds out raises the driver's error, and nothing is written."""
-    needs_a_server(stage)
-    with pytest.raises(DBAPIError) as caught:
-        lose_connection(stage, how, before=True)
-    row = "connection ends before COMMIT" if how == "ended" else "`idle_in_transaction_session_timeout`"
-    check_driver(row, caught.value)
-    assert caught.value.connection_invalidated
-    assert caught.value.statement
-    if how == "idle" and stage.engine.dialect.name == "postgresql":
-        assert getattr(caught.value.orig, "sqlstate", None) == "25P03"
-    assert stage.notes() == []
-
-
-@pytest.mark.parametrize("how", ["ended", "idle"])
-def test_connection_that_is_gone_at_the_commit(stage: Stage, how: str) -> None:
-    """Nothing is written, but the program cannot tell, unless the server has said why."""
-    needs_a_server(stage)
+def test_nothing_is_written_where_the_connection_is_lost(stage: Stage, how: str, *, before: bool) -> None:
+    """At the COMMIT the program cannot tell, unless the server has said why."""
     with pytest.raises((CommitInDoubtError, DBAPIError)) as caught:
-        lose_connection(stage, how, before=False)
-    was_told = how == "idle" and stage.engine.dialect.name == "postgresql"
-    assert isinstance(caught.value, DBAPIError) == was_told
+        lose_connection(stage, how, before=before)
+    is_timeout_of_postgresql = how == "idle" and stage.engine.dialect.name == "postgresql"
+    assert isinstance(caught.value, DBAPIError) == (before or is_timeout_of_postgresql)
     if isinstance(caught.value, DBAPIError):
-        check_driver("`idle_in_transaction_session_timeout`", caught.value)
+        row = "connection ends before COMMIT" if how == "ended" else "`idle_in_transaction_session_timeout`"
+        check_driver(row, caught.value)
+        assert not before or (caught.value.connection_invalidated and caught.value.statement)
+        assert not is_timeout_of_postgresql or getattr(caught.value.orig, "sqlstate", None) == "25P03"
     assert stage.notes() == []
 
 
@@ -603,16 +508,15 @@ def write_note(connection: Connection, number: int) -> None:
     connection.execute(update(Note).where(Note.id == number).values(value=1))
 
 
+@ON_SERVERS
 def test_deadlock(stage: Stage) -> None:
-    """One of the two is told, and nothing of its transaction is written."""
-    needs_a_server(stage)
     two_notes(stage.engine)
     met = threading.Barrier(2)
 
     def take(first: int, then: int) -> DBAPIError | None:
         with stage.engine.connect() as connection:
             write_note(connection, first)
-            met.wait(20)
+            met.wait(60)
             try:
                 write_note(connection, then)
             except DBAPIError as error:
@@ -635,7 +539,6 @@ LIMITS: Final = {
 
 
 def test_lock_timeout(stage: Stage) -> None:
-    """Nothing of the transaction is written once it is rolled back."""
     engine = create_engine(stage.engine.url, poolclass=NullPool)
     two_notes(engine)
     with engine.connect() as first, engine.connect() as second:
@@ -651,9 +554,8 @@ def test_lock_timeout(stage: Stage) -> None:
     check_driver("lock timeout", caught.value)
 
 
+@ON_SERVERS
 def test_snapshot_that_is_too_old(stage: Stage) -> None:
-    """40001 on PostgreSQL, 1020 on MariaDB: another transaction has changed the row meanwhile."""
-    needs_a_server(stage)
     postgres = stage.engine.dialect.name == "postgresql"
     two_notes(stage.engine)
     engine = stage.engine.execution_options(isolation_level="REPEATABLE READ")
@@ -677,25 +579,15 @@ def test_snapshot_that_is_too_old(stage: Stage) -> None:
     }
 
 
+@ON_POSTGRESQL
 def test_no_connection_can_be_made(stage: Stage) -> None:
-    """Of asyncpg it is Python's own error."""
-    if stage.engine.dialect.name != "postgresql":
-        pytest.skip("one is enough")
     url = stage.engine.url.difference_update_query(["host", "port"]).set(host="127.0.0.1", port=1)
     with pytest.raises(OperationalError) as caught:
         create_engine(url).connect()
     check_driver("no connection can be made", caught.value)
 
-    async def main() -> None:
-        with pytest.raises(OSError, match="1"):
-            async with create_async_engine(url.set(drivername="postgresql+asyncpg")).connect():
-                pass
-
-    asyncio.run(main())
-
 
 def test_no_connection_of_the_pool_is_free() -> None:
-    """SQLAlchemy's own error, which no driver has raised."""
     engine = create_engine("sqlite://", poolclass=QueuePool, pool_size=1, max_overflow=0, pool_timeout=0)
     with engine.connect(), pytest.raises(PoolTimeoutError) as caught:
         engine.connect()
@@ -703,30 +595,23 @@ def test_no_connection_of_the_pool_is_free() -> None:
     engine.dispose()
 
 
-@pytest.mark.parametrize("code", ["57P03", "53300", "25006", 1040, 1290])
-def test_server_that_takes_no_writes_refuses_a_connection(code: str | int) -> None:
-    """Nothing is in doubt then, although no statement is named, as with a COMMIT."""
-    check_driver("the server takes no writes now", told_by_server(code, None))
-
-
-@pytest.mark.parametrize("code", ["57P01", "57P02", "57P03", "53300", "25006", 1040, 1047, 1290])
-def test_server_that_takes_no_writes_refuses_a_statement(code: str | int) -> None:
-    """PostgreSQL's codes, and MariaDB's."""
-    check_driver("the server takes no writes now", told_by_server(code, "SELECT 1"))
+def test_a_server_that_takes_no_writes_refuses_connections_and_statements() -> None:
+    for code in ("57P01", "57P02", "57P03", "53300", "25006", 1040, 1047, 1290):
+        for statement in {
+            "SELECT 1",
+            None if code in {"57P03", "53300", "25006", 1040, 1290} else "SELECT 1",
+        }:
+            check_driver("the server takes no writes now", told_by_server(code, statement))
 
 
 def told_by_server(code: str | int, statement: str | None) -> DBAPIError:
-    """Return the error that SQLAlchemy raises for a code."""
     if isinstance(code, int):
         return OperationalError(statement, None, pymysql.err.OperationalError(code, "no"))
     return OperationalError(statement, None, psycopg.errors.lookup(code)("no"))
 
 
-@pytest.mark.timed
+@ON_POSTGRESQL
 def test_asyncpg_has_the_same(stage: Stage) -> None:
-    """Under other classes: the attributes tell."""
-    if stage.engine.dialect.name != "postgresql":
-        pytest.skip("asyncpg is for PostgreSQL")
     two_notes(stage.engine)
 
     async def told(connection: AsyncConnection, statement: Any) -> DBAPIError:
@@ -761,41 +646,16 @@ def test_asyncpg_has_the_same(stage: Stage) -> None:
 # Leaving a block whose lease has ended
 
 
-LOST: Final[dict[str, Any]] = {"ttl": 0.5, "renew": False}
 Body = Callable[[Session], Any]
 Leave = Callable[..., Any]
 
 
-@pytest.fixture
-def postgresql(
-    postgres_database: Any,
-    authority: Redlock,
-    rival: Redlock,
-    nodes: Nodes,
-    make_nodes: Callable[..., Nodes],
-) -> Iterator[Stage]:
-    """A stage on PostgreSQL alone: a lease ends in the same way on each database."""
-    engine = create_engine(postgres_database.url)
-    prepare(engine)
-    yield Stage(engine, authority, rival, nodes, make_nodes)
-    engine.dispose()
-    postgres_database.empty()
-
-
 def transaction(stage: Stage, bind: Any, **settings: Any) -> Any:
-    return fenced_transaction(bind, "account:1", gate=False, authority=stage.authority, **LOST, **settings)
+    return fenced_transaction(bind, "account:1", gate=False, authority=stage.authority, **settings)
 
 
 def in_lock(stage: Stage, body: Body, **settings: Any) -> Any:
-    with (
-        fenced_lock("account:1", authority=stage.authority, **LOST, **settings),
-        Session(stage.engine) as session,
-    ):
-        return body(session)
-
-
-def in_transaction(stage: Stage, body: Body, **settings: Any) -> Any:
-    with transaction(stage, stage.engine, **settings) as session:
+    with fenced_lock("account:1", authority=stage.authority, **settings), Session(stage.engine) as session:
         return body(session)
 
 
@@ -803,19 +663,7 @@ def in_run(stage: Stage, body: Body, **settings: Any) -> Any:
     return transaction(stage, stage.engine, **settings).run(body)
 
 
-def in_function(stage: Stage, body: Body, **settings: Any) -> Any:
-    @fenced("account:{number}", authority=stage.authority, **LOST, **settings)
-    def work(number: int) -> Any:
-        with Session(stage.engine) as session:
-            assert number == 1
-            return body(session)
-
-    return work(1)
-
-
 def with_asyncio(way: Callable[..., Any]) -> Leave:
-    """Return a way for coroutines as one that blocks."""
-
     def leave(stage: Stage, body: Body, **settings: Any) -> Any:
         async def main() -> Any:
             engine = create_async_engine(stage.engine.url)
@@ -830,78 +678,50 @@ def with_asyncio(way: Callable[..., Any]) -> Leave:
     return leave
 
 
-async def in_async_lock(stage: Stage, engine: Any, body: Body, **settings: Any) -> Any:
-    async with (
-        fenced_lock("account:1", authority=stage.authority, **LOST, **settings),
-        AsyncSession(engine) as session,
-    ):
-        return await session.run_sync(body)
-
-
 async def in_async_transaction(stage: Stage, engine: Any, body: Body, **settings: Any) -> Any:
     async with transaction(stage, engine, **settings) as session:
         return await session.run_sync(body)
 
 
-async def in_async_run(stage: Stage, engine: Any, body: Body, **settings: Any) -> Any:
-    async def run(session: AsyncSession) -> Any:
-        return await session.run_sync(body)
-
-    return await transaction(stage, engine, **settings).run(run)
-
-
 async def in_coroutine(stage: Stage, engine: Any, body: Body, **settings: Any) -> Any:
-    @fenced("account:{number}", authority=stage.authority, **LOST, **settings)
-    async def work(number: int) -> Any:
+    @fenced("account:1", authority=stage.authority, **settings)
+    async def work() -> Any:
         async with AsyncSession(engine) as session:
-            assert number == 1
             return await session.run_sync(body)
 
-    return await work(1)
+    return await work()
 
 
 LEAVE: Final[dict[str, Leave]] = {
     "fenced_lock": in_lock,
-    "fenced_transaction": in_transaction,
     "run": in_run,
-    "fenced": in_function,
-    "fenced_lock asyncio": with_asyncio(in_async_lock),
     "fenced_transaction asyncio": with_asyncio(in_async_transaction),
-    "run asyncio": with_asyncio(in_async_run),
     "fenced asyncio": with_asyncio(in_coroutine),
 }
 
 
-def outlive() -> None:
-    """Wait until the lease has ended."""
-    time.sleep(LOST["ttl"] + 0.05)
-
-
 def write(session: Session) -> None:
-    """Write through the guard, and beside it."""
     claim(session, Account, 1).balance -= 10
-    session.add(Note(id=1))
-    session.flush()
+    note(session)
 
 
 def commit_late(session: Session) -> str:
-    """Have the lease end between the last statement and the COMMIT."""
     write(session)
-    outlive()
+    end_lease()
     session.commit()
     return "paid"
 
 
 def write_late(session: Session) -> None:
     write(session)
-    outlive()
+    end_lease()
     session.get_one(Account, 1).balance -= 10
     session.commit()
 
 
 def write_first_when_it_is_late(session: Session) -> None:
     account = session.get_one(Account, 1)
-    outlive()
+    end_lease()
     account.balance -= 10
     session.commit()
 
@@ -909,13 +729,13 @@ def write_first_when_it_is_late(session: Session) -> None:
 def think_better(session: Session) -> None:
     write(session)
     session.rollback()
-    outlive()
+    end_lease()
 
 
 def write_beside_the_guard(session: Session) -> None:
-    session.add(Note(id=1))
+    note(session)
     session.commit()
-    outlive()
+    end_lease()
 
 
 def fail_after_a_commit(session: Session) -> None:
@@ -925,7 +745,7 @@ def fail_after_a_commit(session: Session) -> None:
 
 
 def fail_late(_session: Session) -> None:
-    outlive()
+    end_lease()
     raise ZeroDivisionError
 
 
@@ -958,49 +778,46 @@ LATE: Final = [
 ]
 
 
-@pytest.mark.timed
+@ON_POSTGRESQL
 @pytest.mark.parametrize("late", LATE, ids=lambda late: late.body.__name__)
-@pytest.mark.parametrize("way", range(4))
+@pytest.mark.parametrize("more", [0, 2], ids=["one way", "another way"])
 def test_leaving_a_block_that_has_lost_its_lease_says_what_was_written(
-    postgresql: Stage, caplog: pytest.LogCaptureFixture, late: Late, way: int
+    stage: Stage, caplog: pytest.LogCaptureFixture, late: Late, more: int
 ) -> None:
-    """Each body in each way, in turns blocking and for asyncio. The body's own error stays."""
-    leave = LEAVE[list(LEAVE)[(way + 4 * (way + LATE.index(late))) % 8]]
+    leave = [*LEAVE.values()][(LATE.index(late) + more) % 4]
     if late.error is None:
-        assert leave(postgresql, late.body) == "paid"
+        assert leave(stage, late.body) == "paid"
         told = warnings(caplog)
     else:
         with pytest.raises(late.error) as caught:
-            leave(postgresql, late.body)
+            leave(stage, late.body)
         assert getattr(caught.value, "written", ...) is late.written
         told = getattr(caught.value, "__notes__", [])
         assert len(told) == 1 or late.error is LockLostError
         assert warnings(caplog) == []
     assert late.says in " ".join(told)
     assert late.says_not not in " ".join(told)
-    assert postgresql.notes() == late.notes
+    assert stage.notes() == late.notes
 
 
 def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Return the warnings of locks."""
     return [record.getMessage() for record in caplog.records if record.name == "fencelock.lock"]
 
 
-@pytest.mark.timed
+@ON_POSTGRESQL
 @pytest.mark.parametrize("way", LEAVE)
-def test_if_lost_warn_only_logs(postgresql: Stage, caplog: pytest.LogCaptureFixture, way: str) -> None:
-    """Also where the outcome is unknown. `on_lost` of a lock that was entered again is told, too."""
+def test_if_lost_warn_only_logs(stage: Stage, caplog: pytest.LogCaptureFixture, way: str) -> None:
     told: list[Lease] = []
 
     def listen(_session: Session) -> None:
-        lock = fenced_lock("account:1", authority=postgresql.authority)
+        lock = fenced_lock("account:1", authority=stage.authority)
         lock.on_lost(told.append)
         if "asyncio" not in way:
             with lock:
                 pass
-        outlive()
+        end_lease()
 
-    LEAVE[way](postgresql, listen, if_lost="warn")
+    LEAVE[way](stage, listen, if_lost="warn")
     (warning,) = warnings(caplog)
     assert "nothing went through the guard" in warning
     assert "asyncio" in way or eventually(lambda: [lease.resource for lease in told] == ["account:1"])

@@ -33,7 +33,6 @@ SEND = f"import tasks; [tasks.ship.delay(number) for number in range({ORDERS}) f
 
 @pytest.fixture
 def shop(nodes: Nodes, postgres: Postgres, tmp_path: Path) -> Shop:
-    """The example: one node grants its locks, another is its broker. A slot is a second, and not a minute."""
     with Redlock(nodes[0].url) as authority:
         authority.init()
     environment = {
@@ -56,14 +55,8 @@ def shop(nodes: Nodes, postgres: Postgres, tmp_path: Path) -> Shop:
     return made
 
 
-def test_its_own_tests_pass(tmp_path: Path) -> None:
-    """Those that a reader copies."""
-    Shop("celery_shop", tmp_path / "shop").check()
-
-
 @pytest.mark.timed
 def test_two_beats_and_an_outage(shop: Shop, nodes: Nodes) -> None:
-    """Each slot has one report, and each order is shipped, although all tasks are sent twice."""
     shop.python("-c", SEED)
     database = shop.environment["DATABASE_URL"].replace("+psycopg", "")
     with ExitStack() as stack, psycopg.connect(database, autocommit=True) as connection:

@@ -34,13 +34,11 @@ UVICORN: Final = (
 
 @pytest.fixture
 def database(postgres: Postgres) -> str:
-    """The URL of an empty database, for psycopg."""
     return postgres.create_database().replace("+psycopg", "")
 
 
 @pytest.fixture
 def shop(database: str, tmp_path: Path) -> Shop:
-    """The example, on that database, with a short ttl."""
     metrics = tmp_path / "metrics"
     metrics.mkdir()
     environment = {
@@ -54,7 +52,6 @@ def shop(database: str, tmp_path: Path) -> Shop:
 
 @pytest.fixture
 def server(shop: Shop) -> Iterator[Server]:
-    """Two workers, and an account."""
     shop.python("models.py")
     with shop.serving(*UVICORN) as made:
         assert eventually(lambda: made.log.read_text().count("startup complete") == 2)
@@ -64,7 +61,6 @@ def server(shop: Shop) -> Iterator[Server]:
 
 
 def stored(database: str) -> tuple[int, int]:
-    """Return the balance, and how many payments there are."""
     with psycopg.connect(database) as connection:
         row = connection.execute("SELECT balance, (SELECT count(*) FROM payments) FROM accounts").fetchone()
     assert row is not None
@@ -72,20 +68,10 @@ def stored(database: str) -> tuple[int, int]:
 
 
 def metric(text: str, name: str) -> float:
-    """Return the sum of a metric, over all its labels."""
     return sum(float(line.rpartition(" ")[2]) for line in text.splitlines() if line.startswith(name))
 
 
-@pytest.mark.timed
-def test_its_own_tests_pass(shop: Shop) -> None:
-    """Those that a reader copies."""
-    for of_the_server in ("PROMETHEUS_MULTIPROC_DIR", "LOCK_TTL", "BANK_SECONDS"):
-        del shop.environment[of_the_server]
-    shop.check()
-
-
 def test_parallel_deposits_add_up(server: Server, database: str) -> None:
-    """Each one is sent twice at once, to whichever worker, and counts once."""
     with ThreadPoolExecutor(12) as clients:
         for _ in clients.map(
             lambda n: server.insist("/accounts/1/deposits?cents=5", f"d{n % 60}"), range(120)
@@ -100,7 +86,6 @@ def test_parallel_deposits_add_up(server: Server, database: str) -> None:
 
 
 def test_worker_that_is_paused_while_the_bank_answers_is_refused(server: Server, database: str) -> None:
-    """The client asks again, another worker pays, and the first one comes too late."""
     server.insist("/accounts/1/deposits?cents=100", "d")
     before = fence(database)
     with closing(server.begin("/accounts/1/payments?cents=70", "p")) as late:
@@ -123,7 +108,6 @@ def fence(database: str) -> int:
 
 
 def test_outage_is_told_without_names(server: Server, database: str, postgres: Postgres) -> None:
-    """The database is away: no lock, no hint of where it is, and the process counts as alive."""
     server.insist("/accounts/1/deposits?cents=100", "d")
     name = make_url(database).database or ""
     allow = SQL("ALTER DATABASE {} ALLOW_CONNECTIONS {}")

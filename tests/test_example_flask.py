@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import re
-import signal
 import sqlite3
-import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 from typing import Final
@@ -22,12 +19,10 @@ from tests.shops import Server, Shop
 pytestmark = [pytest.mark.long]
 
 GUNICORN: Final = ["gunicorn", "--workers", "3", "--bind", "127.0.0.1:PORT", "shop:create_app()"]
-MYPY: Final = ("--allow-subclassing-any", "--no-warn-return-any", "--disable-error-code=name-defined")
 
 
 @pytest.fixture
 def shop(tmp_path: Path, installed_path: str) -> Shop:
-    """The example, with a short ttl, beside an installation that has Alembic's entry point."""
     environment = {
         "PYTHONPATH": installed_path,
         "FLASK_APP": "shop",
@@ -40,7 +35,6 @@ def shop(tmp_path: Path, installed_path: str) -> Shop:
 
 @pytest.fixture
 def server(shop: Shop) -> Iterator[Server]:
-    """Three workers, on a database that was migrated."""
     for command in (["init"], ["migrate", "-m", "all tables"], ["upgrade"]):
         shop.python("-m", "flask", "db", *command)
     with sqlite(shop) as database:
@@ -51,18 +45,15 @@ def server(shop: Shop) -> Iterator[Server]:
 
 
 def sqlite(shop: Shop) -> closing[sqlite3.Connection]:
-    """Return a connection to the database, which ends with its block."""
     return closing(sqlite3.connect(shop.folder / "instance" / "shop.db", timeout=20))
 
 
 def stock(shop: Shop) -> int:
-    """Return how many are in stock."""
     with sqlite(shop) as database:
         return int(database.execute("SELECT stock FROM articles").fetchone()[0])
 
 
 def form(server: Server) -> dict[str, str]:
-    """Return what the page of Flask-Admin sends back, with another stock."""
     found = re.search(r'name="last_write_id" type="hidden" value="(\d+)"', server.get(EDIT).text)
     assert found is not None
     return {"stock": "20", "last_write_id": found[1]}
@@ -72,28 +63,10 @@ EDIT: Final = "/admin/article/edit/?id=1"
 
 
 def edit(server: Server, data: dict[str, str]) -> httpx.Response:
-    """Send the form of Flask-Admin."""
     return httpx.post(server.url + EDIT, data=data, timeout=20, trust_env=False)
 
 
-@pytest.mark.timed
-def test_its_own_tests_pass(shop: Shop) -> None:
-    """Those that a reader copies."""
-    del shop.environment["LOCK_TTL"], shop.environment["SHELF_SECONDS"], shop.environment["FLASK_SECRET_KEY"]
-    shop.check(*MYPY)
-
-
-def test_parallel_takes_add_up(server: Server, shop: Shop) -> None:
-    """Each one is sent twice at once, to whichever worker, and counts once."""
-    with ThreadPoolExecutor(8) as clients:
-        keys = [f"t{number % 40}" for number in range(80)]
-        list(clients.map(lambda key: server.insist("/articles/1/take", key), keys))
-    assert stock(shop) == 60
-    assert (shop.folder / "instance" / "shop.db-leases").exists()
-
-
 def test_edit_waits_for_a_holder_and_is_refused(server: Server, shop: Shop) -> None:
-    """The page was opened before the shelf was counted, so what it says is old when its turn comes."""
     opened = form(server)
     with closing(server.begin("/articles/1/count", "c")) as counting, locks(shop) as authority:
         assert eventually(lambda: authority.inspect("article:1") is not None)
@@ -106,29 +79,11 @@ def test_edit_waits_for_a_holder_and_is_refused(server: Server, shop: Shop) -> N
     assert stock(shop) == 20
 
 
-@pytest.mark.timed
-def test_worker_that_is_paused_is_refused_behind_an_edit(server: Server, shop: Shop) -> None:
-    """It wakes up when Flask-Admin has written the row."""
-    with closing(server.begin("/articles/1/count", "c")) as late, locks(shop) as authority:
-        worker = server.worker_of(late)
-        assert eventually(lambda: authority.inspect("article:1") is not None)
-        time.sleep(0.5)  # it has read and committed, and looks at the shelf
-        worker.send_signal(signal.SIGSTOP)
-        opened = form(server)
-        assert eventually(lambda: edit(server, opened).status_code == 302)
-        worker.send_signal(signal.SIGCONT)
-        with late.getresponse() as answer:
-            assert (answer.status, answer.read()) == (409, b"Conflict")
-    assert stock(shop) == 20
-
-
 def locks(shop: Shop) -> Database:
-    """Return what grants the shop's locks."""
     return Database(f"sqlite:///{shop.folder}/instance/shop.db")
 
 
 def test_flask_migrate_fences_what_was_not(shop: Shop) -> None:
-    """The plugin of Alembic works behind `flask db`: it adds the fence, and `flask db check` is content."""
     path = shop.folder / "shop.py"
     fenced = path.read_text()
     before = re.sub(r".*(__fence_resource__ =|_table\(db\.metadata\)).*\n", "", fenced)
@@ -139,11 +94,7 @@ def test_flask_migrate_fences_what_was_not(shop: Shop) -> None:
     shop.python("-m", "flask", "db", "migrate", "-m", "fences")
     (written,) = shop.folder.glob("migrations/versions/*_fences.py")
     migration = written.read_text()
-    for operation in (
-        "add_fence('articles')",
-        "create_fence_table()",
-        "create_receipt_table()",
-    ):
+    for operation in ("add_fence('articles')", "create_fence_table()", "create_receipt_table()"):
         assert f"op.{operation}" in migration
     for command in (["upgrade"], ["check"]):
         shop.python("-m", "flask", "db", *command)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,19 +12,18 @@ import pytest
 from sqlalchemy import Engine, text
 
 from fencelock import Redlock
-from proof.servers import Nodes
+from proof.servers import Nodes, Postgres
+from tests.programs import python
+from tests.shops import Shop
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
 def run(example: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    """Run an example, warnings as errors, and return how it ended."""
-    command = [sys.executable, "-W", "error", str(EXAMPLES / example), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    return python("-W", "error", str(EXAMPLES / example), *arguments)
 
 
 def story(example: str, *arguments: str) -> str:
-    """Run an example that has to succeed, and return what it printed."""
     ended = run(example, *arguments)
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert not ended.stderr
@@ -38,7 +38,6 @@ def quorum_url(nodes: Nodes) -> str:
 
 
 def assert_both_payments_count(told: str) -> None:
-    """Check the story of `order_payment.py`: the slow worker was refused once, and paid then."""
     quick = int(re.findall(r"quick: token (\d+), wrote 50\.00", told)[0])
     late = int(re.findall(r"slow: token (\d+), 0\.00 are paid so far", told)[0])
     again = int(re.findall(r"slow: token (\d+), wrote 80\.00", told)[0])
@@ -48,7 +47,6 @@ def assert_both_payments_count(told: str) -> None:
 
 
 def assert_stale_holder_got_nowhere(told: str) -> None:
-    """Check the story of `raw_sql.py`: Core and the cursor wrote for the new holder only."""
     stale = int(re.findall(r"first worker has token (\d+)", told)[0])
     token = int(re.findall(r"second worker has token (\d+)", told)[0])
     assert stale < token
@@ -63,39 +61,51 @@ def assert_stale_holder_got_nowhere(told: str) -> None:
 
 @pytest.mark.long
 def test_slow_worker_is_refused_and_pays_again(engine: Engine, database_url: str, quorum_url: str) -> None:
-    """The paused holder's write is refused, its second attempt keeps both payments, on every database."""
     assert_both_payments_count(story("order_payment.py", "--database", database_url, "--nodes", quorum_url))
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT paid_cents FROM shop_orders")) == 80_00
 
 
-@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-def test_stale_holder_gets_nowhere_with_raw_sql(engine: Engine, database_url: str, quorum_url: str) -> None:
-    """Neither Core nor a bare psycopg cursor writes with a stale token."""
-    assert_stale_holder_got_nowhere(story("raw_sql.py", "--database", database_url, "--nodes", quorum_url))
-    with engine.connect() as connection:
-        assert connection.scalar(text("SELECT quantity FROM shop_stock_items")) == 5
+FLASK = ("--allow-subclassing-any", "--no-warn-return-any", "--disable-error-code=name-defined")
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
-@pytest.mark.parametrize("example", ["order_payment.py", "raw_sql.py"])
-def test_example_can_be_run_again(example: str, database_url: str, quorum_url: str) -> None:
-    """An example that finds what its last run has left behind tells the same story."""
-    first, second = (
-        re.sub(r"\d{5,}", "TOKEN", story(example, "--database", database_url, "--nodes", quorum_url))
-        for _ in range(2)
-    )
-    assert first == second
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("celery_shop", ()), ("fastapi_shop", ()), ("flask_shop", FLASK), ("sqlmodel_shop", ())],
+)
+def test_its_own_tests_pass(
+    name: str, options: tuple[str, ...], postgres: Postgres, tmp_path: Path, installed_path: str
+) -> None:
+    """Those that a reader copies."""
+    url = postgres.create_database().replace("+psycopg", "+asyncpg")
+    environments = {
+        "fastapi_shop": {"DATABASE_URL": url},
+        "flask_shop": {"PYTHONPATH": installed_path, "FLASK_APP": "shop"},
+    }
+    Shop(name, tmp_path / "shop", environments.get(name, {})).check(*options)
+
+
+@pytest.mark.long
+def test_a_leader_that_is_told_to_end_resigns(tmp_path: Path) -> None:
+    """So the next copy leads at once."""
+    url = f"sqlite:///{tmp_path / 'daemon.db'}"
+    command = [sys.executable, "-u", "-W", "error", str(EXAMPLES / "leader.py"), url]
+    for _ in range(2):
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as copy:
+            assert copy.stdout is not None
+            told = next((line for line in copy.stdout if re.search("leads with token|Traceback", line)), "")
+            copy.terminate()
+            rest = copy.communicate(timeout=60)[0]
+        assert "leads with token" in told
+        assert (copy.returncode, "Traceback" in rest) == (128 + signal.SIGTERM, False), rest
 
 
 def test_order_payment_brings_its_own_servers() -> None:
-    """Without arguments, the ORM example starts what it needs."""
     assert_both_payments_count(story("order_payment.py"))
 
 
 def test_raw_sql_brings_its_own_servers() -> None:
-    """Without arguments, the raw SQL example starts what it needs."""
     assert_stale_holder_got_nowhere(story("raw_sql.py"))
 
 
@@ -104,7 +114,6 @@ def test_raw_sql_brings_its_own_servers() -> None:
 def test_story_that_does_not_come_true_ends_with_status_1(
     engine: Engine, database_url: str, quorum_url: str
 ) -> None:
-    """An example tells a lost payment from a good one: here a trigger forgets one."""
     story("order_payment.py", "--database", database_url, "--nodes", quorum_url)
     forget = text("""
         CREATE TRIGGER forget AFTER UPDATE OF paid_cents ON shop_orders
@@ -119,7 +128,6 @@ def test_story_that_does_not_come_true_ends_with_status_1(
 
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_blank_nodes_are_named_with_the_command_to_run(database_url: str, node_urls: list[str]) -> None:
-    """An example on nodes without initialisation ends with the error that says how to initialise them."""
     ended = run("order_payment.py", "--database", database_url, "--nodes", ",".join(node_urls))
     assert ended.returncode == 1
     assert "NodesNotInitialisedError" in ended.stderr

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +13,7 @@ from sqlalchemy import Engine, text
 from fencelock import Redlock
 from fencelock.guard import triggers
 from proof.servers import Nodes
+from tests.programs import printed
 
 ROOT = Path(__file__).parent.parent
 PROJECT = ROOT / "examples" / "existing_app"
@@ -98,7 +97,6 @@ class Copy:
         shutil.copytree(PROJECT, folder, ignore=shutil.ignore_patterns("__pycache__"))
 
     def fence(self) -> None:
-        """Edit the model and the program."""
         for name, before, after in EDITS:
             path = self._folder / name
             source = path.read_text()
@@ -106,12 +104,10 @@ class Copy:
             path.write_text(source.replace(before, after))
 
     def alembic(self, *commands: str) -> None:
-        """Run Alembic's command line in the project, once for each command, in one process."""
         lines = [["-x", f"url={self._url}", *shlex.split(command)] for command in commands]
         self._run("-c", f"from alembic.config import main\nfor line in {lines!r}: main(line)")
 
     def story(self, nodes: str) -> list[str]:
-        """Pay twice at once, and return what was said."""
         return self._run("-W", "error", "-c", STORY, self._url, nodes).splitlines()
 
     def migration(self) -> str:
@@ -119,17 +115,7 @@ class Copy:
         return written.read_text()
 
     def _run(self, *arguments: str) -> str:
-        ended = subprocess.run(
-            [sys.executable, *arguments],
-            cwd=self._folder,
-            env=self._environment,
-            capture_output=True,
-            text=True,
-            timeout=60,
-            check=False,
-        )
-        assert ended.returncode == 0, ended.stdout + ended.stderr
-        return ended.stdout
+        return printed(*arguments, cwd=self._folder, env=self._environment)
 
 
 @pytest.fixture
@@ -140,7 +126,6 @@ def node_url(nodes: Nodes) -> str:
 
 
 def paid(engine: Engine, cents: int | None = None) -> int:
-    """Return what has been paid of invoice 1; write it first, if it is given."""
     with engine.begin() as connection:
         if cents is not None:
             connection.execute(text("UPDATE invoices SET paid_cents = :cents"), {"cents": cents})

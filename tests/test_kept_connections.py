@@ -18,13 +18,10 @@ from fencelock.lock import waiting
 _SAID = "keeps a connection while the lock is waited for"
 
 
-class Base(DeclarativeBase):
-    """Of the models."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
-    """A model; there is one in each program that is guarded."""
-
     __tablename__ = "orders"
     __fence_resource__ = "order:{id}"
     id: Mapped[int] = mapped_column(primary_key=True)
@@ -32,7 +29,6 @@ class Order(FencedModel, Base):
 
 @pytest.fixture
 def busy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Database]:
-    """An authority of which another holds "r"; the process has told nothing yet."""
     monkeypatch.setattr(waiting, "_warned", [])
     with Database(f"sqlite:///{tmp_path}/app.db") as holder, Database(f"sqlite:///{tmp_path}/app.db") as mine:
         holder.acquire(("r",), ttl=30.0, timeout=0)
@@ -45,7 +41,6 @@ def wait(authority: Database) -> None:
 
 
 def test_it_is_told_once(busy: Database, caplog: pytest.LogCaptureFixture) -> None:
-    """Behind a read, and not behind its rollback."""
     engine = create_engine("sqlite://")
     with caplog.at_level(logging.WARNING), Session(engine) as session:
         session.execute(text("SELECT 1"))
@@ -60,8 +55,6 @@ def test_it_is_told_once(busy: Database, caplog: pytest.LogCaptureFixture) -> No
 
 
 def test_it_is_told_to_tasks(busy: Database, caplog: pytest.LogCaptureFixture) -> None:
-    """Of their own session alone."""
-
     async def story() -> tuple[str, str]:
         engine = create_async_engine("sqlite+aiosqlite://")
 

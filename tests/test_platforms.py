@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import subprocess
-import sys
 import textwrap
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 
 from fencelock import Redlock
 from proof.servers import Nodes
+from tests.programs import python
 from tests.test_first_file import LATE, PROGRAM
 
 #: Run by Python before anything else.
@@ -32,22 +32,13 @@ WITHOUT = """
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder with README's program and a late worker, in which Python has less than here."""
     (tmp_path / "sitecustomize.py").write_text(textwrap.dedent(WITHOUT))
     (tmp_path / "refused.py").write_text(PROGRAM + LATE)
     return tmp_path
 
 
 def run(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-W", "error", *arguments],
-        cwd=folder,
-        env={"PYTHONPATH": str(folder), "PATH": ""},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    return python("-W", "error", *arguments, cwd=folder, env={"PYTHONPATH": str(folder), "PATH": ""})
 
 
 def test_readmes_program_runs_over_sqlite(folder: Path) -> None:
@@ -56,10 +47,8 @@ def test_readmes_program_runs_over_sqlite(folder: Path) -> None:
     assert "StaleTokenError: token" in done.stdout
 
 
-@pytest.mark.timed
 @pytest.mark.parametrize("is_asyncio", [False, True])
 def test_readmes_program_runs_over_a_node(folder: Path, nodes: Nodes, *, is_asyncio: bool) -> None:
-    """Blocking code waits by `select.select`; loops by what `selectors` finds."""
     with Redlock(nodes[0].url) as authority:
         authority.init()
     page = (folder / "refused.py").read_text()
@@ -96,13 +85,11 @@ def test_commands_run(folder: Path, nodes: Nodes, command: str) -> None:
 
 
 def test_run_says_what_it_needs(folder: Path) -> None:
-    """Process groups, for what a command starts."""
     done = run(folder, "-m", "fencelock", "run", "job", "--url", "sqlite:///x.db", "--", "true")
     assert (done.returncode, "process groups" in done.stderr) == (74, True), done.stderr
 
 
-class Proactor(asyncio.BaseEventLoop):
-    """A loop that tells of no sockets, as the default one on Windows."""
+class Proactor(asyncio.BaseEventLoop): ...
 
 
 def test_a_loop_that_tells_of_no_sockets_is_named(nodes: Nodes) -> None:

@@ -1,36 +1,21 @@
-"""Each kind of session is guarded, and lets go of the lock at its COMMIT and not before."""
+"""A session of several databases, phases or transactions lets go of the lock at its COMMIT and not before."""
 
 from __future__ import annotations
 
-import contextvars
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from sqlalchemy import Engine, create_engine, event, insert, select, update
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+from sqlalchemy import Engine, create_engine, event, select
+from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import FencedModel, Redlock, UnfencedWriteError, bind, claim
+from fencelock import Redlock, UnfencedWriteError, claim
 from tests.immediate import begin_immediate
+from tests.jobs.accounts import Account, Base, prepare
 from tests.redlock.views import is_free
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
-
-
-class Account(FencedModel, Base):
-    """The row that all callers want."""
-
-    __tablename__ = "session_accounts"
-    __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    balance: Mapped[int]
-
-
-class OtherBase(DeclarativeBase):
-    """The models of another database."""
+class OtherBase(DeclarativeBase): ...
 
 
 class Visit(OtherBase):
@@ -42,13 +27,9 @@ class Visit(OtherBase):
 
 @pytest.fixture
 def accounts(engine: Engine) -> Engine:
-    """An engine on two accounts with a balance of 100."""
     if engine.dialect.name == "sqlite":
         begin_immediate(engine)
-    Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Account), [{"id": number, "balance": 100} for number in (1, 2)])
-    return engine
+    return prepare(engine)
 
 
 @pytest.fixture
@@ -87,57 +68,9 @@ def test_two_phase_sessions_end_with_the_second_phase(
     assert balance(accounts) == (90 if commits else 100)
 
 
-def test_scoped_sessions_are_guarded_like_any_other(
-    authority: Redlock, rival: Redlock, accounts: Engine
-) -> None:
-    """Each thread has its own, which `remove` ends."""
-    scoped = scoped_session(sessionmaker(accounts))
-    with pytest.raises(UnfencedWriteError):
-        scoped.execute(update(Account).where(Account.id == 1).values(balance=0))
-    scoped.rollback()
-    for expected in (90, 80):
-        with authority.lock("account:1"):
-            claim(scoped, Account, 1).balance -= 10
-            scoped.flush()
-        assert not is_free(rival)
-        scoped.commit()
-        assert is_free(rival)
-        assert balance(accounts) == expected
-    with authority.lock("account:1"):
-        claim(scoped, Account, 1)
-    scoped.remove()
-    assert is_free(rival)
-
-
-def test_executors_write_under_a_lease_that_was_handed_over(
-    authority: Redlock, rival: Redlock, accounts: Engine
-) -> None:
-    """It does not follow by itself; once a transaction has been written under it, the lock waits for that."""
-    with ThreadPoolExecutor(1) as pool:
-        session = pool.submit(Session, accounts).result()
-
-        def write() -> None:
-            claim(session, Account, 1).balance = 90
-            session.flush()
-
-        lock = authority.lock("account:1")
-        with lock:
-            with pytest.raises(UnfencedWriteError):
-                pool.submit(contextvars.Context().run, write).result()
-            pool.submit(session.rollback).result()
-            bind(session, lock.lease)
-            pool.submit(contextvars.Context().run, write).result()
-        assert not is_free(rival)
-        pool.submit(session.commit).result()
-        assert is_free(rival)
-        pool.submit(session.close).result()
-    assert balance(accounts) == 90
-
-
 def test_a_transaction_that_a_session_has_joined_is_waited_for(
     authority: Redlock, rival: Redlock, accounts: Engine
 ) -> None:
-    """The session's own commit commits nothing then; the connection's does."""
     with accounts.connect() as connection:
         outer = connection.begin()
         with Session(connection, join_transaction_mode="create_savepoint") as session:

@@ -161,21 +161,23 @@ def _of_node(node: Redis, name: str) -> Iterator[Finding]:
 
 
 def _of_clock(node: Redis, name: str) -> Iterator[Finding]:
-    first, began = _time_of(node), time.monotonic()
+    first, asked_first, told_first = _time_of(node)
     time.sleep(_CLOCK_LOOK)
-    second, ended = _time_of(node), time.monotonic()
-    off = (second - first) / (ended - began) - 1
-    if abs(off) > _MOST_DRIFT + 0.02 / _CLOCK_LOOK:  # 0.02 s, because the round trips differ
+    second, asked, told = _time_of(node)
+    passed, least, most = second - first, asked - told_first, told - asked_first  # it was read in between
+    if not (1 - _MOST_DRIFT) * least <= passed <= (1 + _MOST_DRIFT) * most:
         yield Finding(
             name,
-            f"its clock is {100 * off:+.1f} % off ours",
+            f"its clock is {100 * (2 * passed / (least + most) - 1):+.1f} % off ours",
             "correct the clocks, with an NTP client that slews",
         )
 
 
-def _time_of(node: Redis) -> float:
+def _time_of(node: Redis) -> tuple[float, float, float]:
+    """Return what its clock says, and when it was asked and had answered by ours."""
+    asked = time.monotonic()
     seconds, microseconds = node.time()
-    return float(seconds + microseconds / 1e6)
+    return float(seconds + microseconds / 1e6), asked, time.monotonic()
 
 
 # etcd and ZooKeeper.

@@ -24,13 +24,10 @@ from fencelock.lease import held_leases, holding
 from tests.loops import in_loop
 
 
-class Base(DeclarativeBase):
-    """The base of the one model."""
+class Base(DeclarativeBase): ...
 
 
 class Item(FencedModel, Base):
-    """A fenced row."""
-
     __tablename__ = "items"
     __fence_resource__ = "item:{id}"
 
@@ -49,13 +46,11 @@ class Gates:
 
 
 async def held_later(gates: Gates) -> dict[str, str]:
-    """Return the leases that are held once the request is over."""
     await gates.go_on.wait()
     return header.held()
 
 
 def application(engine: Engine, gates: Gates) -> FencingTokenMiddleware:
-    """Return a service that writes to `engine`."""
     app = FastAPI()
 
     @app.exception_handler(StaleTokenError)
@@ -91,7 +86,6 @@ def application(engine: Engine, gates: Gates) -> FencingTokenMiddleware:
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    """The database of the service."""
     engine = create_engine(f"sqlite:///{tmp_path / 'items.db'}")
     Base.metadata.create_all(engine)
     yield engine
@@ -100,7 +94,6 @@ def engine(tmp_path: Path) -> Iterator[Engine]:
 
 @asynccontextmanager
 async def client_of(app: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """Yield a client whose requests run in the task of the caller: what leaks, leaks into it."""
     transport = httpx.ASGITransport(app=app)
     hooks = {"request": [send_tokens_async]}
     async with httpx.AsyncClient(transport=transport, base_url="http://b", event_hooks=hooks) as client:
@@ -109,7 +102,6 @@ async def client_of(app: Any) -> AsyncIterator[httpx.AsyncClient]:
 
 @in_loop
 async def test_a_late_call_is_refused(engine: Engine) -> None:
-    """By the database of the service that is called; an equal token and a larger one are not."""
     async with client_of(application(engine, Gates())) as client:
         for token, status in ((5, 200), (5, 200), (7, 200), (6, 409), (7, 200)):
             with holding([Lease("item:1", token)]):
@@ -123,7 +115,6 @@ async def test_a_late_call_is_refused(engine: Engine) -> None:
 
 @in_loop
 async def test_each_request_has_its_own(engine: Engine) -> None:
-    """Twenty side by side, and one without; the caller's context is as before."""
     gates = Gates()
     app = application(engine, gates)
 
@@ -147,7 +138,6 @@ async def test_each_request_has_its_own(engine: Engine) -> None:
 
 @in_loop
 async def test_what_a_request_starts_keeps_its_tokens(engine: Engine) -> None:
-    """A task, and what runs behind the answer."""
     gates = Gates()
     async with client_of(application(engine, gates)) as client:
         await client.get("/behind", headers={"Fencing-Token": "item:1=1"})
@@ -164,7 +154,6 @@ async def test_what_a_request_starts_keeps_its_tokens(engine: Engine) -> None:
 )
 @in_loop
 async def test_a_broken_header_is_answered_with_400(engine: Engine, texts: list[Any]) -> None:
-    """Before the application sees it."""
     async with client_of(application(engine, Gates())) as client:
         answer = await client.get("/held", headers=[("Fencing-Token", text) for text in texts])
         assert answer.status_code == 400
@@ -182,7 +171,6 @@ async def test_two_headers_are_one(engine: Engine) -> None:
 
 @in_loop
 async def test_other_scopes_pass() -> None:
-    """A lifespan has no headers; a websocket is not bound."""
     seen = []
 
     async def app(scope: Any, *_: Any) -> None:
@@ -210,7 +198,6 @@ async def test_a_request_that_is_thrown_away_leaves_nothing() -> None:
 
 
 def test_a_blocking_client_sends_them_too() -> None:
-    """Nothing is sent where nothing is held; a redirected or repeated request has the present token."""
     requests: list[httpx.Request] = []
 
     def answer(request: httpx.Request) -> httpx.Response:

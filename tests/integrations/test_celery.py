@@ -19,6 +19,7 @@ from fencelock.integrations import header
 from fencelock.lease import held_leases, holding
 from proof.servers import Nodes
 from tests.polling import eventually
+from tests.programs import python
 
 TASKS = """
 from celery import Celery, chain
@@ -80,7 +81,6 @@ print(json.dumps({
 
 @contextmanager
 def worker(folder: Path, pool: str) -> Iterator[None]:
-    """Run a worker of two slots."""
     command = [sys.executable, "-m", "celery", "-A", "tasks", "worker", "-P", pool, "-c", "2", "-l", "INFO"]
     log = folder / "log"
     with (
@@ -98,19 +98,10 @@ def worker(folder: Path, pool: str) -> Iterator[None]:
 @pytest.mark.long
 @pytest.mark.parametrize("pool", ["threads", "prefork", "solo"])
 def test_tokens_travel_to_workers(nodes: Nodes, tmp_path: Path, pool: str) -> None:
-    """Into each task that is called while they are held, its retries and what it calls; into no other one."""
     (tmp_path / "tasks.py").write_text(TASKS.replace("URL", nodes[0].url))
     environment = os.environ | {"PYTHONPATH": str(tmp_path)}
     with worker(tmp_path, pool):
-        calls = subprocess.run(
-            [sys.executable, "-W", "error", "-c", CALLS],
-            cwd=tmp_path,
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=False,
-            timeout=90,
-        )
+        calls = python("-W", "error", "-c", CALLS, cwd=tmp_path, env=environment)
     assert calls.returncode == 0, calls.stderr + (tmp_path / "log").read_text()
     tokens = {"Fencing-Token": "order:%C3%A9=7;b=8"}
     answers: dict[str, Any] = json.loads(calls.stdout)
@@ -128,7 +119,6 @@ def test_tokens_travel_to_workers(nodes: Nodes, tmp_path: Path, pool: str) -> No
 
 
 def test_an_eager_task_has_the_leases_themselves() -> None:
-    """As a call has them: their loss, and transactions that need them, are noted on one lease."""
     app = Celery("tasks", task_cls="fencelock.integrations.celery:FencedTask", set_as_current=False)
     app.conf.update(task_always_eager=True, task_eager_propagates=True)
 
@@ -143,7 +133,6 @@ def test_an_eager_task_has_the_leases_themselves() -> None:
 
 
 def test_no_task_is_called_under_a_lease_that_ended() -> None:
-    """Nothing is published: there is no broker here."""
     app = Celery("tasks", broker="redis://127.0.0.1:1", task_cls="fencelock.integrations.celery:FencedTask")
 
     @app.task  # type: ignore[untyped-decorator]

@@ -17,7 +17,6 @@ from proof.pages.blocks import blocks, read
 
 @pytest.fixture
 def page() -> types.SimpleNamespace:
-    """What the files of the page define."""
     found: dict[str, Any] = {"__name__": "page"}
     for block in blocks(read("docs/langgraph.md")):
         if block.file is not None:
@@ -27,7 +26,6 @@ def page() -> types.SimpleNamespace:
 
 
 def chain(file: Path) -> list[tuple[str, str | None]]:
-    """Return the checkpoints of the thread, each with its parent."""
     connection = sqlite3.connect(file)
     found = connection.execute("SELECT checkpoint_id, parent_checkpoint_id FROM checkpoints").fetchall()
     connection.close()
@@ -35,12 +33,10 @@ def chain(file: Path) -> list[tuple[str, str | None]]:
 
 
 def is_forked(file: Path) -> bool:
-    """Return whether two checkpoints have one parent."""
     return max(Counter(parent for _, parent in chain(file)).values()) > 1
 
 
 def test_an_older_writer_is_refused_by_the_database(page: types.SimpleNamespace, tmp_path: Path) -> None:
-    """Also where the newer one has only claimed the thread so far, and read its checkpoint."""
     file = tmp_path / "one.db"
     saver = page.open_saver(page.OneWriter, file)
     with holding([Lease("thread:1", 5)]):

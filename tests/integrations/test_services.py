@@ -18,6 +18,7 @@ import pytest
 from proof.pages.blocks import blocks, read
 from proof.servers import Postgres
 from tests.polling import eventually
+from tests.programs import printed
 
 PAUSED = """
 import os, signal, orders
@@ -28,7 +29,6 @@ NEXT = "import orders; print(orders.reserve('Berta'))"
 
 @contextmanager
 def stock_service(folder: Path, url: str, *changes: tuple[str, str]) -> Iterator[str]:
-    """Run the service that is called, as printed, with the caller beside it; yield its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -51,7 +51,6 @@ def stock_service(folder: Path, url: str, *changes: tuple[str, str]) -> Iterator
 
 
 def play(folder: Path, url: str) -> tuple[str, str, str]:
-    """Pause the first caller on its way; return the next one's answer, the late one's, the customer."""
     environment = os.environ | {
         "FENCELOCK_URL": "sqlite:///orders.db",
         "no_proxy": "127.0.0.1",
@@ -64,15 +63,7 @@ def play(folder: Path, url: str) -> tuple[str, str, str]:
         try:
             process = psutil.Process(first.pid)
             assert eventually(lambda: process.status() == psutil.STATUS_STOPPED, 30)
-            answer = subprocess.run(
-                [sys.executable, "-c", NEXT],
-                cwd=folder,
-                env=environment,
-                check=True,
-                capture_output=True,
-                text=True,
-                timeout=30,
-            ).stdout.strip()
+            answer = printed("-c", NEXT, cwd=folder, env=environment).strip()
         finally:
             first.send_signal(signal.SIGCONT)
         late = first.communicate(timeout=30)[0].strip()
@@ -82,7 +73,6 @@ def play(folder: Path, url: str) -> tuple[str, str, str]:
 
 @pytest.mark.parametrize("kind", ["sqlite", pytest.param("postgresql", marks=pytest.mark.long)])
 def test_the_late_call_is_refused(kind: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """By the database of the service that is called."""
     if kind == "postgresql":
         postgres: Postgres = request.getfixturevalue("postgres")
         url = postgres.create_database()

@@ -4,60 +4,36 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sqlalchemy import Engine, create_engine, insert
+from sqlalchemy import Engine, create_engine
 from sqlalchemy.ext.asyncio import AsyncSession, async_scoped_session, async_sessionmaker, create_async_engine
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, scoped_session, sessionmaker
+from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
 from fencelock import (
     CommitInDoubtError,
-    FencedModel,
     FenceError,
     LockTimeoutError,
     ReceiptMismatchError,
     Redlock,
-    fence_table,
     fenced_lock,
     fenced_once,
-    receipt_table,
 )
 from tests.door import Door
+from tests.jobs.accounts import Account, prepare
 from tests.redlock.views import is_free
-
-
-class Base(DeclarativeBase):
-    """The models of this file."""
-
-
-class Account(FencedModel, Base):
-    """The row that is paid into."""
-
-    __tablename__ = "fenced_once_accounts"
-    __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    balance: Mapped[int]
-
-
-fence_table(Base.metadata)
-receipt_table(Base.metadata)
 
 
 @pytest.fixture
 def accounts(engine: Engine) -> Engine:
-    Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Account), {"id": 1, "balance": 100})
-    return engine
+    return prepare(engine)
 
 
 @pytest.fixture
-def on_sqlite(tmp_path: Any) -> Iterator[Engine]:
-    engine = create_engine(f"sqlite:///{tmp_path / 'once.sqlite'}")
-    Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Account), {"id": 1, "balance": 100})
+def on_sqlite(tmp_path: Path) -> Iterator[Engine]:
+    engine = prepare(create_engine(f"sqlite:///{tmp_path / 'once.sqlite'}"))
     yield engine
     engine.dispose()
 
@@ -163,7 +139,6 @@ def test_an_error_leaves_no_receipt(on_sqlite: Engine, authority: Redlock) -> No
 
 
 def test_another_request_with_the_key(on_sqlite: Engine, authority: Redlock) -> None:
-    """All arguments are compared, unless a fingerprint says which."""
     deposit = depositing(authority)
     deposit(on_sqlite, "r1", 1, 500)
     with pytest.raises(ReceiptMismatchError):
@@ -176,7 +151,6 @@ def test_another_request_with_the_key(on_sqlite: Engine, authority: Redlock) -> 
 
 
 def test_an_answer_to_the_commit_that_was_lost(accounts: Engine, authority: Redlock) -> None:
-    """The COMMIT took place: the second try finds the receipt, and returns its result."""
     if accounts.dialect.name == "sqlite":
         pytest.skip("SQLite has no connection that could be lost")
     door = Door(accounts)
@@ -229,28 +203,6 @@ def test_coroutines(on_sqlite: Engine, authority: Redlock, kind: str) -> None:
 
     asyncio.run(main())
     assert balance(on_sqlite) == 600
-
-
-def test_settings_are_checked_at_once() -> None:
-    with pytest.raises(TypeError, match=r"call once\(session, key\)"):
-        fenced_once("k")
-    with pytest.raises(ValueError, match="ttl"):
-        fenced_once("k", "r", ttl=-1)
-    with pytest.raises(TypeError, match="which is no parameter"):
-
-        @fenced_once("{x}", "r")
-        def lacks(session: Session) -> None: ...
-
-    with pytest.raises(TypeError, match="whose first parameter is a session"):
-
-        @fenced_once("k", "r")
-        def method(self: Any, session: Session) -> None: ...
-
-    @fenced_once("k", "r")
-    def work(session: Session) -> None: ...
-
-    with pytest.raises(TypeError, match="takes a sessionmaker, a scoped_session or an engine, not 1"):
-        work(1)  # type: ignore[arg-type]
 
 
 def test_inside_a_lock_of_its_caller(on_sqlite: Engine, authority: Redlock) -> None:

@@ -11,38 +11,20 @@ from typing import Annotated
 import httpx
 import pytest
 from fastapi import Depends, FastAPI
-from sqlalchemy import Engine, create_engine, insert, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import Engine, create_engine, text
+from sqlalchemy.orm import Session
 
-from fencelock import Database, FencedModel, fence_table, fenced_once, once, receipt_table
+from fencelock import Database, fenced_once, once
 from fencelock.integrations.fastapi import idempotency_key
+from tests.jobs.accounts import Account, prepare
 
-
-class Base(DeclarativeBase):
-    """The models of this file."""
-
-
-class Account(FencedModel, Base):
-    """The row that is paid into."""
-
-    __tablename__ = "key_accounts"
-    __fence_resource__ = "account:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    balance: Mapped[int]
-
-
-fence_table(Base.metadata)
-receipt_table(Base.metadata)
 Key = Annotated[str, Depends(idempotency_key)]
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
     made = create_engine(f"sqlite:///{tmp_path / 'shop.db'}", connect_args={"timeout": 0.2})
-    Base.metadata.create_all(made)
-    with made.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Account), {"id": 1, "balance": 0})
-    yield made
+    yield prepare(made, balance=0)
     made.dispose()
 
 
@@ -110,7 +92,7 @@ def test_another_request_with_the_key_is_refused(app: FastAPI, caplog: pytest.Lo
 def test_request_that_is_under_way(app: FastAPI, locks: Database, caplog: pytest.LogCaptureFixture) -> None:
     """The lock is held for longer than its timeout. The log names the holder, the answer does not."""
     with locks.lock("account:1"), ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask, app, "/deposits?cents=1", "a7").result(10)
+        answer = pool.submit(ask, app, "/deposits?cents=1", "a7").result(60)
     assert (answer.status_code, answer.headers["Retry-After"]) == (409, "1")
     assert "/deposits answered with 409: 'account:1'" in caplog.text
     assert "account:1" not in answer.text
@@ -118,10 +100,9 @@ def test_request_that_is_under_way(app: FastAPI, locks: Database, caplog: pytest
 
 
 def test_transaction_that_is_open(app: FastAPI, engine: Engine) -> None:
-    """Another transaction has inserted the key, and does not end in time."""
     with Session(engine) as session, ThreadPoolExecutor(1) as pool:
         once(session, "a7")
-        assert pool.submit(ask, app, "/plain", "a7").result(10).status_code == 409
+        assert pool.submit(ask, app, "/plain", "a7").result(60).status_code == 409
         session.rollback()
     assert ask(app, "/plain", "a7").json() is False
     with engine.connect() as connection:

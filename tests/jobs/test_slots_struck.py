@@ -23,7 +23,6 @@ TRIES = 4
 
 
 def strike(line: int, lock: Any) -> bool:
-    """Enter and leave a lock; tell whether it was struck at this line."""
     strike_at(line, ROOM)
     try:
         with lock:
@@ -56,13 +55,11 @@ def wait_for_a_slot(line: int, mine: Any, other: Any) -> bool:
 
 
 def write(line: int, mine: Any, other: Any) -> bool:
-    """A reader leaves while slot after slot is collected."""
     reader = fenced_lock("order:1", shared=True, readers=2, authority=other)
     reader.acquire()
     ended = threading.Event()
 
     def leave() -> None:
-        """As soon as the writer has the resource; or at the end, where it was struck before that."""
         while not ended.wait(0.005) and other.inspect("order:1") is None:
             pass
         reader.release()
@@ -80,7 +77,6 @@ def write(line: int, mine: Any, other: Any) -> bool:
 @pytest.mark.timed
 @pytest.mark.parametrize("use", [use_a_slot, wait_for_a_slot, write])
 def test_nothing_is_left_of_what_was_struck(tmp_path: Path, use: Callable[[int, Any, Any], bool]) -> None:
-    """At whichever line: it is free again, and nothing is renewed."""
     url, left, line = f"sqlite:///{tmp_path}/app.db", [], 0
     with Database(url) as mine, Database(url) as other:
         struck = [True]
@@ -98,7 +94,6 @@ def test_nothing_is_left_of_what_was_struck(tmp_path: Path, use: Callable[[int, 
 
 
 def test_granted_slot_is_given_back_where_its_wait_is_noted(tmp_path: Path) -> None:
-    """The handler strikes between the grant and the return of it, in no line of its own."""
     url = f"sqlite:///{tmp_path}/app.db"
     with Database(url) as mine, Database(url) as other:
         held = fenced_semaphore("gpu", 1, authority=other)
@@ -118,7 +113,6 @@ def test_granted_slot_is_given_back_where_its_wait_is_noted(tmp_path: Path) -> N
 
 
 def test_a_part_is_given_back_where_it_was_collected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The handler strikes when a writer has the resource, and none of the slots."""
     add, struck = ThreadRenewer.add, list[str]()
 
     def struck_once(self: ThreadRenewer, hold: Hold) -> None:

@@ -30,10 +30,13 @@ from tests.observe.shop import Base, Order
 from tests.observe.stage import RULES, Server, free_port, heard
 from tests.polling import eventually
 
+#: For what the lock or a command does itself, above the authority.
+TWO_KINDS = pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
+NAMES = ("quorum", "postgresql", "mariadb", "sqlite", "etcd", "zookeeper")
 
-@pytest.fixture(params=["quorum", "postgresql", "mariadb", "sqlite", "etcd", "zookeeper"])
+
+@pytest.fixture(params=NAMES)
 def kind(request: pytest.FixtureRequest) -> Iterator[Kind]:
-    """One server of each sort."""
     with contextmanager(MAKERS[request.param])(request) as made:
         yield made
 
@@ -54,7 +57,6 @@ def other(kind: Kind) -> Iterator[Any]:
 
 @pytest.fixture
 def events() -> Iterator[list[Event]]:
-    """What has been told since the test began."""
     found: list[Event] = []
     on_event(found.append)
     yield found
@@ -72,7 +74,6 @@ def own_nodes(make_nodes: Callable[..., Nodes]) -> Nodes:
 
 @pytest.fixture
 def shop(own_nodes: Nodes, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The program; `ask` is to be called for its answers."""
     database = f"sqlite:///{tmp_path / 'shop.db'}"
     engine = create_engine(database)
     Base.metadata.create_all(engine)
@@ -93,7 +94,6 @@ def shop(own_nodes: Nodes, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 @pytest.fixture
 def server(shop: subprocess.Popen[str], tmp_path: Path) -> Iterator[Server]:
-    """A Prometheus that scrapes the program twice a second, with the shipped rules and shorter windows."""
     rules = RULES.read_text()
     rules = re.sub(r"\[\d+m\]", "[8s]", rules)
     rules = re.sub(r"offset \d+m", "offset 8s", rules)
@@ -122,14 +122,11 @@ def server(shop: subprocess.Popen[str], tmp_path: Path) -> Iterator[Server]:
 
 @dataclass
 class Telemetry:
-    """What the SDK has collected."""
-
     reader: InMemoryMetricReader
     exporter: InMemorySpanExporter
     tracer: Any
 
     def value(self, name: str, **attributes: str) -> Any:
-        """Return the number of a metric's series, or the count of a histogram's; None if there is none."""
         wanted = {f"fencelock.{key}": value for key, value in attributes.items()}
         data = self.reader.get_metrics_data()
         for resource in data.resource_metrics if data is not None else ():
@@ -143,7 +140,6 @@ class Telemetry:
 
 @pytest.fixture
 def telemetry() -> Iterator[Telemetry]:
-    """Metrics and spans of what a test does."""
     reader, exporter = InMemoryMetricReader(), InMemorySpanExporter()
     tracers, meters = TracerProvider(), MeterProvider([reader])
     tracers.add_span_processor(SimpleSpanProcessor(exporter))

@@ -20,8 +20,7 @@ from fencelock import FencedModel, FencelockError, Redlock, claim, fence_table
 from fencelock.observe import history, prometheus
 
 
-class Base(DeclarativeBase):
-    """The models of the shop."""
+class Base(DeclarativeBase): ...
 
 
 class Order(FencedModel, Base):
@@ -34,6 +33,16 @@ class Order(FencedModel, Base):
 fence_table(Base.metadata)
 
 
+class Wanting(DeclarativeBase): ...
+
+
+class Watched(FencedModel, Wanting):
+    __tablename__ = "orders"
+    __fence_resource__ = "order:{id}"
+    __fence_trigger__ = True
+    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
+
+
 class Shop:
     """What it does: `main` calls a method for each line."""
 
@@ -42,8 +51,6 @@ class Shop:
         self.engine = engine
 
     def contend(self) -> None:
-        """Have four threads want the same, each for 1.2 s."""
-
         def work() -> None:
             while True:
                 with suppress(FencelockError), self.authority.lock("slow:1", timeout=60):
@@ -53,8 +60,6 @@ class Shop:
             threading.Thread(target=work, daemon=True).start()
 
     def give_up(self) -> None:
-        """Have a thread want what another keeps."""
-
         def keep() -> None:
             with self.authority.lock("kept:1", max_hold=None):
                 while True:
@@ -70,7 +75,6 @@ class Shop:
             time.sleep(0.1)
 
     def pay(self, ttl: str) -> None:
-        """Load an order under a lock, wait for the next line, write."""
         with Session(self.engine) as session:
             try:
                 with self.authority.lock("order:1", ttl=float(ttl), if_lost="warn"):
@@ -102,8 +106,6 @@ class Shop:
             session.execute(update(Order).values(paid=7))
 
     def ask(self) -> None:
-        """Want a lock, again and again."""
-
         def work() -> None:
             while True:
                 with suppress(FencelockError), self.authority.lock("any:1", timeout=0.2):
@@ -114,7 +116,6 @@ class Shop:
 
 
 def say(word: object) -> None:
-    """Print a line."""
     sys.stdout.write(f"{word}\n")
     sys.stdout.flush()
 

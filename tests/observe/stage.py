@@ -28,13 +28,11 @@ class Server:
         self._url = f"http://127.0.0.1:{port}/api/v1/"
 
     def ask(self, path: str, **parameters: str) -> Any:
-        """Return the data of an answer of the API."""
         query = f"{self._url}{path}?{urllib.parse.urlencode(parameters)}"
         with urllib.request.urlopen(query, timeout=10) as answer:  # noqa: S310 - it is ours
             return json.load(answer)["data"]
 
     def firing(self) -> set[str]:
-        """Return the names of the alerts that fire."""
         return {
             alert["labels"]["alertname"]
             for alert in self.ask("alerts")["alerts"]
@@ -42,7 +40,6 @@ class Server:
         }
 
     def is_up(self) -> bool:
-        """Whether it has scraped the program."""
         try:
             return bool(self.ask("query", query="up == 1")["result"])
         except OSError:
@@ -50,7 +47,6 @@ class Server:
 
 
 def free_port() -> int:
-    """Return a port that nothing listens on at this moment."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return int(sock.getsockname()[1])
@@ -63,6 +59,5 @@ def tell(program: subprocess.Popen[str], line: str) -> None:
 
 
 def heard(program: subprocess.Popen[str]) -> str:
-    """Return the next line that it prints."""
     assert program.stdout is not None
     return program.stdout.readline().strip()

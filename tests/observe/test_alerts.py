@@ -32,7 +32,6 @@ DASHBOARD: Final = ROOT / "docs" / "monitoring" / "dashboard.json"
 def test_each_alert_fires(
     server: Server, shop: subprocess.Popen[str], own_nodes: Nodes, tmp_path: Path
 ) -> None:
-    """A contended lock, a worker paused past its lease, a write without a lock, nodes that die."""
     wanted = set(re.findall(r"alert: (\w+)", RULES.read_text()))
     fired: set[str] = set()
 
@@ -78,7 +77,6 @@ def test_each_alert_fires(
 @needs_prometheus
 @pytest.mark.timeout(120)
 def test_each_panel_of_the_dashboard_can_be_drawn(server: Server, shop: subprocess.Popen[str]) -> None:
-    """Prometheus understands its query; those of what happens here have a result."""
     tell(shop, "contend")
     time.sleep(4)
     panels = json.loads(DASHBOARD.read_text())["panels"]
@@ -95,7 +93,6 @@ def test_each_panel_of_the_dashboard_can_be_drawn(server: Server, shop: subproce
 
 @pytest.mark.parametrize("file", [RULES, DASHBOARD], ids=lambda path: path.name)
 def test_every_metric_that_is_asked_for_exists(file: Path, own_nodes: Nodes) -> None:
-    """Also without Prometheus: a metric that was renamed leaves an alert that never fires."""
     registry = CollectorRegistry()
     metrics = prometheus.instrument(registry)
     with Redlock(own_nodes.urls, **IMPATIENT) as authority:
@@ -111,7 +108,6 @@ def test_every_metric_that_is_asked_for_exists(file: Path, own_nodes: Nodes) -> 
 
 @needs_prometheus
 def test_rules_in_the_course_of_time(tmp_path: Path) -> None:
-    """A first count fires for long enough to be sent. A lock that is only tried fires no alert."""
     if (promtool := shutil.which("promtool")) is None:
         pytest.skip("no promtool on PATH: Debian's prometheus has it")
     firing = 'ALERTS{alertname="Fencelock%s", alertstate="firing"}'

@@ -7,10 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,58 +17,22 @@ from typing import Any
 import pytest
 import redis
 from sqlalchemy import Engine, MetaData, create_engine, delete, insert, select, text
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy.orm import Session
 
-from fencelock import (
-    Database,
-    FencedModel,
-    Lease,
-    Redlock,
-    StaleTokenError,
-    bind,
-    bypass,
-    claim,
-    fence_table,
-    gate,
-    receipt_table,
-)
+from fencelock import Database, Redlock, StaleTokenError, claim, gate, receipt_table
 from fencelock.cli.shared import without_password
 from proof.servers import Nodes
 from tests.authorities.kinds import Kind
+from tests.conftest import ROOT
+from tests.observe.conftest import TWO_KINDS
+from tests.observe.shop import Base, Order
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
 from tests.test_cli import fencelock, program
 
 
-class Base(DeclarativeBase):
-    """The models of this file."""
-
-
-class Order(FencedModel, Base):
-    __tablename__ = "cm_orders"
-    __fence_resource__ = "order:{id}"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    amount: Mapped[int] = mapped_column(default=0)
-
-
-fence_table(Base.metadata)
-
-
-class Wanting(DeclarativeBase):
-    """Models that say they have a trigger, which the tests do not make."""
-
-
-class Watched(FencedModel, Wanting):
-    """The table of `Order`."""
-
-    __tablename__ = "cm_orders"
-    __fence_resource__ = "order:{id}"
-    __fence_trigger__ = True
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-
-
+@TWO_KINDS
 def test_inspect_and_top_show_the_holder_of_each_lock(kind: Kind, mine: Any) -> None:
-    """As a table and as JSON, also names that are markup to the table. Status 3 says that a lock is free."""
     url = ("--url", kind.url)
     free = fencelock("inspect", "order:1", *url)
     assert (free.returncode, free.stdout) == (3, "'order:1' is free\n")
@@ -88,7 +51,6 @@ def test_inspect_and_top_show_the_holder_of_each_lock(kind: Kind, mine: Any) -> 
 
 
 def test_inspect_shows_the_fence(engine: Engine, authority: Redlock, node_urls: list[str]) -> None:
-    """Of the fence table, where a gate was passed."""
     Base.metadata.create_all(engine)
     with authority.lock("order:1") as token, Session(engine) as session:
         gate(session)
@@ -102,7 +64,6 @@ def test_inspect_shows_the_fence(engine: Engine, authority: Redlock, node_urls: 
 
 
 def test_leaks_on_nodes(authority: Redlock, node_urls: list[str]) -> None:
-    """A lock without an end, and keys of other programs that use plain SET NX."""
     url = ("--url", ",".join(node_urls))
     with authority.lock("order:0"):
         assert fencelock("leaks", *url).returncode == 0
@@ -155,9 +116,9 @@ def test_release_takes_nothing_by_mistake(
         assert authority.inspect("order:1") is not None
 
 
+@TWO_KINDS
 def test_release_by_force(mine: Any, kind: Kind) -> None:
-    """The next holder gets it at once; the old one hears that it has lost it."""
-    lock = mine.lock("order:1", ttl=1.5, if_lost="warn")
+    lock = mine.lock("order:1", ttl=6, if_lost="warn")
     lost: list[object] = []
     with lock as token:
         lock.on_lost(lost.append)
@@ -166,7 +127,7 @@ def test_release_by_force(mine: Any, kind: Kind) -> None:
         assert f"process {os.getpid()}" in taken.stderr
         assert eventually(lambda: bool(lost))
         other = kind.make()
-        later = other.acquire(("order:1",), ttl=5, timeout=2)
+        later = other.acquire(("order:1",), ttl=5, timeout=30)
         assert later.tokens[0] > token
         other.release(later)
         other.close()
@@ -174,8 +135,8 @@ def test_release_by_force(mine: Any, kind: Kind) -> None:
     assert again.returncode == 3
 
 
+@TWO_KINDS
 def test_release_from_one_process_only(mine: Any, kind: Kind) -> None:
-    """As inspect shows it, or by its id alone; another one keeps its lock."""
     force = ("release", "order:1", "--force", "--reason", "it hangs", "--url", kind.url, "--holder")
     with mine.lock("order:1", if_lost="warn") as token:
         host = mine.inspect("order:1").holder.host
@@ -192,74 +153,40 @@ def test_release_from_one_process_only(mine: Any, kind: Kind) -> None:
 
 
 def test_release_by_force_has_the_database_refuse_the_victim(
-    engine: Engine, authority: Redlock, node_urls: list[str]
+    engine: Engine, authority: Redlock, rival: Redlock, node_urls: list[str]
 ) -> None:
-    """Its next write, of a row that was claimed and behind the gate."""
     Base.metadata.create_all(engine)
     url, database = ",".join(node_urls), engine.url.render_as_string(hide_password=False)
-    with authority.lock("order:1", ttl=60, renew=False, if_lost="warn"), Session(engine) as session:
+    held_first = authority.lock("order:1", ttl=60, renew=False, if_lost="warn")
+    with held_first as token, Session(engine) as session:
         session.add(Order(id=1))
         session.commit()
         session.get_one(Order, 1)
         session.commit()
         force = ("release", "order:1", "--force", "--reason", "paused", "--url", url, "--database", database)
-        taken = program(*force, "--claim", "cm_orders:id=1")
+        taken = program(*force, "--claim", "orders:id=1")
         assert taken.returncode == 0, taken.stderr
         for write in (lambda: claim(session, Order, 1), lambda: gate(session, "order:1")):
             with pytest.raises(StaleTokenError):
                 write()
             session.rollback()
-    wrong = program(*force, "--claim", "cm_orders:id=7")
-    assert "no row" in wrong.stderr
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
-def test_release_by_force_needs_not_wait_for_those_in_line(engine: Engine, kind: Kind, mine: Any) -> None:
-    """The next one has the lock, and keeps it; the old holder is refused, and a repeat takes nothing."""
-    Base.metadata.create_all(engine)
-    database = engine.url.render_as_string(hide_password=False)
-    with Session(engine) as session, bypass(session):
-        session.add(Order(id=1))
-        session.commit()
-    victim = mine.lock("order:1", ttl=60, renew=False, if_lost="warn")
-    old = victim.acquire()
-    entered, leave = threading.Event(), threading.Event()
-
-    def succeed() -> int:
-        with mine.lock("order:1", timeout=30) as token:
-            entered.set()
-            leave.wait(30)
-            return int(token)
-
-    with ThreadPoolExecutor(1) as threads:
-        successor = threads.submit(succeed)
-        time.sleep(0.5)
-        of_old = ("--token", str(old.token), "--database", database, "--url", kind.url)
-        force = ("release", "order:1", "--force", "--reason", "paused", *of_old)
-        taken = program(*force, "--claim", "cm_orders:id=1")
-        assert taken.returncode == 0, taken.stderr
-        assert entered.wait(10)
-        again = program(*force)
-        assert (again.returncode, "is not held with token" in again.stderr) == (3, True), again.stderr
-        held = mine.inspect("order:1")
-        leave.set()
-        assert held is not None
-        assert held.token == successor.result()
-    with Session(engine) as session:
-        bind(session, Lease("order:1", old.token))
-        with pytest.raises(StaleTokenError):
+        with rival.lock("order:1") as later:  # which is not refused
             claim(session, Order, 1)
-    with Session(engine) as session:
-        bind(session, Lease("order:1", held.token))
-        claim(session, Order, 1)
-    victim.release()
+            session.commit()
+            again = program(*force, "--token", str(token), "--claim", "orders:id=1")
+            assert (again.returncode, "is not held with token" in again.stderr) == (3, True), again.stderr
+            claim(session, Order, 1)
+            session.commit()
+            held = authority.inspect("order:1")
+            assert held is not None
+            assert held.token == later
+    wrong = program(*force, "--claim", "orders:id=7")
+    assert "no row" in wrong.stderr
 
 
 def test_release_by_force_beside_an_open_transaction(
     engine: Engine, authority: Redlock, node_urls: list[str]
 ) -> None:
-    """The holder hangs in it. That is told soon, and the same command is right when it has ended."""
     Base.metadata.create_all(engine)
     url, database = ",".join(node_urls), engine.url.render_as_string(hide_password=False)
     force = ("release", "order:1", "--force", "--reason", "hangs", "--url", url, "--database", database)
@@ -276,135 +203,136 @@ def test_release_by_force_beside_an_open_transaction(
             gate(session, "order:1")
 
 
-@pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
-def test_run_gives_the_command_its_token(kind: Kind, mine: Any) -> None:
-    """And its status is the command's."""
+TELL = "import os, sys; print(os.environ['FENCELOCK_TOKEN'], os.environ['FENCELOCK_RESOURCE']); sys.exit(7)"
+
+
+@TWO_KINDS
+def test_run_gives_the_command_its_token_or_names_the_holder(kind: Kind, mine: Any) -> None:
     with mine.lock("job") as before:
-        pass
-    code = (
-        "import os, sys; print(os.environ['FENCELOCK_TOKEN'], os.environ['FENCELOCK_RESOURCE']); sys.exit(7)"
-    )
-    ran = program("run", "job", "--url", kind.url, "--", sys.executable, "-c", code)
+        ran = program("run", "job", "--url", kind.url, "--timeout", "0.2", "--", "true")
+        assert (ran.returncode, f"process {os.getpid()}" in ran.stderr) == (75, True), ran.stderr
+    ran = program("run", "job", "--url", kind.url, "--", sys.executable, "-c", TELL)
     token, resource = ran.stdout.split()
     assert ran.returncode == 7, ran.stderr
     assert (int(token) > before, resource) == (True, "job")
     assert mine.inspect("job") is None
 
 
-@pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
-def test_run_waits_in_vain(kind: Kind, mine: Any) -> None:
-    """Status 75, and the sentence names the holder."""
-    with mine.lock("job"):
-        ran = program("run", "job", "--url", kind.url, "--timeout", "0.2", "--", "true")
-    assert ran.returncode == 75
-    assert f"process {os.getpid()}" in ran.stderr
-
-
-@pytest.mark.parametrize(
-    ("arguments", "status", "word"),
-    [
-        ((), 2, ""),
-        (("--", "no-such-program"), 127, ""),
-        (("--url", "redis://127.0.0.1:1", "--timeout", "0", "--", "true"), 74, "QuorumError"),
-    ],
-    ids=["no command", "no such command", "no nodes"],
-)
-def test_run_that_runs_nothing_says_why_in_one_line(
-    arguments: tuple[str, ...], status: int, word: str, authority: Redlock, node_urls: list[str]
-) -> None:
-    """With a status that is not the command's, and the lock is given back."""
-    ran = program("run", "job", *(() if "--url" in arguments else ("--url", ",".join(node_urls))), *arguments)
-    assert (ran.returncode, word in ran.stderr) == (status, True), ran.stderr
-    assert word or len(ran.stderr.strip().splitlines()) == 1
+def test_run_that_runs_nothing_says_why_in_one_line(authority: Redlock, node_urls: list[str]) -> None:
+    nodes = ",".join(node_urls)
+    for url, arguments, status, word in (
+        (nodes, (), 2, ""),
+        (nodes, ("--", "no-such-program"), 127, ""),
+        ("redis://127.0.0.1:1", ("--timeout", "0", "--", "true"), 74, "QuorumError"),
+    ):
+        ran = program("run", "job", "--url", url, *arguments)
+        assert (ran.returncode, word in ran.stderr) == (status, True), ran.stderr
+        assert word or len(ran.stderr.strip().splitlines()) == 1
     assert authority.inspect("job") is None
 
 
-@pytest.mark.parametrize(("ttl", "seconds"), [("1", "60"), ("30", "1")], ids=["told to end", "too short"])
+Begin = Callable[..., subprocess.Popen[bytes]]
+
+
+@pytest.fixture
+def begin(authority: Redlock, node_urls: list[str]) -> Iterator[Begin]:
+    """Start `fencelock run job` with a script for a shell, and more options."""
+    url = ",".join(authority.nodes and node_urls)
+    with ExitStack() as stack:
+
+        def start(script: str, *options: str) -> subprocess.Popen[bytes]:
+            command = ["run", "job", *options, "--url", url, "--", "sh", "-c", script]
+            started = subprocess.Popen(
+                [sys.executable, "-m", "fencelock", *command],
+                stdin=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+            )
+            stack.enter_context(started)
+            stack.callback(started.kill)
+            return started
+
+        yield start
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Path:
+    """Where a script writes which process it is, by `note`."""
+    return tmp_path / "pids"
+
+
+def note(pids: Path, pid: str = "$$") -> str:
+    return f"echo {pid} > {pids}.new; mv {pids}.new {pids}"
+
+
+@pytest.mark.parametrize(("ttl", "seconds"), [("1", "60"), ("60", "5")], ids=["told to end", "too short"])
 def test_run_says_that_the_lock_of_its_command_was_lost(
-    authority: Redlock, node_urls: list[str], ttl: str, seconds: str
+    authority: Redlock, begin: Begin, ttl: str, seconds: str
 ) -> None:
     """What works on is told to end. Of a command that has ended before, its status is not enough."""
-    command = ("run", "job", "--ttl", ttl, "--url", ",".join(node_urls), "--", "sleep", seconds)
-    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stderr=subprocess.PIPE) as program:
-        assert eventually(lambda: authority.inspect("job") is not None)
-        authority.force_release("job")
-        assert program.stderr is not None
-        assert b"ended before the work did" in program.stderr.read()
+    program = begin(f"sleep {seconds}", "--ttl", ttl)
+    assert eventually(lambda: authority.inspect("job") is not None)
+    authority.force_release("job")
+    assert b"ended before the work did" in program.communicate(timeout=60)[1]
     assert program.returncode == 76
 
 
-def test_run_passes_signals_on(authority: Redlock, node_urls: list[str], tmp_path: Path) -> None:
+def test_run_passes_signals_on(authority: Redlock, begin: Begin, pids: Path) -> None:
     """SIGTERM ends the command and what that has started, and the lock is given back."""
-    started = tmp_path / "started"
-    script = f"sleep 60 & echo $! > {started}.new; mv {started}.new {started}; wait"
-    command = ("run", "job", "--url", ",".join(node_urls), "--", "sh", "-c", script)
-    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stdin=subprocess.DEVNULL) as program:
-        assert eventually(started.exists)
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(30) == 128 + signal.SIGTERM
+    program = begin(f"sleep 60 & {note(pids, '$!')}; wait")
+    assert eventually(pids.exists)
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(60) == 128 + signal.SIGTERM
     assert authority.inspect("job") is None
-    assert eventually(lambda: not runs(int(started.read_text())))
+    assert eventually(lambda: not runs(pids))
 
 
-@pytest.mark.parametrize("after", [0, 0.001, 0.002, 0.004, 0.008])
+@pytest.mark.parametrize("after", [0, 0.002, 0.008])
 def test_run_hears_a_signal_while_it_starts_the_command(
-    after: float, authority: Redlock, node_urls: list[str], tmp_path: Path
+    after: float, authority: Redlock, begin: Begin, node_urls: list[str], pids: Path
 ) -> None:
-    """SIGTERM right after the grant ends all: the lock is given back, and no command is left behind."""
-    pids = tmp_path / "pids"
-    command = ("run", "job", "--url", ",".join(node_urls), "--", "sh", "-c", f"echo $$ > {pids}; sleep 30")
-    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stdin=subprocess.DEVNULL) as program:
-        with redis.Redis.from_url(node_urls[0]) as node:
-            while not node.exists(f"{NODE_KEY}:l:job"):
-                assert program.poll() is None
-        time.sleep(after)
-        program.send_signal(signal.SIGTERM)
-        assert program.wait(10) == 128 + signal.SIGTERM
+    program = begin(f"{note(pids)}; sleep 60")
+    with redis.Redis.from_url(node_urls[0]) as node:
+        while not node.exists(f"{NODE_KEY}:l:job"):
+            assert program.poll() is None
+    time.sleep(after)
+    program.send_signal(signal.SIGTERM)
+    assert program.wait(30) == 128 + signal.SIGTERM
     assert authority.inspect("job") is None
-    assert not pids.exists() or not pids.read_text() or eventually(lambda: not runs(int(pids.read_text())))
+    assert not pids.exists() or eventually(lambda: not runs(pids))
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent ended")
-@pytest.mark.usefixtures("authority")
-def test_run_that_is_killed_takes_the_command_along(node_urls: list[str], tmp_path: Path) -> None:
-    """It holds no lock any more as soon as its lease ends."""
-    pids = tmp_path / "pids"
-    script = f"echo $$ > {pids}.new; mv {pids}.new {pids}; exec sleep 60"
-    command = ("run", "job", "--url", ",".join(node_urls), "--", "sh", "-c", script)
-    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stdin=subprocess.DEVNULL) as program:
-        assert eventually(pids.exists)
-        program.kill()
-    assert eventually(lambda: not runs(int(pids.read_text())))
+def test_run_that_is_killed_takes_the_command_along(begin: Begin, pids: Path) -> None:
+    program = begin(f"{note(pids)}; exec sleep 60")
+    assert eventually(pids.exists)
+    program.kill()
+    assert eventually(lambda: not runs(pids))
 
 
 def test_run_kills_what_ignores_that_the_lock_was_lost(
-    authority: Redlock, node_urls: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    authority: Redlock, begin: Begin, pids: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The command ends when it is told to; what it has started does not, and is killed after the grace."""
-    pids = tmp_path / "pids"
-    deaf = f"trap '' TERM; echo $$ > {pids}.new; mv {pids}.new {pids}; while :; do sleep 0.2; done"
-    script = f'sh -c "{deaf.replace("$", chr(92) + "$")}" & sleep 60'
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    deaf = f"trap '' TERM; {note(pids)}; while :; do sleep 0.2; done".replace("$", r"\$")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
     (tmp_path / "sitecustomize.py").write_text("import fencelock.cli.run as run; run._GRACE = 1.0\n")
-    command = ("run", "job", "--ttl", "1", "--url", ",".join(node_urls), "--", "sh", "-c", script)
-    with subprocess.Popen([sys.executable, "-m", "fencelock", *command], stdin=subprocess.DEVNULL) as program:
-        assert eventually(pids.exists)
-        authority.force_release("job")
-        assert program.wait(30) == 76
-    assert eventually(lambda: not runs(int(pids.read_text())))
+    program = begin(f'sh -c "{deaf}" & sleep 60', "--ttl", "1")
+    assert eventually(pids.exists)
+    authority.force_release("job")
+    assert program.wait(60) == 76
+    assert eventually(lambda: not runs(pids))
 
 
-def runs(pid: int) -> bool:
+def runs(pids: Path) -> bool:
     """Tell whether a process is there and has not ended.
 
     A process that no parent waits for stays as a zombie.
     """
-    status = Path(f"/proc/{pid}/stat")
+    status = Path(f"/proc/{pids.read_text().strip()}/stat")
     return status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
 
 
 def test_doctor_of_healthy_nodes(authority: Redlock, node_urls: list[str]) -> None:
-    """Notes at most."""
     with authority.lock("order:1"):
         pass
     healthy = fencelock("doctor", "--url", ",".join(node_urls))
@@ -415,7 +343,6 @@ def test_doctor_of_healthy_nodes(authority: Redlock, node_urls: list[str]) -> No
 def test_doctor_names_each_ill_node_and_says_that_nothing_is_granted(
     make_nodes: Callable[..., Nodes],
 ) -> None:
-    """One evicts keys, one is down; then another one, too, when the doctor is needed most."""
     nodes = make_nodes(3)
     url = ("--url", ",".join(nodes.urls))
     with Redlock(nodes.urls) as authority:
@@ -439,19 +366,8 @@ def is_away(text: str) -> bool:
     return "does not vote" in text or "cannot be asked" in text
 
 
-@pytest.mark.usefixtures("authority")
-def test_doctor_of_a_database_that_is_down(node_urls: list[str]) -> None:
-    """It is one finding among others."""
-    dead = ("--database", "postgresql+psycopg://user@127.0.0.1:1/none")
-    found = fencelock("doctor", "--url", ",".join(node_urls), *dead)
-    assert found.returncode == 3
-    assert "cannot be read" in found.stdout
-    assert "append-only" in found.stdout
-
-
 @pytest.mark.long
 def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: list[str]) -> None:
-    """No fenced table, a fence above all tokens; and nothing where all is well."""
     url = ("--url", ",".join(node_urls))
     database = ("--database", engine.url.render_as_string(hide_password=False))
     with engine.begin() as connection:
@@ -464,18 +380,18 @@ def test_doctor_of_a_database(engine: Engine, authority: Redlock, node_urls: lis
         with authority.lock("order:1"), Session(engine) as session:
             session.merge(Order(id=1))
             session.commit()
-    models = ("--models", "tests.observe.test_commands:Base")
+    models = ("--models", "tests.observe.shop:Base")
     well = json.loads(fencelock("doctor", *url, *database, *models, "--json").stdout)
     assert {each["advice"] for each in well if each["is_problem"]} <= {
         "fsync = on",  # tests need neither
         "full_page_writes = on",
     }
-    wanting = fencelock("doctor", *url, *database, "--models", "tests.observe.test_commands:Wanting")
+    wanting = fencelock("doctor", *url, *database, "--models", "tests.observe.shop:Wanting")
     assert "lacks the trigger that its model wants" in wanting.stdout.replace("\n        ", " ")
     assert "has no trigger" not in wanting.stdout
     with engine.begin() as connection:
         connection.execution_options(fencelock="bypass").execute(
-            text("UPDATE cm_orders SET last_fencing_token = 4611686018427387904")
+            text("UPDATE orders SET last_fencing_token = 4611686018427387904")
         )
     found = fencelock("doctor", *url, *database)
     assert found.returncode == 3
@@ -526,7 +442,6 @@ def test_urls_that_lead_nowhere_are_not_shown_and_make_no_file(tmp_path: Path) -
 
 @pytest.mark.usefixtures("authority")
 def test_names_are_shown_as_they_are(node_urls: list[str]) -> None:
-    """Not as markup, and not at all bytes that are no text."""
     url = ("--url", ",".join(node_urls))
     assert fencelock("inspect", "[/]", *url).stdout == "'[/]' is free\n"
     for each in node_urls:
@@ -554,8 +469,7 @@ def test_leaks_where_a_node_is_down(make_nodes: Callable[..., Nodes]) -> None:
 
 
 def test_passwords_are_never_printed(make_nodes: Callable[..., Nodes]) -> None:
-    """By no command, whatever goes wrong."""
-    nodes = make_nodes(1, password="s3cret")
+    nodes = make_nodes(2, password="s3cret")
     url = nodes.urls[0]
     assert "s3cret" in url
     wrong = url.replace("s3cret", "wr0ng-s3cret")
@@ -568,22 +482,27 @@ def test_passwords_are_never_printed(make_nodes: Callable[..., Nodes]) -> None:
         ("run", "r", "--", "true"),
         ("nodes",),
     )
-    assert fencelock("init", url).returncode == 0
-    for command in commands:
+    blank, unknown = nodes.urls[1], "nonsense://u:s3cret@h/x"
+    made = fencelock("init", url)
+    assert f"export FENCELOCK_URL={url.replace('s3cret', 'PASSWORD')}" in made.stderr
+    for command in (
+        *commands,
+        ("nodes", "replace", url, blank),
+        ("init", blank, "--after-loss", "--database", unknown),
+        ("init", "http://:s3cret@h"),
+    ):
         for given in (url, wrong):
             ran = (program if command[0] == "run" else fencelock)(*command, FENCELOCK_URL=given)
             assert "s3cret" not in ran.stdout + ran.stderr, command
 
 
 def test_history_that_no_program_writes(tmp_path: Path) -> None:
-    """It says which call writes it."""
     create_engine(f"sqlite:///{tmp_path}/a.db").connect().close()
     found = fencelock("history", "order:1", "--database", f"sqlite:///{tmp_path}/a.db")
     assert (found.returncode, "fencelock.observe.history.record(engine)" in found.stderr) == (1, True)
 
 
 def test_prune_deletes_what_was_locked_long_ago(tmp_path: Path) -> None:
-    """Of a database; nodes keep nothing, and a time has to be one."""
     url = f"sqlite:///{tmp_path}/app.db"
     with Database(url) as database:
         database.release(database.acquire(("order:1",), ttl=5, timeout=0))
@@ -597,7 +516,6 @@ def test_prune_deletes_what_was_locked_long_ago(tmp_path: Path) -> None:
 
 
 def test_prune_deletes_old_receipts(tmp_path: Path, node_urls: list[str]) -> None:
-    """In the database that grants the locks, or in the one that is named."""
     url, metadata = f"sqlite:///{tmp_path}/app.db", MetaData()
     receipts, engine = receipt_table(metadata), create_engine(f"sqlite:///{tmp_path}/app.db")
     metadata.create_all(engine)
@@ -621,7 +539,6 @@ def test_prune_deletes_old_receipts(tmp_path: Path, node_urls: list[str]) -> Non
 
 
 def test_commands_take_the_url_of_a_program_for_coroutines(tmp_path: Path) -> None:
-    """They use the other driver of the same database."""
     url = f"sqlite+aiosqlite:///{tmp_path}/app.db"
     with Database(f"sqlite:///{tmp_path}/app.db") as database, database.lock("order:1"):
         found = fencelock("inspect", "--url", url, "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from sqlalchemy import Engine, NullPool, create_engine, make_url, text
 
 from fencelock import Database
-from fencelock.cli import database_settings
+from fencelock.cli import database_settings, doctor
 from fencelock.cli.database_settings import of_galera, of_settings
 from proof.servers import Postgres
 from proof.servers.galera import Galera
@@ -23,7 +24,6 @@ from tests.test_cli import fencelock
 
 
 def findings(url: str) -> dict[str, dict[str, Any]]:
-    """Return what the doctor finds where that grants, by its advice."""
     ran = fencelock("doctor", "--url", url, "--json")
     assert ran.returncode in {0, 3}, ran.stderr
     return {each["advice"]: each for each in json.loads(ran.stdout)}
@@ -31,7 +31,6 @@ def findings(url: str) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def pair() -> Iterator[tuple[Postgres, Standby]]:
-    """A server that writes everything to its disk, and a standby that it does not wait for."""
     safe = {"fsync": "on", "full_page_writes": "on", "synchronous_commit": "on"}
     with Postgres(settings=safe) as primary:
         with Database(primary.url) as authority:
@@ -42,14 +41,12 @@ def pair() -> Iterator[tuple[Postgres, Standby]]:
 
 
 def ask(server: Postgres, *statements: str) -> None:
-    """Execute statements as the superuser."""
     with psycopg.connect(server.dsn, autocommit=True) as connection:
         for statement in statements:
             connection.execute(statement)
 
 
 def test_standbys_that_are_not_waited_for(pair: tuple[Postgres, Standby]) -> None:
-    """What a failover loses, what tokens promise then, and which URL survives it; notes, no problems."""
     primary, _ = pair
     found = findings(primary.url)
     assert not [each for each in found.values() if each["is_problem"]]
@@ -88,11 +85,7 @@ def test_a_standby_is_refused(pair: tuple[Postgres, Standby]) -> None:
 def test_a_role_that_may_see_little(pair: tuple[Postgres, Standby]) -> None:
     """It finds the standbys as long as it may, and less where it may not; that is no error."""
     primary, _ = pair
-    ask(
-        primary,
-        "CREATE ROLE worker LOGIN",
-        "GRANT SELECT, INSERT, UPDATE ON fencelock_leases TO worker",
-    )
+    ask(primary, "CREATE ROLE worker LOGIN", "GRANT SELECT, INSERT, UPDATE ON fencelock_leases TO worker")
     url = make_url(primary.url).set(username="worker").render_as_string(hide_password=False)
     assert any("synchronous_standby_names" in advice for advice in findings(url))
     ask(primary, "REVOKE SELECT ON pg_stat_replication FROM PUBLIC")
@@ -117,7 +110,6 @@ def test_commits_that_are_not_waited_for(pair: tuple[Postgres, Standby], value: 
 
 
 def test_disks_that_are_not_waited_for(postgres: Postgres) -> None:
-    """The servers of tests are such ones."""
     url = postgres.create_database()
     with Database(url) as authority:
         authority.init()
@@ -162,13 +154,34 @@ def test_a_log_of_mariadb_that_is_not_flushed(mariadb: Engine, value: int) -> No
 def test_a_log_of_transactions_that_is_not_flushed(
     monkeypatch: pytest.MonkeyPatch, log_bin: str, sync_binlog: str, wsrep_on: str, advice: set[str]
 ) -> None:
-    """A server has it or not for all its life, so what it says is put in its mouth here."""
     values = {"log_bin": log_bin, "sync_binlog": sync_binlog, "wsrep_on": wsrep_on}
     monkeypatch.setattr(database_settings, "_values", lambda _: values)
     engine = create_engine("sqlite://")
     with engine.connect() as connection:
         assert {each.advice for each in of_settings(connection, "shown")} == advice
     engine.dispose()
+
+
+class Clock:
+    """A node whose clock goes by a rate, and which answers late the second time."""
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        self._delays = iter([0, 0.1])
+
+    def time(self) -> tuple[int, int]:
+        seconds, parts = divmod(time.monotonic() * self._rate, 1)
+        time.sleep(next(self._delays))
+        return int(seconds), int(parts * 1e6)
+
+
+@pytest.mark.parametrize(("rate", "is_off"), [(1.0, False), (3.0, True), (0.3, True)])
+def test_a_clock_that_is_off_is_told_and_an_answer_that_is_late_is_not(
+    monkeypatch: pytest.MonkeyPatch, rate: float, *, is_off: bool
+) -> None:
+    monkeypatch.setattr(doctor, "_CLOCK_LOOK", 0.3)
+    node: Any = Clock(rate)
+    assert bool([*doctor._of_clock(node, "node")]) is is_off
 
 
 @pytest.fixture
@@ -180,7 +193,6 @@ def cluster() -> Iterator[Galera]:
 
 @pytest.mark.long
 def test_nodes_of_galera_that_are_left(cluster: Galera) -> None:
-    """Three are well; two, one, and one that has no majority are not."""
     urls = [make_url(url) for url in cluster.urls]
 
     def found(number: int) -> dict[str, bool]:

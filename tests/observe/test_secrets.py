@@ -11,7 +11,6 @@ import pytest
 import fencelock
 from fencelock import Database, FencelockError, Redlock
 from fencelock.observe import Event
-from tests.test_cli import fencelock as command
 
 SECRET = "s3cr3t"
 #: Nothing answers there.
@@ -33,27 +32,14 @@ DATABASES = (
     f"mysql+pymysql://user:{SECRET}@{HOST}/shop",
     f"mysql+pymysql://{HOST}/shop?user=u&password={SECRET}",
 )
-COMMANDS = (
-    ("inspect",),
-    ("inspect", "r"),
-    ("leaks",),
-    ("top", "--times", "1"),
-    ("doctor",),
-    ("release", "r", "--force", "--reason", "why"),
-    ("nodes",),
-    ("init",),
-    ("prune", "--older-than", "1d"),
-)
 
 
 def clean(*shown: object) -> bool:
-    """Tell whether none of this has it."""
     return all(SECRET not in f"{each} {each!r}" for each in shown)
 
 
 @pytest.mark.parametrize("url", [*NODES, *DATABASES])
 def test_a_program(url: str, events: list[Event], caplog: pytest.LogCaptureFixture) -> None:
-    """The authority, locks, errors with tracebacks, events and logs; blocking and in a loop."""
     caplog.set_level(logging.DEBUG, "fencelock")
     made: Redlock | Database = Database(url) if url in DATABASES else Redlock(url, outage_grace=0)
     with made as authority:
@@ -78,20 +64,7 @@ def test_a_program(url: str, events: list[Event], caplog: pytest.LogCaptureFixtu
     assert clean(caplog.text, *events)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("url", [*NODES[1:3], *DATABASES[:2]])
-def test_the_command_line(url: str) -> None:
-    """By its option, and by the environment."""
-    for words in COMMANDS:
-        ran = command(*words, FENCELOCK_URL=url)
-        assert clean(ran.stdout, ran.stderr), words
-    for rest in ("history r", "doctor --url sqlite://"):
-        ran = command(*rest.split(), "--database", url)
-        assert clean(ran.stdout, ran.stderr), rest
-
-
 def test_configure() -> None:
-    """It shows what it was given when that is no URL."""
     for url in ("redis//:s3cr3t@h", "s3cr3t", "https://u:s3cr3t@h", "postgres://u:s3cr3t@h/x"):
         with pytest.raises(ValueError, match="names no authority") as caught:
             fencelock.configure(url)

@@ -32,7 +32,6 @@ END: Final = "<!-- The end of the story. -->\n"
 
 @pytest.fixture
 def victim(own_nodes: Nodes, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another worker of the same shop."""
     command = [
         sys.executable,
         "-m",
@@ -57,16 +56,13 @@ class Story:
         self.parts: list[str] = []
 
     def say(self, *sentences: str) -> None:
-        """Add a paragraph."""
         self.parts.append(" ".join(sentences) + "\n")
 
     def show(self, text: str) -> None:
-        """Add what was printed."""
         shown = text.replace(self.urls, "$FENCELOCK_URL").replace(self.database, "sqlite:///shop.db")
         self.parts.append(f"```text\n{shown.strip()}\n```\n")
 
     def type(self, *arguments: str, status: int = 0) -> str:
-        """Run a command, and add it with all that it prints."""
         ran = subprocess.run(
             [sys.executable, "-m", "fencelock", *arguments],
             capture_output=True,
@@ -99,7 +95,6 @@ def test_the_page_tells_what_happens(
     own_nodes: Nodes,
     tmp_path: Path,
 ) -> None:
-    """From the paused worker to the refused write."""
     story = Story(",".join(own_nodes.urls), f"sqlite:///{tmp_path / 'shop.db'}")
     tell(victim, "pay 60")
     assert heard(victim) == "loaded"
@@ -158,13 +153,11 @@ def test_the_page_tells_what_happens(
 
 
 def metrics_of(server: Server) -> str:
-    """Return what the program tells Prometheus."""
     (target,) = server.ask("targets")["activeTargets"]
     with urllib.request.urlopen(target["scrapeUrl"], timeout=10) as answer:  # noqa: S310 - it is ours
         return str(answer.read().decode())
 
 
 def story_of(story: Story) -> str:
-    """Return the history so far."""
     command = [sys.executable, "-m", "fencelock", "history", "order:1", "--database", story.database]
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout

@@ -20,18 +20,12 @@ RESOURCE = "report:1"
 
 
 class Store(Protocol):
-    """What both stores have."""
+    def read(self) -> bytes | None: ...
 
-    def read(self) -> bytes | None:
-        """Return the value."""
-
-    def write(self, content: bytes, *, token: int | None = None) -> None:
-        """Replace the value."""
+    def write(self, content: bytes, *, token: int | None = None) -> None: ...
 
 
 class Value(FencedValue):
-    """A value in Redis, by the names of a file."""
-
     read = FencedValue.get
     write = FencedValue.set
 
@@ -80,7 +74,6 @@ def store_at(place: str) -> Store:
 
 
 def race(place: str, seed: int, count: int) -> None:
-    """Write with tokens in any order; behind a write that was accepted no older value is read."""
     store, tokens = store_at(place), list(range(seed + 1, 4 * count + 1, 4))
     random.Random(seed).shuffle(tokens)
     for token in tokens:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.programs import python
 
 SHOP = """
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
@@ -71,7 +72,6 @@ def test_scope():
 
 @pytest.mark.parametrize(("scope", "authorities"), [("function", 2), ("session", 1)])
 def test_a_suite_has_its_fixtures(tmp_path: Path, scope: str, authorities: int) -> None:
-    """With warnings as errors, and an authority for each test or for all."""
     (tmp_path / "shop.py").write_text(SHOP)
     (tmp_path / "test_shop.py").write_text(TESTS.replace("AUTHORITIES", str(authorities)))
     (tmp_path / "pytest.ini").write_text(
@@ -81,7 +81,6 @@ def test_a_suite_has_its_fixtures(tmp_path: Path, scope: str, authorities: int) 
 
 
 def test_a_wrong_scope_is_said(tmp_path: Path) -> None:
-    """By pytest, with the scopes that there are."""
     (tmp_path / "test_shop.py").write_text("def test_one(fencelock_authority): ...\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nfencelock_scope = forever\n")
     done = run(tmp_path)
@@ -89,36 +88,24 @@ def test_a_wrong_scope_is_said(tmp_path: Path) -> None:
     assert "forever" in done.stdout + done.stderr
 
 
-def test_an_ini_line_gives_it_to_all_tests(tmp_path: Path) -> None:
-    """`usefixtures` of pytest, and no word in the tests."""
-    (tmp_path / "test_shop.py").write_text(
-        "from fencelock import fenced_lock\ndef test_one():\n    with fenced_lock('order:1') as token:\n"
-        "        assert token > 0\n"
-    )
-    (tmp_path / "pytest.ini").write_text("[pytest]\nusefixtures = fencelock_authority\n")
-    assert_passes(tmp_path, "1 passed")
-
-
 def run(folder: Path) -> subprocess.CompletedProcess[str]:
     """Run pytest as a user does; the entry point is named, because the checkout may be installed without."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
+    command = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(folder)]
     if "fencelock.testing.plugin" not in installed():
         command += ["-p", "fencelock.testing.plugin"]
     root = Path(__file__).parents[2]
     environment = {**os.environ, "PYTHONPATH": str(root)}
     environment.pop("FENCELOCK_URL", None)
-    return subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)
+    return python(*command, cwd=folder, env=environment)
 
 
 def installed() -> set[str]:
-    """Return the pytest plugins of this environment."""
     from importlib.metadata import entry_points  # noqa: PLC0415
 
     return {each.value for each in entry_points(group="pytest11")}
 
 
 def assert_passes(folder: Path, says: str) -> None:
-    """Run a suite, and compare its last line."""
     done = run(folder)
     assert says in done.stdout, done.stdout + done.stderr
     assert done.returncode == 0
