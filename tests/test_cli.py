@@ -59,6 +59,29 @@ def test_init_tells_programs_the_namespace_that_is_not_the_default(nodes: Nodes)
     assert "FENCELOCK_URL" not in said
 
 
+def test_init_does_not_pass_over_a_node_that_restarted(make_nodes: Callable[..., Nodes]) -> None:
+    """It has its data, but must not vote: that all is well would be the wrong answer."""
+    nodes = make_nodes(1, appendfsync="always")
+    assert fencelock("init", *nodes.urls).returncode == 0
+    nodes[0].restart(keep_data=True)
+    result = fencelock("init", *nodes.urls)
+    assert result.returncode == 1
+    assert "has restarted since" in result.stderr
+    with redis.Redis.from_url(nodes.url) as client:
+        client.flushall()
+    assert fencelock("init", *nodes.urls).returncode == 0
+
+
+def test_init_names_the_node_that_does_not_answer(make_nodes: Callable[..., Nodes]) -> None:
+    """All nodes must be reachable when they are initialised; the error names the one that is not."""
+    nodes = make_nodes(3)
+    nodes[1].kill()
+    result = fencelock("init", *nodes.urls)
+    assert result.returncode == 1
+    assert "QuorumError" in result.stderr
+    assert nodes[1].url in result.stderr
+
+
 def test_version_can_be_asked_for() -> None:
     assert program("--version").stdout.startswith("fencelock ")
 
@@ -134,6 +157,20 @@ def test_nodes_wants_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (["nodes"], ["nodes", "set", "redis://h"], ["nodes", "replace", "redis://a", "redis://b"]):
         result = fencelock(*command)
         assert (result.returncode, "Set FENCELOCK_URL" in result.stderr) == (1, True)
+
+
+@pytest.mark.long
+def test_node_is_replaced(nodes: Nodes, three: list[str]) -> None:
+    """A dead one gives its place to a blank one; tokens go on growing; running it again changes nothing."""
+    before = token_of(three)
+    nodes[2].kill()
+    result = fencelock("nodes", "replace", three[2], nodes.urls[3])
+    assert result.returncode == 0, result.stderr
+    assert f"FENCELOCK_URL={three[0]},{three[1]},{nodes.urls[3]}" in result.stderr
+    again = fencelock("nodes", "--current", ",".join(three), "replace", three[2], nodes.urls[3])
+    assert (again.returncode, "nothing was changed" in again.stderr) == (0, True)
+    nodes[1].kill()
+    assert token_of([three[0], three[1], nodes.urls[3]]) > before
 
 
 def test_list_of_nodes_is_set(nodes: Nodes, three: list[str]) -> None:
@@ -240,6 +277,14 @@ def test_init_after_loss_clears_what_is_left(
         assert keys(url) == {*STRANGERS, "{sh*p}", "{sh*p}:m"}
     with Redlock(lost[0], namespace="sh*p") as quorum, quorum.lock("r", ttl=1, timeout=0) as token:
         assert token >> 44 == 1
+
+
+def test_init_after_loss_takes_the_url_of_a_program_for_coroutines(lost: tuple[list[str], str]) -> None:
+    """It uses the other driver of the same database."""
+    urls, database = lost
+    result = after_loss((urls, database.replace("sqlite:", "sqlite+aiosqlite:")), "--yes")
+    assert result.returncode == 0, result.stderr
+    assert "the highest fence of 1 fenced tables is 12" in result.stderr
 
 
 @pytest.mark.parametrize("typed", ["n\n", ""])
