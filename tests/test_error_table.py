@@ -81,7 +81,7 @@ class Note(Base):
 
 #: Not for what a file has not: connections that are lost, and two writers at once.
 ON_SERVERS: Final = pytest.mark.parametrize("database_url", ["postgresql", "mariadb"], indirect=True)
-#: For what is the same on each database.
+#: For errors that are the same on each database.
 ON_POSTGRESQL: Final = pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)
 
 

@@ -1,6 +1,6 @@
 """Held leases live on by themselves: on real nodes that hang, forget and die, for threads and for tasks.
 
-What is a matter of times alone is in `test_renewal_schedule`, on a clock of its own.
+The schedule alone is tested in `test_renewal_schedule`, on a clock of its own.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tests.polling import IMPATIENT, eventually
 from tests.redlock.stage import NODE_KEY
 from tests.redlock.views import becomes_free
 
-#: Short, for what is renewed or found lost after a third of it.
+#: Short, for leases that are renewed or found lost after a third of it.
 TTL = 1.2
 
 

@@ -39,7 +39,7 @@ def authority(cluster: Cluster) -> Iterator[Etcd]:
 
 @contextmanager
 def waiting(authority: Etcd, *names: str, watches: bool = True) -> Iterator[tuple[Etcd, list[Grant]]]:
-    """Have another client wait for what is held; at the end of the block it gets it, and gives it back."""
+    """Have another client wait for a held lock. At the end of the block it gets the lock, and releases it."""
     got: list[Grant] = []
     with Etcd(str(authority._members.hosts)) as other:
 

@@ -18,7 +18,7 @@ from tests.authorities.faces import acquire_briefly, is_free_soon, is_held
 from tests.authorities.kinds import EACH_SORT_TOO, IN_PROCESSES
 from tests.authorities.stage import Stage
 
-#: What is kept for longer than asked, or not given back, is held for as long as this and longer.
+#: A lock that is kept for too long, or not released, is held for this long or longer.
 LONG = 20.0
 
 

@@ -1,4 +1,4 @@
-"""What etcd and ZooKeeper keep of a name, its mark: it is pruned, and not taken from anybody else."""
+"""The mark that etcd and ZooKeeper keep of a name is pruned, and not taken from another client."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ _DID_NOT_RAISE = pytest.fail.Exception
 
 @pytest.fixture(autouse=True)
 def _is_impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is not given back is waited for in vain."""
+    """A lock that is not released is waited for in vain."""
     monkeypatch.setattr(faces, "SOON", 0.5)
 
 

@@ -37,7 +37,7 @@ from tests.polling import eventually
 SOON = 60.0
 
 
-#: For what is done above the authority.
+#: For code above the authority.
 TWO_KINDS = pytest.mark.parametrize("kind", ["quorum", "sqlite"], indirect=True)
 
 

@@ -168,7 +168,7 @@ def _in_time(opens: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _give_up(opened: Future[Any]) -> None:
-    """Have a connection closed that nobody waits for any more."""
+    """Have a connection closed whose caller has left."""
     if not opened.cancel() and opened.exception() is None:
         opened.result().close()
 

@@ -45,7 +45,7 @@ class Releasing(Connecting):
     def _start_over(self) -> None:
         super()._start_over()
         self._owed: dict[str, Owed] = {}
-        self._settler: object | None = None  # stands for the thread, or task, that sends what is owed
+        self._settler: object | None = None  # stands for the thread, or task, that sends the owed releases
         #: The last releases that a server has confirmed, each with its time. A failover may undo them.
         self._confirmed: deque[tuple[float, str, Owed]] = deque(maxlen=256)
 
@@ -153,7 +153,7 @@ class Releasing(Connecting):
                 yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
 
     def _settling(self, settler: object) -> Steps[None]:
-        """Send what is owed until all of it is confirmed, or until `close`; the next owed release goes on."""
+        """Send the owed releases until all are confirmed, or until `close`; the next one goes on."""
         looks = pauses(0.1, 1.0)
         try:
             while self._owed and self._settler is settler:
