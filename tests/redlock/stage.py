@@ -1,9 +1,8 @@
 """A stage on which the protocol's generators are stepped by hand, message by message.
 
-The generators are the ones that ship. A `Contender` stands between one of them and the nodes: a test (or a
-random schedule) decides which command reaches which node when, and which answer finds its way back. A
-node is either a real server, whose scripts a test may replace to show what breaks without a rule, or the
-model of `model.py`.
+The generators are the ones that ship. A `Bidder` or an `Actor` stands between one of them and the nodes: a
+test decides which command reaches which node when, and which answer finds its way back. A node is either a
+real server, whose scripts a test may replace to show what breaks without a rule, or a model in memory.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import itertools
 import select
 import socket
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import redis
@@ -114,13 +114,6 @@ class RealNode:
         fields: Any = self.client.hgetall(NODE_KEY)
         return dict(fields)
 
-    def come_back(self, server: Server, remembered: Mapping[str, str] | None = None) -> None:
-        """Restart the server with what it remembered at some time, or blank, and open a new link."""
-        server.restart(keep_data=False)
-        if remembered:
-            self.client.hset(NODE_KEY, items=[word for field in remembered.items() for word in field])
-        self.reconnect()
-
     def pass_time(self, seconds: float) -> None:
         """Let the node's ticket, if it has one, be older by so many seconds."""
         if self.client.hexists(NODE_KEY, "ticket_at"):
@@ -213,12 +206,20 @@ class Bidder:
 
 
 class Stage:
-    """Real nodes, initialised with counters at 0, and contenders on them."""
+    """Real nodes, initialised with counters at 0, blank ones beside them, and contenders on them."""
 
-    def __init__(self, urls: Sequence[str], scripts: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        scripts: Mapping[str, str] | None = None,
+        *,
+        beside: Sequence[Server] = (),
+    ) -> None:
+        urls = [server.url for server in servers]
         with Redlock(urls) as authority:
             authority.init(base=0)
-        self.nodes = [RealNode(url, scripts) for url in urls]
+        self.servers = [*servers, *beside]
+        self.nodes = [RealNode(server.url, scripts) for server in self.servers]
         membership = self.nodes[0].link.identity.membership
         assert membership is not None
         self.node_set = node_set_of(membership.fingerprint, len(urls))
@@ -239,6 +240,26 @@ class Stage:
     def release(self, bidder: Bidder, *nodes: int) -> list[ReplyKind]:
         """Have nodes execute a contender's RELEASE."""
         return [self.nodes[node].execute(bidder.undo()).kind for node in nodes]
+
+    def bid(self, *voters: int) -> Bidder:
+        """Let a contender attempt; only the voters hear it."""
+        bidder = self.bidder()
+        while bidder.outcome is None:
+            bidder.deliver(self.nodes, *(node for node in bidder.request.nodes if node in voters))
+            bidder.resume()
+        return bidder
+
+    def forget(self, node: int) -> None:
+        """Flush a node, whose connections live on."""
+        self.nodes[node].client.flushall()
+
+    def come_back(self, node: int, remembered: Mapping[str, str] | None = None) -> None:
+        """Restart a server with what it remembered at some time, or blank, and open a new link."""
+        self.servers[node].restart(keep_data=False)
+        if remembered:
+            items = [word for field in remembered.items() for word in field]
+            self.nodes[node].client.hset(NODE_KEY, items=items)
+        self.nodes[node].reconnect()
 
 
 class Actor:
@@ -349,6 +370,35 @@ def without(script: str, line: str, instead: str = "") -> dict[str, str]:
     text = codec.SCRIPTS[script]
     assert text.count(line) == 1, f"{line!r} stands {text.count(line)} times in {script}"
     return {script: text.replace(line, instead)}
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule that the protocol survives, and that breaks a weaker one.
+
+    Attributes:
+        play: plays it on a stage; returns what came of it.
+        survived: that, with the shipped code.
+        broken: that, without the rule in question.
+        scripts: the scripts without the rule.
+        patches: the same for code of the library.
+        count: how many nodes are in the list.
+        beside: how many blank ones there are.
+        durable: whether they have their data after a restart.
+    """
+
+    play: Callable[[Stage], object]
+    survived: object
+    broken: object
+    scripts: Mapping[str, str] = field(default_factory=dict)
+    patches: Sequence[tuple[object, str, object]] = ()
+    count: int = 3
+    beside: int = 0
+    durable: bool = False
+
+    def played(self, make: Callable[..., Stage], scripts: Mapping[str, str] | None = None) -> object:
+        """Return what came of it on a new stage."""
+        return self.play(make(scripts, count=self.count, beside=self.beside, durable=self.durable))
 
 
 class Calls:
