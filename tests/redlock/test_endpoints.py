@@ -135,10 +135,7 @@ def test_setting_out_of_range_is_refused() -> None:
 def test_init_out_of_range_is_refused() -> None:
     wrong: list[dict[str, Any]] = [{"base": -1}, {"base": MAX_COUNTER}, {"max_ttl": 0}, {"max_ttl": math.nan}]
     for settings in wrong:
-        with (
-            Redlock("redis://127.0.0.1:1") as authority,
-            pytest.raises(ValueError, match=next(iter(settings))),
-        ):
+        with Redlock("redis://127.0.0.1:1") as authority, pytest.raises(ValueError, match=r"counters|ttl"):
             authority.init(**settings)
 
 
