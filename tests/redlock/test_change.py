@@ -27,8 +27,8 @@ def present(nodes: Nodes) -> list[str]:
 
 
 def change(present: list[str], wanted: list[str]) -> bool:
-    """Change the nodes; return whether there was something to do."""
-    return change_nodes(present, wanted).done
+    """Change the nodes, of which some may be dead; return whether there was something to do."""
+    return change_nodes(present, wanted, patience=1.5).done
 
 
 def take(urls: list[str], *, ttl: float = 1.0, timeout: float = 30) -> int:
