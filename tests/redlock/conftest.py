@@ -41,7 +41,6 @@ def clients(blank: Clients) -> Clients:
 
 @pytest.fixture
 def mine(clients: Clients) -> Face:
-    """A client of the five nodes."""
     return clients.new()
 
 

@@ -84,17 +84,14 @@ class RealNode:
         self.link = Connection(0, opened.identity, None, pushes=opened.pushes)
 
     def close(self) -> None:
-        """Close both connections."""
         self.sock.close()
         self.client.close()
 
     def reconnect(self) -> None:
-        """Open a new link, as a client does after the node has restarted."""
         self.sock.close()
         self._open()
 
     def execute(self, command: Command) -> Reply:
-        """Send the command, and wait for its answer."""
         text = self.scripts.get(command.script)
         alone = None if text is None else codec.pack(command, text)
         waiting = PendingBroadcast(Broadcast(command, [0], lambda _: True, 5.0))
@@ -120,21 +117,17 @@ class RealNode:
             self.client.hincrby(NODE_KEY, "ticket_at", -round(seconds * 1000))
 
     def stand_at(self, resource: str, counter: int) -> None:
-        """Let the counter of a resource's stripe stand where a schedule wants it."""
         self.client.hset(NODE_KEY, f"c{stripe_of(resource)}", str(counter))
 
     def expire(self, resource: str) -> None:
-        """End the lock of a resource, as its ttl does."""
         self.client.delete(f"{NODE_KEY}:l:{resource}")
 
 
 def stripe_of(resource: str) -> int:
-    """Return the stripe whose counter serves a resource."""
     return Attempt.of(node_set_of("", 1), (resource,), "n", 1.0).stripes[0]
 
 
 def node_set_of(fingerprint: str, count: int) -> NodeSet:
-    """Return the view that a client has of `count` nodes."""
     return NodeSet(
         names=tuple(f"n{number}" for number in range(count)),
         node_key=NODE_KEY,
@@ -189,12 +182,10 @@ class Bidder:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that were granted, in canonical order; empty where the attempt failed."""
         return self.outcome.tokens if isinstance(self.outcome, Grant) else ()
 
     @property
     def token(self) -> int | None:
-        """The token of the only resource; None where the attempt failed or goes on."""
         return self.tokens[0] if self.tokens else None
 
     def undo(self) -> Command:
@@ -229,20 +220,16 @@ class Stage:
             node.close()
 
     def bidder(self, *resources: str, position: QueuePosition | None = None) -> Bidder:
-        """Return a client that is about to ACQUIRE."""
         return Bidder(self.node_set, *(resources or ("r",)), position=position)
 
     def stand_at(self, *counters: int, resource: str = "r") -> None:
-        """Let the nodes' counters of a resource stand where a schedule wants them."""
         for node, counter in zip(self.nodes, counters, strict=True):
             node.stand_at(resource, counter)
 
     def release(self, bidder: Bidder, *nodes: int) -> list[ReplyKind]:
-        """Have nodes execute a contender's RELEASE."""
         return [self.nodes[node].execute(bidder.undo()).kind for node in nodes]
 
     def bid(self, *voters: int) -> Bidder:
-        """Let a contender attempt; only the voters hear it."""
         bidder = self.bidder()
         while bidder.outcome is None:
             bidder.deliver(self.nodes, *(node for node in bidder.request.nodes if node in voters))
@@ -250,7 +237,6 @@ class Stage:
         return bidder
 
     def forget(self, node: int) -> None:
-        """Flush a node, whose connections live on."""
         self.nodes[node].client.flushall()
 
     def come_back(self, node: int, remembered: Mapping[str, str] | None = None) -> None:
@@ -282,17 +268,14 @@ class Actor:
 
     @property
     def command(self) -> Command:
-        """What it wants nodes to execute."""
         assert isinstance(self.request, Broadcast)
         return self.request.command
 
     @property
     def script(self) -> str:
-        """Name of the script that it wants to be run."""
         return self.request.command.script if isinstance(self.request, Broadcast) else ""
 
     def wants(self, node: int) -> bool:
-        """Whether the present request is for a node."""
         return isinstance(self.request, Broadcast) and node in self.request.nodes
 
     def deliver(self, *nodes: int) -> None:
@@ -323,7 +306,6 @@ class Actor:
             self.request, self.result = None, stop.value
 
     def step(self) -> None:
-        """Deliver what has not been delivered yet, and go on."""
         if isinstance(self.request, Broadcast):
             self.deliver(*(node for node in self.request.nodes if node not in self._answers))
         self.resume()
@@ -335,18 +317,15 @@ class Actor:
             self.step()
 
     def finish(self) -> Any:
-        """Go on to the end, and return the result."""
         while self.request is not None:
             self.step()
         return self.result
 
     def last(self, script: str, node: int) -> Command:
-        """Return the last command of that name that was sent to a node."""
         return next(sent for to, sent in reversed(self.sent) if (to, sent.script) == (node, script))
 
 
 def recoverer(stations: Sequence[RealNode]) -> Actor:
-    """Return a recoverer of the nodes, in a hurry only as far as time goes."""
     return Actor(stations, recover(_group(stations)))
 
 
@@ -361,7 +340,6 @@ def _group(stations: Sequence[RealNode]) -> NodeGroup:
 
 
 def operator(stations: Sequence[RealNode], wanted: Sequence[int], max_ttl: float | None = None) -> Actor:
-    """Return an operator that wants some of the nodes to be the list."""
     return Actor(stations, change(_group(stations), wanted, lambda _: None, max_ttl))
 
 
@@ -397,27 +375,22 @@ class Schedule:
     durable: bool = False
 
     def played(self, make: Callable[..., Stage], scripts: Mapping[str, str] | None = None) -> object:
-        """Return what came of it on a new stage."""
         return self.play(make(scripts, count=self.count, beside=self.beside, durable=self.durable))
 
 
 class Calls:
-    """What one client hears."""
-
     def __init__(self, client: redis.Redis, name: str = "client") -> None:
         self._listener = client.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
         self._listener.subscribe(f"{NODE_KEY}:w:{name}")
         self._listener.get_message(timeout=1)
 
     def heard(self) -> list[str]:
-        """Return what has been called until now."""
         heard = []
         while (message := self._listener.get_message(timeout=0.1)) is not None:
             heard.append(str(message["data"]))
         return heard
 
     def close(self) -> None:
-        """Hear nothing any more."""
         self._listener.close()
 
 
@@ -442,11 +415,9 @@ class SlowDoor:
                 self._threads.submit(self._pump, *pair, self._generation)
 
     def lead_to(self, port: int) -> None:
-        """Pass new connections on to another port."""
         self._target = port
 
     def forget(self) -> None:
-        """Pass nothing on for the connections that there are, and tell no client; new connections work."""
         self._generation += 1
 
     def _pump(self, source: socket.socket, sink: socket.socket, generation: int) -> None:
@@ -459,7 +430,6 @@ class SlowDoor:
                 sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Accept no more."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads.shutdown(wait=False)

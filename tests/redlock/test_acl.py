@@ -49,7 +49,6 @@ class Acl:
         self.allow(self.rule)
 
     def allow(self, words: list[str]) -> None:
-        """Give the user these rules, and none of the earlier ones."""
         command(self.admin, "ACL", "SETUSER", "fencelock", "reset", *words)
         command(self.admin, "ACL", "LOG", "RESET")
 
@@ -68,7 +67,6 @@ def acl(any_server: Node) -> Iterator[Acl]:
 
 
 def use_everything(url: str, admin: redis.Redis, admin_url: str) -> None:
-    """Do as that user all that programs do."""
     with Redlock(url) as authority, ThreadPoolExecutor(1) as pool:
         authority.init(base=0, max_ttl=1)
 
@@ -123,7 +121,6 @@ def test_rule_is_enough_and_has_no_word_too_many(acl: Acl, any_server: Node) -> 
 
 
 def test_rule_reaches_no_other_key(acl: Acl) -> None:
-    """Also not by a script."""
     acl.admin.set("{fencelock}x", "mine")
     with redis.Redis.from_url(acl.url) as client:
         for make_attempt in (
@@ -139,7 +136,6 @@ def test_rule_reaches_no_other_key(acl: Acl) -> None:
 
 
 def test_operator_needs_scan_as_well(acl: Acl) -> None:
-    """To delete the remains of a loss."""
     acl.allow([*acl.rule, "+scan"])
     with Redlock(acl.url) as authority:
         authority.init(base=0, max_ttl=1)
@@ -152,7 +148,6 @@ def test_operator_needs_scan_as_well(acl: Acl) -> None:
 
 
 def test_missing_right_is_named(acl: Acl) -> None:
-    """The advice for nodes that are away would not help."""
     with Redlock(acl.url) as authority:
         authority.init()
         with pytest.raises(

@@ -40,7 +40,6 @@ pytestmark = pytest.mark.usefixtures("no_noise")
 
 
 def no_connection_is_left(nodes: Nodes) -> bool:
-    """Tell whether all loops that were thrown away have closed theirs."""
     gc.collect()  # each time: a thread that still connects may know its loop
     return connections_to(nodes) == 0
 
@@ -68,7 +67,6 @@ def test_loop_that_has_ended_is_thrown_away_with_its_connections(
 
 
 def test_close_ends_the_connections_of_a_loop_in_another_thread(authority: Redlock, nodes: Nodes) -> None:
-    """The connections are closed where that may be done. A task that goes on is connected again."""
     ready, closed = threading.Event(), threading.Event()
 
     async def main() -> None:
@@ -123,7 +121,6 @@ def test_loop_that_is_closed_without_farewell_leaves_no_socket_behind(
 
 
 def test_loop_that_is_closed_while_a_task_waits_for_answers_can_go(authority: Redlock, nodes: Nodes) -> None:
-    """Nothing that knows the connections keeps it in memory."""
     loop = asyncio.new_event_loop()
     loop.run_until_complete(connected(authority))
     for node in nodes:
@@ -179,7 +176,6 @@ def test_storm_of_cancellations_leaves_no_lock_and_no_place_in_line(
 
 
 def test_loop_that_ends_while_connecting_leaves_no_connection(nodes: Nodes) -> None:
-    """The connection comes up when the loop's tasks are gone."""
     with closing(SlowDoor(nodes[0].port)) as door:
         authority = Redlock(f"redis://127.0.0.1:{door.port}")
 
@@ -198,7 +194,6 @@ def test_loop_that_ends_while_connecting_leaves_no_connection(nodes: Nodes) -> N
 
 
 def test_loop_that_comes_to_no_end_of_its_turn_takes_no_node_for_silent(nodes: Nodes) -> None:
-    """So many tasks are under way at once that answers lie unread for longer than the patience."""
     with Redlock(nodes.urls, node_timeout=1.0) as authority:
         authority.init(base=0)
 

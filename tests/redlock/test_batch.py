@@ -48,8 +48,6 @@ class Told(PendingBroadcast):
 
 
 class BatchingNode(RealNode):
-    """A real node that is told commands together."""
-
     def __init__(self, url: str) -> None:
         with Redlock(url) as authority:
             authority.init(base=0)
@@ -71,7 +69,6 @@ class BatchingNode(RealNode):
         return answered
 
     def on_trouble(self) -> None:
-        """Write, and read until everything is answered."""
         poll = select.poll()
         poll.register(self.sock.fileno(), select.POLLIN)
         while self.link.unanswered:
@@ -91,21 +88,18 @@ class BatchingNode(RealNode):
         return release_command(self.node_set, attempt, 0, [counter])
 
     def state(self) -> dict[str, Any]:
-        """Return the counters, the value of each lock, and the waiting clients."""
         counters = {k: v for k, v in self.remember().items() if k.startswith("c") and k != "cfg"}
         locks = {key: self.client.get(key) for key in self.client.keys(f"{NODE_KEY}:l:*")}
         queues = {key: self.client.zrange(key, 0, -1) for key in self.client.keys(f"{NODE_KEY}:q:*")}
         return {"counters": counters, "locks": locks, "queues": queues}
 
     def calls(self, command: str = "evalsha") -> int:
-        """Return how often the node was called."""
         stats: Any = self.client.info("commandstats")
         return int(stats.get(f"cmdstat_{command}", {"calls": 0})["calls"])
 
 
 @pytest.fixture
 def node(nodes: Nodes) -> Any:
-    """One node that is told commands together."""
     its = BatchingNode(nodes[0].url)
     yield its
     its.close()
@@ -171,7 +165,6 @@ def _spoil(its: BatchingNode, how: str) -> None:
     ["blank", "loaded from a file", "r=another", "cfg=another", "next=another", "e=1", "b=17592186044415"],
 )
 def test_node_that_does_not_vote_says_so_to_each(nodes: Nodes, how: str) -> None:
-    """Blank, restarted, in another list, closed, in another epoch, or without counters."""
     together, alone = (BatchingNode(nodes[number].url) for number in (0, 1))
     heard: list[list[tuple[str, Reply]]] = []
     for its in (together, alone):
@@ -245,7 +238,6 @@ def test_acquire_that_nothing_waits_for_is_not_put_again(node: BatchingNode) -> 
 
 
 def test_node_that_has_forgotten_its_scripts_is_told_them_again(node: BatchingNode) -> None:
-    """The call fails as a whole, and each of its commands is put again."""
     node.ask([node.acquire("n0", "a"), node.acquire("n1", "b")])
     node.client.script_flush()
     commands = [node.release("n0", "a"), node.acquire("n2", "c"), node.release("n1", "b")]
@@ -265,7 +257,6 @@ def test_error_in_the_midst_of_a_call_loses_no_release(node: BatchingNode) -> No
 
 
 def test_other_number_of_answers_is_no_node(node: BatchingNode) -> None:
-    """Answers could be taken for others."""
     for nonce in ("n0", "n1"):
         command = node.acquire(nonce, nonce)
         node.link.put(PendingReply(None, command, 0.0), Packed(command))

@@ -20,19 +20,16 @@ MAX_TTL = 2.0
 
 @pytest.fixture
 def present(nodes: Nodes) -> list[str]:
-    """Three nodes that are initialised with counters from 0."""
     with Redlock(nodes.urls[:3]) as authority:
         authority.init(base=0, max_ttl=MAX_TTL)
     return list(nodes.urls[:3])
 
 
 def change(present: list[str], wanted: list[str]) -> bool:
-    """Change the nodes, of which some may be dead; return whether there was something to do."""
     return change_nodes(present, wanted, patience=1.5).done
 
 
 def take(urls: list[str], *, ttl: float = 1.0, timeout: float = 30) -> int:
-    """Lock once, and return the token."""
     with Redlock(urls, outage_grace=30.0) as authority:
         lock = authority.lock("r", ttl=ttl, timeout=timeout)
         with lock as token:
@@ -64,7 +61,6 @@ def test_tokens_grow_across_a_change(
 
 
 def test_way_there_and_back(nodes: Nodes, present: list[str]) -> None:
-    """A node that was left out comes back as a new one, once it is flushed."""
     other = [*present[:2], nodes.urls[3]]
     tokens = [take(present)]
     change(present, other)
@@ -160,6 +156,5 @@ def test_nothing_is_closed_where_the_end_cannot_be_reached(nodes: Nodes, present
 
 
 def test_stranger_cannot_be_changed(nodes: Nodes) -> None:
-    """Nodes that were never initialised have no list."""
     with pytest.raises(MembershipError, match="none of these nodes belongs"):
         change(list(nodes.urls[:2]), [nodes.urls[3]])

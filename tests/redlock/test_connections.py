@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 
@@ -77,7 +78,6 @@ class Wires:
         return used is not None
 
     def ask(self, script: str, nonce: str = "n", *nodes: int) -> PendingBroadcast:
-        """Send a command to nodes, to the first if none is named."""
         arguments = ("f", nonce, 1000, 0, 1, 0) if script == "acquire" else ("f", nonce, 0, 1, 1)
         command = Command(script, nonce, (NODE_KEY, f"{NODE_KEY}:l:r"), arguments)
         request = Broadcast(command, nodes or (0,), lambda _: False, 1.0)
@@ -86,13 +86,11 @@ class Wires:
         return pending
 
     def told(self, node: int = 0) -> list[tuple[str, str]]:
-        """Return what a node has not answered yet."""
         connection = self.nodes.connection(node)
         assert connection is not None
         return [(each.command.script, each.command.nonce) for each in connection.unanswered]
 
     def says(self, *answers: bytes, node: int = 0) -> list[str]:
-        """Let a node say something; return which places it calls."""
         return list(self.nodes.receive(node, lambda: b"".join(answers), self.now))
 
 
@@ -128,7 +126,7 @@ def test_connections_are_waited_for_while_one_is_being_opened_and_there_is_no_ma
     wires = Wires()
     request = Broadcast(Command("acquire", "n", (), ()), (0, 1, 2), lambda _: False, 1.0, links_until=101.0)
 
-    def until(began: float = 100.0, **other: float) -> float:
+    def until(began: float = 100.0, **other: Any) -> float:
         return wires.nodes.worth_waiting_until(began, request._replace(**other), wires.now)
 
     assert until() == wires.now  # nobody connects

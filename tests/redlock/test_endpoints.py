@@ -26,7 +26,6 @@ class _Mine(_SENTINEL.SentinelManagedConnection):  # type: ignore[misc]
 
 
 def service(**settings: Any) -> Any:
-    """Return a client of a service, as redis-py makes it."""
     return _SENTINEL.Sentinel([("s2", 26379), ("s1", 1)], sentinel_kwargs={"password": SECRET}).master_for(
         "main", **settings
     )
@@ -60,7 +59,6 @@ def service(**settings: Any) -> Any:
     ],
 )
 def test_node_has_one_name(node: Any, name: str) -> None:
-    """However its hosts are ordered and its scheme is called; nothing in the name is secret."""
     authority = Redlock(node)
     assert authority.nodes == (name,)
     assert SECRET not in repr(authority)
@@ -200,7 +198,6 @@ def test_server_that_does_not_know_its_own_address_means_the_one_that_was_used(h
     ],
 )
 def test_url_is_shown_without_its_password(url: str, shown: str) -> None:
-    """All else stays, so that it can be typed again."""
     assert without_password(url) == shown
 
 
@@ -234,7 +231,6 @@ def test_no_error_about_a_url_that_was_typed_wrong_shows_its_password() -> None:
 
 
 def test_what_has_a_password_inside_does_not_show_it() -> None:
-    """In a debugger, or in a traceback with local variables."""
     endpoint = endpoint_of(f"redis://user:{SECRET}@h", 1)
     assert SECRET not in repr(endpoint)
     assert SECRET not in repr(endpoint.named)

@@ -23,18 +23,15 @@ POLICIES = ["allkeys-lru", "allkeys-lfu", "allkeys-random", "volatile-lru", "vol
 
 @pytest.fixture
 def node(make_nodes: Callable[..., Nodes]) -> Nodes:
-    """One node that evicts keys of any kind."""
     return make_nodes(1, settings={"maxmemory": "50mb", "maxmemory-policy": "allkeys-lru"})
 
 
 @pytest.fixture(autouse=True)
 def first_warning(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing has been warned of yet."""
     monkeypatch.setattr(admin, "_warned_of_eviction", set())
 
 
 def configure(nodes: Nodes, **settings: str) -> None:
-    """Set what a running server is configured with."""
     with redis.Redis.from_url(nodes.url) as client:
         for name, value in settings.items():
             client.config_set(name.replace("_", "-"), value)
@@ -57,15 +54,12 @@ def test_init_refuses_a_node_that_evicts(node: Nodes, policy: str) -> None:
 
 
 def test_init_does_not_mind_a_policy_that_never_applies(node: Nodes) -> None:
-    """Without a maxmemory nothing is evicted."""
     configure(node, maxmemory="0")
     with Redlock(node.urls) as authority:
         assert authority.init()
 
 
 def test_init_of_asyncio_refuses_as_well(node: Nodes) -> None:
-    """By the same words; and may be told to go on."""
-
     async def main() -> None:
         with Redlock(node.urls) as authority:
             with pytest.raises(AuthorityError, match="noeviction"):
@@ -87,7 +81,6 @@ def test_command_refuses_unless_it_is_told_to_go_on(node: Nodes) -> None:
 
 
 def test_clients_warn_once_in_a_process(node: Nodes, caplog: pytest.LogCaptureFixture) -> None:
-    """Not for each connection, and not for each `Redlock`."""
     for allow in (True, False):
         with Redlock(node.urls) as authority:
             authority.init(allow_eviction=allow)
@@ -111,14 +104,12 @@ def test_clients_warn_once_in_a_process(node: Nodes, caplog: pytest.LogCaptureFi
     ],
 )
 def test_what_info_tells_of_eviction(info: dict[str, str], eviction: str | None) -> None:
-    """A service may hide either line."""
     assert eviction_of(info) == eviction
 
 
 def test_init_says_where_it_cannot_tell(
     nodes: Nodes, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A service that hides its configuration is initialised all the same."""
     monkeypatch.setattr("fencelock.authority.redlock.transport.connector.eviction_of", lambda _: None)
     with Redlock(nodes.urls[0]) as authority:
         assert authority.init()
@@ -127,7 +118,6 @@ def test_init_says_where_it_cannot_tell(
 
 @pytest.mark.complaint("redisson#6510", "25 million token keys fill the memory, none with a ttl")
 def test_tokens_need_no_key_for_each_resource(authority: Redlock, nodes: Nodes) -> None:
-    """Two thousand resources share the fields of one hash."""
     for number in range(2000):
         with authority.lock(f"r{number}"):
             pass

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pytest
 import redis
@@ -39,7 +40,6 @@ def locked_on(nodes: Nodes, resource: str = "r") -> list[int]:
 
 
 def forget(nodes: Sequence[Server]) -> None:
-    """End the lock of "r" on nodes."""
     for node in nodes:
         with redis.Redis.from_url(node.url) as client:
             client.delete(f"{NODE_KEY}:l:r")
@@ -56,7 +56,7 @@ def hung(*nodes: Server) -> Iterator[None]:
             node.resume()
 
 
-def initialised(urls: Sequence[str] | str, **settings: float) -> Redlock:
+def initialised(urls: Sequence[str] | str, **settings: Any) -> Redlock:
     authority = Redlock(urls, **settings)
     authority.init(base=0)
     return authority
@@ -83,7 +83,6 @@ def test_minority_may_be_killed_while_clients_hold_connections(
 
 
 def test_hung_minority_costs_nothing(blank: Stage, nodes: Nodes) -> None:
-    """A majority answers, and no client waits for the others."""
     mine = blank.new(initialised(nodes.urls, **_PATIENT))
     grants = [hold(mine, f"held{number}") for number in range(2)]
     with hung(*nodes[1:3]):
@@ -120,7 +119,6 @@ def test_hung_node_that_wakes_up_keeps_no_lock(blank: Stage, nodes: Nodes, patie
 
 
 def test_late_grant_of_a_given_up_acquisition_is_released(blank: Stage, nodes: Nodes) -> None:
-    """Without a quorum nothing is granted, and what hung nodes grant afterwards does not stay."""
     mine = blank.new(initialised(nodes.urls, node_timeout=0.3, outage_grace=0.3))
     take(mine)
     with hung(*nodes[:3]), pytest.raises(QuorumError) as failure:
@@ -131,7 +129,6 @@ def test_late_grant_of_a_given_up_acquisition_is_released(blank: Stage, nodes: N
 
 
 def succeeds(client: Face) -> bool:
-    """Return whether the nodes grant a lock."""
     with contextlib.suppress(QuorumError):
         return take(client, timeout=0) > 0
     return False
@@ -185,7 +182,6 @@ def test_node_that_connects_slowly_is_waited_for(blank: Stage, nodes: Nodes) -> 
 
 
 def test_script_cache_may_be_flushed_at_any_time(mine: Face, nodes: Nodes) -> None:
-    """NOSCRIPT is answered with the text, on the same socket."""
     grant = hold(mine)
     for node in nodes:
         with redis.Redis.from_url(node.url) as client:
@@ -262,7 +258,6 @@ def test_idle_waiting_burns_no_processor_time(mine: Face, other: Face, nodes: No
 
 @pytest.mark.parametrize(("hangs", "world"), [(True, "blocking"), (True, "uvloop"), (False, "asyncio")])
 def test_node_that_comes_back_is_told_what_it_is_owed(clients: Stage, nodes: Nodes, *, hangs: bool) -> None:
-    """A lock was released while there was no connection to a node that has it: the next one is told."""
     mine = clients.new(Redlock(nodes.urls, connect_timeout=0.5))
     grant = hold(mine)
     with hung(*nodes[:hangs]):

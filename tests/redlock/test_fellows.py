@@ -32,7 +32,6 @@ Copy = Callable[[Node, Node], None]
 
 @pytest.fixture
 def connect() -> Iterator[Connect]:
-    """A factory of clients that end with the test."""
     with ExitStack() as stack:
 
         def make(nodes: Sequence[Node], **options: Any) -> Redlock:
@@ -56,7 +55,6 @@ def saves(node: Node) -> bool:
 
 
 def by_file(node: Node, fellow: Node) -> None:
-    """Start a node again with its fellow's file."""
     assert eventually(lambda: saves(fellow))
     node.kill()
     shutil.copy(fellow._folder / "dump.rdb", node._folder / "dump.rdb")
@@ -79,7 +77,6 @@ def take(authority: Redlock) -> int:
 
 
 def vote(authority: Redlock) -> bool:
-    """Whether all nodes vote."""
     return {status.state for status in authority.status()} == {NodeState.ADMITTED}
 
 
@@ -122,7 +119,6 @@ def test_node_with_a_fellows_data_gets_its_own_seat_back(
 def test_both_get_their_seats_where_the_owner_of_the_id_forgets_meanwhile(
     make_nodes: Callable[..., Nodes], connect: Connect, copy: Copy
 ) -> None:
-    """Before a client comes, the status says whose data a node has."""
     nodes = list(make_nodes(5))
     authority = connect(nodes, recover=False)
     authority.init(base=0, max_ttl=1.0)

@@ -49,7 +49,6 @@ class Fleet:
         return any(station.client.hexists(NODE_KEY, "next") for station in self.stations)
 
     def take(self, *nodes: int) -> int:
-        """Lock once, and return the token; of the first three nodes where none is named."""
         with (
             Redlock([self.urls[node] for node in nodes or (0, 1, 2)]) as client,
             client.lock("r", ttl=4) as token,
@@ -57,7 +56,6 @@ class Fleet:
             return token
 
     def is_above(self) -> bool:
-        """Whether the next tokens are above the fence, whichever nodes grant them."""
         tokens = []
         for _ in range(5):
             with self.authority.lock("r", ttl=5.0) as token:
@@ -65,7 +63,6 @@ class Fleet:
         return min(tokens) > HIGH
 
     def is_promised(self) -> bool:
-        """Whether a majority has promised the epoch of every voter."""
         told = [station.remember() for station in self.stations[:3]]
         highest = max(int(fields["e"]) for fields in told)
         return sum(int(fields["p"]) >= highest for fields in told) >= 2
@@ -202,7 +199,6 @@ def test_several_inits_at_once_make_one_list(fleet: Fleet) -> None:
 
 
 def test_init_says_when_too_few_nodes_vote(fleet: Fleet) -> None:
-    """Their list gives way to another, and they have been closed for it."""
     fleet.authority.init()
     change = operator(fleet.stations[:3], (0, 1))
     change.until("close")

@@ -43,11 +43,10 @@ def narrow(monkeypatch: pytest.MonkeyPatch, authority: Redlock) -> Redlock:
 
 
 def locks_of(nodes: Nodes) -> list[int]:
-    """Return how many locks each node has."""
     counts = []
     for node in nodes:
         with redis.Redis.from_url(node.url) as client:
-            counts.append(len(client.keys(f"{NODE_KEY}:l:*")))  # type: ignore[arg-type]
+            counts.append(len(client.keys(f"{NODE_KEY}:l:*")))
     return counts
 
 
@@ -82,8 +81,6 @@ def test_no_answer_leaves_nothing(narrow: Redlock, rival: Redlock, nodes: Nodes)
 
 
 def test_coroutines_write_the_rest_too(narrow: Redlock) -> None:
-    """The loop says when the socket takes more."""
-
     async def main() -> None:
         async with narrow.lock("warm"), narrow.lock(*NAMES, timeout=0):
             pass

@@ -26,18 +26,15 @@ REFUSED = [name for name, (_, verdict) in SERVICES.items() if verdict == "refuse
 
 
 def without(words: list[str], **settings: str) -> dict[str, str]:
-    """Return the settings of a server that does not know some commands."""
     return {"rename-command": "\nrename-command ".join(f'{word} ""' for word in words), **settings}
 
 
 def test_page_has_services() -> None:
-    """Of both kinds."""
     assert {verdict for _, verdict in SERVICES.values()} == {"works", "refused"}
     assert all("CONFIG" in words for words, _ in SERVICES.values())
 
 
 def use(url: str) -> None:
-    """Initialise, lock, wait, extend, release, and look, by library and commands."""
     assert fencelock("init", url).returncode == 0
     with Redlock(url) as authority:
         with authority.lock("order:1", ttl=2) as first, authority.lock("a", "b"):
@@ -64,20 +61,17 @@ def use(url: str) -> None:
 
 
 def token_of(authority: Redlock) -> int:
-    """Wait for the lock, and return its token."""
     with authority.lock("order:1", ttl=2, timeout=10) as token:
         return token
 
 
 @pytest.mark.parametrize("service", WORKS)
 def test_everything_works_without(service: str, make_nodes: Callable[..., Nodes]) -> None:
-    """Nothing of fencelock needs these commands."""
     words, _ = SERVICES[service]
     use(make_nodes(1, settings=without(words)).url)
 
 
 def test_a_cluster_works_without(make_nodes: Callable[..., Nodes]) -> None:
-    """Cluster mode, with one shard."""
     words = [word for words, verdict in SERVICES.values() if verdict == "works" for word in words]
     node = make_nodes(1, settings=without(sorted({*words} - {"CLUSTER"}), **{"cluster-enabled": "yes"}))[0]
     ask(node, "CLUSTER", "ADDSLOTSRANGE", 0, 16383)
@@ -110,7 +104,6 @@ def test_init_refuses(service: str, make_nodes: Callable[..., Nodes]) -> None:
     ],
 )
 def test_what_is_needed(missing: str, make_nodes: Callable[..., Nodes], *, is_fit: bool) -> None:
-    """As the page says, command by command."""
     page = read("docs/redis.md")
     ((said, _),) = re.findall(rf"^\| [^|]*`{missing}`[^|]* \| (yes|no) \|(.*)", page, re.MULTILINE)
     assert (said == "yes") is is_fit

@@ -35,7 +35,6 @@ from tests.redlock.stage import NODE_KEY, SlowDoor
 
 
 def free_port() -> int:
-    """Return a port on which no program listens."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -51,10 +50,9 @@ def failure_of(*nodes: str, **settings: Any) -> FencelockError:
 
 @contextmanager
 def user(url: str, name: str, *words: str) -> Iterator[str]:
-    """Make a user who may do all but these words; yield its URL."""
     with redis.Redis.from_url(url) as admin:
         rules = ["reset", "on", "nopass", "~*", "+@all", *words]
-        admin.execute_command("ACL", "SETUSER", name, *rules)  # type: ignore[no-untyped-call]
+        admin.execute_command("ACL", "SETUSER", name, *rules)
         try:
             yield url.replace("redis://", f"redis://{name}:any@")
         finally:
@@ -69,7 +67,6 @@ def flush(nodes: Nodes, count: int) -> None:
 
 @pytest.fixture
 def three(nodes: Nodes) -> list[str]:
-    """The URLs of three nodes, which are initialised with counters from 0."""
     with Redlock(nodes.urls[:3]) as authority:
         authority.init(base=0)
     return nodes.urls[:3]
@@ -85,7 +82,6 @@ def three(nodes: Nodes) -> list[str]:
     ],
 )
 def test_unreachable_node_is_named_with_its_reason(url: str, word: str) -> None:
-    """No program listens on the port; or the name does not resolve, or is malformed."""
     url = url.format(port=free_port())
     error = failure_of(url, outage_grace=0.1)
     assert isinstance(error, QuorumError)
@@ -93,8 +89,6 @@ def test_unreachable_node_is_named_with_its_reason(url: str, word: str) -> None:
 
 
 class _Page(http.server.BaseHTTPRequestHandler):
-    """Answers as a web server does."""
-
     def log_message(self, *_: object) -> None:
         """Say nothing."""
 
@@ -111,7 +105,6 @@ def test_web_server_is_no_node() -> None:
 
 
 def test_wrong_password_is_reported_as_such(make_nodes: Callable[..., Nodes]) -> None:
-    """Without showing it; the right one works, and the command to type has a place for it."""
     nodes = make_nodes(1, password="right")
     for url in (f"redis://:wrong@127.0.0.1:{nodes[0].port}", f"redis://127.0.0.1:{nodes[0].port}"):
         error = failure_of(url)
@@ -203,7 +196,6 @@ def test_connection_to_a_server_that_was_replaced_is_given_up(make_nodes: Callab
 
 
 def test_two_names_of_one_server_are_refused(nodes: Nodes) -> None:
-    """Two host names, and two databases: one server has one vote, also when it is initialised."""
     port = nodes[0].port
     for other in (f"redis://localhost:{port}", f"redis://127.0.0.1:{port}/1"):
         names = [nodes[0].url, other, nodes[1].url]
@@ -275,7 +267,6 @@ def test_client_with_other_nodes_than_were_initialised_is_refused(nodes: Nodes, 
 
 
 def test_mixed_lists_are_told_apart(nodes: Nodes) -> None:
-    """Two nodes have one list and two have another, so no list has a majority."""
     for urls in (nodes.urls[:2], nodes.urls[2:4]):
         with Redlock(urls) as authority:
             authority.init()
@@ -294,7 +285,6 @@ def test_auto_init_is_for_blank_nodes_only(nodes: Nodes, monkeypatch: pytest.Mon
 
 
 def test_fleet_that_is_initialised_again_is_recognised(nodes: Nodes, three: list[str]) -> None:
-    """A client that was there before learns of the new list by itself."""
     with Redlock(three) as client, Redlock(three) as operator:
         with client.lock("r") as token:
             assert token == 1
@@ -396,7 +386,6 @@ def test_existing_clients_serve_as_nodes(nodes: Nodes, settings: dict[str, Any])
 def test_unix_socket_is_a_node(
     make_nodes: Callable[..., Nodes], tmp_path_factory: pytest.TempPathFactory
 ) -> None:
-    """`unix://` URLs, in all three slashes."""
     path = tmp_path_factory.mktemp("s") / "n.sock"
     make_nodes(1, settings={"unixsocket": str(path)})
     with Redlock(f"unix://{path}") as authority:

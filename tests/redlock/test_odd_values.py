@@ -52,14 +52,12 @@ COUNTERS = ("abc", "-5", "1e300", "17592186044415", "1.5", "nan", "")
 
 
 def write(nodes: Nodes, how: Write) -> None:
-    """Have the same written to each node."""
     for node in nodes:
         with redis.Redis.from_url(node.url) as client:
             how(client)
 
 
 def take(authority: Redlock, name: str = "order:1", *, timeout: float = 30.0, fair: bool = False) -> int:
-    """Acquire and release once; return the token."""
     with authority.lock(name, timeout=timeout, fair=fair) as token:
         return token
 
@@ -88,7 +86,6 @@ def test_what_is_in_the_place_of_a_lock(authority: Redlock, nodes: Nodes, what: 
 def test_what_is_in_the_place_of_what_helps(
     authority: Redlock, rival: Redlock, nodes: Nodes, what: str
 ) -> None:
-    """Locks are acquired, waited for, and given back."""
     write(nodes, FREE[what])
     assert take(authority)
     assert authority.inspect() == []
@@ -99,7 +96,6 @@ def test_what_is_in_the_place_of_what_helps(
 
 
 def test_what_is_in_the_place_of_a_counter(authority: Redlock, nodes: Nodes) -> None:
-    """No token is made of it, no lock is left, and other counters go on."""
     stripe = f"c{stripe_of('order:1')}"
     for counter in COUNTERS:
         before = take(authority)
@@ -114,7 +110,6 @@ def test_what_is_in_the_place_of_a_counter(authority: Redlock, nodes: Nodes) -> 
 
 @pytest.mark.parametrize("what", [*list(HELD)[:2], *list(FREE)[:2]])
 def test_no_other_lock_of_a_batch_hears_of_it(authority: Redlock, nodes: Nodes, what: str) -> None:
-    """Coroutines ask for many at once; the one with the odd value fails alone."""
     write(nodes, {**HELD, **FREE}[what])
 
     async def one(number: int) -> object:

@@ -72,7 +72,6 @@ def test_contenders_all_get_their_turns(
 @pytest.mark.timed
 @pytest.mark.parametrize("count", [2, 4])
 def test_nobody_starves(nodes: Nodes, count: int) -> None:
-    """Eight contenders take the lock back at once, again and again: each gets it often."""
     urls = nodes.urls[:count]
     with Redlock(urls) as operator:
         operator.init(base=0)
@@ -92,7 +91,6 @@ def test_nobody_starves(nodes: Nodes, count: int) -> None:
 
 
 def lone_bidder(*answers: tuple[int, Reply]) -> Bidder:
-    """Return one that asks four nodes one by one, after these answers."""
     bidder = Bidder(node_set_of("f", 4), "r", alone=True)
     for node, answer in answers:
         assert list(bidder.request.nodes) == [node]
@@ -116,7 +114,6 @@ def test_refusal_of_the_first_node_ends_the_attempt() -> None:
     "said", [ReplyKind.UNREACHABLE, ReplyKind.SILENT, ReplyKind.AMNESIA, ReplyKind.RESTARTED]
 )
 def test_next_node_of_the_fixed_order_stands_in_for_one_that_cannot_vote(said: ReplyKind) -> None:
-    """A dead first node does not end the rule, and is not asked again."""
     assert list(lone_bidder((0, Reply(said)), (1, GRANTED)).request.nodes) == [2, 3]
 
 
@@ -159,7 +156,6 @@ def test_grant_that_comes_too_late_for_its_ttl_is_none() -> None:
 
 
 def held(seconds: float, *, place: str = "c.1", split: bool = False, contended: bool = True) -> Failed:
-    """Return an attempt that was refused by all nodes, or all but one."""
     position = QueuePosition(place) if place else None
     attempt = Attempt.of(node_set_of("f", 3), ("r",), "n", 9.0, position)
     answers = dict.fromkeys(range(3), Reply(ReplyKind.HELD, ttl=seconds))

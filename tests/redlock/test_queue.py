@@ -21,13 +21,11 @@ FIRST, SECOND, THIRD = (
 
 
 def later(position: QueuePosition) -> QueuePosition:
-    """Return the turn of the next attempt, which has waited longer."""
     return replace(position, waited=position.waited + 0.1)
 
 
 @pytest.fixture
 def scripts(shared_nodes: list[Node]) -> Iterator[Scripts]:
-    """One node with counters from 0, on which `holder` has the lock of r."""
     shared_nodes[3].resume()
     made = Scripts(shared_nodes[3].url, 0)
     made.acquire("holder", "r")
@@ -37,19 +35,16 @@ def scripts(shared_nodes: list[Node]) -> Iterator[Scripts]:
 
 @pytest.fixture
 def calls(scripts: Scripts) -> Iterator[Calls]:
-    """What the client of FIRST, SECOND and THIRD hears."""
     made = Calls(scripts.client)
     yield made
     made.close()
 
 
 def queue_of(scripts: Scripts, resource: str = "r") -> list[str]:
-    """Return the places that wait on the node, in order."""
     return [str(place) for place in scripts.client.zrange(f"{NODE_KEY}:q:{resource}", 0, -1)]
 
 
 def test_released_lock_is_kept_for_the_first_in_line(scripts: Scripts, calls: Calls) -> None:
-    """Only the first in line is called. All other clients are refused for as long as its claim lasts."""
     assert scripts.queue("n2", "r", position=SECOND).kind is ReplyKind.HELD
     assert scripts.queue("n1", "r", position=FIRST).kind is ReplyKind.HELD
     assert scripts.release("holder", {"r": 1}).kind is ReplyKind.RELEASED
@@ -94,7 +89,6 @@ def test_extension_leaves_alone_what_only_looks_like_a_claim(scripts: Scripts) -
 
 
 def test_one_whom_nobody_hears_is_passed_over(scripts: Scripts, calls: Calls) -> None:
-    """A process that died costs nothing: the next in line is called in its place."""
     scripts.queue("dead", "r", position=QueuePosition("another-client.0", waited=9))
     scripts.queue("n2", "r", position=SECOND)
     scripts.release("holder", {"r": 1})
@@ -112,7 +106,6 @@ def test_order_is_by_the_bidders_clocks_where_they_are_right(scripts: Scripts) -
 
 
 def test_release_of_nothing_calls_nobody(scripts: Scripts, calls: Calls) -> None:
-    """Losers would wake losers for ever."""
     scripts.queue("n1", "r", position=FIRST)
     scripts.release("other", {"r": 0})
     assert calls.heard() == []
@@ -124,7 +117,6 @@ def test_release_of_nothing_calls_nobody(scripts: Scripts, calls: Calls) -> None
 
 
 def test_one_who_gives_up_leaves_the_queue(scripts: Scripts, calls: Calls) -> None:
-    """It is not called any more; and what was kept for it goes to the next at once."""
     scripts.queue("n1", "r", position=FIRST)
     scripts.queue("n2", "r", position=SECOND)
     scripts.queue("n3", "r", position=THIRD)
@@ -244,7 +236,6 @@ def test_one_who_cannot_have_all_keeps_nothing_from_others(scripts: Scripts, cal
 
 
 def test_user_who_may_not_publish_releases_all_the_same(scripts: Scripts, calls: Calls) -> None:
-    """No client hears the release, so the lock is kept for none."""
     scripts.queue("n1", "r", position=FIRST)
     scripts.client.acl_setuser("mute", enabled=True, nopass=True, keys=["*"], commands=["+@all"], reset=True)
     try:

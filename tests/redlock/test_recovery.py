@@ -43,7 +43,6 @@ MakeRedlock = Callable[..., Redlock]
 
 @pytest.fixture
 def connect() -> Iterator[MakeRedlock]:
-    """A factory of `Redlock`s, which end with the test."""
     with ExitStack() as stack:
 
         def make(nodes: Nodes | list[str] | tuple[Node, ...], **options: Any) -> Redlock:
@@ -54,19 +53,15 @@ def connect() -> Iterator[MakeRedlock]:
 
 
 def take(authority: Redlock, resource: str = "r") -> int:
-    """Acquire and release once; return the token."""
     with authority.lock(resource, ttl=0.5, timeout=30) as token:
         return int(token)
 
 
 def states(authority: Redlock) -> list[NodeState]:
-    """Return how the nodes stand, in their order."""
     return [status.state for status in authority.status()]
 
 
 def votes_again(authority: Redlock) -> bool:
-    """Use the lock until all nodes vote, as clients do; return whether they come to that."""
-
     def look() -> bool:
         with suppress(QuorumError):
             take(authority)
@@ -76,12 +71,10 @@ def votes_again(authority: Redlock) -> bool:
 
 
 def threads() -> list[threading.Thread]:
-    """Return the recoveries that are at work."""
     return [thread for thread in threading.enumerate() if thread.name == "fencelock-recovery"]
 
 
 def field(node: Node, name: str) -> str | None:
-    """Return a field of a node's hash."""
     with redis.Redis.from_url(node.url, decode_responses=True) as client:
         value = client.hget(NODE_KEY, name)
     return None if value is None else str(value)
@@ -89,11 +82,10 @@ def field(node: Node, name: str) -> str | None:
 
 def write(node: Node, **fields: str) -> None:
     with redis.Redis.from_url(node.url) as client:
-        client.hset(NODE_KEY, mapping=fields)  # type: ignore[arg-type]
+        client.hset(NODE_KEY, mapping=fields)
 
 
 def refuses(client: Redlock, error: type[FencelockError], word: str = "") -> bool:
-    """Whether an acquisition fails so, as soon as all nodes have been heard."""
     with pytest.raises(error) as refused:
         client.lock("r", ttl=0.5, timeout=0).acquire()
     return word in str(refused.value)
@@ -147,7 +139,6 @@ def test_restarted_node_votes_again_over_the_same_sockets(
 
 
 def link_to(authority: Redlock, node: int) -> object:
-    """Return what the authority speaks to a node over."""
     return authority._connections._nodes.connection(node)
 
 
@@ -205,7 +196,6 @@ def test_node_comes_back_for_programs_that_live_for_a_second(
     began, came_back = time.monotonic(), threading.Event()
 
     def live(_: int) -> None:
-        """Begin one program after the other, until the node votes."""
         while not came_back.is_set() and time.monotonic() < began + 90:
             subprocess.run([sys.executable, "-c", PROGRAM, *nodes.urls], check=True, timeout=60)
             if states(authority)[0] is NodeState.ADMITTED:
@@ -285,7 +275,6 @@ def test_clients_with_another_list_recover_nobody(nodes: Nodes, connect: MakeRed
 
 
 def test_laggard_is_raised(nodes: Nodes, connect: MakeRedlock) -> None:
-    """A voter in a lower epoch is brought to the highest; otherwise the next loss costs the quorum."""
     authority = connect(nodes[:3])
     authority.init(base=0, max_ttl=300)
     take(authority)
@@ -297,7 +286,6 @@ def test_laggard_is_raised(nodes: Nodes, connect: MakeRedlock) -> None:
 
 
 def test_nothing_happens_with_recover_false(nodes: Nodes, connect: MakeRedlock) -> None:
-    """No thread is started, and nothing is written to the blank node."""
     authority = connect(nodes[:3], recover=False)
     authority.init(base=0, max_ttl=MAX_TTL)
     nodes[0].restart(keep_data=False)
@@ -335,7 +323,6 @@ def test_one_recovery_at_a_time_which_ends_with_close(nodes: Nodes, connect: Mak
 
 @pytest.mark.long
 def test_interpreter_exits_quietly_during_a_recovery(nodes: Nodes) -> None:
-    """A recovery that would take minutes delays no exit, and prints nothing."""
     with Redlock(nodes.urls[:3]) as authority:
         authority.init(base=0, max_ttl=3000)
     nodes[0].restart(keep_data=False)
@@ -353,7 +340,6 @@ def test_interpreter_exits_quietly_during_a_recovery(nodes: Nodes) -> None:
 def test_many_clients_recover_a_node_without_getting_in_each_others_way(
     nodes: Nodes, connect: MakeRedlock
 ) -> None:
-    """Six clients wait for the same node: epochs grow by a few at most, tokens are unique."""
     clients = [connect(nodes[:3]) for _ in range(6)]
     clients[0].init(base=0, max_ttl=MAX_TTL)
     for client in clients:  # so that each is connected
@@ -404,7 +390,6 @@ def test_lease_that_is_only_renewed_outlives_a_restart_of_every_node(
 def test_client_whose_nodes_belong_to_another_fleet_by_now_is_told(
     nodes: Nodes, connect: MakeRedlock
 ) -> None:
-    """What it remembers of the former list does not stand against what the nodes say now."""
     client = connect(nodes[:3])
     client.init(base=0)
     assert take(client)
@@ -417,7 +402,6 @@ def test_client_whose_nodes_belong_to_another_fleet_by_now_is_told(
 
 
 def test_status_tells_each_state(nodes: Nodes, connect: MakeRedlock) -> None:
-    """Admitted, recovering, unreachable, closed, of another list, restarted: in the order of the nodes."""
     authority = connect(nodes, recover=False)
     assert states(authority) == [NodeState.BLANK] * 5
     authority.init(base=0, max_ttl=300)

@@ -42,7 +42,6 @@ Tokens = tuple[tuple[int, int] | None, tuple[int, int] | None]
 
 
 def halves(bidder: Bidder) -> tuple[int, int] | None:
-    """Return the epoch and the counter of a contender's token."""
     return None if bidder.token is None else split(bidder.token)
 
 
@@ -63,12 +62,10 @@ def attempt(
 
 
 def tell(stage: Stage, node: int, script: str, *arguments: str | int) -> Any:
-    """Return what a node answers to one command."""
     return stage.nodes[node].execute(Command(script, "", (NODE_KEY,), arguments))
 
 
 def restarted(stage: Stage, *nodes: int) -> None:
-    """Let nodes look as after a restart with all data."""
     for node in nodes:
         stage.nodes[node].client.hset(NODE_KEY, "r", "0" * 40)
 
@@ -312,7 +309,6 @@ def play_eviction_before_the_second_opens(stage: Stage) -> Tokens:
 
 
 def ticket_in_a_key_of_its_own() -> dict[str, str]:
-    """Return mutants of the scripts that keep the ticket beside the hash."""
     apart = (
         "local apart = redis.call('HMGET', NODE .. ':t', 'ticket', 'ticket_of', 'ticket_at', 'ticket_ttl')\n"
         "is.ticket, is.ticket_of = apart[1] or nil, apart[2] or nil\n"
@@ -527,7 +523,6 @@ def test_survived(make_stage: MakeStage, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_control(make_stage: MakeStage, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What breaks without the rule."""
     schedule = SCHEDULES[name]
     for patch in schedule.patches:
         monkeypatch.setattr(*patch)
@@ -535,7 +530,6 @@ def test_control(make_stage: MakeStage, name: str, monkeypatch: pytest.MonkeyPat
 
 
 def begun(stage: Stage) -> Command:
-    """Let n2 forget; return the BEGIN that it got from a recoverer."""
     stage.forget(2)
     actor = recoverer(stage.nodes)
     actor.until("begin")
@@ -617,7 +611,6 @@ def test_voter_is_raised_before_restarted_nodes_are_admitted(make_stage: MakeSta
 
 
 def test_init_after_a_loss_promises_before_it_opens(make_stage: MakeStage) -> None:
-    """Three nodes have promised the epoch before the first is opened."""
     stage = make_stage()
     for node in range(3):
         stage.forget(node)

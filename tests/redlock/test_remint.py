@@ -27,7 +27,6 @@ from tests.redlock.stage import NODE_KEY, Stage
 
 
 def nonces(nodes: Nodes) -> list[str]:
-    """Return whose lock each running node has."""
     found = []
     for node in nodes:
         with redis.Redis.from_url(node.url, decode_responses=True) as client:
@@ -68,7 +67,6 @@ def test_several_resources_get_new_tokens_in_the_order_of_the_lock(authority: Re
 def test_minority_that_hangs_is_no_obstacle_and_keeps_the_new_lock_then(
     authority: Redlock, rival: Redlock, nodes: Nodes, *, hung: int
 ) -> None:
-    """It keeps the old one only until it hears of the new one, which is in use."""
     lock = authority.lock("r", ttl=50)
     with lock as first:
         for node in nodes[:hung]:

@@ -116,7 +116,6 @@ Voted = tuple[int | None, int | None, ReplyKind]
 
 
 def asked_of_n1_and_n2(stage: Stage, a: Bidder) -> Voted:
-    """Return A's token, that of B who asks n1 and n2, and what n1 says."""
     b = stage.bidder()
     said = b.deliver(stage.nodes, 1, 2)
     assert said[2].kind is ReplyKind.GRANTED
@@ -165,7 +164,6 @@ def forgotten_as_another_is_admitted(stage: Stage) -> Any:
 
 
 def extend_everywhere(stage: Stage, bidder: Any) -> Any:
-    """Return what an extension comes to that all nodes hear of."""
     (end,) = Actor(stage.nodes, holding.extend(bidder.node_set, [(bidder.outcome, 30.0)])).finish()
     return end
 
@@ -271,7 +269,6 @@ def test_survived(make_stage: MakeStage, name: str) -> None:
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_control(make_stage: MakeStage, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What breaks without the rule."""
     schedule = SCHEDULES[name]
     for patch in schedule.patches:
         monkeypatch.setattr(*patch)
@@ -297,7 +294,6 @@ def test_resent_acquire_gets_the_same_answer_and_extends_nothing(make_stage: Mak
 
 
 def test_late_acquire_of_a_released_bid_takes_no_token_from_anybody(make_stage: MakeStage) -> None:
-    """It locks one node for no client, and tokens still grow past it."""
     stage = make_stage()
     a = stage.bidder()
     late = a.request.command
