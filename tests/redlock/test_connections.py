@@ -60,6 +60,9 @@ class Wires:
     def _on_trouble(self) -> None:
         self.trouble += 1
 
+    def hears(self) -> bool:
+        return self.queue.hears
+
     def connect(self, node: int) -> None:
         self.connecting.append(node)
 
@@ -270,19 +273,19 @@ def test_connection_on_which_a_change_was_interrupted_is_given_up(wires: Wires) 
 def test_calls_of_the_nodes_that_it_listens_to_are_heard(wires: Wires) -> None:
     assert wires.nodes.listen(wires.now)
     assert not wires.nodes.listen(wires.now)
-    assert not wires.queue.hears
+    assert not wires.hears()
     wires.opened(1)
-    assert wires.queue.hears
+    assert wires.hears()
     assert [each for node in (0, 1) for each in wires.told(node)] == [(SUBSCRIBE, "")] * 2
     place = wires.queue.expect("")
     assert wires.says(SUBSCRIBED, b">3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n1\r\n") == [place]
     assert wires.says(b">3\r\n$7\r\nmessage\r\n$1\r\nc\r\n$1\r\n2\r\n") == []
     wires.says(busy("NOPERM"), node=1)
-    assert not wires.queue.hears
+    assert not wires.hears()
     wires.opened(2)
-    assert wires.queue.hears
+    assert wires.hears()
     wires.nodes.broken(2, "gone")
-    assert not wires.queue.hears
+    assert not wires.hears()
 
 
 def test_nodes_learn_who_the_client_is_before_it_holds_something() -> None:
