@@ -24,6 +24,7 @@ from tests.test_cli import fencelock
 
 PAGE = Path(__file__).parents[2] / "docs" / "redis.md"
 PASSWORD = "secret"
+ONE_SERIES = pytest.mark.parametrize("server_program", ["valkey-8"], indirect=True)
 
 
 def command(client: redis.Redis, *words: str) -> Any:
@@ -120,6 +121,7 @@ def test_rule_is_enough_and_has_no_word_too_many(acl: Acl, any_server: Node) -> 
     assert allowed - used == set()
 
 
+@ONE_SERIES
 def test_rule_reaches_no_other_key(acl: Acl) -> None:
     acl.admin.set("{fencelock}x", "mine")
     with redis.Redis.from_url(acl.url) as client:
@@ -135,6 +137,7 @@ def test_rule_reaches_no_other_key(acl: Acl) -> None:
                 make_attempt()
 
 
+@ONE_SERIES
 def test_operator_needs_scan_as_well(acl: Acl) -> None:
     acl.allow([*acl.rule, "+scan"])
     with Redlock(acl.url) as authority:
@@ -147,6 +150,7 @@ def test_operator_needs_scan_as_well(acl: Acl) -> None:
     assert acl.refused() == []
 
 
+@ONE_SERIES
 def test_missing_right_is_named(acl: Acl) -> None:
     with Redlock(acl.url) as authority:
         authority.init()

@@ -28,7 +28,7 @@ from tests.authorities.faces import Face, take
 from tests.authorities.stage import Stage
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY, SlowDoor
-from tests.redlock.views import hold, locks_on, lose_connection, redlock
+from tests.redlock.views import connections_to, hold, locks_on, lose_connection, redlock
 
 #: One that waits for a silent node does so for longer than any of these tests.
 _PATIENT = {"node_timeout": 100.0}
@@ -264,3 +264,27 @@ def test_node_that_comes_back_is_told_what_it_is_owed(clients: Stage, nodes: Nod
         lose_connection(mine, 0)
         assert mine.release(grant) is True
     assert eventually(lambda: take(mine, "other") > 0 and not locks_on(nodes)), locks_on(nodes)
+
+
+def test_connection_is_opened_once_and_closed_where_it_comes_after_the_end(nodes: Nodes) -> None:
+    """Asking for it again while that is going on changes nothing."""
+    with contextlib.closing(SlowDoor(nodes[0].port)) as door:
+        client = Redlock(f"redis://127.0.0.1:{door.port}", connect_timeout=30.0)
+        connections = client._connections
+        for is_closed in (False, True):
+            client.close()
+            door.open.clear()
+            for _ in range(5):
+                connections.connect(0)
+            opening = {
+                thread for thread in threading.enumerate() if thread.name.startswith("fencelock-connect")
+            }
+            assert len(opening) == 1
+            if is_closed:
+                client.close()
+            door.open.set()
+            for thread in opening:
+                thread.join(30)
+            assert (connections._nodes.connection(0) is None) is is_closed
+            assert eventually(lambda is_closed=is_closed: connections_to(nodes) == (not is_closed))  # type: ignore[misc]
+        client.close()

@@ -194,18 +194,15 @@ def test_seat_of_an_address(names: str, told: str, waiting: dict[int, str]) -> N
     assert census.waiting == waiting
 
 
-@pytest.mark.parametrize(
-    ("told", "complete"),
-    [("abc", True), ("bac", True), ("aac", False), ("ab", False), ("aab", False), ("aaa", False)],
-)
-def test_each_memory_counts_once(told: str, *, complete: bool) -> None:
+def test_each_memory_counts_once() -> None:
     """Where all have restarted, one with a fellow's data has lost its own: an operator is needed."""
-    standings = dict(enumerate(map(said, told)))
-    census = Census.of(NAMES, standings)
-    assert census is not None
-    assert census.complete is complete
-    details = {status.detail for status in statuses(NAMES, standings, dict.fromkeys(range(3), SILENT))}
-    assert any("--after-loss" in detail for detail in details) is not complete
+    for told in ("abc", "bac", "aac", "ab", "aab", "aaa"):
+        standings = dict(enumerate(map(said, told)))
+        census = Census.of(NAMES, standings)
+        assert census is not None
+        assert census.complete is (told in {"abc", "bac"}), told
+        details = {status.detail for status in statuses(NAMES, standings, dict.fromkeys(range(3), SILENT))}
+        assert any("--after-loss" in detail for detail in details) is not census.complete
 
 
 @pytest.mark.parametrize(

@@ -395,6 +395,18 @@ def test_release_does_not_add_up_nodes_that_forgot_one_after_the_other(make_stag
     assert [release(), release()] == [None, False]
 
 
+@pytest.mark.parametrize(("forgotten", "is_ours"), [(1, True), (2, False)])
+def test_release_tells_whether_a_majority_had_the_lock_still(
+    make_stage: MakeStage, forgotten: int, *, is_ours: bool
+) -> None:
+    stage = make_stage()
+    outcome: Any = stage.bid(0, 1, 2).outcome
+    for node in range(forgotten):
+        stage.forget(node)
+    actor = Actor(stage.nodes, attempts.release(lambda: stage.node_set, outcome.proof))
+    assert actor.finish() is is_ours
+
+
 def test_bidder_who_waits_learns_of_a_list_that_comes_meanwhile(make_stage: MakeStage) -> None:
     """The nodes are asked which list they belong to before the contender is told that his is wrong."""
     stage = make_stage()
