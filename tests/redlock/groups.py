@@ -18,7 +18,7 @@ from redis.crc import key_slot
 from redis.retry import Retry
 
 from fencelock import Redlock
-from fencelock.errors import QuorumError
+from fencelock.errors import LockTimeoutError, QuorumError
 from proof.servers.nodes import LOOPBACK, Node, Nodes, reserve_port, valkey_executable
 from proof.servers.workspace import Workspace
 from tests.polling import eventually
@@ -32,13 +32,14 @@ MAX_TTL = 1.0
 PATIENT: dict[str, Any] = {"node_timeout": 0.5, "connect_timeout": 1.5, "outage_grace": 0.5}
 
 
-def token_within(authority: Redlock, seconds: float = 15.0) -> int:
+def token_within(authority: Redlock, seconds: float = 60.0) -> int:
+    """Acquire and release as soon as there are locks; return the token."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             with authority.lock("r", ttl=MAX_TTL, renew=False, timeout=1.0) as token:
                 return token
-        except QuorumError:
+        except (LockTimeoutError, QuorumError):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)

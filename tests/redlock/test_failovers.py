@@ -189,7 +189,7 @@ def test_promoted_server_votes_when_it_has_been_admitted(
     lock = admin.lock("r", ttl=MAX_TTL)
     lock.acquire()
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(token_within, client, 30.0)
+        waiting = pool.submit(token_within, client)
         assert eventually(lambda: ask(place.primary(), "ZCARD", f"{NODE_KEY}:q:r") == 1)
         lock.release()
         assert waiting.result(60) > last
@@ -468,7 +468,7 @@ def test_slot_that_moves_takes_no_vote_with_it(started: ExitStack) -> None:
         lock = admin.lock("r", ttl=MAX_TTL)
         lock.acquire()
         with ThreadPoolExecutor() as threads:
-            waiting = threads.submit(token_within, client, 30.0)
+            waiting = threads.submit(token_within, client)
             assert eventually(is_heard)
             lock.release()
             waiting.result(60.0)

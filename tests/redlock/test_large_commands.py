@@ -69,6 +69,8 @@ def test_a_large_lock_is_acquired_at_the_first_try(
             assert min(locks_of(nodes)) >= len(NAMES)
     if another_reads:
         waiting.join(30)
+    else:
+        assert not any(locks_of(nodes))  # nobody writes any more
     assert eventually(lambda: not any(locks_of(nodes)))
 
 
