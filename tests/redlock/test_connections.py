@@ -1,4 +1,4 @@
-"""Which nodes are asked, how late answers are handled, and what is owed: step by step, without sockets."""
+"""Which nodes are asked, how late answers are handled, which RELEASEs are owed: step by step, no sockets."""
 
 from __future__ import annotations
 
@@ -132,7 +132,7 @@ def test_connections_are_waited_for_while_one_is_being_opened_and_there_is_no_ma
     def until(began: float = 100.0, **other: Any) -> float:
         return wires.nodes.worth_waiting_until(began, request._replace(**other), wires.now)
 
-    assert until() == wires.now  # nobody connects
+    assert until() == wires.now  # no connection is being opened
     assert wires.nodes.open_absent(wires.now) == float("inf")
     assert wires.connecting == [0, 1, 2]
     assert until() == 101.0
@@ -168,7 +168,7 @@ def test_node_that_owes_an_answer_is_asked_again_when_it_has_come(
 
 
 def test_release_is_owed_to_a_silent_node_unless_it_is_still_to_grant(wires: Wires) -> None:
-    """What is owed is sent when the node answers something."""
+    """The owed RELEASE is sent when the node answers something."""
     wires.ask("acquire", "mine")
     wires.now += 2.0
     wires.ask("release", "mine")

@@ -64,7 +64,7 @@ def test_node_has_one_name(node: Any, name: str) -> None:
     assert SECRET not in repr(authority)
 
 
-#: What cannot be a list of nodes, and a word of what is said of it.
+#: Texts that cannot be a list of nodes, and a word of the error.
 WRONG_URLS = {
     "": "redis://",
     " , ": "redis://",

@@ -385,7 +385,7 @@ def test_failover_and_failback_past_an_open_connection(
 
 
 def test_any_server_of_a_cluster_leads_to_its_keys(cluster: Cluster) -> None:
-    """One of several, or alone; two of them are one node. Only who names a cluster is led elsewhere."""
+    """One of several, or alone; two of them are one node. Only the URL of a cluster leads elsewhere."""
     urls = [cluster.url(), *(cluster.url(node) for node in cluster.nodes)]
     for number, url in enumerate(urls):
         with Redlock(url) as authority:
@@ -440,7 +440,7 @@ def test_cluster_takes_the_place_of_a_node_and_gives_it_back(cluster: Cluster, n
 def test_slot_that_moves_takes_no_vote_with_it(started: ExitStack) -> None:
     """The keys arrive at another server with all that they say, and it is not the one that was admitted.
 
-    While the slot is on its way there are no locks. One who waits listens where the keys have gone.
+    While the slot is on its way there are no locks. A waiting client listens where the keys have gone.
     """
     cluster = started.enter_context(Cluster(2))
     home, (other,) = cluster.primary(), cluster.others()

@@ -130,7 +130,7 @@ def change_of_the_longest_lease_is_finished_by_the_next(fleet: Fleet, stopped: A
     assert fleet.standing(0, 1, 2) == {(NodeState.ADMITTED, 5.0)}
 
 
-#: What is begun, whether there is a list before, and what comes after.
+#: The command that begins, whether there is a list before, and the checks that follow.
 Begin = Callable[[Fleet], Actor]
 INTERRUPTED: dict[str, tuple[Begin, bool, Callable[[Fleet, Actor], None]]] = {
     "init": (Fleet.init, False, init_is_finished_by_the_next),

@@ -70,7 +70,7 @@ def test_a_large_lock_is_acquired_at_the_first_try(
     if another_reads:
         waiting.join(30)
     else:
-        assert not any(locks_of(nodes))  # nobody writes any more
+        assert not any(locks_of(nodes))  # no call is left that could write the rest
     assert eventually(lambda: not any(locks_of(nodes)))
 
 

@@ -164,7 +164,7 @@ def held(seconds: float, *, place: str = "c.1", split: bool = False, contended: 
 
 
 def test_time_until_the_next_attempt() -> None:
-    """One who is not called looks by itself about once a second; one whose votes were split soon."""
+    """A client that is not called looks by itself about once a second; after a split vote it tries soon."""
     rows = [
         (held(30.0, place=""), 1, 0.0, 0.0),  # the next attempt waits in line
         (held(30.0), 2, 0.253125, 0.421875),  # the nodes call

@@ -367,7 +367,7 @@ def test_many_clients_recover_a_node_without_getting_in_each_others_way(
 def test_lease_that_is_only_renewed_outlives_a_restart_of_every_node(
     nodes: Nodes, connect: MakeRedlock
 ) -> None:
-    """Its holder calls nothing; another waits for it all the time. One who was idle knows the list still."""
+    """Its holder calls nothing; another waits for it all the time. An idle client knows the list still."""
     longest = 2.0
     holder, other, idle, users = (connect(nodes[:3], recover=number > 0) for number in range(4))
     holder.init(base=0, max_ttl=longest)

@@ -1,6 +1,6 @@
 """REMINT gives a larger token for the same hold, also while nodes hang, and beside a release; on real nodes.
 
-That it is refused for what is lost, is exclusive, and is for all resources or none is in
+That it is refused for a lost grant, is exclusive, and is for all resources or none is in
 `tests/authorities/test_tokens`.
 """
 

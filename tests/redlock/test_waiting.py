@@ -136,7 +136,7 @@ def heard_by(client: Face) -> int:
 
 @contextmanager
 def waiting(waiter: Face, nodes: Nodes, place: int = 1, **terms: Any) -> Iterator[None]:
-    """Have a client wait in line for what is held; in the end it must be granted that before it looks."""
+    """Have a client wait in line for the held lock; in the end it must be granted that before it looks."""
 
     def take() -> Grant:
         grant = waiter.acquire("r", timeout=None, **terms)
