@@ -46,8 +46,8 @@ FEW = 25
 SIZES = (3, 5)
 ROOT = Path(__file__).parents[2]
 TABLE = ROOT / "proof" / "simulation" / "mutants.md"
-_SCHEDULES = "tests/redlock/test_schedules.py::test_"
-_RECOVERIES = "tests/redlock/test_recovery_schedules.py::test_"
+_SCHEDULES = "tests/redlock/test_schedules.py::test_control"
+_RECOVERIES = "tests/redlock/test_recovery_schedules.py::test_control"
 _MEMBERS = "tests/redlock/test_members.py::test_"
 _GUARD = "tests/guard/test_histories.py::test_without_the_guard_a_history_loses_a_write"
 
@@ -96,9 +96,8 @@ def _recovery(
     name: str, rule: str, node: type[ModelNode] = ModelNode, patch: Patch | None = None, seeds: int = FEW
 ) -> Mutant:
     """Return one whose control has its name."""
-    slug = name.lower().replace("'", "").replace(" ", "_")
     patches = () if patch is None else (patch,)
-    return Mutant(name, rule, Kept(node=node), patches, f"{_RECOVERIES}{slug}_control", seeds=seeds)
+    return Mutant(name, rule, Kept(node=node), patches, f"{_RECOVERIES}[{name}]", seeds=seeds)
 
 
 def _slots(name: str, rule: str, where: tuple[type, str], instead: Any) -> Mutant:
@@ -115,38 +114,38 @@ MUTANTS = (
         "a maximum is decided only when a majority stands at it",
         Kept(node=weaker.WithoutCatchingUp),
         (Patch(acquire, "_decide", weaker.maximum_without_write_back),),
-        control=_SCHEDULES + "maximum_without_write_back_gives_a_token_twice",
+        control=_SCHEDULES + "[maximum without write-back]",
     ),
     _node(
         "no ownership test",
         "CONFIRM counts only while the lock is still ours",
         weaker.WithoutOwnership,
-        control=_SCHEDULES + "confirm_without_ownership_gives_a_token_twice",
+        control=_SCHEDULES + "[CONFIRM without ownership]",
     ),
     _node(
         "no g <= T",
         "CONFIRM counts only where the node's own grant was not above T",
         weaker.WithoutComparison,
-        control=_SCHEDULES + "confirm_below_the_nodes_own_grant_must_not_count",
+        control=_SCHEDULES + "[CONFIRM below the node's own grant]",
     ),
     Mutant(
         "mixed epochs",
         "votes of different epochs are never added up",
         patches=(Patch(acquire, "largest_epoch", weaker.mixed_epochs),),
-        control=_SCHEDULES + "votes_of_two_epochs_added_up_give_a_token_twice",
+        control=_SCHEDULES + "[votes of two epochs added up]",
     ),
     _habit("one nonce for all", "every attempt has a nonce of its own", new_nonces=False),
     Mutant(
         "restore before completion",
         "what EXTEND has made again vouches for no grant",
-        control=_SCHEDULES + "lock_made_again_with_its_counter_gives_a_token_twice",
+        control=_SCHEDULES + "[lock made again with its counter]",
         seeds=0,
     ),
     _node(
         "made again, and counted",
         "a lock that EXTEND has made again is not counted in that round",
         weaker.CountsMadeAgain,
-        control=_SCHEDULES + "lock_made_again_and_counted_extends_a_lease_that_had_ended",
+        control=_SCHEDULES + "[lock made again and counted]",
     ),
     _node("RELEASE of anybody's lock", "RELEASE deletes a lock only if it is ours", weaker.ReleasesAnybodys),
     # A node that lost its memory.
@@ -154,7 +153,7 @@ MUTANTS = (
         "marker on demand",
         "a blank node does not vote",
         weaker.MarkerOnDemand,
-        control=_SCHEDULES + "marker_made_on_demand_gives_a_token_twice",
+        control=_SCHEDULES + "[marker made on demand]",
     ),
     _node(
         "clock instead of memory",
@@ -165,14 +164,14 @@ MUTANTS = (
         "any incarnation",
         "a node that restarted does not vote before it is admitted again",
         weaker.AnyProcess,
-        control=_SCHEDULES + "marker_without_the_run_id_gives_a_token_twice",
+        control=_SCHEDULES + "[marker without the run_id]",
         seeds=FEW,
     ),
     _node(
         "any memory",
         "a node that has loaded older data while it ran does not vote before it is admitted again",
         weaker.AnyMemory,
-        control=_SCHEDULES + "process_alone_gives_a_token_twice_after_older_data_were_loaded",
+        control=_SCHEDULES + "[process without its memory]",
     ),
     _node(
         "no quarantine",
@@ -237,14 +236,14 @@ MUTANTS = (
         "all that forgot are added up",
         "who has just been admitted and who is blank are not added up against a lease",
         patches=(Patch(holding, "_still_extended", weaker.still_extended_all_gone),),
-        control=_SCHEDULES + "nodes_that_forgot_one_after_the_other_are_not_added_up",
+        control=_SCHEDULES + "[all that forgot are added up]",
         run=Rolling,
     ),
     _node(
         "locks on voters only",
         "a node is admitted with the locks of the leases that were extended meanwhile",
         weaker.MakesLocksAsVoter,
-        control=_SCHEDULES + "node_without_the_locks_of_leases_gives_them_to_who_waits",
+        control=_SCHEDULES + "[locks on voters only]",
         run=Rolling,
     ),
     # A client that lies.
@@ -316,13 +315,13 @@ MUTANTS = (
     Mutant(
         "same ids for a new node",
         "a list knows its nodes by the tickets that it was made with",
-        control=_RECOVERIES + "clients_ticket_in_init_control[same id for a new node that lost its ticket]",
+        control=_RECOVERIES + "[same ids for a new node]",
         seeds=0,
     ),
     Mutant(
         "a list comes again",
         "a fingerprint covers the list before",
-        control=_RECOVERIES + "return_to_an_earlier_list_control",
+        control=_RECOVERIES + "[a list comes again]",
         seeds=0,
     ),
     Mutant(

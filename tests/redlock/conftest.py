@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import pytest
@@ -14,33 +13,26 @@ from fencelock.authority.redlock.protocol import acquire, attempts
 from proof.servers import Nodes
 from tests.authorities.faces import Face
 from tests.authorities.kinds import Kind
-from tests.authorities.stage import Stage
-from tests.polling import IMPATIENT
-from tests.redlock.views import Run
+from tests.authorities.stage import Stage as Clients
+from tests.redlock.stage import Stage
 
 
-@pytest.fixture
-def patience() -> dict[str, Any]:
-    """Little: nodes hang in many of these tests."""
-    return IMPATIENT
-
-
-@pytest.fixture(params=["blocking", "asyncio", "uvloop"])
+@pytest.fixture(params=["blocking", "asyncio"])
 def world(request: pytest.FixtureRequest) -> str:
-    """Where clients live; a file or a test may have fewer worlds."""
+    """Where clients live: one of each driver."""
     return str(request.param)
 
 
 @pytest.fixture
-def blank(world: str, nodes: Nodes, patience: dict[str, Any]) -> Iterator[Stage]:
+def blank(world: str, nodes: Nodes, patience: dict[str, Any]) -> Iterator[Clients]:
     """Clients in threads or in a loop: of the five blank `nodes`, or of those that a test names."""
     kind = Kind("five nodes", lambda: Redlock(nodes.urls, **patience), ",".join(nodes.urls))
-    with Stage(kind, world) as made:
+    with Clients(kind, world) as made:
         yield made
 
 
 @pytest.fixture
-def clients(blank: Stage) -> Stage:
+def clients(blank: Clients) -> Clients:
     """Clients of the five `nodes`, which are initialised with counters from 0."""
     with Redlock(blank.kind.url.split(",")) as first:
         first.init(base=0)
@@ -48,23 +40,13 @@ def clients(blank: Stage) -> Stage:
 
 
 @pytest.fixture
-def mine(clients: Stage) -> Face:
-    """A client of the five nodes."""
+def mine(clients: Clients) -> Face:
     return clients.new()
 
 
 @pytest.fixture
-def other(clients: Stage) -> Face:
+def other(clients: Clients) -> Face:
     return clients.new()
-
-
-@pytest.fixture(params=["asyncio", "uvloop"])
-def run(request: pytest.FixtureRequest) -> Run:
-    """How to run a coroutine in a new loop, of each kind there is."""
-    if request.param == "uvloop":
-        uvloop = pytest.importorskip("uvloop")
-        return uvloop.run  # type: ignore[no-any-return]
-    return asyncio.run
 
 
 @pytest.fixture
@@ -77,10 +59,28 @@ def no_noise(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
 
 @pytest.fixture
 def never_look(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A waiter in line looks after 20 s only: nothing but a call can explain an early success."""
+    """A waiter in line looks after five minutes only: nothing but a call can explain an early success."""
     pause = acquire.next_pause
 
     def patched(outcome: attempts.Failed, tries: int, random: float) -> float:
-        return 20.0 if outcome.waits_for_a_call else pause(outcome, tries, random)
+        return 300.0 if outcome.waits_for_a_call else pause(outcome, tries, random)
 
     monkeypatch.setattr(acquire, "next_pause", patched)
+
+
+@pytest.fixture
+def make_stage(nodes: Nodes, make_nodes: Callable[..., Nodes]) -> Iterator[Callable[..., Stage]]:
+    """A factory of stages on blank nodes, with mutants of scripts where a test wants them."""
+    made = []
+
+    def make(
+        scripts: Mapping[str, str] | None = None, *, count: int = 3, beside: int = 0, durable: bool = False
+    ) -> Stage:
+        every = count + beside
+        servers = make_nodes(every, appendfsync="always") if durable else nodes
+        made.append(Stage(servers[:count], scripts, beside=servers[count:every]))
+        return made[-1]
+
+    yield make
+    for stage in made:
+        stage.close()

@@ -18,7 +18,7 @@ from redis.crc import key_slot
 from redis.retry import Retry
 
 from fencelock import Redlock
-from fencelock.errors import QuorumError
+from fencelock.errors import LockTimeoutError, QuorumError
 from proof.servers.nodes import LOOPBACK, Node, Nodes, reserve_port, valkey_executable
 from proof.servers.workspace import Workspace
 from tests.polling import eventually
@@ -32,14 +32,14 @@ MAX_TTL = 1.0
 PATIENT: dict[str, Any] = {"node_timeout": 0.5, "connect_timeout": 1.5, "outage_grace": 0.5}
 
 
-def token_within(authority: Redlock, seconds: float = 15.0) -> int:
+def token_within(authority: Redlock, seconds: float = 60.0) -> int:
     """Acquire and release as soon as there are locks; return the token."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             with authority.lock("r", ttl=MAX_TTL, renew=False, timeout=1.0) as token:
                 return token
-        except QuorumError:
+        except (LockTimeoutError, QuorumError):
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
@@ -58,7 +58,6 @@ def follow(node: Node, master: Node) -> None:
 
 
 def promote(node: Node) -> None:
-    """Make a replica a primary again."""
     ask(node, "REPLICAOF", "NO", "ONE")
 
 
@@ -76,7 +75,6 @@ def is_refused(authority: Redlock) -> bool:
 
 
 def ask(node: Node, *words: str | int) -> Any:
-    """Return a server's bare answer to a command."""
     retry = Retry(NoBackoff(), 3)  # a sentinel cuts off all clients of a server that it demotes
     with redis.Redis.from_url(node.url, socket_timeout=5, protocol=2) as client:
         return retry.call_with_retry(lambda: _ask(client, words), lambda _: None)
@@ -92,15 +90,12 @@ def _ask(client: redis.Redis, words: Sequence[str | int]) -> Any:
 
 
 def fact(node: Node, name: str) -> str:
-    """Return a line of a server's INFO."""
     answer: bytes = ask(node, "INFO")
     facts = dict(line.split(":", 1) for line in answer.decode().splitlines() if ":" in line)
     return facts.get(name, "")
 
 
 class _Servers:
-    """Several lots of processes that end together."""
-
     def __init__(self) -> None:
         self.stack = ExitStack()
 
@@ -170,7 +165,6 @@ class Watched(_Servers):
         return self
 
     def name(self, number: int = 0) -> str:
-        """Return what the sentinels call a service."""
         return f"service-{number}"
 
     def url(self, number: int = 0, *, login: str = "", query: str = "") -> str:
@@ -179,16 +173,13 @@ class Watched(_Servers):
 
     @property
     def sentinel_addresses(self) -> list[tuple[str, int]]:
-        """The sentinels' hosts and ports."""
         return [(LOOPBACK, port) for port, _ in self.sentinels]
 
     def primary(self, number: int = 0) -> Node:
-        """Return the server that the first sentinel names."""
         _, port = self.ask_sentinel(0, "GET-MASTER-ADDR-BY-NAME", self.name(number))
         return next(node for node in self.services[number] if node.port == int(port))
 
     def replica(self, number: int = 0) -> Node:
-        """Return a server that the first sentinel does not name."""
         primary = self.primary(number)
         return next(node for node in self.services[number] if node is not primary)
 
@@ -211,7 +202,6 @@ class Watched(_Servers):
         return True
 
     def agree(self, number: int = 0) -> bool:
-        """Whether all sentinels that answer name one primary."""
         named = set()
         for sentinel in range(3):
             with suppress(redis.ConnectionError, redis.TimeoutError):  # it is gone
@@ -219,7 +209,6 @@ class Watched(_Servers):
         return len(named) == 1
 
     def ask_sentinel(self, sentinel: int, *words: str) -> Any:
-        """Return a sentinel's bare answer."""
         with redis.Redis(
             port=self.sentinels[sentinel][0], password=self._sentinel_password, protocol=2, socket_timeout=1
         ) as client:
@@ -332,18 +321,15 @@ class Cluster(_Servers):
             assert eventually(lambda r=replica: fact(r, "master_link_status") == "up", 30.0)  # type: ignore[misc]
 
     def is_whole(self) -> bool:
-        """Whether every server that runs says that all slots are served."""
         running = [node for node in self.nodes if node.is_running]
         return all(b"cluster_state:ok" in ask(node, "CLUSTER", "INFO") for node in running)
 
     @staticmethod
     def id_of(node: Node) -> str:
-        """Return a server's name within the cluster."""
         name: bytes = ask(node, "CLUSTER", "MYID")
         return name.decode()
 
     def primary(self, key: str = NODE_KEY) -> Node:
-        """Return the primary of a key, on which all the servers that run agree."""
         slot = key_slot(key.encode())
         named = {self._owner(node, slot) for node in self.nodes if node.is_running}
         assert len(named) == 1, named
@@ -358,7 +344,6 @@ class Cluster(_Servers):
         return 0
 
     def others(self) -> list[Node]:
-        """Return the servers that run and do not have the namespace's keys."""
         primary = self.primary()
         return [node for node in self.nodes if node.is_running and node is not primary]
 
@@ -403,7 +388,6 @@ class Cluster(_Servers):
         assert eventually(lambda: self._all_name(target))
 
     def begin_to_move_slot(self, target: Node) -> None:
-        """Let both servers know that the namespace's slot is to move."""
         source, slot = self.primary(), key_slot(NODE_KEY.encode())
         ask(target, "CLUSTER", "SETSLOT", slot, "IMPORTING", self.id_of(source))
         ask(source, "CLUSTER", "SETSLOT", slot, "MIGRATING", self.id_of(target))

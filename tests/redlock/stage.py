@@ -1,9 +1,8 @@
 """A stage on which the protocol's generators are stepped by hand, message by message.
 
-The generators are the ones that ship. A `Contender` stands between one of them and the nodes: a test (or a
-random schedule) decides which command reaches which node when, and which answer finds its way back. A
-node is either a real server, whose scripts a test may replace to show what breaks without a rule, or the
-model of `model.py`.
+The generators are the ones that ship. A `Bidder` or an `Actor` stands between one of them and the nodes: a
+test decides which command reaches which node when, and which answer finds its way back. A node is either a
+real server, whose scripts a test may replace to show what breaks without a rule, or a model in memory.
 """
 
 from __future__ import annotations
@@ -13,8 +12,9 @@ import itertools
 import select
 import socket
 import threading
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import redis
@@ -84,17 +84,14 @@ class RealNode:
         self.link = Connection(0, opened.identity, None, pushes=opened.pushes)
 
     def close(self) -> None:
-        """Close both connections."""
         self.sock.close()
         self.client.close()
 
     def reconnect(self) -> None:
-        """Open a new link, as a client does after the node has restarted."""
         self.sock.close()
         self._open()
 
     def execute(self, command: Command) -> Reply:
-        """Send the command, and wait for its answer."""
         text = self.scripts.get(command.script)
         alone = None if text is None else codec.pack(command, text)
         waiting = PendingBroadcast(Broadcast(command, [0], lambda _: True, 5.0))
@@ -114,34 +111,23 @@ class RealNode:
         fields: Any = self.client.hgetall(NODE_KEY)
         return dict(fields)
 
-    def come_back(self, server: Server, remembered: Mapping[str, str] | None = None) -> None:
-        """Restart the server with what it remembered at some time, or blank, and open a new link."""
-        server.restart(keep_data=False)
-        if remembered:
-            self.client.hset(NODE_KEY, items=[word for field in remembered.items() for word in field])
-        self.reconnect()
-
     def pass_time(self, seconds: float) -> None:
         """Let the node's ticket, if it has one, be older by so many seconds."""
         if self.client.hexists(NODE_KEY, "ticket_at"):
             self.client.hincrby(NODE_KEY, "ticket_at", -round(seconds * 1000))
 
     def stand_at(self, resource: str, counter: int) -> None:
-        """Let the counter of a resource's stripe stand where a schedule wants it."""
         self.client.hset(NODE_KEY, f"c{stripe_of(resource)}", str(counter))
 
     def expire(self, resource: str) -> None:
-        """End the lock of a resource, as its ttl does."""
         self.client.delete(f"{NODE_KEY}:l:{resource}")
 
 
 def stripe_of(resource: str) -> int:
-    """Return the stripe whose counter serves a resource."""
     return Attempt.of(node_set_of("", 1), (resource,), "n", 1.0).stripes[0]
 
 
 def node_set_of(fingerprint: str, count: int) -> NodeSet:
-    """Return the view that a client has of `count` nodes."""
     return NodeSet(
         names=tuple(f"n{number}" for number in range(count)),
         node_key=NODE_KEY,
@@ -196,12 +182,10 @@ class Bidder:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens that were granted, in canonical order; empty where the attempt failed."""
         return self.outcome.tokens if isinstance(self.outcome, Grant) else ()
 
     @property
     def token(self) -> int | None:
-        """The token of the only resource; None where the attempt failed or goes on."""
         return self.tokens[0] if self.tokens else None
 
     def undo(self) -> Command:
@@ -213,12 +197,20 @@ class Bidder:
 
 
 class Stage:
-    """Real nodes, initialised with counters at 0, and contenders on them."""
+    """Real nodes, initialised with counters at 0, blank ones beside them, and contenders on them."""
 
-    def __init__(self, urls: Sequence[str], scripts: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        servers: Sequence[Server],
+        scripts: Mapping[str, str] | None = None,
+        *,
+        beside: Sequence[Server] = (),
+    ) -> None:
+        urls = [server.url for server in servers]
         with Redlock(urls) as authority:
             authority.init(base=0)
-        self.nodes = [RealNode(url, scripts) for url in urls]
+        self.servers = [*servers, *beside]
+        self.nodes = [RealNode(server.url, scripts) for server in self.servers]
         membership = self.nodes[0].link.identity.membership
         assert membership is not None
         self.node_set = node_set_of(membership.fingerprint, len(urls))
@@ -228,17 +220,32 @@ class Stage:
             node.close()
 
     def bidder(self, *resources: str, position: QueuePosition | None = None) -> Bidder:
-        """Return a client that is about to ACQUIRE."""
         return Bidder(self.node_set, *(resources or ("r",)), position=position)
 
     def stand_at(self, *counters: int, resource: str = "r") -> None:
-        """Let the nodes' counters of a resource stand where a schedule wants them."""
         for node, counter in zip(self.nodes, counters, strict=True):
             node.stand_at(resource, counter)
 
     def release(self, bidder: Bidder, *nodes: int) -> list[ReplyKind]:
-        """Have nodes execute a contender's RELEASE."""
         return [self.nodes[node].execute(bidder.undo()).kind for node in nodes]
+
+    def bid(self, *voters: int) -> Bidder:
+        bidder = self.bidder()
+        while bidder.outcome is None:
+            bidder.deliver(self.nodes, *(node for node in bidder.request.nodes if node in voters))
+            bidder.resume()
+        return bidder
+
+    def forget(self, node: int) -> None:
+        self.nodes[node].client.flushall()
+
+    def come_back(self, node: int, remembered: Mapping[str, str] | None = None) -> None:
+        """Restart a server with what it remembered at some time, or blank, and open a new link."""
+        self.servers[node].restart(keep_data=False)
+        if remembered:
+            items = [word for field in remembered.items() for word in field]
+            self.nodes[node].client.hset(NODE_KEY, items=items)
+        self.nodes[node].reconnect()
 
 
 class Actor:
@@ -261,17 +268,14 @@ class Actor:
 
     @property
     def command(self) -> Command:
-        """What it wants nodes to execute."""
         assert isinstance(self.request, Broadcast)
         return self.request.command
 
     @property
     def script(self) -> str:
-        """Name of the script that it wants to be run."""
         return self.request.command.script if isinstance(self.request, Broadcast) else ""
 
     def wants(self, node: int) -> bool:
-        """Whether the present request is for a node."""
         return isinstance(self.request, Broadcast) and node in self.request.nodes
 
     def deliver(self, *nodes: int) -> None:
@@ -302,7 +306,6 @@ class Actor:
             self.request, self.result = None, stop.value
 
     def step(self) -> None:
-        """Deliver what has not been delivered yet, and go on."""
         if isinstance(self.request, Broadcast):
             self.deliver(*(node for node in self.request.nodes if node not in self._answers))
         self.resume()
@@ -314,18 +317,15 @@ class Actor:
             self.step()
 
     def finish(self) -> Any:
-        """Go on to the end, and return the result."""
         while self.request is not None:
             self.step()
         return self.result
 
     def last(self, script: str, node: int) -> Command:
-        """Return the last command of that name that was sent to a node."""
         return next(sent for to, sent in reversed(self.sent) if (to, sent.script) == (node, script))
 
 
 def recoverer(stations: Sequence[RealNode]) -> Actor:
-    """Return a recoverer of the nodes, in a hurry only as far as time goes."""
     return Actor(stations, recover(_group(stations)))
 
 
@@ -340,7 +340,6 @@ def _group(stations: Sequence[RealNode]) -> NodeGroup:
 
 
 def operator(stations: Sequence[RealNode], wanted: Sequence[int], max_ttl: float | None = None) -> Actor:
-    """Return an operator that wants some of the nodes to be the list."""
     return Actor(stations, change(_group(stations), wanted, lambda _: None, max_ttl))
 
 
@@ -351,23 +350,47 @@ def without(script: str, line: str, instead: str = "") -> dict[str, str]:
     return {script: text.replace(line, instead)}
 
 
-class Calls:
-    """What one client hears."""
+@dataclass(frozen=True)
+class Schedule:
+    """A schedule that the protocol survives, and that breaks a weaker one.
 
+    Attributes:
+        play: plays it on a stage; returns what came of it.
+        survived: that, with the shipped code.
+        broken: that, without the rule in question.
+        scripts: the scripts without the rule.
+        patches: the same for code of the library.
+        count: how many nodes are in the list.
+        beside: how many blank ones there are.
+        durable: whether they have their data after a restart.
+    """
+
+    play: Callable[[Stage], object]
+    survived: object
+    broken: object
+    scripts: Mapping[str, str] = field(default_factory=dict)
+    patches: Sequence[tuple[object, str, object]] = ()
+    count: int = 3
+    beside: int = 0
+    durable: bool = False
+
+    def played(self, make: Callable[..., Stage], scripts: Mapping[str, str] | None = None) -> object:
+        return self.play(make(scripts, count=self.count, beside=self.beside, durable=self.durable))
+
+
+class Calls:
     def __init__(self, client: redis.Redis, name: str = "client") -> None:
         self._listener = client.pubsub(ignore_subscribe_messages=True)  # type: ignore[no-untyped-call]
         self._listener.subscribe(f"{NODE_KEY}:w:{name}")
         self._listener.get_message(timeout=1)
 
     def heard(self) -> list[str]:
-        """Return what has been called until now."""
         heard = []
         while (message := self._listener.get_message(timeout=0.1)) is not None:
             heard.append(str(message["data"]))
         return heard
 
     def close(self) -> None:
-        """Hear nothing any more."""
         self._listener.close()
 
 
@@ -392,11 +415,9 @@ class SlowDoor:
                 self._threads.submit(self._pump, *pair, self._generation)
 
     def lead_to(self, port: int) -> None:
-        """Pass new connections on to another port."""
         self._target = port
 
     def forget(self) -> None:
-        """Pass nothing on for the connections that there are, and tell no client; new connections work."""
         self._generation += 1
 
     def _pump(self, source: socket.socket, sink: socket.socket, generation: int) -> None:
@@ -409,7 +430,6 @@ class SlowDoor:
                 sink.shutdown(socket.SHUT_WR)
 
     def close(self) -> None:
-        """Accept no more."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads.shutdown(wait=False)

@@ -49,11 +49,9 @@ class Storm:
         self.actors: list[Actor] = []
 
     def group(self, names: tuple[str, ...]) -> NodeGroup:
-        """Return nodes as an actor speaks to them."""
         return NodeGroup(names, NODE_KEY, 1.0, str, self.random.random)
 
     def run(self, steps: int) -> str:
-        """Take so many steps; return what was violated first, or nothing."""
         for _ in range(steps):
             self.step()
             if wrong := self.wrong():
@@ -61,7 +59,6 @@ class Storm:
         return ""
 
     def step(self) -> None:
-        """Let one thing happen."""
         dice = self.random.random()
         if dice < 0.03:
             self.fault()
@@ -78,7 +75,6 @@ class Storm:
             self.go_on(self.random.choice(self.actors))
 
     def new_actor(self) -> Actor:
-        """Return a recoverer of some list, or an operator that wants another list."""
         members = list(range(self.size))
         if self.random.random() < 0.5:
             members[self.random.randrange(self.size)] = self.random.randrange(self.size, self.size + 2)
@@ -109,7 +105,6 @@ class Storm:
             self.actors.remove(actor)
 
     def fault(self) -> None:
-        """Restart a node as it was, or let it forget all, forget recent data, or take a fellow's data."""
         number = self.random.randrange(len(self.nodes))
         node = self.nodes[number]
         kind = self.random.choice(("restart", "lose", "roll back", "follow"))

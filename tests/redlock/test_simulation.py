@@ -33,7 +33,6 @@ FAULTS = {
 @pytest.mark.parametrize("size", [3, 5])
 @pytest.mark.parametrize("kind", FAULTS, ids=lambda kind: kind.kind or "storm")
 def test_no_promise_is_broken(kind: type[Run], size: int) -> None:
-    """With everything going wrong, with nodes that restart in turn, and with connections that break."""
     acquisitions, faults = 0, Counter[str]()
     for seed in range(SEEDS):
         outcome = play(seed, size, run=kind)
@@ -79,7 +78,6 @@ def test_seed_replays_exactly_in_every_process(kind: type[Run]) -> None:
 
 
 def test_tracing_changes_nothing() -> None:
-    """A run is the same with a trace and without."""
     assert play(3, 5) == play(3, 5, trace=lambda _: None)
 
 

@@ -25,7 +25,6 @@ Run = Callable[[Coroutine[Any, Any, Any]], Any]
 
 
 def is_free(rival: Redlock, resource: str = "account:1") -> bool:
-    """Tell whether another client gets the lock at once."""
     other = rival.lock(resource, timeout=0)
     if other.try_acquire() is None:
         return False
@@ -34,7 +33,6 @@ def is_free(rival: Redlock, resource: str = "account:1") -> bool:
 
 
 async def take(authority: Redlock, resource: str = "r", **options: Any) -> int:
-    """Acquire and release once; return the token."""
     grant = await authority.aio.acquire((resource,), **{"ttl": 30.0, "timeout": 10.0, **options})
     assert await authority.aio.release(grant)
     return grant.tokens[0]
@@ -93,7 +91,6 @@ def connections_of(face: Face) -> SharedConnections | LoopConnections:
 
 
 def lose_connection(face: Face, node: int) -> None:
-    """Break the connection to a node, where its driver may do so."""
     known, broken = connections_of(face), "broken by the test"
     if isinstance(known, SharedConnections):
         with known._mutex:
@@ -108,7 +105,6 @@ def lose_connection(face: Face, node: int) -> None:
 
 
 async def soon(condition: Callable[[], bool], seconds: float = 60.0) -> bool:
-    """Return whether a condition comes to hold, while the loop goes on."""
     deadline = time.monotonic() + seconds
     while not condition():
         if time.monotonic() > deadline:
@@ -124,19 +120,16 @@ async def connected(authority: Redlock) -> None:
 
 
 async def becomes_free(nodes: Nodes) -> bool:
-    """Return whether all locks go within seconds, while the loop is there to see to it."""
     return await soon(lambda: not locks_on(nodes))
 
 
 def connections_to(nodes: Nodes, number: int = 0) -> int:
-    """Return how many connections a node has, besides the one that asks."""
     with redis.Redis.from_url(nodes[number].url) as client:
         facts: Any = client.info("clients")
         return int(facts["connected_clients"]) - 1
 
 
 def waiting_on(node_url: str, resource: str = "r") -> int:
-    """Return how many stand in a node's queue."""
     with redis.Redis.from_url(node_url) as client:
         return int(str(client.zcard(f"{NODE_KEY}:q:{resource}")))
 
