@@ -50,7 +50,7 @@ def test_nobody_comes_between_the_write_and_its_commit(bank: Bank) -> None:
 
 @on_postgresql
 def test_without_the_remedy_the_next_holder_reads_too_early(bank: Bank) -> None:
-    """The control: a lock that does not wait for the COMMIT lets in a reader of rows that are about to change."""
+    """The control: a lock that does not wait for the COMMIT lets in a reader of rows that will change."""
     with bank.session() as session:
         with bank.lock() as token:
             bind(session, Lease("account:1", token))  # a lease that no lock knows of
