@@ -68,11 +68,11 @@ def test_a_timeout_is_told_with_the_error_of_the_caller(mine: Any, other: Any, e
     with other.lock("order:1"):
         events.clear()
         with pytest.raises(LockTimeoutError) as refused:
-            mine.lock("order:1").acquire(timeout=0.2)
+            mine.lock("order:1").acquire(timeout=2)
     assert kinds_of(events)[:2] == ["LockWaiting", "LockNotAcquired"]
     event = only(events, LockNotAcquired)
     assert (event.outcome, event.error) == ("timeout", refused.value)
-    assert 0.2 <= event.waited < 5
+    assert event.waited >= 2
     assert event.had_to_wait
 
 
