@@ -1,4 +1,4 @@
-"""Every proof in short, in A quarter of an hour on two cores; `--long` makes those of a release, in hours.
+"""Every proof in short, in a quarter of an hour on two cores; `--long` makes those of a release, in hours.
 
     python -m proof
     python -m proof torture model      # those whose name contains one of these words

@@ -158,10 +158,10 @@ class Program:
         self.session.flush()
         self.session.expire_all()
 
-    def refresh(self, key: int, *names: str, lock: bool = False) -> None:
+    def refresh(self, key: int, *names: str) -> None:
         if (found := self._object(key)) is not None:
             self.session.flush()
-            self.session.refresh(found, names or None, with_for_update=lock)
+            self.session.refresh(found, names or None)
 
     def load(self, key: int, how: str, name: str, fresh: bool) -> object:
         self.session.flush()
@@ -304,9 +304,9 @@ def outcome(
         session.add_all([doc(id=1), doc(id=2), sub(id=3)])
         session.commit()
     with Session(engine, expire_on_commit=expires) as session:
-        if leases and hasattr(doc, "last_fencing_token"):
+        if leases:
             bind(session, *LEASES)
-        program = Program(session, models, leases=leases and hasattr(doc, "last_fencing_token"))
+        program = Program(session, models, leases=leases)
         seen: object = program.run(calls)
     with engine.connect() as connection:
         columns = [doc.__table__.c[name] for name in ("id", *COLUMNS, "parent_id")]

@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+import pytest
 import redis
 
 from fencelock.authority.base import Grant
@@ -376,6 +377,12 @@ class Schedule:
 
     def played(self, make: Callable[..., Stage], scripts: Mapping[str, str] | None = None) -> object:
         return self.play(make(scripts, count=self.count, beside=self.beside, durable=self.durable))
+
+    def played_weaker(self, make: Callable[..., Stage], monkeypatch: pytest.MonkeyPatch) -> object:
+        """Play it without the rule."""
+        for patch in self.patches:
+            monkeypatch.setattr(*patch)
+        return self.played(make, self.scripts)
 
 
 class Calls:
