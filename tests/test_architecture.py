@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import ast
-import subprocess
-import sys
 import types
 from collections.abc import Mapping
 from pathlib import Path
 
 import fencelock
+from tests.programs import printed
 
 PACKAGE = Path(fencelock.__file__).parent
 
@@ -47,11 +46,7 @@ def loaded_by(module: str) -> set[str]:
         f"package.__path__ = [{str(PACKAGE)!r}]; sys.modules['fencelock'] = package; "
         f"import {module}; print(*sys.modules)"
     )
-    return set(
-        subprocess.run(
-            [sys.executable, "-c", code], check=True, capture_output=True, text=True
-        ).stdout.split()
-    )
+    return set(printed("-c", code).split())
 
 
 def modules_in(folder: Path) -> dict[str, Path]:
@@ -263,6 +258,4 @@ try:
 except TypeError as error:
     print(error)
 """
-    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert result.returncode == 0, result.stderr
-    assert "takes a sessionmaker, a scoped_session or an engine, not 'no engine'" in result.stdout
+    assert "takes a sessionmaker, a scoped_session or an engine, not 'no engine'" in printed("-c", code)

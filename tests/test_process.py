@@ -6,7 +6,6 @@ import gc
 import os
 import runpy
 import signal
-import subprocess
 import sys
 import threading
 import types
@@ -19,6 +18,7 @@ from weakref import ref
 import pytest
 
 from fencelock import _process
+from tests.programs import printed
 
 
 def in_child(is_good: Callable[[], bool]) -> bool:
@@ -157,8 +157,7 @@ def test_a_fork_while_threads_register() -> None:
 def test_a_system_without_forks_needs_no_hook() -> None:
     room = Path(_process.__file__).read_text()
     code = f"import os; del os.register_at_fork; exec({room!r}); print(_functions)"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert said.stdout == "[]\n"
+    assert printed("-c", code) == "[]\n"
 
 
 @pytest.mark.parametrize("has_master", [True, False])
