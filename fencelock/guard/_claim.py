@@ -25,9 +25,8 @@ from fencelock.guard.events import report_claim
 from fencelock.guard.exact import TOKEN_BIND, SameText, is_text, newest
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import Target, begin_claim, tokens_to_claim
-from fencelock.guard.sessions import BYPASS, in_both_worlds, note_claimed, session_of
-from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, new_write_id
-from fencelock.guard.verdict import is_one_of
+from fencelock.guard.sessions import BYPASS, in_both_worlds, session_of
+from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, is_one_of, new_write_id
 
 T = TypeVar("T")
 
@@ -136,7 +135,6 @@ def claim(
                     f"the claimed row of {fenced.name!r} is guarded by {actual!r}, not by {asked!r}: lock "
                     "the name that the row itself gives"
                 )
-            note_claimed(session, [found])
             report_claim(fenced.name, key, asked, token)
             return found  # else there is no row, or it was inserted after the UPDATE
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
@@ -205,7 +203,6 @@ def claim_all(session: Blocking, statement: Select[Any], *, bind_arguments: _Bin
         report_claim(fenced.name, row[:width], fenced.template.render(row[width:]), token)
     token_of = {row[:width]: token for token, row in rows}
     loaded = _load(target, statement.limit(None).offset(None), fenced, list(token_of))
-    note_claimed(session, loaded)
     # Leave out rows that were deleted meanwhile and inserted again, because these were not claimed.
     return [each for each in loaded if getattr(each, FENCE_COLUMN) == token_of[tuple(inspect(each).identity)]]
 

@@ -20,7 +20,7 @@ from fencelock.guard.conditions import TOKEN_OPTION, Options, Row, Rows
 from fencelock.guard.exact import holds, newest
 from fencelock.guard.leases import TokenLookup, leases_on, note_token, refuse_autocommit
 from fencelock.guard.refused import refuse
-from fencelock.guard.sessions import note_shift, refuse_bypass
+from fencelock.guard.sessions import refuse_bypass
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, FencedTable, known, new_write_id
 from fencelock.guard.text import GUARDED, TOKEN, WRITE_ID
 from fencelock.lease import check_resource
@@ -104,7 +104,6 @@ def _guarding(_execute: Callable[..., CursorResult[Any]]) -> Callable[..., Curso
         except (FenceError, LockLostError) as error:
             refuse(connection, error, fenced.name)
             raise
-        note_shift(connection, 0)
         result = private.execute_unguarded(connection, statement, stamped, merged.union({GUARDED: True}))
         if result.rowcount < len(stamped) and (refusal := _why_not(statement, connection, stamped)):
             result.close()

@@ -30,7 +30,7 @@ def install() -> None:
         execute_by(UpdateBase, statements.guarding)
         hear_ends(leases.on_end)
         load_with(WRITE_COLUMN)
-        hear_rows(WRITE_COLUMN, objects.on_row)
+        hear_rows(WRITE_COLUMN, objects.on_row, objects.loading_in)
         hear_merges(WRITE_COLUMN, objects.on_merged)
         listen()
         _installed = True

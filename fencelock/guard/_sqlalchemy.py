@@ -83,10 +83,19 @@ def values_in(statement: Update | Delete | Insert) -> Iterator[tuple[Any, Any]]:
     yield from getattr(statement, "_ordered_values", None) or ()  # SQLAlchemy 2.0
 
 
-def keeps_order(statement: Any) -> bool:
-    """Tell whether an UPDATE got its values by ordered_values(); if so, it accepts no other values."""
-    old = getattr(statement, "_ordered_values", None)
-    return bool(old or getattr(statement, "_maintain_values_ordering", None))
+def with_values(statement: Update, values: dict[Any, Any]) -> Update:
+    """Return an UPDATE with more values; `values()` refuses one that has `ordered_values()`."""
+    if old := getattr(statement, "_ordered_values", None):  # SQLAlchemy 2.0
+        statement = statement._generate()
+        setattr(statement, "_ordered_values", [*old, *values.items()])  # noqa: B010  mypy knows 2.1 only
+        return statement
+    if not getattr(statement, "_maintain_values_ordering", None):
+        return statement.values(values)
+    plain = statement._generate()
+    plain._maintain_values_ordering = False
+    more = plain.values(values)
+    more._maintain_values_ordering = True
+    return more
 
 
 def inserts_plainly(statement: Insert) -> bool:
@@ -170,10 +179,15 @@ def _populators(
     return take, compare
 
 
-def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], Any]) -> None:
+def hear_rows(
+    name: str,
+    heard: Callable[[Any, InstanceState[Any], Any, Any], Any],
+    loading_in: Callable[[Any], Callable[[InstanceState[Any]], object] | None],
+) -> None:
     """Call `heard(context, state, before, found)` if a row and its loaded object differ in an attribute.
 
     None stands for a missing value. If the query refreshes the attribute, it gets the result of `heard`.
+    If `loading_in(session)` returns a function, that is called with each object that the query loads.
     """
     setup = ColumnProperty.setup
     create: Any = ColumnProperty.create_row_processor
@@ -203,6 +217,8 @@ def hear_rows(name: str, heard: Callable[[Any, InstanceState[Any], Any, Any], An
             own["new"].append((name, take))
         elif read is not None:  # only for new objects
             own["quick"].append((name, read))
+        if (note := loading_in(context.session)) is not None:
+            own["new"].append((name, lambda state, _current, _row: note(state)))
         own["eager"].append((name, compare))
         for kind, each in own.items():
             populators[kind].extend(each)

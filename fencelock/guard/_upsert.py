@@ -26,8 +26,16 @@ from fencelock.guard.leases import TokenLookup, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import BYPASS, in_both_worlds, session_of
-from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, WRITE_COLUMN, FencedTable, new_write_id, spelling
-from fencelock.guard.verdict import KEYS_PER_QUERY, is_one_of, without_fence
+from fencelock.guard.tables import (
+    FENCE_COLUMN,
+    NO_LEASE,
+    WRITE_COLUMN,
+    FencedTable,
+    is_one_of,
+    new_write_id,
+    spelling,
+)
+from fencelock.guard.verdict import KEYS_PER_QUERY, without_fence
 
 if TYPE_CHECKING:
     from fencelock.guard.sessions import Async, Blocking

@@ -19,7 +19,7 @@ from sqlalchemy.sql import operators, visitors
 from sqlalchemy.sql.operators import custom_op
 
 from fencelock.errors import UnfencedWriteError
-from fencelock.guard._sqlalchemy import keeps_order, options_of, prefixes_of, values_in, where_of, with_where
+from fencelock.guard._sqlalchemy import options_of, prefixes_of, values_in, where_of, with_values, with_where
 from fencelock.guard.exact import TOKEN_BIND, holds, is_text
 from fencelock.guard.tables import FENCE_COLUMN, LIMIT, NO_LEASE, WRITE_COLUMN, FencedTable, shifted
 
@@ -31,7 +31,7 @@ SHIFT_BIND: Final = "fencelock_move"  # the parameter with the number by which a
 _LOOKED_UP: Final = "fencelock_of_"
 """The prefix of parameters whose values are taken from the session's object of the row."""
 LOADED_BIND: Final = "fencelock_loaded"
-"""The parameter with the write id that was loaded. In a `blind` statement, NULL accepts every id."""
+"""The parameter with the write id that an object was loaded with."""
 
 CLAIM_OPTION: Final = "fencelock_claim"
 """Execution option of a statement that claims rows: it raises their fences, and gives them new write ids."""
@@ -205,12 +205,8 @@ def _texts_in(clause: Any) -> Iterator[str]:
             yield from (each.opstring for each in operators_in if isinstance(each, custom_op))
 
 
-Origin: TypeAlias = Literal["objects", "blind", "core", "explicit", "claim"]
-"""Where a statement comes from.
-
-`objects`: a flush. `blind`: a flush in which the loaded write id of an object is unknown. `core`: the
-program. `explicit`: the program, with an explicit token. `claim`: a claim.
-"""
+Origin: TypeAlias = Literal["flush", "core", "explicit", "claim"]
+"""Where a statement comes from. `core`: the program. `explicit`: the program, with an explicit token."""
 
 _forms: WeakKeyDictionary[sa.ClauseElement, dict[Origin, GuardedStatement]] = WeakKeyDictionary()
 """The guarded forms of each statement. SQLAlchemy's own statements are the same objects at each flush."""
@@ -239,7 +235,7 @@ class GuardedStatement:
     @property
     def is_of_flush(self) -> bool:
         """Whether a flush executes the statement. If so, all of its rows should exist."""
-        return self.origin in {"objects", "blind"}
+        return self.origin == "flush"
 
     @property
     def write(self) -> sa.ColumnElement[int]:
@@ -303,18 +299,16 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
         for column in columns.values()
         if column.key in pinned or looked_up
     )
-    if origin in {"objects", "blind"}:
-        by: Any = sa.bindparam(LOADED_BIND, type_=sa.BigInteger)
-        statement = statement.where(write == (by if origin == "objects" else sa.func.coalesce(by, write)))
-    shifts_ids = assigns and origin in {"core", "explicit"} and not keeps_order(statement)
+    if origin == "flush":
+        statement = statement.where(is_as_loaded(write))
+    shifts_ids = assigns and origin in {"core", "explicit"}
     if shifts_ids:
         statement = shift_ids(statement, fenced, sa.bindparam(SHIFT_BIND, type_=sa.BigInteger))
     token_bind = sa.bindparam(TOKEN_BIND, type_=sa.BigInteger)
-    is_optional = fenced.is_optional and origin in {"objects", "blind", "core"}
-    is_optional = is_optional and not keeps_order(statement)
+    is_optional = fenced.is_optional and origin in {"flush", "core"}
     statement = statement.where(passes(fence, token_bind, optional=is_optional))
     if is_optional and assigns:
-        statement = statement.values({fence.key: raised(fence, token_bind, optional=True)})
+        statement = with_values(statement, {fence.key: raised(fence, token_bind, optional=True)})
     if len(resource_binds) == len(columns) and origin in {"core", "claim"}:
         named = zip(columns.values(), resource_binds, strict=True)
         statement = statement.where(
@@ -352,6 +346,11 @@ def passes(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[bool]:
     return sa.or_(fence <= token, token == _NONE) if optional else fence <= token
 
 
+def is_as_loaded(write: sa.ColumnElement[int]) -> sa.ColumnElement[bool]:
+    """Return the criterion that a row was not written since its object was loaded."""
+    return write == sa.bindparam(LOADED_BIND, type_=sa.BigInteger)
+
+
 def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
     """Return the new fence of a row that `passes` lets through."""
     return sa.case((token == _NONE, fence), else_=token) if optional else token
@@ -360,4 +359,5 @@ def raised(fence: Any, token: Any, *, optional: bool) -> sa.ColumnElement[int]:
 def shift_ids(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
     """Return an UPDATE that adds a number to the write ids; loaded objects add it, too (see `tables`)."""
     write = fenced.source_of(statement).c[fenced.write.key]
-    return statement.values({write.key: (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)})
+    by = (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)
+    return with_values(statement, {write.key: by})

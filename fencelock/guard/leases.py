@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from copy import copy
 from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary, ref
 
@@ -23,7 +24,7 @@ from fencelock.errors import StaleReadError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import isolation_on_connect, refuse_inactive
 from fencelock.guard.events import report_without_lease
 from fencelock.guard.exact import keeps_snapshot
-from fencelock.guard.sessions import CONNECTIONS, began, blocking, owner_of
+from fencelock.guard.sessions import blocking, notes_of, owner_of, started
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
 from fencelock.lease import Lease, held_leases, was_left
 
@@ -84,6 +85,8 @@ class TransactionLeases:
         self.gates: set[tuple[str, object]] = set()  # the passed gates: resource and owner
         # Resources of rows that the transaction has inserted with the fence 0.
         self.unlockable: set[str] = set()
+        self.receipts: dict[str, Any] = {}  # those that the transaction has made, by key
+        self._savepoints: list[tuple[str, dict[str, Any]]] = []  # with what was noted before each
         self._bound: tuple[Lease, ...] | None = None
         self._needs: set[Lease] = set()
         # The leases refer to this mark, because a reference to the object itself would keep it alive.
@@ -102,6 +105,22 @@ class TransactionLeases:
             self.used.clear()
             self._bound = bound
         return {**_usable(bound), **self.used}
+
+    def at_savepoint(self, verb: str, name: str) -> None:
+        """Keep a copy of what is noted at SAVEPOINT, and return to it at ROLLBACK TO.
+
+        The leases that the transaction needs stay needed until it ends.
+        """
+        names = [known for known, _ in self._savepoints]
+        at = len(names) - 1 - names[::-1].index(name) if name in names else None
+        if verb == "SAVEPOINT":
+            noted = {each: copy(getattr(self, each)) for each in ("used", "gates", "unlockable", "receipts")}
+            self._savepoints.append((name, noted))
+        elif at is not None:
+            del self._savepoints[at + (verb == "ROLLBACK") :]
+            if verb == "ROLLBACK":
+                for each, noted in self._savepoints[at][1].items():
+                    setattr(self, each, copy(noted))
 
     @property
     def bound_instead(self) -> str:
@@ -179,6 +198,22 @@ def open_leases(connection: Connection) -> TransactionLeases | None:
     return leases if transaction is not None and transaction is connection.get_transaction() else None
 
 
+def on_savepoint(connection: Connection, verb: str, name: str) -> None:
+    """Note a SAVEPOINT, its RELEASE or a ROLLBACK to it, just before the database gets it.
+
+    pysqlite and aiosqlite send no BEGIN before a SAVEPOINT. If it is the first statement of a transaction,
+    its RELEASE would be a COMMIT, and a later refusal or rollback would leave half of the transaction.
+    """
+    transaction = connection.get_transaction()
+    if transaction is None or not transaction.is_active:
+        return
+    if verb.upper() == "SAVEPOINT" and connection.dialect.name == "sqlite":
+        driver = _sqlite_driver(connection)
+        if not (_begins_by_hand(driver) or driver.in_transaction):
+            connection.exec_driver_sql("BEGIN")
+    leases_on(connection).at_savepoint(verb.upper(), name)
+
+
 def on_end(transaction: Transaction, error: BaseException | None, *, commits: bool) -> None:
     leases: TransactionLeases | None = getattr(transaction.connection, _LEASES, None)
     if leases is None or transaction.is_active or leases.transaction() is not transaction:
@@ -197,7 +232,7 @@ def on_end(transaction: Transaction, error: BaseException | None, *, commits: bo
 
 def end_early(session: Session, *, committed: bool) -> None:
     """Let go of the leases under which a session has written in the outer transaction of a test."""
-    for connection in tuple(session.info.get(CONNECTIONS, ())):
+    for connection in tuple(notes_of(session).connections):
         if (leases := open_leases(connection)) is not None:
             delattr(connection, _LEASES)  # the next write uses the leases that are held then
             leases.end(committed=committed, in_doubt=False)
@@ -226,14 +261,23 @@ def refuse_autocommit(
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
     if (options.get("isolation_level") or isolation_on_connect(connection.dialect)) == "AUTOCOMMIT":
         return True
+    if connection.dialect.name == "sqlite":
+        own = _sqlite_driver(connection)  # in autocommit, too, a listener may have sent BEGIN
+        return _begins_by_hand(own) and not own.in_transaction
     driver: Any = connection.connection.dbapi_connection
-    if connection.dialect.name == "sqlite":  # in autocommit, too, a listener may have sent BEGIN
-        driver = getattr(driver, "driver_connection", driver)  # the connection of aiosqlite
-        by_itself = getattr(driver, "autocommit", None) is True or driver.isolation_level is None
-        return by_itself and not driver.in_transaction
     if connection.dialect.name in MYSQL:
         return hasattr(driver, "get_autocommit") and bool(driver.get_autocommit())
     return getattr(driver, "autocommit", None) is True
+
+
+def _sqlite_driver(connection: Connection) -> Any:
+    driver: Any = connection.connection.dbapi_connection
+    return getattr(driver, "driver_connection", driver)  # the connection of aiosqlite
+
+
+def _begins_by_hand(driver: Any) -> bool:
+    """Tell whether SQLite's driver never sends BEGIN; a listener of the program may."""
+    return getattr(driver, "autocommit", None) is True or driver.isolation_level is None
 
 
 NOT_INHERITED: Final = (
@@ -294,7 +338,7 @@ class TokenLookup:
         is_free = (
             self.is_optional
             and not self.hold_some
-            and not (resource is not None and was_left(resource, since=began(self._connection)))
+            and not (resource is not None and was_left(resource, since=started(self._connection)))
         )
         if is_free:
             report_without_lease(self.fenced.name, resource)
@@ -368,7 +412,7 @@ class TokenLookup:
         token = lease._token_to_write()
         if (
             self._claiming
-            and began(self._connection) < lease._granted_at
+            and started(self._connection) < lease._granted_at
             and keeps_snapshot(self._connection)
         ):
             detail = _OLD_SNAPSHOT.format(resource)

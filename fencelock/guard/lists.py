@@ -9,6 +9,7 @@ from typing import Any, Final
 import sqlalchemy as sa
 from sqlalchemy.sql import operators
 
+from fencelock.guard._sqlalchemy import with_values
 from fencelock.guard.conditions import GuardedStatement, Row, Rows, criteria_of, equality_binds, values_of
 from fencelock.guard.exact import holds
 from fencelock.guard.leases import TokenLookup
@@ -32,7 +33,7 @@ def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> 
     fence = form.source.c[form.fenced.fence.key]
     statement = form.statement.where(fence <= own)
     if form.assigns:
-        statement = statement.values({fence.key: own})
+        statement = with_values(statement, {fence.key: own})
     by_resource = {template.render(values): token for values, token in token_of.items()}
     return replace(form, statement=statement, listed=by_resource, own_token=own)
 

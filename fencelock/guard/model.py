@@ -7,12 +7,13 @@ dataclasses, which are unhashable.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any, ClassVar, Final
 from weakref import ref
 
 from sqlalchemy import BigInteger, Column, Join, Table, event, text
 from sqlalchemy.orm import Mapped, MappedAsDataclass, Mapper, mapped_column
+from sqlalchemy.orm.exc import UnmappedColumnError
 
 from fencelock.guard import tables
 from fencelock.guard._install import install
@@ -206,9 +207,7 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     tables.check_write_column(base, model.__name__)
     fenced = tables.registered(base)
     if fenced is None or said is not None:  # else the table or another model of it has named the resource
-        columns: Iterable[tuple[str, Any]] = mapper.columns.items()  # column_attrs would configure mappers
-        attributes = {name: column for name, column in columns if getattr(column, "table", None) is base}
-        template = tables.template_of(base, model.__name__, attributes, said)
+        template = tables.template_of(base, model.__name__, _attributes(mapper, base), said)
         if fenced is None:
             fenced = tables.register(tables.FencedTable(base, template))
         elif template.text != fenced.template.text:
@@ -219,9 +218,24 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     for table in mapper.tables:
         if isinstance(table, Table) and table is not base:
             tables.register_sub_table(table, fenced)
-    if mapper.base_mapper not in fenced.mappers():
-        fenced.of_models.append(ref(mapper.base_mapper))
+    _note_model(mapper, fenced)
     watch_mapper(mapper, fenced)
+
+
+def _attributes(mapper: Mapper[Any], table: Table) -> dict[str, Any]:
+    found = {}
+    for column in table.c:
+        with suppress(UnmappedColumnError):  # `column_attrs` would configure mappers
+            found[mapper.get_property_by_column(column).key] = column
+    return found
+
+
+def _note_model(mapper: Mapper[Any], fenced: tables.FencedTable) -> None:
+    """Note the class under which a session knows the objects of a table."""
+    while mapper.inherits is not None and not mapper.concrete:
+        mapper = mapper.inherits
+    if mapper not in fenced.mappers():
+        fenced.of_models.append(ref(mapper))
 
 
 def _mark_lease(model: type[Any], base: Table) -> None:

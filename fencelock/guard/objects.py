@@ -1,17 +1,17 @@
-"""The unit of work: each object brings the write id that it was loaded with into its statement.
+"""The unit of work: a flush writes a row only if the row has the write id with which its object was loaded.
 
-Before an object is written, its `last_write_id` becomes a `Stamp`, which `statements` finds among the
-parameters. If the parameters have only the key, `statements` finds the object in the session. A change in a
-joined sub-table writes the base row, too. So does a change in a collection or a link table if the row's lease
-is held.
+Before an object is written, what is expired is loaded, and its token and id are noted in the flush. The
+object gets the new id when the database has it. A change in a joined sub-table writes the base row, too. So
+does a change in a collection or a link table if the row's lease is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, Final, Literal
+from weakref import WeakKeyDictionary
 
-from sqlalchemy import event, inspect
+from sqlalchemy import event, inspect, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import InstanceState, Mapper, RelationshipDirection, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
@@ -21,7 +21,7 @@ from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
 from fencelock.guard.leases import TokenLookup, open_leases
-from fencelock.guard.sessions import SHIFTED, is_bypassed, join, owner_of
+from fencelock.guard.sessions import is_bypassed, join, notes_loads, notes_of, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
     NO_LEASE,
@@ -29,6 +29,7 @@ from fencelock.guard.tables import (
     WRITE_COLUMN,
     FencedTable,
     fenced_table,
+    is_one_of,
     new_write_id,
     shifted,
 )
@@ -41,28 +42,60 @@ if TYPE_CHECKING:
 _CHANGES_ONLY: Final = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """The flags with which an attribute returns its changes, and loads nothing."""
 
-_FLUSH: Final = "fencelock.flush"
-"""The key in `session.info` of a flush's tokens by table and connection; None if the guard is bypassed."""
+
+class Written:
+    """A row that a flush writes."""
+
+    __slots__ = ("is_sent", "is_updated", "key", "loaded", "now", "state", "token")
+
+    def __init__(self, state: _State, key: tuple[Any, ...], token: int, loaded: int) -> None:
+        self.state = state
+        self.key = key
+        self.token = token
+        self.loaded = self.now = loaded  # the write id of the object, and of the row as the flush goes on
+        self.is_updated = False  # by an UPDATE of this object's own changes
+        self.is_sent = False  # whether the database has the new id
 
 
-class Stamp(int):
-    """The id of a write, with the id that it replaces (None if that is unknown), and its token."""
+class FlushTokens(TokenLookup):
+    """The tokens of one flush for the rows of a table, and what it writes there."""
 
-    loaded: int | None
-    token: int
+    __slots__ = ("gone", "rows", "sending")
 
-    def __reduce__(self) -> Any:
-        return int, (int(self),)
+    def __init__(self, connection: Connection, fenced: FencedTable) -> None:
+        super().__init__(connection, fenced)
+        self.rows: dict[tuple[Any, ...], Written] = {}  # by primary key
+        self.sending: list[Written] = []  # the rows of the last statement
+        self.gone: set[tuple[Any, ...]] = set()  # rows that the session itself has deleted before
 
+    def find(self, connection: Connection, key: tuple[Any, ...]) -> Written:
+        """Return a row that no listener has noted: of a `post_update`, or of a new object in its place."""
+        state = object_of(connection, self.fenced, key)
+        if state is None:
+            raise UnfencedWriteError(
+                f"a flush writes to the row {key!r} of {self.fenced.name!r}, and has no object of it"
+            )
+        return _watches[state.mapper].note(self, state, key)
 
-def new_stamp(write_id: int, token: int, loaded: int | None) -> Stamp:
-    made = Stamp(write_id)
-    made.token, made.loaded = token, loaded
-    return made
+    def note_sent(self, write_id: int) -> None:
+        """Give the objects of the last UPDATE the write id, and the fence, that the database has now."""
+        session = self.sending[0].state.session
+        deleted = session.deleted if session is not None else ()
+        for written in self.sending:
+            written.now, written.is_sent = write_id, True
+            state: _State | None = written.state
+            if session is not None and not written.is_updated and written.state.obj() in deleted:
+                state = _pending(
+                    session, self.fenced, written.key
+                )  # a new object of the row, if there is one
+            if state is not None:
+                state.dict[WRITE_COLUMN] = write_id
+                if written.token != NO_LEASE:
+                    state.dict[FENCE_COLUMN] = written.token
 
 
 def on_flush(session: Session, *_: object) -> None:
-    session.info[_FLUSH] = {}
+    notes_of(session).flush.clear()
 
 
 def on_undone(_session: Session, instance: object) -> None:
@@ -73,7 +106,7 @@ def on_undone(_session: Session, instance: object) -> None:
             state.dict.pop(name, None)
 
 
-def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> TokenLookup | None:
+def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, Any]) -> FlushTokens | None:
     """Return the tokens of the flush that executes this statement; None without a flush, or if bypassed.
 
     Bulk operations are no flush. Statements that the program's listeners execute belong to no flush.
@@ -81,19 +114,19 @@ def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, 
     cache, session = options.get("compiled_cache"), owner_of(connection)
     if cache is None or session is None or not executes_flush(session):
         return None
-    if not any(cache is cache_of(mapper) for mapper in fenced.mappers()):
+    if not any(cache is cache_of(mapper.base_mapper) for mapper in fenced.mappers()):
         return None
     return _tokens(session, connection, fenced)
 
 
-def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> TokenLookup | None:
+def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> FlushTokens | None:
     """Return a flush's tokens for rows of a table, or None where the connection bypasses the guard."""
-    found: dict[Any, TokenLookup | None] = session.info.setdefault(_FLUSH, {})
+    found: dict[Any, FlushTokens | None] = notes_of(session).flush
     key = fenced, connection
     if key not in found:
         join(connection, session)  # another session may have used the connection since
         bypassed = is_bypassed(connection.get_execution_options(), connection)
-        found[key] = None if bypassed else TokenLookup(connection, fenced)
+        found[key] = None if bypassed else FlushTokens(connection, fenced)
     return found[key]
 
 
@@ -102,17 +135,33 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
     if session is None:
         return None
     leases = open_leases(connection)
-    shard = None if leases is None else leases.shard
-    for mapper in fenced.mappers():
+    shard, mappers = None if leases is None else leases.shard, fenced.mappers()
+    for mapper in mappers:
         known = session.identity_map.get(mapper.identity_key_from_primary_key(key, identity_token=shard))
         if known is not None:
             found: _State = inspect(known)
             return found
-    for new in session.new if executes_flush(session) else ():  # inserted by this flush
+    if not executes_flush(session):
+        return None
+    # For the DELETE of an object of a shard, a `post_update` comes before the event that tells the shard.
+    own = [each for each in session.deleted if inspect(each).identity == key and _is_of(each, fenced)]
+    return inspect(own[0]) if own else _pending(session, fenced, key)
+
+
+def _pending(session: Session, fenced: FencedTable, key: tuple[Any, ...]) -> _State | None:
+    """Return the object that this flush inserts with a key."""
+    for new in session.new:
         state: _State = inspect(new)
-        if fenced.table in state.mapper.tables and tuple(state.mapper.primary_key_from_instance(new)) == key:
+        if _is_of(new, fenced) and tuple(state.mapper.primary_key_from_instance(new)) == key:
             return state
     return None
+
+
+def _is_of(instance: object, fenced: FencedTable) -> bool:
+    return fenced.table in inspect(instance).mapper.tables
+
+
+_watches: Final[WeakKeyDictionary[Mapper[Any], _Watch]] = WeakKeyDictionary()
 
 
 def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
@@ -121,7 +170,7 @@ def watch_mapper(mapper: Mapper[Any], fenced: FencedTable) -> None:
     The listener for UPDATEs is called last, just before an object's columns are read, so it sees the changes
     of other listeners and of cascades. With `retval`, SQLAlchemy calls our functions without a wrapper.
     """
-    watch = _Watch(mapper, fenced)
+    watch = _watches[mapper] = _Watch(mapper, fenced)
     for name in ("before_insert", "after_insert", "before_update", "before_delete"):
         event.listen(mapper, name, getattr(watch, name), raw=True, retval=True)
     event.listen(mapper, "mapper_configured", watch.on_configured)
@@ -137,14 +186,17 @@ def _aging_of(mapper: Mapper[Any]) -> set[str]:
 class _Watch:
     """Gives the objects of one mapper their tokens and write ids before they are written."""
 
-    __slots__ = ("_aging", "_fenced", "_resource_names")
+    __slots__ = ("_aging", "_first", "_resource_names", "fenced")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
-        columns: list[tuple[str, Any]] = list(mapper.columns.items())
-        own = {column: key for key, column in columns if getattr(column, "table", None) is fenced.table}
-        self._fenced = fenced
+        keys = (column for table in mapper.tables for column in table.primary_key)
+        names = (mapper.get_property_by_column(column).key for column in keys)
+        self.fenced = fenced
         self._aging = _aging_of(mapper)
-        self._resource_names = tuple(own[column] for column in fenced.template.columns.values())
+        self._first = (*dict.fromkeys(names), WRITE_COLUMN)  # what an UPDATE or DELETE needs
+        self._resource_names = tuple(
+            mapper.get_property_by_column(column).key for column in fenced.template.columns.values()
+        )
 
     def on_configured(self, mapper: Mapper[Any], model: Any) -> None:
         """Move our listener for UPDATEs behind all others, which may change more columns; watch write ids."""
@@ -159,15 +211,14 @@ class _Watch:
             # Replace a fence that a form may have assigned. A program sets a fence with a statement instead.
             state.dict[FENCE_COLUMN], state.dict[WRITE_COLUMN] = 0, new_write_id()
             return
-        token = self._token_for(tokens, state)
-        state.dict[WRITE_COLUMN] = new_stamp(tokens.write_id, token, None)
-        state.dict[FENCE_COLUMN] = token
+        state.dict[FENCE_COLUMN] = self._token_for(tokens, state)
+        state.dict[WRITE_COLUMN] = tokens.write_id
 
     def after_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:
             values = loaded_values(self._resource_names, state)
             if values is not None:
-                tokens.leases.unlockable.add(self._fenced.template.render(values))
+                tokens.leases.unlockable.add(self.fenced.template.render(values))
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
@@ -182,54 +233,69 @@ class _Watch:
         ):
             return
         if tokens is None:
+            self._load(state)
             current[WRITE_COLUMN] = new_write_id()
         else:
-            current[WRITE_COLUMN] = stamp = self._stamp(tokens, state, current)
-            if stamp.token != NO_LEASE:
-                current[FENCE_COLUMN] = stamp.token
+            self.note(tokens, state, state.key[1]).is_updated = True  # type: ignore[index]
         state.committed_state[WRITE_COLUMN] = NO_VALUE  # marks the id as changed, so that the row is written
 
     def before_delete(self, _mapper: object, connection: Connection, state: _State) -> None:
         tokens = self._tokens(connection, state)
         if tokens is not None:
-            state.dict[WRITE_COLUMN] = self._stamp(tokens, state, state.dict)
+            key: tuple[Any, ...] = state.key[1]  # type: ignore[index]
+            self.note(tokens, state, key)
+            if state.was_deleted:
+                tokens.gone.add(key)
 
-    def _tokens(self, connection: Connection, state: _State) -> TokenLookup | None:
+    def _tokens(self, connection: Connection, state: _State) -> FlushTokens | None:
         session = state.session
         assert session is not None  # noqa: S101  an object that is being flushed has a session
-        tokens = _tokens(session, connection, self._fenced)
+        tokens = _tokens(session, connection, self.fenced)
         if tokens is not None:
             tokens.leases.shard = state.identity_token
         return tokens
 
-    def _stamp(self, tokens: TokenLookup, state: _State, current: Mapping[str, Any]) -> Stamp:
-        """Return the stamp for an object that has a row.
+    def note(self, tokens: FlushTokens, state: _State, key: tuple[Any, ...]) -> Written:
+        """Note the token of an object's row and the id that the object was loaded with.
 
-        An expired object that was only assigned to has no old values, so it needs no write id. An object
-        that was loaded without its write id is refused.
+        What is expired is loaded now, and not between this and the statement, as by SQLAlchemy's version
+        counter. An object that was loaded without its write id is refused.
         """
+        known = tokens.rows.get(key)
+        if known is not None and known.state is state:
+            return known
         token = self._token_for(tokens, state)  # this may load an expired object
-        loaded = current.get(WRITE_COLUMN)
-        if loaded is None and any(_was_loaded(state, key) for key in self._aging):
+        if WRITE_COLUMN not in state.dict and any(_was_loaded(state, each) for each in self._aging):
             error = UnfencedWriteError(
                 f"this {state.mapper.class_.__name__} was loaded without {WRITE_COLUMN}, so the guard "
                 "cannot tell its version: load that column with the others, or load the object again"
             )
-            report(error, table=self._fenced.name)
+            report(error, table=self.fenced.name)
             raise error
-        return new_stamp(tokens.write_id, token, None if loaded is None else int(loaded))
+        self._load(state)
+        loaded = state.dict[WRITE_COLUMN]
+        written = tokens.rows[key] = Written(state, key, token, NO_VERSION if loaded is None else int(loaded))
+        if known is not None:  # of an object of another class, or with another identity token
+            is_same = known.is_sent and known.loaded == written.loaded
+            written.now = known.now if is_same else NO_VERSION
+        return written
+
+    def _load(self, state: _State) -> None:
+        for name in self._first:
+            if name not in state.dict:
+                getattr(state.obj(), name)
 
     def _token_for(self, tokens: TokenLookup, state: _State) -> int:
         try:
             values = loaded_values(self._resource_names, state)
             return self._unnamed(tokens, state) if values is None else tokens.of_row(values)
         except FenceError as error:
-            report(error, table=self._fenced.name)
+            report(error, table=self.fenced.name)
             raise
 
     def _unnamed(self, tokens: TokenLookup, state: _State) -> int:
         """Return the token of a row whose resource gets its name from a default or from the database."""
-        template, is_new, values = self._fenced.template, state.key is None, []
+        template, is_new, values = self.fenced.template, state.key is None, []
         for name, column in zip(self._resource_names, template.columns.values(), strict=True):
             value = state.dict.get(name)
             if value is None and is_new and isinstance(column.default, ScalarElementColumnDefault):
@@ -237,7 +303,7 @@ class _Watch:
             makes = column.primary_key or column.default is not None or column.server_default is not None
             if value is None and column.nullable and not (is_new and makes):
                 raise UnfencedWriteError(
-                    f"{name} of this row of {self._fenced.name!r} is NULL, so that {template.text!r} names "
+                    f"{name} of this row of {self.fenced.name!r} is NULL, so that {template.text!r} names "
                     f"no resource and no lease can guard the row: name the resource by columns that are "
                     f"never NULL, such as the primary key, or give {name} a value that stands for none"
                 )
@@ -306,20 +372,40 @@ def on_merged(given: _State, values: Mapping[str, Any], into: _State, current: d
 
 def on_row(context: Any, state: _State, before: int | None, found: int | None) -> int | None:
     """Note the id of a loaded row, and whether it contradicts an assigned one; return the id to keep."""
-    if type(before) is Stamp and found == before.loaded:
-        return before  # the object is being flushed, but its row was not written yet
-    was_assigned = type(before) is int and state.committed_state.get(WRITE_COLUMN) is NO_VALUE
+    was_assigned = before is not None and state.committed_state.get(WRITE_COLUMN) is NO_VALUE
     context.attributes[WRITE_COLUMN, state] = found, was_assigned and before != found
     return found
 
 
-def _on_refresh(state: InstanceState[Any], context: Any, names: Collection[str] | None) -> None:
+def loading_in(session: Session | None) -> Callable[[_State], None] | None:
+    """Return what is to be called with each object that a session loads now; or None."""
+    return notes_of(session).loaded.add if session is not None and notes_loads(session) else None
+
+
+def _follow(state: _State, current: dict[str, Any]) -> None:
+    """Shift the write id of an object to which SQLAlchemy has just applied an UPDATE."""
+    session: Session | None = state.session
+    shift = None if session is None else notes_of(session).shift
+    before = current.get(WRITE_COLUMN)
+    if session is None or shift is None or not isinstance(before, int):
+        return
+    after = shifted(before, shift.by)
+    if state.expired_attributes and (connection := shift.connection()) is not None:
+        # SQLAlchemy applies an UPDATE to each object for which it cannot evaluate the criteria.
+        fenced = _watches[state.mapper].fenced
+        query = select(fenced.write).where(is_one_of(tuple(fenced.table.primary_key), [state.key[1]]))  # type: ignore[index]
+        found = connection.scalar(query)
+        after = found if found in {before, after} else NO_VERSION
+    current[WRITE_COLUMN] = after
+    if session.in_nested_transaction():
+        notes_of(session).loaded.add(state)
+
+
+def _on_refresh(state: _State, context: Any, names: Collection[str] | None) -> None:
     """Set the write id of a loaded object: `NO_VERSION` if it mixes versions; shifted after an UPDATE."""
     current = state.dict
-    if context is None:  # an UPDATE by criteria is applied to the objects that it has matched
-        by = None if state.session is None else state.session.info.get(SHIFTED)
-        if by and isinstance(current.get(WRITE_COLUMN), int):
-            current[WRITE_COLUMN] = shifted(current[WRITE_COLUMN], by)
+    if context is None:
+        _follow(state, current)
         return
     for made in state.mapper.composites:
         if names is None or not {column.key for column in made.props}.isdisjoint(names):

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
-from sqlalchemy import inspect
-from sqlalchemy.engine import Connection
-from sqlalchemy.orm import Session, SessionTransaction
+from sqlalchemy.engine import Connection, Transaction
+from sqlalchemy.orm import InstanceState, Session, SessionTransaction
 
 from fencelock._engines import is_async_scoped, is_async_session
 from fencelock._owners import current_owner
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import executes_flush
+from fencelock.guard.tables import new_write_id
 from fencelock.lease import latest_session
 
 if TYPE_CHECKING:
@@ -32,14 +32,31 @@ if TYPE_CHECKING:
 
 _SESSIONS: Final = "_fencelock_sessions"
 """The attribute of a connection with the sessions that have used it; the latest is last."""
-_BEGAN: Final = "_fencelock_began"
-"""The attribute of a connection with the time when a session last began on it."""
-CONNECTIONS: Final = "fencelock.connections"
-"""The key in `session.info` of the connections on which the session has begun."""
-_CLAIMED: Final = "fencelock.claimed"
-"""The key in `session.info` of the objects that were claimed in a savepoint."""
-SHIFTED: Final = "fencelock.moved"
-"""The key in `session.info` of the number by which the session's last statement shifts write ids."""
+_STARTED: Final = "_fencelock_started"
+"""The attribute of a connection with the time of the first statement of a transaction."""
+_NOTES: Final = "_fencelock_notes"
+"""The attribute of a session with its `Notes`."""
+
+
+class Shift(NamedTuple):
+    """The number by which a statement shifts write ids, and that statement's last criterion."""
+
+    by: int
+    criterion: object
+    connection: ReferenceType[Connection]
+
+
+class Notes:
+    """What the guard knows of a session beyond one transaction of a connection."""
+
+    __slots__ = ("connections", "flush", "loaded", "shift", "writes")
+
+    def __init__(self) -> None:
+        self.connections: WeakSet[Connection] = WeakSet()  # those on which the session has begun
+        self.flush: dict[Any, Any] = {}  # the `objects.FlushTokens` of each table and connection
+        self.shift: Shift | None = None  # of the last statement
+        self.writes = False  # whether the guard has written something inside a savepoint
+        self.loaded: WeakSet[InstanceState[Any]] = WeakSet()  # objects that were loaded there afterwards
 
 
 def blocking(target: object) -> Session | Connection:
@@ -78,15 +95,33 @@ def in_both_worlds(function: Callable[..., Any]) -> Callable[..., Any]:
 def on_begin(session: Session, transaction: SessionTransaction, connection: Connection) -> None:
     join(connection, session)
     if not transaction.nested:
-        setattr(connection, _BEGAN, time.monotonic())
+        notes = notes_of(session)
+        notes.writes, notes.shift = False, None
+        notes.loaded.clear()
     latest_session.set(ref(session))
-    session.info.setdefault(CONNECTIONS, WeakSet()).add(connection)
+    notes_of(session).connections.add(connection)
 
 
-def began(connection: Connection) -> float:
-    """Return when a session last began on a connection, by `time.monotonic`; infinity if none has begun."""
-    known: float = getattr(connection, _BEGAN, math.inf)
-    return known
+def notes_of(session: Session) -> Notes:
+    found: Notes | None = getattr(session, _NOTES, None)
+    if found is None:
+        found = Notes()
+        setattr(session, _NOTES, found)
+    return found
+
+
+def note_start(connection: Connection) -> None:
+    """Note the time of a transaction's first statement, before which no snapshot of it can be."""
+    transaction = connection.get_transaction()
+    known: tuple[ReferenceType[Transaction], float] | None = getattr(connection, _STARTED, None)
+    if transaction is not None and (known is None or known[0]() is not transaction):
+        setattr(connection, _STARTED, (ref(transaction), time.monotonic()))
+
+
+def started(connection: Connection) -> float:
+    """Return when a connection's transaction sent its first statement; infinity if it has sent none."""
+    transaction, when = getattr(connection, _STARTED, (None, math.inf))
+    return when if transaction is not None and transaction() is connection.get_transaction() else math.inf
 
 
 def join(connection: Connection, session: Session) -> None:
@@ -105,7 +140,7 @@ def owner_of(connection: Connection) -> Session | None:
         for reference in known
         if (each := reference()) is not None
         and each.in_transaction()
-        and connection in each.info.get(CONNECTIONS, ())
+        and connection in notes_of(each).connections
     ]
     if len(users) > 1:
         users = [each for each in users if executes_flush(each)] or users
@@ -113,28 +148,54 @@ def owner_of(connection: Connection) -> Session | None:
 
 
 def connections_of(session: Session) -> list[Connection]:
-    begun = session.info.get(CONNECTIONS, ()) if session.in_transaction() else ()
+    begun = notes_of(session).connections if session.in_transaction() else ()
     return [each for each in begun if each.in_transaction()]
 
 
-def note_claimed(session: Session, claimed: Iterable[object]) -> None:
-    """Note the objects that a savepoint has claimed, because its rollback does not reset their write ids."""
-    if session.in_nested_transaction():
-        session.info.setdefault(_CLAIMED, WeakSet()).update(map(inspect, claimed))
+def note_write(connection: Connection) -> None:
+    """Note that the guard has written; see `notes_loads`."""
+    if connection.in_nested_transaction() and (session := owner_of(connection)) is not None:
+        notes_of(session).writes = True
+
+
+def notes_loads(session: Session | None) -> bool:
+    """Tell whether loaded objects are to be noted, because they may show what a savepoint undoes.
+
+    SQLAlchemy expires an object at the rollback of a savepoint only if the unit of work has changed it there.
+    An object that was loaded there after another write would keep values, and a write id, of no row.
+    """
+    return session is not None and session.in_nested_transaction() and notes_of(session).writes
 
 
 def on_soft_rollback(session: Session, transaction: SessionTransaction) -> None:
+    notes = notes_of(session)
+    notes.shift = None
     if transaction.nested:
-        for state in session.info.pop(_CLAIMED, ()):
-            if (known := state.obj()) in session:
+        for state in tuple(notes.loaded):
+            if (known := state.obj()) is not None and known in session:
                 session.expire(known)
+        notes.loaded.clear()
 
 
-def note_shift(connection: Connection, by: int) -> None:
-    """Note the number by which a statement shifts write ids; `objects` adds it to those of loaded objects."""
-    session = owner_of(connection)
+def note_shift(connection: Connection, criterion: object = None) -> int:
+    """Return a number by which a statement shifts write ids; `objects` adds it to those of loaded objects.
+
+    `update(Model)` with a list of rows sends several statements and applies them to the objects afterwards.
+    They have one criterion, and get one number.
+    """
+    by, session = new_write_id(), owner_of(connection)
     if session is not None:
-        session.info[SHIFTED] = by
+        notes = notes_of(session)
+        known = notes.shift
+        if known is None or criterion is None or known.criterion is not criterion:
+            known = notes.shift = Shift(by, criterion, ref(connection))
+        by = known.by
+    return by
+
+
+def note_no_shift(connection: Connection) -> None:
+    if (session := owner_of(connection)) is not None:
+        notes_of(session).shift = None
 
 
 BYPASS: Final = "bypass"

@@ -24,12 +24,11 @@ from fencelock.guard.conditions import LOADED_BIND, TOKEN_OPTION, GuardedStateme
 from fencelock.guard.exact import TOKEN_BIND
 from fencelock.guard.leases import TokenLookup, note_token, refuse_autocommit
 from fencelock.guard.lists import with_own_tokens
-from fencelock.guard.objects import Stamp, flush_of, loaded_values, new_stamp, object_of
+from fencelock.guard.objects import FlushTokens, flush_of, loaded_values, object_of
 from fencelock.guard.refused import refuse
-from fencelock.guard.sessions import is_bypassed, note_shift, refuse_bypass
+from fencelock.guard.sessions import is_bypassed, note_no_shift, note_shift, note_write, refuse_bypass
 from fencelock.guard.tables import (
     NO_LEASE,
-    WRITE_COLUMN,
     FencedTable,
     base_of,
     fenced_table,
@@ -73,14 +72,22 @@ def guarding(execute: _Execute) -> _Execute:
         merged = merged.union({GUARDED: True})
         result = private.execute_unguarded(connection, statement, rows, merged)
         _keep_loaded_ids(result, statement, fenced)
-        refusal = verdict and verdict.of(result)
-        if refusal:
-            result.close()
-            refuse(connection, refusal)
-            raise refusal
+        if verdict is not None:
+            _judge(connection, result, verdict)
+        note_write(connection)
         return result
 
     return guarded
+
+
+def _judge(connection: Connection, result: CursorResult[Any], verdict: Verdict) -> None:
+    refusal, form = verdict.of(result), verdict.form
+    if refusal:
+        result.close()
+        refuse(connection, refusal)
+        raise refusal
+    if verdict.flush is not None and form.assigns:
+        verdict.flush.note_sent(verdict.rows[0][form.fenced.write.key])
 
 
 def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
@@ -108,14 +115,15 @@ def _bypassing(
     """Return a statement that bypasses the guard. Most UPDATEs still give their rows new write ids."""
     if options.get(TOKEN_OPTION) is not None:
         refuse_bypass(options, connection)
-    by = 0
     if fenced is not None and isinstance(statement, Update):  # a joined sub-table has no ids
         assigned = {conditions.key_of(column) for column, _ in private.values_in(statement)}
-        brings_its_own = fenced.write.key in assigned.union(*rows[:1])
-        if not (brings_its_own or conditions.CLAIM_OPTION in options or private.keeps_order(statement)):
-            by = new_write_id()
+        if fenced.write.key in assigned.union(*rows[:1]) or conditions.CLAIM_OPTION in options:
+            note_no_shift(connection)
+        else:
+            by = note_shift(connection, next(reversed(private.where_of(statement)), None))
             statement = conditions.shift_ids(statement, fenced, literal(by, BigInteger))
-    note_shift(connection, by)
+    else:
+        note_no_shift(connection)
     return statement
 
 
@@ -132,83 +140,55 @@ def _guarded(
     if isinstance(statement, Insert):
         return statement, _stamp_insert(statement, fenced, rows, lookup), None
     if flush is not None:
-        stamped, origin = _unpack_stamps(connection, statement, fenced, rows, flush)
-        form = conditions.form_of(statement, fenced, origin)
+        form, stamped = _of_flush(connection, statement, fenced, rows, flush)
     else:
-        origin = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
+        origin: Origin = "claim" if conditions.CLAIM_OPTION in options else "explicit" if given else "core"
         form = conditions.form_of(statement, fenced, origin)
         if given is None:
             form = with_own_tokens(form, rows, lookup)
         stamped = _stamp_rows(connection, form, rows, lookup)
     if form.assigns:
         conditions.refuse_moving(fenced, rows[0])
-    verdict = Verdict(form, stamped, connection, options)
+    verdict = Verdict(form, stamped, connection, options, flush)
     if (refusal := verdict.check_before()) is not None:
         raise refusal
     return form.statement, stamped, verdict
 
 
-def _unpack_stamps(
-    connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], tokens: TokenLookup
-) -> tuple[Sequence[dict[str, Any]], Origin]:
-    """Replace the stamps in a flush's rows by parameters, in place, because only the flush has the rows."""
-    fence, write, write_id = fenced.fence.key, fenced.write.key, tokens.write_id
-    assigns, origin = isinstance(statement, Update), "objects"
-    if assigns and write not in rows[0] and fenced.is_strict:
-        # A `post_update` after an UPDATE of the same flush, which has given the row the flush's id. A strict
-        # trigger refuses an UPDATE that leaves the id unchanged.
-        write_id = new_write_id()
+def _of_flush(
+    connection: Connection, statement: Any, fenced: FencedTable, rows: Sequence[Any], flush: FlushTokens
+) -> tuple[GuardedStatement, Rows]:
+    """Give a flush's rows their tokens and write ids, in place, because only the flush has the rows.
+
+    An UPDATE without a write id is a `post_update`, or writes a new object over the row of a deleted one. It
+    gets an id of its own, because a trigger takes an UPDATE that leaves the id alone for another program's.
+    """
+    form = conditions.form_of(statement, fenced, "flush")
+    fence, write, identity, noted = fenced.fence.key, fenced.write.key, form.identity, flush.rows
+    write_id = flush.write_id if not form.assigns or write in rows[0] else new_write_id()
+    flush.sending.clear()
     for row in rows:
-        stamp = row.get(write)
-        if type(stamp) is not Stamp or stamp.loaded is None:
-            form = conditions.form_of(statement, fenced, "objects")
-            stamp = _stamp_of(connection, form, row, tokens, write_id)
-            if stamp.loaded is None:
-                origin = "blind"
-        row[TOKEN_BIND] = stamp.token
-        row[LOADED_BIND] = stamp.loaded
-        stamp.loaded = write_id  # a second statement of this flush finds this id in the row
-        if assigns:
+        key = identity(row)
+        written = noted.get(key) or flush.find(connection, key)
+        flush.sending.append(written)
+        row[TOKEN_BIND] = written.token
+        row[LOADED_BIND] = written.now
+        if form.assigns:
             row[write] = write_id
             row.pop(fence, None)
             if not fenced.is_optional:
-                row[fence] = stamp.token
-    return rows, origin  # type: ignore[return-value]
-
-
-def _stamp_of(
-    connection: Connection, form: GuardedStatement, row: dict[str, Any], tokens: TokenLookup, write_id: int
-) -> Stamp:
-    """Return the stamp of a row that has none, or whose stamp lacks the id that was loaded.
-
-    A DELETE, a `post_update` and an object that a listener has changed have no stamp. The stamp of a new
-    object that replaces a deleted one lacks the id.
-    """
-    state = object_of(connection, form.fenced, form.identity(row)) if form.key else None
-    known = None if state is None else state.dict.get(WRITE_COLUMN)
-    stamp = row.get(form.fenced.write.key)
-    if type(stamp) is Stamp:
-        stamp.loaded = None if known is stamp or known is None else int(known)
-        if type(known) is Stamp:  # the stamp of the deleted object
-            stamp.loaded = known.loaded
-        return stamp
-    if type(known) is Stamp and known == write_id:
-        return known
-    loaded = tokens.write_id if state is None else None if known is None else int(known)
-    made = new_stamp(write_id, _token_of(form, tokens, row, state), loaded)
-    if state is not None and form.assigns:
-        state.dict[WRITE_COLUMN] = made
-    return made
+                row[fence] = written.token
+    return form, rows
 
 
 def _stamp_rows(
     connection: Connection, form: GuardedStatement, rows: Rows, lookup: TokenLookup
 ) -> list[dict[str, Any]]:
     fenced = form.fenced
-    by = new_write_id()
+    by = note_shift(connection, form.where[-1] if form.where else None) if form.shifts_ids else new_write_id()
     stamped = []
     if not form.is_optional:
-        lookup.is_optional = False  # an UPDATE with ordered values, for instance, always needs a token
+        lookup.is_optional = False
     for given in rows:
         row = dict(given)
         state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None
@@ -218,7 +198,6 @@ def _stamp_rows(
                 row[fenced.fence.key] = row[TOKEN_BIND]
             row[conditions.SHIFT_BIND if form.shifts_ids else fenced.write.key] = by
         stamped.append(row)
-    note_shift(connection, by if form.shifts_ids else 0)
     return stamped
 
 
@@ -270,8 +249,8 @@ def _check_sub_table(
             continue
         if (session := state.session) is not None and state.obj() in session.deleted:
             continue
-        stamp = state.dict.get(WRITE_COLUMN)
-        if type(stamp) is not Stamp or stamp != flush.write_id:
+        written = None if state.key is None else flush.rows.get(state.key[1])
+        if state.key is not None and (written is None or not written.is_updated):
             raise UnfencedWriteError(
                 f"a relationship with post_update writes to {table.name!r} and leaves {base.name!r} alone, "
                 f"where the fence of its rows is; set the foreign key on the objects that have it, or do "
@@ -292,14 +271,10 @@ def _stamp_insert(
     own = {conditions.key_of(column): value for column, value in private.values_in(statement)}
     conditions.refuse_fence_assignment(own, fenced)
     stamped = []
-    write_id = lookup.write_id
+    write_id, is_of_flush = lookup.write_id, isinstance(lookup, FlushTokens)
     for row in rows:
         made = {**row}
-        stamp = row.get(fenced.write.key)
-        if type(stamp) is Stamp:
-            made[fenced.fence.key] = stamp.token
-            stamp.loaded = write_id  # a second statement of the flush finds this id in the row
-        else:
+        if not (is_of_flush and fenced.fence.key in row):  # else the object's listener has found its token
             made[fenced.fence.key] = _new_row_token(lookup, {**own, **row})
         made[fenced.write.key] = write_id
         stamped.append(made)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from secrets import randbelow
 from string import Formatter
@@ -30,8 +30,9 @@ from sqlalchemy import (
     Table,
     Uuid,
     text,
+    tuple_,
 )
-from sqlalchemy.sql import FromClause
+from sqlalchemy.sql import ColumnElement, FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 from sqlalchemy.types import TypeDecorator, TypeEngine
 
@@ -395,3 +396,9 @@ def template_of(
             f"UUIDs or dates"
         )
     return ResourceTemplate(template, {name: attributes[name] for name in names})
+
+
+def is_one_of(
+    key: Sequence[ColumnElement[Any]], identities: Iterable[tuple[Any, ...]]
+) -> ColumnElement[bool]:
+    return tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])

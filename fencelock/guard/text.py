@@ -13,8 +13,9 @@ from typing import Any, Final
 from sqlalchemy import DDL
 
 from fencelock.errors import UnfencedWriteError
+from fencelock.guard.leases import on_savepoint
 from fencelock.guard.refused import refuse
-from fencelock.guard.sessions import is_bypassed
+from fencelock.guard.sessions import is_bypassed, note_start
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
@@ -41,6 +42,9 @@ _WRITES: Final = re.compile(
     r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
     r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
 )
+_SAVEPOINT: Final = re.compile(
+    rf"(?i)\s*(savepoint|rollback|release)(?:\s+to)?(?:\s+savepoint)?\s+({_NAME})\s*;?\s*\Z"
+)
 _LONG: Final = 4096  # statements with more characters are not cached, and are searched at each execution
 _ORDINARY: Final = re.compile(r"(?i)(?:select|with|values|insert|replace|update|delete)\b")
 _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|comment|grant|revoke)\b")
@@ -49,9 +53,13 @@ _DEFINES: Final = re.compile(r"(?i)\s*(?:create|alter(?!.*\btruncate\b)|drop|com
 def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
     """Refuse an unguarded statement that may write to a fenced table: an event of SQLAlchemy's dialect."""
     context = rest[-1]
-    if context is None or GUARDED in context.execution_options:
+    if context is None:
         return
-    if statement.startswith("SELECT") and ";" not in statement:
+    note_start(context.root_connection)
+    if GUARDED in context.execution_options or (statement.startswith("SELECT") and ";" not in statement):
+        return
+    if (savepoint := _SAVEPOINT.match(statement)) is not None:
+        on_savepoint(context.root_connection, *savepoint.groups())
         return
     if is_bypassed(context.execution_options, context.root_connection):
         return

@@ -6,18 +6,19 @@ statement names each row by its key, and the driver has counted all of them, no 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
-from sqlalchemy import Select, literal, not_, or_, select, tuple_
+from sqlalchemy import Select, literal, not_, or_, select
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ColumnElement
 
 from fencelock.errors import FenceError, StaleReadError, StaleTokenError, UnfencedWriteError
 from fencelock.guard.conditions import LOADED_BIND, GuardedStatement, Row, values_of
 from fencelock.guard.exact import TOKEN_BIND, holds, newest
-from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, TRANSLATED, FencedTable
+from fencelock.guard.objects import FlushTokens
+from fencelock.guard.tables import FENCE_COLUMN, NO_LEASE, TRANSLATED, FencedTable, is_one_of
 
 KEYS_PER_QUERY: Final = 500
 
@@ -30,6 +31,7 @@ class Verdict:
     rows: Sequence[Row]
     connection: Connection
     options: Mapping[str, Any]
+    flush: FlushTokens | None
 
     def of(self, result: CursorResult[Any]) -> FenceError | None:
         """Return the error of an executed statement: a row was refused, or a flushed object has none."""
@@ -50,6 +52,8 @@ class Verdict:
         moves_key = any(column.key in self.rows[0] for column in self.form.fenced.table.primary_key)
         is_gone = self.form.assigns and len(present) < len(self.rows) and not moves_key
         is_missed = self.form.is_of_flush and (is_short or (is_gone and not is_counted))
+        if is_counted and self._gone == len(self.rows) - result.rowcount:
+            return None
         return self._missing_rows(present) if is_missed else None
 
     def check_before(self) -> FenceError | None:
@@ -68,8 +72,14 @@ class Verdict:
         deletes_objects = not self.form.assigns and self.form.key and self.form.is_of_flush
         if deletes_objects and not self._counts():
             present = self._rows_present(lock=True)
-            return self._missing_rows(present) if len(present) < len(self.rows) else None
+            return self._missing_rows(present) if len(present) + self._gone < len(self.rows) else None
         return None
+
+    @property
+    def _gone(self) -> int:
+        """How many of the rows the session itself has deleted before, as by a cascade after a DELETE."""
+        gone = self.flush.gone if self.flush is not None else ()
+        return sum(self.form.identity(row) in gone for row in self.rows) if gone else 0
 
     def _counts(self) -> bool:
         """Tell whether the driver counts the rows of these executions."""
@@ -169,9 +179,3 @@ def without_fence(fenced: FencedTable, identity: tuple[Any, ...]) -> FenceError:
         f"{FENCE_COLUMN} was made without NOT NULL DEFAULT 0, as op.add_fence() makes it; in the rows that "
         f"have none, SET {FENCE_COLUMN} = 0, and then make it NOT NULL"
     )
-
-
-def is_one_of(
-    key: Sequence[ColumnElement[Any]], identities: Iterable[tuple[Any, ...]]
-) -> ColumnElement[bool]:
-    return tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])

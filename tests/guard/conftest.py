@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
+from weakref import WeakKeyDictionary
 
 import pytest
-from sqlalchemy import Engine, MetaData, Table, create_engine, event, make_url
+from sqlalchemy import Engine, MetaData, Table, create_engine, event, make_url, true
 from sqlalchemy.orm import Session
 
+from fencelock.guard import conditions
 from proof.servers import Postgres
 from proof.servers.galera import Galera
 from tests.conftest import galera_with_leases, mariadb_database
@@ -108,6 +110,13 @@ def in_memory() -> Iterator[InMemory]:
             return engine
 
         yield make
+
+
+@pytest.fixture
+def without_write_ids(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A guard whose flushes compare no write ids: the control of what compares them."""
+    monkeypatch.setattr(conditions, "is_as_loaded", lambda _write: true())
+    monkeypatch.setattr(conditions, "_forms", WeakKeyDictionary())
 
 
 @pytest.fixture

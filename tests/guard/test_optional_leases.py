@@ -261,7 +261,6 @@ NEEDY: dict[str, Act] = acts(
         "claim": lambda session: claim(session, Order, ORDER),
         "gate": lambda session: gate(session, "order:1"),
         "fenced_text": TEXT,
-        "ordered_values": update(Order).where(Order.id == ORDER).ordered_values((Order.total, 1)),
         "a model that wants one": update(Strict).where(Strict.id == 1).values(total=1),
     }
 )

@@ -19,7 +19,6 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock import Lease, StaleReadError, StaleTokenError, bind, claim
-from fencelock.guard.objects import new_stamp
 from tests.guard.models import Base, Counted, Log
 from tests.guard.rows import bypassed, rows_of, tables_of
 
@@ -156,10 +155,8 @@ def test_no_update_is_lost_and_none_refused_without_need(engine: Engine, model: 
 
 
 @pytest.mark.long
-def test_without_the_write_id_updates_are_lost(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(
-        "fencelock.guard.objects.new_stamp", lambda write_id, token, _loaded: new_stamp(write_id, token, None)
-    )
+@pytest.mark.usefixtures("without_write_ids")
+def test_without_the_write_id_updates_are_lost() -> None:
     engine = create_engine("sqlite://")
     Base.metadata.create_all(engine, tables_of(ROWS))
 

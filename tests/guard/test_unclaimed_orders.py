@@ -17,7 +17,6 @@ from sqlalchemy.orm import Session
 from sqlalchemy.orm.exc import StaleDataError
 
 from fencelock import Lease, StaleTokenError, bind, claim
-from fencelock.guard.objects import new_stamp
 from tests.guard.marks import on_sqlite_alone
 from tests.guard.models import Base, Counted, Log
 from tests.guard.rows import bypassed, tables_of
@@ -139,11 +138,7 @@ def test_version_counter_beside_it(shared_engine: Engine) -> None:
 
 
 @on_sqlite_alone
-def test_without_the_write_id_updates_are_lost(
-    shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.usefixtures("without_write_ids")
+def test_without_the_write_id_updates_are_lost(shared_engine: Engine) -> None:
     """The control: where a write only asks that the fence is not above its token."""
-    monkeypatch.setattr(
-        "fencelock.guard.objects.new_stamp", lambda write_id, token, _loaded: new_stamp(write_id, token, None)
-    )
     assert losses(shared_engine, Log, unclaimed)
