@@ -15,7 +15,6 @@ from decimal import Decimal
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, overload
 from uuid import UUID
-from weakref import ref
 
 from sqlalchemy import (
     BigInteger,
@@ -43,10 +42,10 @@ from fencelock._engines import check_metadata
 from fencelock.errors import FenceError, LockTimeoutError, ReceiptMismatchError
 from fencelock.guard._install import install
 from fencelock.guard.exact import insert_into, newest
-from fencelock.guard.leases import leases_on, refuse_autocommit
+from fencelock.guard.leases import leases_on, open_leases, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
-from fencelock.guard.sessions import in_both_worlds, session_of
+from fencelock.guard.sessions import connections_of, in_both_worlds, session_of
 from fencelock.guard.tables import RECEIPT_TABLE, schema_of
 from fencelock.lease import check_resource
 
@@ -57,9 +56,6 @@ MAX_RESULT: Final = 65_536  # the most bytes of a result's JSON, which is ASCII
 
 _schemas: set[str | None] = set()
 """The schemas with which `receipt_table` was called; None stands for the default schema."""
-
-_RECEIPTS: Final = "fencelock.receipts"
-"""The key in `session.info` of the receipts that the session's transaction has made."""
 
 
 def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
@@ -163,27 +159,21 @@ class Receipt:
         self.is_changed, self.is_working = True, False
 
 
-def _made_in(session: Session) -> dict[str, tuple[Connection, Receipt]]:
-    """Return the receipts that the transaction of a session has made, by their keys."""
-    transaction = session.get_transaction()
-    of_transaction, made = session.info.get(_RECEIPTS, (None, {}))
-    return made if of_transaction is not None and of_transaction() is transaction else {}
-
-
 def _store_results(session: Session) -> None:
     is_last = not session.in_nested_transaction()  # else a savepoint is released
-    for connection, receipt in _made_in(session).values():
-        if is_last and receipt.is_working:
-            raise FenceError(
-                f"commit() inside the function would store the receipt {receipt.key!r} before its work is "
-                "done: leave the COMMIT to fenced_once"
-            )
-        receipt.is_stored = is_last
-        if receipt.is_changed:
-            table = _table_of(connection)
-            # After a rollback to a savepoint there may be no such row, and the UPDATE finds none.
-            connection.execute(_storing(table), {"its": receipt.key, "found": receipt.result})
-            receipt.is_changed = False
+    for connection in connections_of(session):
+        leases = open_leases(connection)
+        for receipt in leases.receipts.values() if leases is not None else ():
+            if is_last and receipt.is_working:
+                raise FenceError(
+                    f"commit() inside the function would store the receipt {receipt.key!r} before its work "
+                    "is done: leave the COMMIT to fenced_once"
+                )
+            receipt.is_stored = is_last
+            if receipt.is_changed:
+                stored = {"its": receipt.key, "found": receipt.result}
+                connection.execute(_storing(_table_of(connection)), stored)
+                receipt.is_changed = False
 
 
 @overload
@@ -242,7 +232,7 @@ def once(
     connection = target_of(its, _DEFAULT, None, bind_arguments, ()).connection
     table = _table_of(connection)
     values = {"key": name, "fingerprint": digest, "token": _token(connection), "at": datetime.now(UTC)}
-    made = _made_in(its)
+    made: dict[str, Receipt] = leases_on(connection).receipts
     while not _insert(connection, table, values):
         query = select(table.c.fingerprint, table.c.result).where(table.c.key == name)
         row = connection.execute(newest(query, connection)).one_or_none()
@@ -250,12 +240,8 @@ def once(
             if None not in {digest, row.fingerprint} and digest != row.fingerprint:
                 raise ReceiptMismatchError(name)
             ours = made.get(name)
-            return Receipt(name, done=True, result=row.result if ours is None else ours[1].result)
-    receipt = Receipt(name, done=False)
-    made[name] = connection, receipt
-    transaction = its.get_transaction()
-    assert transaction is not None  # noqa: S101  the session has just executed a statement
-    its.info[_RECEIPTS] = ref(transaction), made
+            return Receipt(name, done=True, result=row.result if ours is None else ours.result)
+    receipt = made[name] = Receipt(name, done=False)
     if not event.contains(Session, "before_commit", _store_results):
         event.listen(Session, "before_commit", _store_results)
     return receipt
