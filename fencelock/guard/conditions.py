@@ -16,6 +16,7 @@ from weakref import WeakKeyDictionary
 import sqlalchemy as sa
 from sqlalchemy.orm.util import LoaderCriteriaOption
 from sqlalchemy.sql import operators, visitors
+from sqlalchemy.sql.elements import False_, True_
 from sqlalchemy.sql.operators import custom_op
 
 from fencelock.errors import UnfencedWriteError
@@ -88,9 +89,11 @@ def equality_binds(
     keys: dict[Any, str] = {source.c[column.key]: column.key for column in columns}
     found = {}
     for part in parts:
-        if isinstance(part, sa.BinaryExpression) and part.operator is operators.eq:
+        if isinstance(part, sa.BinaryExpression) and part.operator in {operators.eq, operators.is_}:
             for column, value in ((part.left, part.right), (part.right, part.left)):
-                if isinstance(value, sa.BindParameter) and column in keys:
+                if isinstance(value, True_ | False_) and column in keys:  # SQLAlchemy sends no parameter
+                    found[keys[column]] = sa.literal(isinstance(value, True_))
+                elif isinstance(value, sa.BindParameter) and column in keys:
                     # If only the parameter has a custom type, it may send another value to the database.
                     kinds = [isinstance(each.type, sa.TypeDecorator) for each in (value, column)]
                     if kinds != [True, False]:
@@ -231,6 +234,7 @@ class GuardedStatement:
     assigns: bool  # True for an UPDATE, False for a DELETE
     listed: Mapping[str, int] = field(default_factory=dict)  # tokens by resource, if a list names the rows
     own_token: sa.ColumnElement[int] | None = None  # the token of each row, as an SQL expression
+    names_no_row: bool = False  # the list in its WHERE clause is empty
 
     @property
     def is_of_flush(self) -> bool:

@@ -123,6 +123,11 @@ class TransactionLeases:
                     setattr(self, each, copy(noted))
 
     @property
+    def is_needed(self) -> bool:
+        """Whether the transaction has written something under a lease, or has tried to."""
+        return bool(self._needs)
+
+    @property
     def bound_instead(self) -> str:
         """A hint, if held leases do not count because others were bound; else an empty text."""
         if self._bound is None or not (held := _usable(None)):
@@ -377,6 +382,8 @@ class TokenLookup:
     def of_row(self, values: tuple[Any, ...]) -> int:
         token = self._found.get(values)
         if token is None:
+            if self._connection.dialect.name in MYSQL:
+                self.fenced.template.refuse_fractions(values)
             token = self._found[values] = self.of_resource(self.fenced.template.render(values))
         return token
 

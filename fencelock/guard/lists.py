@@ -22,8 +22,10 @@ def with_own_tokens(form: GuardedStatement, rows: Rows, tokens: TokenLookup) -> 
     if form.origin != "core" or form.resource_binds is not None or len(rows) != 1 or not tokens.hold_some:
         return form
     listed = _listed(form, rows[0])
-    if not listed:
+    if listed is None:
         return form
+    if not listed:
+        return replace(form, names_no_row=True)
     template = form.fenced.template
     columns = [form.source.c[column.key] for column in template.columns.values()]
     token_of = {values: tokens.of_row(values) for values in listed}
@@ -43,11 +45,11 @@ def _is_row(columns: Iterable[Any], values: Iterable[Any]) -> sa.ColumnElement[b
     return sa.and_(*[holds(column, sa.literal(value, column.type)) for column, value in named])
 
 
-def _listed(form: GuardedStatement, row: Row) -> list[tuple[Any, ...]]:
+def _listed(form: GuardedStatement, row: Row) -> list[tuple[Any, ...]] | None:
     names = [column.key for column in form.fenced.template.columns.values()]
     found = _together(form.where, form, row)
     if not all(each.keys() >= set(names) for each in found):
-        return []
+        return None
     return list(dict.fromkeys(tuple([each[name] for name in names]) for each in found))
 
 
@@ -56,6 +58,8 @@ def _together(parts: Iterable[Any], form: GuardedStatement, row: Row) -> list[di
     known: list[dict[str, Any]] = [{}]
     for part in criteria_of(parts):
         allowed = _allowed(part, form, row)
+        if allowed == []:
+            return []
         if allowed and not any(one.keys() & allowed[0].keys() for one in known):
             known = [one | other for one in known for other in allowed]
         if len(known) > _MOST:
@@ -63,8 +67,8 @@ def _together(parts: Iterable[Any], form: GuardedStatement, row: Row) -> list[di
     return known
 
 
-def _allowed(part: Any, form: GuardedStatement, row: Row) -> list[dict[str, Any]]:
-    """Return the combinations of values that one part of a WHERE clause lists; none if it lists no values."""
+def _allowed(part: Any, form: GuardedStatement, row: Row) -> list[dict[str, Any]] | None:
+    """Return the combinations of values that one part of a WHERE clause lists; None if it lists no values."""
     if isinstance(part, sa.BooleanClauseList):  # an OR, because `criteria_of` has split each AND
         return [each for clause in part.clauses for each in _together([clause], form, row)]
     columns = form.fenced.template.columns.values()
@@ -75,7 +79,7 @@ def _allowed(part: Any, form: GuardedStatement, row: Row) -> list[dict[str, Any]
     named = [*left.clauses] if isinstance(left, sa.Tuple) else [left]
     found = _list_in(part)
     if found is None or not all(each in keys for each in named):
-        return []
+        return None
     (listed,) = values_of([found], row)
     rows = listed if len(named) > 1 else [[value] for value in listed]
     return [dict(zip([keys[each] for each in named], values, strict=True)) for values in rows]

@@ -6,16 +6,17 @@ that raise until the transaction, or the savepoint, is rolled back. Other connec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from contextlib import suppress
 from functools import wraps
 from typing import Any, Final, ParamSpec, TypeVar
 from weakref import WeakKeyDictionary, ref
 
 from sqlalchemy import event
-from sqlalchemy.engine import Connection, Transaction, TwoPhaseTransaction
+from sqlalchemy.engine import Connection, ExceptionContext, Transaction, TwoPhaseTransaction
 from sqlalchemy.exc import PendingRollbackError
 
+from fencelock._databases import MYSQL, error_number
 from fencelock.errors import FenceError, FencelockError, LockLostError, ReceiptMismatchError
 from fencelock.guard.events import report
 from fencelock.guard.leases import open_leases
@@ -32,7 +33,8 @@ _STOPPED: Final = (
     "before_execute",
     "before_cursor_execute",
 )
-_FREED_BY: Final = ("rollback", "rollback_savepoint", "rollback_twophase")
+_FREED_BY: Final = ("rollback", "rollback_twophase")
+_DEADLOCK: Final = 1213
 
 #: Like the reference to a dead transaction: nothing is refused.
 _NOTHING: Final[tuple[Callable[[], None], str]] = (lambda: None), ""
@@ -52,17 +54,38 @@ def refuse(connection: Connection, refusal: FencelockError, table: str | None = 
     _refuse({connection, *(() if session is None else connections_of(session))}, refusal, table)
 
 
+def note_undone(context: ExceptionContext) -> None:
+    """Refuse a transaction that the database has undone because of an error that the program may catch.
+
+    PostgreSQL answers a later COMMIT with a ROLLBACK and no error. After a deadlock, MariaDB executes later
+    statements in a new transaction, which has neither the work nor the locks of the first.
+    """
+    connection = context.connection
+    leases = None if connection is None or context.is_disconnect else open_leases(connection)
+    if connection is None or leases is None or not leases.is_needed:
+        return
+    dialect = connection.dialect.name
+    is_deadlock = dialect in MYSQL and error_number(context.original_exception) == _DEADLOCK
+    if is_deadlock or dialect == "postgresql":
+        _stop_all([connection], "the database has undone it after an error", context.original_exception)
+
+
 def _refuse(connections: Collection[Connection], refusal: FencelockError, table: str | None = None) -> None:
     report(refusal, table=table, resource=_resource_of(connections, refusal))
+    _stop_all(connections, "the guard has refused some of it", refusal)
+
+
+def _stop_all(connections: Iterable[Connection], why: str, error: BaseException) -> None:
     for each in connections:
-        savepoint = each.get_nested_transaction()
+        is_whole = error_number(error) == _DEADLOCK
+        savepoint = None if is_whole else each.get_nested_transaction()
         scope = savepoint or each.get_transaction()
         if scope is not None and scope.is_active and not is_refused(each):
             what = "transaction" if savepoint is None else "savepoint"
             is_new = each not in _refused
             message = (
-                f"nothing of this {what} can be committed, because the guard has refused some of it: call "
-                f"rollback(), then begin again. The refusal was: {refusal}"
+                f"nothing of this {what} can be committed, because {why}: call rollback(), then begin again. "
+                f"The error was: {str(error).partition(chr(10))[0]}"
             )
             _refused[each] = ref(scope), message
             if savepoint is None:
@@ -72,6 +95,7 @@ def _refuse(connections: Collection[Connection], refusal: FencelockError, table:
                     event.listen(each, name, _stop)
                 for name in _FREED_BY:
                     event.listen(each, name, _free)
+                event.listen(each, "rollback_savepoint", _free_savepoint)
                 event.listen(each, "release_savepoint", _stop_release)
 
 
@@ -121,11 +145,18 @@ def _stop(connection: Connection, *_: Any) -> None:
 def _stop_release(connection: Connection, name: str, _context: Any) -> None:
     """Roll back to a refused savepoint; SQLAlchemy counts it as released even if a listener raises."""
     if is_refused(connection):
-        _, message = _refused[connection]
-        _free(connection)
-        connection.dialect.do_rollback_to_savepoint(connection, name)
+        refused, message = _refused[connection]
+        if refused() is not connection.get_transaction():
+            _free(connection)
+            connection.dialect.do_rollback_to_savepoint(connection, name)
         raise PendingRollbackError(message)
 
 
 def _free(connection: Connection, *_: Any) -> None:
     _refused[connection] = _NOTHING
+
+
+def _free_savepoint(connection: Connection, *_: Any) -> None:
+    refused, _message = _refused[connection]
+    if refused() is not connection.get_transaction():
+        _free(connection)

@@ -204,6 +204,8 @@ def _stamp_rows(
 def _token_of(form: GuardedStatement, tokens: TokenLookup, row: dict[str, Any], state: Any) -> int:
     if tokens.given is not None:
         return tokens.given
+    if form.names_no_row:
+        return NO_LEASE
     if form.listed:
         return max(form.listed.values())
     template = form.fenced.template

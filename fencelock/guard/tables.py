@@ -129,6 +129,16 @@ class ResourceTemplate:
                 f"__fence_resource__ = {self.text!r} cannot be rendered with {spelt!r}: {error}"
             ) from error
 
+    def refuse_fractions(self, values: Sequence[Any]) -> None:
+        """Refuse a time with a fraction of a second that MariaDB or MySQL would not store."""
+        for (name, column), value in zip(self.columns.items(), values, strict=True):
+            if getattr(value, "microsecond", 0) and not getattr(column.type, "fsp", None):
+                raise UnfencedWriteError(
+                    f"{name}={value!r} names the resource of a row, and the column stores whole seconds: "
+                    "round the value, or give the column the type DATETIME(fsp=6) or TIME(fsp=6) of "
+                    "sqlalchemy.dialects.mysql"
+                )
+
     def match(self, resource: str) -> re.Match[str] | None:
         """Return the match of a resource's name, with a group for each field; None for another form."""
         parts = Formatter().parse(self.text)

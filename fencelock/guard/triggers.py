@@ -23,7 +23,7 @@ from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard import trigger_sql as sql
 from fencelock.guard._sqlalchemy import doubles_percents
 from fencelock.guard.events import report
-from fencelock.guard.refused import refuse
+from fencelock.guard.refused import note_undone, refuse
 from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_TABLE,
@@ -235,6 +235,7 @@ def explain(context: ExceptionContext) -> None:
         if context.connection is not None:
             refuse(context.connection, refusal)
         raise refusal from error
+    note_undone(context)
 
 
 def _lack(message: str, statement: str) -> FenceError | None:

@@ -51,10 +51,28 @@ class Verdict:
         is_short = is_counted and result.rowcount < len(self.rows)
         moves_key = any(column.key in self.rows[0] for column in self.form.fenced.table.primary_key)
         is_gone = self.form.assigns and len(present) < len(self.rows) and not moves_key
-        is_missed = self.form.is_of_flush and (is_short or (is_gone and not is_counted))
         if is_counted and self._gone == len(self.rows) - result.rowcount:
             return None
+        names_rows_only = len(self.form.where) == len(self.form.key) and self.form.origin != "claim"
+        if is_short and names_rows_only and len(present) == len(self.rows):
+            return self._skipped()
+        is_missed = self.form.is_of_flush and (is_short or (is_gone and not is_counted))
         return self._missing_rows(present) if is_missed else None
+
+    def _skipped(self) -> FenceError:
+        """Return the error if the database has not written a row that is there, and passes the guard."""
+        table, row = self.form.fenced.name, self.rows[0]
+        if self.form.is_of_flush:
+            return FenceError(
+                f"the database has not written all rows of {table!r}, though nothing else has written them: "
+                "a policy (row level security), a rule or a trigger of the database hides or skips a row"
+            )
+        known = self.form.identity(row) if len(self.rows) == 1 else None
+        detail = (
+            "another transaction has deleted the row and inserted it again while this statement waited, or a "
+            "policy, a rule or a trigger of the database skips it: roll back, and begin again"
+        )
+        return StaleReadError(table, known, row[TOKEN_BIND], None, None, detail=detail)
 
     def check_before(self) -> FenceError | None:
         """Before a statement is executed, return its error if the result could not show it.
@@ -139,17 +157,16 @@ class Verdict:
         fenced, token = self.form.fenced, row[TOKEN_BIND]
         width = len(fenced.table.primary_key)
         identity, (current, write_id), named = found[:width], found[width : width + 2], found[width + 2 :]
-        if named and self.form.listed:
-            token = self.form.listed.get(fenced.template.render(named), NO_LEASE)
-        elif named:
-            asked = fenced.template.render(values_of(self.form.resource_binds or (), row))
-            actual = fenced.template.render(named)
-            if asked != actual:
+        if named:
+            actual, asked = fenced.template.render(named), [*self.form.listed]
+            asked = asked or [fenced.template.render(values_of(self.form.resource_binds or (), row))]
+            if actual not in asked:
+                others = " or ".join(map(repr, asked))
                 return UnfencedWriteError(
-                    f"{fenced.name}{identity!r} is guarded by {actual!r}, not by {asked!r}, which this "
-                    "write names; nothing was written, so roll back, and lock the resource that the row "
-                    "names"
+                    f"{fenced.name}{identity!r} is guarded by {actual!r}, not by {others}, which this write "
+                    "names; nothing was written, so roll back, and lock the resource that the row names"
                 )
+            token = self.form.listed.get(actual, token)
         if current is None:
             return without_fence(fenced, identity)
         known = identity if self.form.key else None
