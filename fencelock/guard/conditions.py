@@ -242,6 +242,11 @@ class GuardedStatement:
         return self.origin == "flush"
 
     @property
+    def names_keys(self) -> bool:
+        """Whether the WHERE clause compares the primary key, and nothing else."""
+        return len(self.where) == len(self.key)
+
+    @property
     def write(self) -> sa.ColumnElement[int]:
         return self.source.c[self.fenced.write.key]
 

@@ -390,11 +390,14 @@ def _follow(state: _State, current: dict[str, Any]) -> None:
     if session is None or shift is None or not isinstance(before, int):
         return
     after = shifted(before, shift.by)
-    if state.expired_attributes and (connection := shift.connection()) is not None:
+    keys = {state.mapper.get_property_by_column(column).key for column in state.mapper.primary_key}
+    is_exact = not state.expired_attributes or (shift.names_keys and keys <= current.keys())
+    if not is_exact and (connection := shift.connection()) is not None:
         # SQLAlchemy applies an UPDATE to each object for which it cannot evaluate the criteria.
-        fenced = _watches[state.mapper].fenced
-        query = select(fenced.write).where(is_one_of(tuple(fenced.table.primary_key), [state.key[1]]))  # type: ignore[index]
-        found = connection.scalar(query)
+        fenced, identity = _watches[state.mapper].fenced, inspect(state.obj()).identity
+        found = connection.scalar(
+            select(fenced.write).where(is_one_of(tuple(fenced.table.primary_key), [identity]))
+        )
         after = found if found in {before, after} else NO_VERSION
     current[WRITE_COLUMN] = after
     if session.in_nested_transaction():

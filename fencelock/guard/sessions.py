@@ -39,11 +39,12 @@ _NOTES: Final = "_fencelock_notes"
 
 
 class Shift(NamedTuple):
-    """The number by which a statement shifts write ids, and that statement's last criterion."""
+    """The number by which a statement shifts write ids, and facts about that statement."""
 
     by: int
-    criterion: object
+    criterion: object  # the last one of its WHERE clause
     connection: ReferenceType[Connection]
+    names_keys: bool  # its WHERE clause compares the primary key, and nothing else
 
 
 class Notes:
@@ -177,7 +178,7 @@ def on_soft_rollback(session: Session, transaction: SessionTransaction) -> None:
         notes.loaded.clear()
 
 
-def note_shift(connection: Connection, criterion: object = None) -> int:
+def note_shift(connection: Connection, criterion: object = None, *, names_keys: bool = False) -> int:
     """Return a number by which a statement shifts write ids; `objects` adds it to those of loaded objects.
 
     `update(Model)` with a list of rows sends several statements and applies them to the objects afterwards.
@@ -188,7 +189,7 @@ def note_shift(connection: Connection, criterion: object = None) -> int:
         notes = notes_of(session)
         known = notes.shift
         if known is None or criterion is None or known.criterion is not criterion:
-            known = notes.shift = Shift(by, criterion, ref(connection))
+            known = notes.shift = Shift(by, criterion, ref(connection), names_keys)
         by = known.by
     return by
 

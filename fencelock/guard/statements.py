@@ -185,7 +185,9 @@ def _stamp_rows(
     connection: Connection, form: GuardedStatement, rows: Rows, lookup: TokenLookup
 ) -> list[dict[str, Any]]:
     fenced = form.fenced
-    by = note_shift(connection, form.where[-1] if form.where else None) if form.shifts_ids else new_write_id()
+    by = new_write_id()
+    if form.shifts_ids:
+        by = note_shift(connection, form.where[-1] if form.where else None, names_keys=form.names_keys)
     stamped = []
     if not form.is_optional:
         lookup.is_optional = False

@@ -53,8 +53,12 @@ class Verdict:
         is_gone = self.form.assigns and len(present) < len(self.rows) and not moves_key
         if is_counted and self._gone == len(self.rows) - result.rowcount:
             return None
-        names_rows_only = len(self.form.where) == len(self.form.key) and self.form.origin != "claim"
-        if is_short and names_rows_only and len(present) == len(self.rows):
+        if (
+            is_short
+            and self.form.names_keys
+            and self.form.origin != "claim"
+            and len(present) == len(self.rows)
+        ):
             return self._skipped()
         is_missed = self.form.is_of_flush and (is_short or (is_gone and not is_counted))
         return self._missing_rows(present) if is_missed else None
