@@ -1,4 +1,4 @@
-"""Random inputs, ten or twenty seconds of each sort; the seed is new each day, and the head of each run names it."""
+"""Random inputs, ten or twenty seconds of each sort; the seed is new each day, and a run names it first."""
 
 from __future__ import annotations
 
