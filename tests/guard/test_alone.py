@@ -1,0 +1,96 @@
+"""Where nobody else writes, a fenced model does what a plain one does: a program for each fault that was met.
+
+`proof.twins` makes such programs at random. It runs each on a fenced model and on its plain twin.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from sqlalchemy import Engine
+
+from proof import twins
+from tests.guard.marks import on_sqlite_alone
+
+A5, B6, NOTE = ("set", 1, "a", 5), ("set", 1, "b", 6), ("set", 1, "b", 7)
+PROGRAMS: dict[str, list[twins.Call]] = {
+    "a column of a joined table alone": [("set_joined", 3, "s", 5), ("commit",), ("set_joined", 3, "s", 6)],
+    "a column of a third table alone": [("set_joined", 4, "t", 5), ("commit",), ("set_joined", 4, "s", 6)],
+    "an expired object, flushed and written again": [("get", 1), ("expire", 1), A5, ("flush",), B6],
+    "an expired object, read after it was assigned": [("get", 1), ("expire", 1), A5, ("read", 1, "b"), B6],
+    "after a COMMIT, flushed by a query": [A5, ("commit",), B6, ("load", 2, "all", "a", False), NOTE],
+    "after a COMMIT, inside a savepoint": [A5, ("commit",), ("savepoint",), B6, ("release",), NOTE],
+    "after a rollback": [A5, ("flush",), ("rollback",), B6, ("flush",), NOTE],
+    "an expired object, flushed and deleted": [
+        ("get", 1),
+        ("expire", 1),
+        A5,
+        ("flush",),
+        ("delete", 1, True),
+    ],
+    "a DELETE that a savepoint undoes": [("savepoint",), ("delete", 1, True), ("undo",), A5],
+    "a DELETE that is refused, then a mark": [("refer", 2, 1, "parent"), ("flush",), ("delete_or_mark", 1)],
+    "a second DELETE of one object": [("get", 1), ("delete_again", 1), ("read", 2, "a")],
+    "several columns by key": [("get", 1), ("get", 2), ("update_by_key", [(1, "a", 5), (2, "b", 6)]), NOTE],
+    "one key twice": [("get", 3), ("update_by_key", [(3, "a", 5), (3, "b", 6)]), ("set", 3, "b", 7)],
+    "by key, in a savepoint that is undone": [
+        *(("get", 1), ("savepoint",), ("update_by_key", [(1, "a", 5)]), ("undo",)),
+        B6,
+    ],
+    "an UPDATE of criteria that cannot be evaluated": [
+        *(("get", 1), ("expire", 1, "b"), ("update_where", 1, "a", 9)),
+        ("read", 1, "b"),
+        A5,
+    ],
+    "one that matches nothing": [
+        *(("set", 1, "b", 9), ("commit",), ("get", 1), ("expire", 1, "b"), ("update_where", 1, "a", 9)),
+        A5,
+    ],
+    "a row that is loaded from RETURNING, in a savepoint that is undone": [
+        *(("savepoint",), ("update_returning", 1, "a", 5), ("undo",)),
+        B6,
+    ],
+    "post_update, then a second write": [("refer", 1, 2, "favourite"), ("flush",), A5, ("commit",), B6],
+    "post_update of a new row": [
+        *(("delete", 1, True), ("new", 1, 5, False), ("refer", 1, 2, "favourite"), ("flush",)),
+        B6,
+    ],
+    "a row with post_update is deleted": [("refer", 1, 2, "favourite"), ("commit",), ("delete", 1, True)],
+    "a new object for the row of a deleted one": [("switch", 1, 5), ("flush",), B6, ("commit",), A5],
+    "a claim in a savepoint that is undone": [("savepoint",), ("claim", 1), ("undo",), A5],
+    "a claim of a row that the savepoint deletes": [
+        *(("savepoint",), ("claim", 1), ("delete", 1, True), ("undo",)),
+        A5,
+    ],
+    "no row": [("get", 1), ("update", (), "a", 5, "auto"), A5],
+    "a refused value in a savepoint": [
+        ("mark", 1, 1, False),
+        ("flush",),
+        ("mark", 2, 1, True),
+        ("set", 2, "a", 5),
+    ],
+    "links, and a key of its own": [("tag", 3, 1), ("flush",), ("tag", 3, 1), ("set_joined", 3, "s", 5)],
+}
+
+
+@pytest.fixture(scope="module")
+def twin_engine(shared_url: str) -> Iterator[Engine]:
+    engine = twins.engine_of(shared_url)
+    yield engine
+    engine.dispose()
+
+
+@on_sqlite_alone
+@pytest.mark.parametrize("kind", twins.FENCED)
+def test_natural_code_is_written(twin_engine: Engine, kind: str) -> None:
+    for program in PROGRAMS.values():
+        for expires in (False, True):
+            twins.compare(twin_engine, kind, program, leases=True, expires=expires)
+
+
+@pytest.mark.parametrize("shared_url", ["postgresql", "mariadb"], indirect=True)
+def test_natural_code_is_written_on_each_database(twin_engine: Engine) -> None:
+    kinds = list(twins.FENCED)
+    for turn, program in enumerate(PROGRAMS.values()):
+        twins.compare(twin_engine, kinds[turn % len(kinds)], program, leases=True, expires=turn % 2 == 0)
