@@ -113,10 +113,12 @@ FOR_TYPES = {
 
 STOREYS_OF_GUARD = (
     "_sqlalchemy",
-    "exact events sessions tables",
-    "conditions leases trigger_sql",
+    "exact events tables",
+    "sessions trigger_sql",
+    "conditions leases",
     "refused",
-    "routing lists objects text triggers verdict",
+    "routing lists objects text triggers",
+    "verdict",
     "statements",
     "_install",
     "model sql",

@@ -33,7 +33,7 @@ isolation_on_connect = attrgetter("_on_connect_isolation_level")
 """The isolation_level that `create_engine` was given, read from the engine's dialect; or None."""
 execute_unguarded: Callable[..., CursorResult[Any]] = Connection._execute_clauseelement
 """Executes a statement without the guard, with these execution options."""
-cache_of = attrgetter("_compiled_cache")
+cache_of = attrgetter("base_mapper._compiled_cache")
 """The cache of a mapper's compiled statements. Only the unit of work executes statements with this cache."""
 
 

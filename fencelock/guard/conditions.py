@@ -225,6 +225,7 @@ class GuardedStatement:
     source: sa.FromClause
     where: tuple[sa.ColumnElement[bool], ...]  # the WHERE clause without the condition
     key: tuple[sa.BindParameter[Any], ...]  # compared with the primary key; empty if a column is missing
+    key_names: tuple[str, ...]  # of these parameters
     resource_binds: tuple[sa.BindParameter[Any], ...] | None  # None if they do not name the resource
     looked_up: Mapping[str, str]  # attributes to read from the session's object, by parameter
     loaded: sa.BindParameter[Any] | None  # the write id that the program's WHERE clause compares; else None
@@ -337,6 +338,7 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
         source=source,
         where=tuple(where),
         key=key if is_keyed else (),
+        key_names=tuple([each.key for each in key]),
         resource_binds=resource_binds if len(resource_binds) == len(columns) else None,
         looked_up=looked_up,
         loaded=given,

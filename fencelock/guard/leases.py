@@ -107,7 +107,7 @@ class TransactionLeases:
         return {**_usable(bound), **self.used}
 
     def at_savepoint(self, verb: str, name: str) -> None:
-        """Keep a copy of what is noted at SAVEPOINT, and return to it at ROLLBACK TO.
+        """At SAVEPOINT, keep a copy of the notes; at ROLLBACK TO, return to it.
 
         The leases that the transaction needs stay needed until it ends.
         """
@@ -213,8 +213,9 @@ def on_savepoint(connection: Connection, verb: str, name: str) -> None:
     if transaction is None or not transaction.is_active:
         return
     if verb.upper() == "SAVEPOINT" and connection.dialect.name == "sqlite":
-        driver = _sqlite_driver(connection)
-        if not (_begins_by_hand(driver) or driver.in_transaction):
+        driver: Any = connection.connection.dbapi_connection
+        is_open = getattr(driver, "driver_connection", driver).in_transaction
+        if not (is_open or _commits_by_itself(connection, connection.get_execution_options())):
             connection.exec_driver_sql("BEGIN")
     leases_on(connection).at_savepoint(verb.upper(), name)
 
@@ -266,23 +267,14 @@ def refuse_autocommit(
 def _commits_by_itself(connection: Connection, options: Mapping[str, Any]) -> bool:
     if (options.get("isolation_level") or isolation_on_connect(connection.dialect)) == "AUTOCOMMIT":
         return True
-    if connection.dialect.name == "sqlite":
-        own = _sqlite_driver(connection)  # in autocommit, too, a listener may have sent BEGIN
-        return _begins_by_hand(own) and not own.in_transaction
     driver: Any = connection.connection.dbapi_connection
+    if connection.dialect.name == "sqlite":  # in autocommit, too, a listener may have sent BEGIN
+        driver = getattr(driver, "driver_connection", driver)  # the connection of aiosqlite
+        by_itself = getattr(driver, "autocommit", None) is True or driver.isolation_level is None
+        return by_itself and not driver.in_transaction
     if connection.dialect.name in MYSQL:
         return hasattr(driver, "get_autocommit") and bool(driver.get_autocommit())
     return getattr(driver, "autocommit", None) is True
-
-
-def _sqlite_driver(connection: Connection) -> Any:
-    driver: Any = connection.connection.dbapi_connection
-    return getattr(driver, "driver_connection", driver)  # the connection of aiosqlite
-
-
-def _begins_by_hand(driver: Any) -> bool:
-    """Tell whether SQLite's driver never sends BEGIN; a listener of the program may."""
-    return getattr(driver, "autocommit", None) is True or driver.isolation_level is None
 
 
 NOT_INHERITED: Final = (

@@ -1,6 +1,6 @@
 """The unit of work: a flush writes a row only if the row has the write id with which its object was loaded.
 
-Before an object is written, what is expired is loaded, and its token and id are noted in the flush. The
+Before an object is written, its expired columns are loaded, and its token and id are noted in the flush. The
 object gets the new id when the database has it. A change in a joined sub-table writes the base row, too. So
 does a change in a collection or a link table if the row's lease is held.
 """
@@ -8,6 +8,7 @@ does a change in a collection or a link table if the row's lease is held.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import WeakKeyDictionary
 
@@ -21,7 +22,7 @@ from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard._sqlalchemy import always_load, cache_of, executes_flush, left_out_of
 from fencelock.guard.events import report
 from fencelock.guard.leases import TokenLookup, open_leases
-from fencelock.guard.sessions import is_bypassed, join, notes_loads, notes_of, owner_of
+from fencelock.guard.sessions import NOTES, is_bypassed, join, notes_loads, notes_of, owner_of
 from fencelock.guard.tables import (
     FENCE_COLUMN,
     NO_LEASE,
@@ -43,30 +44,27 @@ _CHANGES_ONLY: Final = PASSIVE_NO_INITIALIZE | INCLUDE_PENDING_MUTATIONS
 """The flags with which an attribute returns its changes, and loads nothing."""
 
 
+@dataclass(eq=False, slots=True)
 class Written:
     """A row that a flush writes."""
 
-    __slots__ = ("is_sent", "is_updated", "key", "loaded", "now", "state", "token")
-
-    def __init__(self, state: _State, key: tuple[Any, ...], token: int, loaded: int) -> None:
-        self.state = state
-        self.key = key
-        self.token = token
-        self.loaded = self.now = loaded  # the write id of the object, and of the row as the flush goes on
-        self.is_updated = False  # by an UPDATE of this object's own changes
-        self.is_sent = False  # whether the database has the new id
+    state: _State
+    key: tuple[Any, ...]
+    token: int
+    loaded: int  # the write id with which the object was loaded
+    now: int  # the write id of the row, as the flush goes on
+    is_updated: bool = False  # by an UPDATE of this object's own changes
 
 
 class FlushTokens(TokenLookup):
     """The tokens of one flush for the rows of a table, and what it writes there."""
 
-    __slots__ = ("gone", "rows", "sending")
+    __slots__ = ("gone", "rows", "sending", "sent_id")
 
-    def __init__(self, connection: Connection, fenced: FencedTable) -> None:
-        super().__init__(connection, fenced)
-        self.rows: dict[tuple[Any, ...], Written] = {}  # by primary key
-        self.sending: list[Written] = []  # the rows of the last statement
-        self.gone: set[tuple[Any, ...]] = set()  # rows that the session itself has deleted before
+    rows: dict[tuple[Any, ...], Written]  # by primary key
+    sending: list[Written]  # the rows of the last UPDATE
+    sent_id: int  # their new write id
+    gone: set[tuple[Any, ...]]  # rows that the session itself has deleted before
 
     def find(self, connection: Connection, key: tuple[Any, ...]) -> Written:
         """Return a row that no listener has noted: of a `post_update`, or of a new object in its place."""
@@ -77,17 +75,18 @@ class FlushTokens(TokenLookup):
             )
         return _watches[state.mapper].note(self, state, key)
 
-    def note_sent(self, write_id: int) -> None:
+    def note_sent(self) -> None:
         """Give the objects of the last UPDATE the write id, and the fence, that the database has now."""
+        if not self.sending:
+            return
+        write_id = self.sent_id
         session = self.sending[0].state.session
         deleted = session.deleted if session is not None else ()
         for written in self.sending:
-            written.now, written.is_sent = write_id, True
+            written.now = write_id
             state: _State | None = written.state
             if session is not None and not written.is_updated and written.state.obj() in deleted:
-                state = _pending(
-                    session, self.fenced, written.key
-                )  # a new object of the row, if there is one
+                state = _pending(session, self.fenced, written.key)  # a new object of its row, or None
             if state is not None:
                 state.dict[WRITE_COLUMN] = write_id
                 if written.token != NO_LEASE:
@@ -95,7 +94,8 @@ class FlushTokens(TokenLookup):
 
 
 def on_flush(session: Session, *_: object) -> None:
-    notes_of(session).flush.clear()
+    if (notes := getattr(session, NOTES, None)) is not None:
+        notes.flush.clear()
 
 
 def on_undone(_session: Session, instance: object) -> None:
@@ -114,20 +114,22 @@ def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, 
     cache, session = options.get("compiled_cache"), owner_of(connection)
     if cache is None or session is None or not executes_flush(session):
         return None
-    if not any(cache is cache_of(mapper.base_mapper) for mapper in fenced.mappers()):
+    if id(cache) not in map(id, map(cache_of, fenced.mappers())):
         return None
     return _tokens(session, connection, fenced)
 
 
 def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> FlushTokens | None:
     """Return a flush's tokens for rows of a table, or None where the connection bypasses the guard."""
-    found: dict[Any, FlushTokens | None] = notes_of(session).flush
+    known: dict[Any, FlushTokens | None] = getattr(session, NOTES).flush
     key = fenced, connection
-    if key not in found:
+    if key not in known:
         join(connection, session)  # another session may have used the connection since
-        bypassed = is_bypassed(connection.get_execution_options(), connection)
-        found[key] = None if bypassed else FlushTokens(connection, fenced)
-    return found[key]
+        known[key] = None
+        if not is_bypassed(connection.get_execution_options(), connection):
+            found = known[key] = FlushTokens(connection, fenced)
+            found.rows, found.sending, found.gone = {}, [], set()
+    return known[key]
 
 
 def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...]) -> _State | None:
@@ -193,7 +195,7 @@ class _Watch:
         names = (mapper.get_property_by_column(column).key for column in keys)
         self.fenced = fenced
         self._aging = _aging_of(mapper)
-        self._first = (*dict.fromkeys(names), WRITE_COLUMN)  # what an UPDATE or DELETE needs
+        self._first = frozenset({*names, WRITE_COLUMN})  # what an UPDATE or DELETE needs
         self._resource_names = tuple(
             mapper.get_property_by_column(column).key for column in fenced.template.columns.values()
         )
@@ -258,7 +260,7 @@ class _Watch:
     def note(self, tokens: FlushTokens, state: _State, key: tuple[Any, ...]) -> Written:
         """Note the token of an object's row and the id that the object was loaded with.
 
-        What is expired is loaded now, and not between this and the statement, as by SQLAlchemy's version
+        Expired columns are loaded now, and not between this and the statement, as by SQLAlchemy's version
         counter. An object that was loaded without its write id is refused.
         """
         known = tokens.rows.get(key)
@@ -272,12 +274,14 @@ class _Watch:
             )
             report(error, table=self.fenced.name)
             raise error
-        self._load(state)
+        if not self._first <= state.dict.keys():
+            self._load(state)
         loaded = state.dict[WRITE_COLUMN]
-        written = tokens.rows[key] = Written(state, key, token, NO_VERSION if loaded is None else int(loaded))
+        loaded = now = NO_VERSION if loaded is None else int(loaded)
         if known is not None:  # of an object of another class, or with another identity token
-            is_same = known.is_sent and known.loaded == written.loaded
-            written.now = known.now if is_same else NO_VERSION
+            is_written_over = known.now != known.loaded == loaded
+            now = known.now if is_written_over else NO_VERSION
+        written = tokens.rows[key] = Written(state, key, token, loaded, now)
         return written
 
     def _load(self, state: _State) -> None:
@@ -378,7 +382,7 @@ def on_row(context: Any, state: _State, before: int | None, found: int | None) -
 
 
 def loading_in(session: Session | None) -> Callable[[_State], None] | None:
-    """Return what is to be called with each object that a session loads now; or None."""
+    """Return a function to call with each object that a session loads now, or None."""
     return notes_of(session).loaded.add if session is not None and notes_loads(session) else None
 
 

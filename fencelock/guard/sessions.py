@@ -10,7 +10,7 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 from weakref import ReferenceType, WeakSet, ref
 
-from sqlalchemy.engine import Connection, Transaction
+from sqlalchemy.engine import Connection
 from sqlalchemy.orm import InstanceState, Session, SessionTransaction
 
 from fencelock._engines import is_async_scoped, is_async_session
@@ -32,9 +32,9 @@ if TYPE_CHECKING:
 
 _SESSIONS: Final = "_fencelock_sessions"
 """The attribute of a connection with the sessions that have used it; the latest is last."""
-_STARTED: Final = "_fencelock_started"
-"""The attribute of a connection with the time of the first statement of a transaction."""
-_NOTES: Final = "_fencelock_notes"
+STARTED: Final = "_fencelock_started"
+"""The attribute of a connection with a transaction, and the time of its first statement."""
+NOTES: Final = "_fencelock_notes"
 """The attribute of a session with its `Notes`."""
 
 
@@ -106,25 +106,27 @@ def on_begin(session: Session, transaction: SessionTransaction, connection: obje
 
 
 def notes_of(session: Session) -> Notes:
-    found: Notes | None = getattr(session, _NOTES, None)
+    found: Notes | None = getattr(session, NOTES, None)
     if found is None:
         found = Notes()
-        setattr(session, _NOTES, found)
+        setattr(session, NOTES, found)
     return found
+
+
+NEVER: Final[tuple[Callable[[], object], float]] = (lambda: NEVER), math.inf  # no transaction, and its start
 
 
 def note_start(connection: Connection) -> None:
     """Note the time of a transaction's first statement, before which no snapshot of it can be."""
     transaction = connection.get_transaction()
-    known: tuple[ReferenceType[Transaction], float] | None = getattr(connection, _STARTED, None)
-    if transaction is not None and (known is None or known[0]() is not transaction):
-        setattr(connection, _STARTED, (ref(transaction), time.monotonic()))
+    if transaction is not None:
+        setattr(connection, STARTED, (ref(transaction), time.monotonic()))
 
 
 def started(connection: Connection) -> float:
     """Return when a connection's transaction sent its first statement; infinity if it has sent none."""
-    transaction, when = getattr(connection, _STARTED, (None, math.inf))
-    return when if transaction is not None and transaction() is connection.get_transaction() else math.inf
+    transaction, when = getattr(connection, STARTED, NEVER)
+    return when if transaction() is connection.get_transaction() else math.inf
 
 
 def join(connection: Connection, session: Session) -> None:
@@ -143,7 +145,7 @@ def owner_of(connection: Connection) -> Session | None:
         for reference in known
         if (each := reference()) is not None
         and each.in_transaction()
-        and connection in notes_of(each).connections
+        and connection in getattr(each, NOTES).connections
     ]
     if len(users) > 1:
         users = [each for each in users if executes_flush(each)] or users

@@ -26,7 +26,7 @@ from fencelock.guard.leases import TokenLookup, note_token, refuse_autocommit
 from fencelock.guard.lists import with_own_tokens
 from fencelock.guard.objects import FlushTokens, flush_of, loaded_values, object_of
 from fencelock.guard.refused import refuse
-from fencelock.guard.sessions import is_bypassed, note_no_shift, note_shift, note_write, refuse_bypass
+from fencelock.guard.sessions import is_bypassed, note_no_shift, note_shift, refuse_bypass
 from fencelock.guard.tables import (
     NO_LEASE,
     FencedTable,
@@ -72,22 +72,13 @@ def guarding(execute: _Execute) -> _Execute:
         merged = merged.union({GUARDED: True})
         result = private.execute_unguarded(connection, statement, rows, merged)
         _keep_loaded_ids(result, statement, fenced)
-        if verdict is not None:
-            _judge(connection, result, verdict)
-        note_write(connection)
+        if verdict is not None and (refusal := verdict.of(result)) is not None:
+            result.close()
+            refuse(connection, refusal)
+            raise refusal
         return result
 
     return guarded
-
-
-def _judge(connection: Connection, result: CursorResult[Any], verdict: Verdict) -> None:
-    refusal, form = verdict.of(result), verdict.form
-    if refusal:
-        result.close()
-        refuse(connection, refusal)
-        raise refusal
-    if verdict.flush is not None and form.assigns:
-        verdict.flush.note_sent(verdict.rows[0][form.fenced.write.key])
 
 
 def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:
@@ -164,16 +155,22 @@ def _of_flush(
     gets an id of its own, because a trigger takes an UPDATE that leaves the id alone for another program's.
     """
     form = conditions.form_of(statement, fenced, "flush")
-    fence, write, identity, noted = fenced.fence.key, fenced.write.key, form.identity, flush.rows
+    fence, write, names, noted = (
+        fenced.fence.key,
+        fenced.write.key,
+        [each.key for each in form.key],
+        flush.rows,
+    )
     write_id = flush.write_id if not form.assigns or write in rows[0] else new_write_id()
     flush.sending.clear()
+    flush.sent_id = write_id
     for row in rows:
-        key = identity(row)
+        key = tuple(map(row.__getitem__, names))
         written = noted.get(key) or flush.find(connection, key)
-        flush.sending.append(written)
         row[TOKEN_BIND] = written.token
         row[LOADED_BIND] = written.now
         if form.assigns:
+            flush.sending.append(written)
             row[write] = write_id
             row.pop(fence, None)
             if not fenced.is_optional:

@@ -15,7 +15,7 @@ from sqlalchemy import DDL
 from fencelock.errors import UnfencedWriteError
 from fencelock.guard.leases import on_savepoint
 from fencelock.guard.refused import refuse
-from fencelock.guard.sessions import is_bypassed, note_start
+from fencelock.guard.sessions import NEVER, STARTED, is_bypassed, note_start, note_write
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
@@ -55,8 +55,14 @@ def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
     context = rest[-1]
     if context is None:
         return
-    note_start(context.root_connection)
-    if GUARDED in context.execution_options or (statement.startswith("SELECT") and ";" not in statement):
+    connection = context.root_connection
+    if getattr(connection, STARTED, NEVER)[0]() is not connection.get_transaction():
+        note_start(connection)
+    if GUARDED in context.execution_options:
+        if connection.in_nested_transaction():
+            note_write(connection)
+        return
+    if statement.startswith("SELECT") and ";" not in statement:
         return
     if (savepoint := _SAVEPOINT.match(statement)) is not None:
         on_savepoint(context.root_connection, *savepoint.groups())

@@ -40,6 +40,8 @@ class Verdict:
         if not self.form.key:
             return self._find_refused()
         if is_counted and result.rowcount == len(self.rows):
+            if self.flush is not None:
+                self.flush.note_sent()
             return None
         present = self._rows_present()
         by_key = {self.form.identity(row): row for row in self.rows}
@@ -61,6 +63,8 @@ class Verdict:
         ):
             return self._skipped()
         is_missed = self.form.is_of_flush and (is_short or (is_gone and not is_counted))
+        if self.flush is not None and not is_missed:
+            self.flush.note_sent()
         return self._missing_rows(present) if is_missed else None
 
     def _skipped(self) -> FenceError:

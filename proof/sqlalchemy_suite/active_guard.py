@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import re
+from functools import wraps
 from pathlib import Path
 from typing import Any, Final
 from unittest import mock
@@ -74,6 +75,29 @@ def pytest_sessionstart() -> None:
         "id": Column(Integer, primary_key=True),
     }
     type("Bystander", (FencedModel, declarative_base()), attributes)
+    if _MODE == "fenced":
+        _bypass_fixtures()
+
+
+def _bypass_fixtures() -> None:
+    """Let the fixtures fill the tables as they like, which are emptied in text and filled part by part."""
+    from sqlalchemy.testing.fixtures import sql  # noqa: PLC0415 - as above
+
+    from fencelock.testing import unfenced  # noqa: PLC0415 - as above
+
+    def bypassing(function: Any) -> Any:
+        @wraps(function)
+        def filling(*given: Any) -> Any:
+            with unfenced():
+                return function(*given)
+
+        return filling
+
+    tables: Any = sql.TablesTest
+    for name in ("_load_fixtures", "_setup_once_inserts"):
+        setattr(tables, name, classmethod(bypassing(getattr(tables, name).__func__)))
+    for name in ("_setup_each_inserts", "_teardown_each_tables"):
+        setattr(tables, name, bypassing(getattr(tables, name)))
 
 
 def pytest_runtest_setup() -> None:

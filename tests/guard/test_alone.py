@@ -1,4 +1,4 @@
-"""Where nobody else writes, a fenced model does what a plain one does: a program for each fault that was met.
+"""Without other writers, a fenced model does what a plain one does: a program for each fault that was met.
 
 `proof.twins` makes such programs at random. It runs each on a fenced model and on its plain twin.
 """

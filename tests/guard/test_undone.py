@@ -1,4 +1,4 @@
-"""What the database has undone or left out by itself, and tells nobody of, is an error of the guard."""
+"""If the database undoes or leaves out something, and does not say so, the guard raises an error."""
 
 from __future__ import annotations
 
