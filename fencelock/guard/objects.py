@@ -59,11 +59,12 @@ class Written:
 class FlushTokens(TokenLookup):
     """The tokens of one flush for the rows of a table, and what it writes there."""
 
-    __slots__ = ("gone", "rows", "sending", "sent_id")
+    __slots__ = ("gone", "inserted", "rows", "sending", "sent_id")
 
     rows: dict[tuple[Any, ...], Written]  # by primary key
     sending: list[Written]  # the rows of the last UPDATE
     sent_id: int  # their new write id
+    inserted: set[int]  # the tokens of new rows
     gone: set[tuple[Any, ...]]  # rows that the session itself has deleted before
 
     def find(self, connection: Connection, key: tuple[Any, ...]) -> Written:
@@ -121,14 +122,14 @@ def flush_of(connection: Connection, fenced: FencedTable, options: Mapping[str, 
 
 def _tokens(session: Session, connection: Connection, fenced: FencedTable) -> FlushTokens | None:
     """Return a flush's tokens for rows of a table, or None where the connection bypasses the guard."""
-    known: dict[Any, FlushTokens | None] = getattr(session, NOTES).flush
+    known: dict[Any, FlushTokens | None] = (getattr(session, NOTES, None) or notes_of(session)).flush
     key = fenced, connection
     if key not in known:
         join(connection, session)  # another session may have used the connection since
         known[key] = None
         if not is_bypassed(connection.get_execution_options(), connection):
             found = known[key] = FlushTokens(connection, fenced)
-            found.rows, found.sending, found.gone = {}, [], set()
+            found.rows, found.sending, found.gone, found.inserted = {}, [], set(), set()
     return known[key]
 
 
@@ -213,8 +214,9 @@ class _Watch:
             # Replace a fence that a form may have assigned. A program sets a fence with a statement instead.
             state.dict[FENCE_COLUMN], state.dict[WRITE_COLUMN] = 0, new_write_id()
             return
-        state.dict[FENCE_COLUMN] = self._token_for(tokens, state)
+        state.dict[FENCE_COLUMN] = token = self._token_for(tokens, state)
         state.dict[WRITE_COLUMN] = tokens.write_id
+        tokens.inserted.add(token)
 
     def after_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:

@@ -135,6 +135,7 @@ def join(connection: Connection, session: Session) -> None:
     if not known or known[-1]() is not session:
         others = (each for each in known if each() not in (None, session))
         setattr(connection, _SESSIONS, (*others, ref(session)))
+        notes_of(session)  # so that `owner_of` finds them
 
 
 def owner_of(connection: Connection) -> Session | None:

@@ -272,10 +272,10 @@ def _stamp_insert(
     own = {conditions.key_of(column): value for column, value in private.values_in(statement)}
     conditions.refuse_fence_assignment(own, fenced)
     stamped = []
-    write_id, is_of_flush = lookup.write_id, isinstance(lookup, FlushTokens)
+    write_id, known = lookup.write_id, lookup.inserted if isinstance(lookup, FlushTokens) else ()
     for row in rows:
         made = {**row}
-        if not (is_of_flush and fenced.fence.key in row):  # else the object's listener has found its token
+        if row.get(fenced.fence.key) not in known:  # else it is the object's token
             made[fenced.fence.key] = _new_row_token(lookup, {**own, **row})
         made[fenced.write.key] = write_id
         stamped.append(made)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import enum
 import uuid
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
+from datetime import datetime
 from typing import Any
 
 import pytest
@@ -18,6 +19,7 @@ from sqlalchemy.orm.exc import StaleDataError
 
 import fencelock
 from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim
+from fencelock._databases import MYSQL
 from tests.guard.marks import on_sqlite_alone
 from tests.guard.rows import Keyed, bypassed, rows_of, turned_away
 
@@ -108,6 +110,20 @@ class Bin(FencedModel, Base):
     __tablename__ = "na_bins"
     __fence_resource__ = "bin:{code}"
     code: Mapped[str] = mapped_column(CHAR(12), primary_key=True)
+    count: Mapped[int] = mapped_column(default=0)
+
+
+class Switch(FencedModel, Base):
+    __tablename__ = "na_switches"
+    __fence_resource__ = "switch:{is_on}"
+    is_on: Mapped[bool] = mapped_column(primary_key=True)
+    count: Mapped[int] = mapped_column(default=0)
+
+
+class Slot(FencedModel, Base):
+    __tablename__ = "na_slots"
+    __fence_resource__ = "slot:{start:%H:%M:%S.%f}"
+    start: Mapped[datetime] = mapped_column(primary_key=True)
     count: Mapped[int] = mapped_column(default=0)
 
 
@@ -342,3 +358,49 @@ def test_numbers_as_text_are_the_databases_business(session: Session) -> None:
     stock: Any = Stock.__table__
     with pytest.raises((UnfencedWriteError, DBAPIError)):
         session.connection().execute(update(stock).where(stock.c.sku == bindparam("b")), {"b": 5, "count": 1})
+
+
+@pytest.mark.parametrize(
+    "criterion",
+    [Switch.is_on == True, Switch.is_on.is_(True), Switch.is_on.in_([True])],  # noqa: E712
+)
+def test_a_truth_value_names_rows_as_other_values_do(session: Session, criterion: Any) -> None:
+    bind(session, Lease("switch:True", 7))
+    session.add(Switch(is_on=True))
+    session.commit()
+    session.execute(update(Switch).where(criterion).values(count=1))
+    session.execute(update(Switch), [{"is_on": True, "count": 2}])
+    session.commit()
+    assert session.scalar(select(Switch.count)) == 2
+    session.delete(session.get_one(Switch, {"is_on": True}))
+    session.commit()
+
+
+def test_a_list_that_a_collation_widens_is_refused(session: Session) -> None:
+    """The row is named by another name than its own, whether its fence is 0 or not."""
+    leases = [Lease(f"stock:{name}!", 99) for name in ("ABC", "abd", "ABE")]
+    with fencelock.bypass(session):
+        session.execute(insert(Stock), [{"sku": "abe"}])
+    session.commit()
+    bind(session, *leases)
+    for name in ("ABC", "ABE"):
+        found = session.scalar(select(Stock.sku).where(Stock.sku == name)) is not None
+        writing = update(Stock).where(Stock.sku.in_([name, "abd"])).values(count=1)
+        with pytest.raises(UnfencedWriteError, match="is guarded by") if found else nullcontext():
+            session.execute(writing)
+        session.rollback()
+
+
+def test_a_time_names_a_row_as_the_database_stores_it(session: Session) -> None:
+    start = datetime(2026, 1, 1, 10, 0, 0, 700_000)  # noqa: DTZ001 - without a zone, as in the column
+    bind(session, Lease("slot:10:00:00.700000", 7))
+    session.add(Slot(start=start))
+    if session.get_bind().dialect.name in MYSQL:  # which would store whole seconds
+        with pytest.raises(UnfencedWriteError, match="the column stores whole seconds"):
+            session.flush()
+        return
+    session.commit()
+    session.get_one(Slot, start).count = 1
+    session.commit()
+    session.delete(session.get_one(Slot, start))
+    session.commit()
