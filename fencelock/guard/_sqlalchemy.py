@@ -100,7 +100,12 @@ def with_values(statement: Update, values: dict[Any, Any]) -> Update:
 
 def inserts_plainly(statement: Insert) -> bool:
     """Tell whether an INSERT has no ON CONFLICT or other addition, no prefix, and no list in values()."""
-    return not (statement._post_values_clause is not None or statement._prefixes or statement._multi_values)
+    return not (statement._post_values_clause is not None or statement._prefixes or has_rows(statement))
+
+
+def has_rows(statement: Insert | Update) -> bool:
+    """Tell whether a statement got a list in values(), which SQLAlchemy refuses for an UPDATE."""
+    return bool(statement._multi_values)
 
 
 def locks_rows(query: Select[Any]) -> bool:
@@ -179,6 +184,16 @@ def _populators(
     return take, compare
 
 
+class _Unnoticed(list[Any]):
+    """Populators that are true if there is another one than ours.
+
+    Else SQLAlchemy sends the event `refresh`, without attributes, for each object that a query finds again.
+    """
+
+    def __bool__(self) -> bool:
+        return len(self) > 1
+
+
 def hear_rows(
     name: str,
     heard: Callable[[Any, InstanceState[Any], Any, Any], Any],
@@ -219,9 +234,9 @@ def hear_rows(
             own["quick"].append((name, read))
         if (note := loading_in(context.session)) is not None:
             own["new"].append((name, lambda state, _current, _row: note(state)))
-        own["eager"].append((name, compare))
         for kind, each in own.items():
             populators[kind].extend(each)
+        populators["eager"] = _Unnoticed([*populators["eager"], (name, compare)])
 
     setattr(ColumnProperty, "setup", setting_up)  # noqa: B010  mypy refuses an assignment
     setattr(ColumnProperty, "create_row_processor", creating)  # noqa: B010

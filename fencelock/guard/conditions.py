@@ -14,13 +14,22 @@ from typing import Any, Final, Literal, TypeAlias
 from weakref import WeakKeyDictionary
 
 import sqlalchemy as sa
+from sqlalchemy.exc import InvalidRequestError
 from sqlalchemy.orm.util import LoaderCriteriaOption
 from sqlalchemy.sql import operators, visitors
 from sqlalchemy.sql.elements import False_, True_
 from sqlalchemy.sql.operators import custom_op
 
 from fencelock.errors import UnfencedWriteError
-from fencelock.guard._sqlalchemy import options_of, prefixes_of, values_in, where_of, with_values, with_where
+from fencelock.guard._sqlalchemy import (
+    has_rows,
+    options_of,
+    prefixes_of,
+    values_in,
+    where_of,
+    with_values,
+    with_where,
+)
 from fencelock.guard.exact import TOKEN_BIND, holds, is_text
 from fencelock.guard.tables import FENCE_COLUMN, LIMIT, NO_LEASE, WRITE_COLUMN, FencedTable, shifted
 
@@ -164,6 +173,10 @@ def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClaus
         raise UnfencedWriteError(
             f"a write to {fenced.name!r} takes no prefix_with(), and no other write inside it, for example "
             "in a WITH clause: write that as a statement of its own"
+        )
+    if isinstance(statement, sa.Update) and has_rows(statement):
+        raise InvalidRequestError(
+            "an UPDATE takes no list in values(): write values({…}) or ordered_values(…)"
         )
     own = hash(source), hash(fenced.table)
     for column, _ in values_in(statement) if isinstance(statement, sa.Update) else ():

@@ -7,18 +7,16 @@ dataclasses, which are unhashable.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any, ClassVar, Final
 from weakref import ref
 
 from sqlalchemy import BigInteger, Column, Join, Table, event, text
 from sqlalchemy.orm import Mapped, MappedAsDataclass, Mapper, mapped_column
-from sqlalchemy.orm.exc import UnmappedColumnError
 
 from fencelock.guard import tables
 from fencelock.guard._install import install
 from fencelock.guard._sqlalchemy import equal_to_parents
-from fencelock.guard.objects import watch_mapper
+from fencelock.guard.objects import attributes_of, watch_mapper
 from fencelock.guard.tables import FENCE_COLUMN
 
 _AT_THE_END: Final = 1000
@@ -207,7 +205,7 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     tables.check_write_column(base, model.__name__)
     fenced = tables.registered(base)
     if fenced is None or said is not None:  # else the table or another model of it has named the resource
-        template = tables.template_of(base, model.__name__, _attributes(mapper, base), said)
+        template = tables.template_of(base, model.__name__, attributes_of(mapper, base.c), said)
         if fenced is None:
             fenced = tables.register(tables.FencedTable(base, template))
         elif template.text != fenced.template.text:
@@ -220,14 +218,6 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
             tables.register_sub_table(table, fenced)
     _note_model(mapper, fenced)
     watch_mapper(mapper, fenced)
-
-
-def _attributes(mapper: Mapper[Any], table: Table) -> dict[str, Any]:
-    found = {}
-    for column in table.c:
-        with suppress(UnmappedColumnError):  # `column_attrs` would configure mappers
-            found[mapper.get_property_by_column(column).key] = column
-    return found
 
 
 def _note_model(mapper: Mapper[Any], fenced: tables.FencedTable) -> None:

@@ -7,7 +7,8 @@ does a change in a collection or a link table if the row's lease is held.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final, Literal
 from weakref import WeakKeyDictionary
@@ -16,6 +17,7 @@ from sqlalchemy import event, inspect, select
 from sqlalchemy.engine import Connection
 from sqlalchemy.orm import InstanceState, Mapper, RelationshipDirection, Session
 from sqlalchemy.orm.base import INCLUDE_PENDING_MUTATIONS, NO_VALUE, PASSIVE_NO_INITIALIZE
+from sqlalchemy.orm.exc import UnmappedColumnError
 from sqlalchemy.sql.schema import ScalarElementColumnDefault
 
 from fencelock.errors import FenceError, UnfencedWriteError
@@ -186,14 +188,22 @@ def _aging_of(mapper: Mapper[Any]) -> set[str]:
     return set(mapper.columns.keys()) - keys - {FENCE_COLUMN, WRITE_COLUMN}
 
 
+def attributes_of(mapper: Mapper[Any], columns: Iterable[Any]) -> dict[str, Any]:
+    """Return the columns that a mapper has, by attribute. `column_attrs` would configure the mappers."""
+    found = {}
+    for column in columns:
+        with suppress(UnmappedColumnError):
+            found[mapper.get_property_by_column(column).key] = column
+    return found
+
+
 class _Watch:
     """Gives the objects of one mapper their tokens and write ids before they are written."""
 
     __slots__ = ("_aging", "_first", "_resource_names", "fenced")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
-        keys = (column for table in mapper.tables for column in table.primary_key)
-        names = (mapper.get_property_by_column(column).key for column in keys)
+        names = attributes_of(mapper, [column for table in mapper.tables for column in table.primary_key])
         self.fenced = fenced
         self._aging = _aging_of(mapper)
         self._first = frozenset({*names, WRITE_COLUMN})  # what an UPDATE or DELETE needs

@@ -69,8 +69,7 @@ def guarding(execute: _Execute) -> _Execute:
         except (FenceError, LockLostError) as error:
             refuse(connection, error, getattr(underlying(table), "name", None))
             raise
-        merged = merged.union({GUARDED: True})
-        result = private.execute_unguarded(connection, statement, rows, merged)
+        result = private.execute_unguarded(connection, statement, rows, merged.union({GUARDED: True}))
         _keep_loaded_ids(result, statement, fenced)
         if verdict is not None and (refusal := verdict.of(result)) is not None:
             result.close()

@@ -6,12 +6,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
-from sqlalchemy import Engine
+from sqlalchemy import Column, Engine, ForeignKey, Integer, String, Table, insert, join, select, update
+from sqlalchemy.exc import InvalidRequestError
+from sqlalchemy.orm import DeclarativeBase, Session, column_property
 
+from fencelock import Lease, bypass
 from proof import twins
-from tests.guard.marks import on_sqlite_alone
+from tests.guard import models
+from tests.guard.marks import InMemory, on_sqlite_alone
+from tests.guard.rows import core_table, holding, refill
+from tests.guard.waiting import listening
 
 A5, B6, NOTE = ("set", 1, "a", 5), ("set", 1, "b", 6), ("set", 1, "b", 7)
 PROGRAMS: dict[str, list[twins.Call]] = {
@@ -94,3 +101,55 @@ def test_natural_code_is_written_on_each_database(twin_engine: Engine) -> None:
     kinds = list(twins.FENCED)
     for turn, program in enumerate(PROGRAMS.values()):
         twins.compare(twin_engine, kinds[turn % len(kinds)], program, leases=True, expires=turn % 2 == 0)
+
+
+@pytest.fixture
+def order(in_memory: InMemory) -> Iterator[tuple[Session, Any]]:
+    engine = in_memory(models.Base.metadata)
+    refill(engine, models.fenced(models.Order, 1))
+    with holding(engine, Lease("order:1", 7)) as session:
+        yield session, session.get_one(models.Order, 1)
+
+
+def test_an_object_that_is_found_again_is_not_said_to_be_refreshed(order: tuple[Session, Any]) -> None:
+    session, found = order
+    seen = list[object]()
+    with listening(models.Order, "refresh", lambda *given: seen.append(given)):
+        assert session.scalars(select(models.Order)).all() == [found]
+        assert seen == []
+        session.refresh(found)
+        assert len(seen) == 1
+
+
+def test_an_update_of_a_list_of_values_is_refused_as_sqlalchemy_does(order: tuple[Session, Any]) -> None:
+    session, _ = order
+    for values in ([{"total": 5}], [("total", 5)]):
+        with pytest.raises(InvalidRequestError, match="takes no list in values"):
+            session.execute(update(models.Order).where(models.Order.id == 1).values(values))
+
+
+def test_a_class_over_a_join_without_the_key_of_one_table_is_written(in_memory: InMemory) -> None:
+    class Base(DeclarativeBase): ...
+
+    stock = core_table("al_stock", Column("count", Integer), metadata=Base.metadata, resource="stock:{id}")
+    names = Table(
+        "al_names",
+        Base.metadata,
+        Column("number", Integer, primary_key=True),
+        Column("stock_id", ForeignKey(stock.c.id)),
+        Column("name", String(9)),
+    )
+
+    class Named(Base):
+        __table__ = join(stock, names)
+        __mapper_args__ = {"primary_key": [stock.c.id], "exclude_properties": [names.c.number]}  # noqa: RUF012
+        stock_id = column_property(stock.c.id, names.c.stock_id)
+        id = column_property(stock.c.id)
+
+    with holding(in_memory(Base.metadata), Lease("stock:1", 7)) as session:
+        session.connection().execute(insert(stock), [{"id": 1, "count": 0}])
+        with bypass(session):
+            session.execute(insert(names), [{"number": 4, "stock_id": 1, "name": "a"}])
+        session.get_one(Named, 1).count = 5  # type: ignore[attr-defined]
+        session.commit()
+        assert session.scalars(select(stock.c.count)).all() == [5]
