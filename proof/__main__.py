@@ -128,7 +128,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
     yield Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "600"))
     yield Proof("the line of etcd and ZooKeeper, and controls", _python("proof.line", "--seeds", "1000"))
     yield Proof("bytes and texts at random", _python("proof.fuzz", "--seconds", "20"))
-    yield Proof("fenced models beside their twins", _python("proof.twins", "--seconds", "20"))
+    yield Proof("fenced models beside their twins", _python("proof.twins", "--programs", "1000"))
     faults = _faults(NODES, "postgresql")
     yield _torture("all faults", folder, *DENSE, "--duration", "60", says=faults)
     yield _torture("paused workers", folder, *PAUSED, "--duration", "12", says=[" worker-pause"])
@@ -168,7 +168,10 @@ LONG = (
     Proof("the line of etcd and ZooKeeper, and controls", _python("proof.line", "--seeds", "40000")),
     Proof("mutants: searched for from the first seed", _python("proof.simulation.mutants", "--jobs", "2")),
     Proof("bytes and texts at random", _python("proof.fuzz", "--seconds", "600")),
-    Proof("fenced models beside their twins", _python("proof.twins", "--seconds", "600")),
+    Proof("fenced models beside their twins", _python("proof.twins", "--programs", "10000")),
+    Proof(
+        "SQLAlchemy's own tests on fenced tables", _python("proof.sqlalchemy_suite", "--fenced", "test/orm")
+    ),
     Proof("torture", _python("proof.torture.trials", "--folder", "runs", "--docs", "proof/torture")),
     Proof("torture of databases", _python("proof.torture.trials", "--databases")),
     Proof("torture at the edges", _python("proof.torture.trials", "--edges")),

@@ -1,6 +1,7 @@
 """In a session without rivals, a fenced model does the same as its plain twin: random programs run on both.
 
-    python -m proof.twins --programs 10000 --seed 7 --database postgresql+psycopg://app@db/test
+    python -m proof.twins --programs 10000 --seed 7             # on each database that is there
+    python -m proof.twins --database postgresql+psycopg://app@db/test
 
 A program is a list of calls of one session under leases of all its resources. A refusal by the guard, another
 result of a call and other rows at the end are faults. Each kind of them is shown once, as its shortest
@@ -15,8 +16,8 @@ import pickle
 import sys
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, Final, Literal, NamedTuple
 
@@ -52,6 +53,8 @@ from fencelock import (
     fence_table,
     gate,
 )
+from proof.servers import Postgres
+from proof.servers.mariadb import mariadb
 
 KEYS: Final = (1, 2, 3, 4)
 LEASES: Final = [Lease(resource, 7) for resource in ("all", *(f"doc:{key}" for key in KEYS))]
@@ -645,19 +648,30 @@ def fuzz(engine: Engine, number: int, *, seconds: float = 1e9, programs: int = 1
     return Found(count, kinds)
 
 
+def _servers(stack: ExitStack) -> Iterator[str]:
+    yield stack.enter_context(Postgres()).create_database()
+    if (url := mariadb(stack)) is not None:
+        yield url.render_as_string(hide_password=False)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m proof.twins", description="random programs, on both")
     parser.add_argument("--seconds", type=float, default=1e9)
     parser.add_argument("--programs", type=int, default=10**9)
     parser.add_argument("--seed", type=int, default=0, help="the first one")
-    parser.add_argument("--database", default="sqlite://")
+    parser.add_argument("--database", help="a URL; its tables of these names are dropped")
     options = parser.parse_args()
-    found = fuzz(
-        engine_of(options.database), options.seed, seconds=options.seconds, programs=options.programs
-    )
-    sys.stdout.write(f"{found.programs:,} programs, {len(found.kinds)} kinds of differences\n")
-    sys.stdout.writelines(f"{shown}\n" for shown in found.kinds.values())
-    return 1 if found.kinds else 0
+    kinds = 0
+    with ExitStack() as stack:
+        urls = [options.database] if options.database else ["sqlite://", *_servers(stack)]
+        for url in urls:
+            engine = engine_of(url)
+            found = fuzz(engine, options.seed, seconds=options.seconds, programs=options.programs)
+            engine.dispose()
+            kinds += len(found.kinds)
+            said = f"{found.programs:,} programs, {len(found.kinds)} kinds of differences"
+            print(f"{engine.dialect.name}: {said}", *found.kinds.values(), sep="\n", flush=True)
+    return 1 if kinds else 0
 
 
 if __name__ == "__main__":

@@ -154,17 +154,12 @@ def _of_flush(
     gets an id of its own, because a trigger takes an UPDATE that leaves the id alone for another program's.
     """
     form = conditions.form_of(statement, fenced, "flush")
-    fence, write, names, noted = (
-        fenced.fence.key,
-        fenced.write.key,
-        [each.key for each in form.key],
-        flush.rows,
-    )
+    fence, write, noted = fenced.fence.key, fenced.write.key, flush.rows
     write_id = flush.write_id if not form.assigns or write in rows[0] else new_write_id()
     flush.sending.clear()
     flush.sent_id = write_id
     for row in rows:
-        key = tuple(map(row.__getitem__, names))
+        key = tuple(map(row.__getitem__, form.key_names))
         written = noted.get(key) or flush.find(connection, key)
         row[TOKEN_BIND] = written.token
         row[LOADED_BIND] = written.now
@@ -185,8 +180,6 @@ def _stamp_rows(
     if form.shifts_ids:
         by = note_shift(connection, form.where[-1] if form.where else None, names_keys=form.names_keys)
     stamped = []
-    if not form.is_optional:
-        lookup.is_optional = False
     for given in rows:
         row = dict(given)
         state = object_of(connection, fenced, form.identity(row)) if form.looked_up else None
