@@ -227,8 +227,12 @@ def test_a_connection_that_nobody_waits_for_any_more_is_closed(
         authority.init()
     before = set(threading.enumerate())
 
-    def interrupt(_opened: object, _seconds: float) -> None:
-        raise KeyboardInterrupt
+    result = Future.result
+
+    def interrupt(opened: Future[Any], *seconds: float) -> Any:
+        if seconds:
+            raise KeyboardInterrupt
+        return result(opened)  # it was open already
 
     with Database(engine) as authority, monkeypatch.context() as patched:
         patched.setattr(Future, "result", interrupt)
