@@ -15,7 +15,7 @@ import math
 import re
 import time
 import unicodedata
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, Final, final
 from urllib.parse import quote, unquote
@@ -278,10 +278,24 @@ _held: ContextVar[tuple[Lease | ref[Lease], ...]] = ContextVar("fencelock_held",
 _left: ContextVar[tuple[float, tuple[Lease, ...]]] = ContextVar("fencelock_left", default=(0.0, ()))
 
 
+def newest(leases: Iterable[Lease]) -> dict[str, Lease]:
+    """Return the usable leases by resource: of several leases of one resource, that with the largest token.
+
+    A context has several if it locks again inside a block that it has lost, or under a received token. The
+    newest counts even if it is lost: a store must not take the token of an older one after it.
+    """
+    found: dict[str, Lease] = {}
+    for lease in leases:
+        known = found.get(lease.resource)
+        if lease._usable and (known is None or known.token <= lease.token):
+            found[lease.resource] = lease
+    return found
+
+
 def held_leases() -> tuple[Lease, ...]:
-    """Return the leases that the current context holds, in the order in which it acquired them."""
+    """Return the leases that the current context holds, one for each resource."""
     leases = [entry if isinstance(entry, Lease) else entry() for entry in _held.get()]
-    return tuple([lease for lease in leases if lease is not None and lease._usable])
+    return tuple(newest([lease for lease in leases if lease is not None]).values())
 
 
 def stands_here(lease: Lease) -> bool:
@@ -362,12 +376,12 @@ def assert_held(resource: str) -> Lease:
             locks of their starter.
         LockLostError: the lease has ended.
     """
-    for lease in held_leases():
-        if lease.resource == resource:
-            lease._check()
-            if lease.lost:
-                raise LockLostError(f"the lease of {resource!r} has ended: lock again", written=False)
-            return lease
+    lease = newest(held_leases()).get(resource)
+    if lease is not None:
+        lease._check()
+        if lease.lost:
+            raise LockLostError(f"the lease of {resource!r} has ended: lock again", written=False)
+        return lease
     left = "; its block was left" if was_left(resource) else ""
     raise NotHeldError(
         f"{resource!r} is not locked here{left}: write `with fenced_lock({resource!r}):` around"

@@ -26,7 +26,7 @@ from fencelock.guard.events import report_without_lease
 from fencelock.guard.exact import keeps_snapshot
 from fencelock.guard.sessions import blocking, notes_of, owner_of, started
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
-from fencelock.lease import Lease, held_leases, was_left
+from fencelock.lease import Lease, held_leases, newest, was_left
 
 if TYPE_CHECKING:
     from fencelock.guard.sessions import AnySession
@@ -170,8 +170,7 @@ class TransactionLeases:
 
 def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
     """Return the usable leases by resource: of the bound leases, or of the held ones if `bound` is None."""
-    found = held_leases() if bound is None else [lease for lease in bound if lease._usable]
-    return {lease.resource: lease for lease in found}
+    return newest(held_leases() if bound is None else bound)
 
 
 def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
