@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import math
-from typing import Final
+from typing import Final, TypeVar
+
+_R = TypeVar("_R")
 
 MIN_TTL = 0.01
 MAX_TTL = 604_800.0
@@ -34,6 +36,17 @@ def check_callback(name: str, argument: str, callback: object) -> None:
     """Raise TypeError unless `callback` can be called, and is no coroutine function."""
     if not callable(callback) or inspect.iscoroutinefunction(callback):
         raise TypeError(f"{name} takes a plain function of the {argument}, not {callback!r}")
+
+
+def check_result(name: str, result: _R) -> _R:
+    """Return the result of a plain function; raise TypeError for a coroutine, because it has not run yet."""
+    if inspect.iscoroutine(result):
+        result.close()
+        raise TypeError(
+            f"{name} returned a coroutine, which would run after the release: pass the coroutine function "
+            "itself, or await it in an `async def`"
+        )
+    return result
 
 
 def check_older_than(value: object) -> float:

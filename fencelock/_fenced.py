@@ -8,6 +8,7 @@ import string
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, ParamSpec, Self, TypeVar, Unpack, cast
 
+from fencelock._checks import check_result
 from fencelock._locking import fenced_lock
 from fencelock.errors import LockTimeoutError
 from fencelock.lock.lock import FencedLock
@@ -79,7 +80,7 @@ def fenced(
         def fenced_function(*args: _P.args, **kwargs: _P.kwargs) -> _R:
             with _Skipping(skips=skips) as call, lock_for(*args, **kwargs):
                 call.is_held = True
-                return _done(function(*args, **kwargs), function)
+                return check_result(_name(function), function(*args, **kwargs))
             return cast("_R", None)
 
         return fenced_function
@@ -148,17 +149,6 @@ def _what_runs(function: Any) -> Any:
     while isinstance(function, functools.partial):
         function = function.func
     return function if inspect.isroutine(function) else type(function).__call__
-
-
-def _done(result: _R, function: object) -> _R:
-    """Return `result`; raise TypeError for a coroutine, because it has not run yet."""
-    if inspect.iscoroutine(result):
-        result.close()
-        raise TypeError(
-            f"{_name(function)} returned a coroutine, which would run after the release: decorate the "
-            "coroutine function itself, or await it in an `async def`"
-        )
-    return result
 
 
 def _name(function: object) -> str:

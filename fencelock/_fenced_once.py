@@ -10,9 +10,12 @@ from typing import TYPE_CHECKING, Any, Concatenate, NamedTuple, ParamSpec, Proto
 from sqlalchemy import Engine
 from sqlalchemy.orm import Session, scoped_session, sessionmaker
 
+from fencelock._checks import check_result
 from fencelock._fenced import check_function, fill
 from fencelock._locking import fenced_lock
+from fencelock.errors import FenceError
 from fencelock.guard import once
+from fencelock.guard.receipts import Receipt, is_made
 from fencelock.lock.options import AllLockSettings
 from fencelock.transaction import transaction_of
 
@@ -101,7 +104,12 @@ def fenced_once(
             bound.apply_defaults()
             name, *names = fill((key, *resources), bound)
             first, *others = bound.arguments
-            asked = {argument: bound.arguments[argument] for argument in others}
+            # A parameter that is new, and has its default, must not make another request of an old one.
+            asked = {
+                name: value
+                for name, value in bound.arguments.items()
+                if name in others and not _is_default(value, signature.parameters[name].default)
+            }
             if fingerprint is not None:
                 asked = fingerprint(*bound.args, **bound.kwargs)
             source = bound.arguments[first]
@@ -123,6 +131,10 @@ def fenced_once(
     return decorate
 
 
+def _is_default(value: object, default: object) -> bool:
+    return value is default or (type(value) is type(default) and bool(value == default))
+
+
 class _Call(NamedTuple):
     """One call of a decorated function; `key` and `fingerprint` are those of its receipt."""
 
@@ -135,15 +147,25 @@ class _Call(NamedTuple):
         receipt = once(session, self.key, fingerprint=self.fingerprint)
         if not receipt.done:
             receipt.is_working = True  # refuses a COMMIT by the function
-            receipt.result = self._work(session)
+            result = check_result("the function of fenced_once", self._work(session))
+            self._keep(session, receipt, result)
         return receipt.result
 
     async def in_async_session(self, session: AsyncSession) -> Any:
         receipt = await once(session, self.key, fingerprint=self.fingerprint)
         if not receipt.done:
             receipt.is_working = True  # refuses a COMMIT by the function
-            receipt.result = await self._work(session)
+            result = await self._work(session)
+            await session.run_sync(self._keep, receipt, result)
         return receipt.result
+
+    def _keep(self, session: Session, receipt: Receipt, result: object) -> None:
+        if not is_made(session, receipt):
+            raise FenceError(
+                f"rollback() inside the function has undone the receipt {self.key!r}: what may fail goes "
+                "into a savepoint, session.begin_nested()"
+            )
+        receipt.result = result
 
     def _work(self, session: object) -> Any:
         self.bound.arguments[next(iter(self.bound.arguments))] = session

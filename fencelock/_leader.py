@@ -18,7 +18,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any, Final, TypeVar, final, overload
 
 from fencelock._backoff import randomly
-from fencelock._checks import check_callback
+from fencelock._checks import check_callback, check_result
 from fencelock._locking import fenced_lock
 from fencelock.authority.base import Authority
 from fencelock.errors import AuthorityError, FenceError, LockLostError, QuorumError
@@ -109,6 +109,8 @@ class Term:
 
     def _end(self) -> None:
         self._over.set()
+        if self.lease._inherited:
+            return  # the callbacks belong to the parent process
         with contextlib.suppress(IndexError):
             while True:
                 call = self._callbacks.pop(0)  # in one step of Python: each is called once
@@ -185,8 +187,8 @@ class Leader:
     def run(self, work: Callable[[Term], Any]) -> Any:
         """Call `work(term)` in each term, until it returns while its term is current; return its result.
 
-        `work` is called again after a LockLostError, which it has raised or which the release raises, or if
-        its term was over when it returned or raised a FenceError. A QuorumError of the election is logged,
+        `work` is called again if its term was over when it returned, or raised a LockLostError or FenceError,
+        or if the release raises a LockLostError. A QuorumError of the election is logged,
         and another election follows.
 
         Returns:
@@ -200,40 +202,45 @@ class Leader:
         check_callback("run", "term", work)
         pause = 0.0
         while True:
-            term = None
+            term, is_done = None, False
             try:
                 with self as term:
-                    result = work(term)
+                    result = check_result("the work of a leader", work(term))
+                    is_done = True
                     if term.is_current:
                         return result
             except (AuthorityError, FenceError, LockLostError) as error:
-                self._check_passing(error, term)
+                self._check_passing(error, term, is_done=is_done)
             pause = self._next_pause(term, pause)
             time.sleep(pause)
 
     async def _run_async(self, work: Callable[[Term], Awaitable[_R]]) -> _R:
         pause = 0.0
         while True:
-            term = None
+            term, is_done = None, False
             try:
                 async with self as term:
                     result = await work(term)
+                    is_done = True
                     if term.is_current:
                         return result
             except (AuthorityError, FenceError, LockLostError) as error:
-                self._check_passing(error, term)
+                self._check_passing(error, term, is_done=is_done)
             pause = self._next_pause(term, pause)
             await asyncio.sleep(pause)
 
-    def _check_passing(self, error: Exception, term: Term | None) -> None:
-        """Raise an error again, unless another election or another term may succeed."""
+    def _check_passing(self, error: Exception, term: Term | None, *, is_done: bool) -> None:
+        """Raise an error again, unless another election or another term may succeed.
+
+        A LockLostError of the work in a current term is about another lock.
+        """
         if term is None:
             if not isinstance(error, QuorumError):
                 raise error
             logger.warning(
                 "%s: could not take part in the election, and tries again soon: %s", self._name, error
             )
-        elif isinstance(error, LockLostError) or (isinstance(error, FenceError) and not term._was_current):
+        elif isinstance(error, FenceError | LockLostError) and (is_done or not term._was_current):
             logger.warning("%s: the term with token %d is over: %s", self._name, term.token, error)
         else:
             raise error

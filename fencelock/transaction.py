@@ -23,7 +23,7 @@ from sqlalchemy import Engine, event, update
 from sqlalchemy.exc import UnboundExecutionError
 from sqlalchemy.orm import Session, SessionTransaction, scoped_session, sessionmaker
 
-from fencelock._checks import check_callback, check_flag
+from fencelock._checks import check_callback, check_flag, check_result
 from fencelock._databases import leaves_doubt
 from fencelock._engines import is_async_engine, is_async_maker, is_async_scoped, is_async_session
 from fencelock._locking import fenced_lock
@@ -279,7 +279,7 @@ class FencedTransaction(Generic[_S]):
                 attempt += 1
                 try:
                     with self._block(nullcontext()) as session:
-                        return body(session)
+                        return check_result("the body", body(session))
                 except Exception:
                     pause = self._plan.pause_before(attempt, lock)
                     if pause is None:

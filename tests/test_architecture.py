@@ -89,7 +89,7 @@ ARROWS = {
     "guard": "values",
     "max_fence": "guard",
     "transaction": "values guard lock _locking",
-    "_fenced_once": "_fenced _locking guard lock transaction",
+    "_fenced_once": "values _fenced _locking guard lock transaction",
     "_outcomes": "values",
     "integrations": "values _outcomes",
     "_leader": "values authority.base _locking",

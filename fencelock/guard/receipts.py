@@ -110,13 +110,12 @@ class Receipt:
         done: whether the work was done before, or earlier in this transaction. Then only return `result`.
     """
 
-    __slots__ = ("_result", "done", "is_changed", "is_stored", "is_working", "key")
+    __slots__ = ("_result", "done", "is_stored", "is_working", "key")
 
     def __init__(self, key: str, *, done: bool, result: Any = None) -> None:
         self.key: str = key
         self.done: bool = done
         self._result = result
-        self.is_changed: bool = False  # whether the COMMIT will store the result
         self.is_stored: bool = False  # whether the COMMIT has begun
         self.is_working: bool = False  # whether the function of a `fenced_once` does the work now
 
@@ -148,6 +147,7 @@ class Receipt:
             raise ValueError(f"the receipt {self.key!r} is committed: assign its result before the COMMIT")
         try:
             text = json.dumps(value, allow_nan=False)
+            json.dumps(value, ensure_ascii=False).encode()  # no database stores half of a surrogate pair
         except (TypeError, ValueError, RecursionError) as error:
             raise TypeError(f"the result of {self.key!r} cannot be written as JSON: {error}") from None
         if len(text) > MAX_RESULT:
@@ -156,24 +156,27 @@ class Receipt:
                 "store it in a table of your own, and its key in the receipt"
             )
         self._result = json.loads(text)
-        self.is_changed, self.is_working = True, False
+        self.is_working = False
 
 
 def _store_results(session: Session) -> None:
-    is_last = not session.in_nested_transaction()  # else a savepoint is released
+    if session.in_nested_transaction():
+        return  # a savepoint is released
     for connection in connections_of(session):
         leases = open_leases(connection)
         for receipt in leases.receipts.values() if leases is not None else ():
-            if is_last and receipt.is_working:
+            if receipt.is_working:
                 raise FenceError(
                     f"commit() inside the function would store the receipt {receipt.key!r} before its work "
                     "is done: leave the COMMIT to fenced_once"
                 )
-            receipt.is_stored = is_last
-            if receipt.is_changed:
-                stored = {"its": receipt.key, "found": receipt.result}
-                connection.execute(_storing(_table_of(connection)), stored)
-                receipt.is_changed = False
+            receipt.is_stored = True
+            stored = {"its": receipt.key, "found": receipt.result}
+            if connection.execute(_storing(_table_of(connection)), stored).rowcount != 1:
+                raise FenceError(
+                    f"the receipt {receipt.key!r} is gone, because the database, or a statement that it does "
+                    "not tell of, has ended the transaction meanwhile: begin again"
+                )
 
 
 @overload
@@ -287,6 +290,12 @@ def _insertion(table: Table, dialect: str) -> Insert:
     return insert.on_conflict_do_nothing(index_elements=["key"]).returning(key)  # type: ignore[no-any-return]
 
 
+def is_made(session: Session, receipt: Receipt) -> bool:
+    """Tell whether the session's transaction has made a receipt, and has not undone it."""
+    of_each = [open_leases(connection) for connection in connections_of(session)]
+    return any(leases is not None and leases.receipts.get(receipt.key) is receipt for leases in of_each)
+
+
 @cache
 def _storing(table: Table) -> Update:
     return update(table).where(table.c.key == bindparam("its")).values(result=bindparam("found"))
@@ -341,8 +350,12 @@ def _digest(fingerprint: Any) -> str | None:
 def _plain(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
-    if isinstance(value, Decimal):
-        return str(value.normalize())
+    if isinstance(value, Decimal):  # its own `normalize` rounds to the precision of the context
+        sign, digits, exponent = value.as_tuple()
+        text = "".join(map(str, digits)).lstrip("0")
+        return [sign, text.rstrip("0"), len(text) - len(text.rstrip("0")) + int(exponent)] if text else 0
+    if isinstance(value, datetime) and value.tzinfo is not None:
+        return str(value.astimezone(UTC))
     if isinstance(value, date | time | UUID):  # a datetime is a date
         return str(value)
     raise TypeError(f"{type(value).__name__} is none")

@@ -11,9 +11,11 @@ from functools import lru_cache
 from typing import Any, Final
 
 from sqlalchemy import DDL
+from sqlalchemy.engine import Connection
 
-from fencelock.errors import UnfencedWriteError
-from fencelock.guard.leases import on_savepoint
+from fencelock._databases import MYSQL
+from fencelock.errors import FenceError, UnfencedWriteError
+from fencelock.guard.leases import on_savepoint, open_leases
 from fencelock.guard.refused import refuse
 from fencelock.guard.sessions import NEVER, STARTED, is_bypassed, note_start, note_write
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
@@ -42,6 +44,10 @@ _WRITES: Final = re.compile(
     r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
     r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
 )
+_COMMITS: Final = re.compile(
+    r"(?i)\s*(?:alter|analyze|begin|check|create(?!\s+(?:or\s+replace\s+)?temporary)|drop(?!\s+temporary)|flush"
+    r"|grant|(?:un)?lock\s+tables|optimize|rename|repair|revoke|start\s+transaction|truncate)\b"
+)
 _SAVEPOINT: Final = re.compile(
     rf"(?i)\s*(savepoint|rollback|release)(?:\s+to)?(?:\s+savepoint)?\s+({_NAME})\s*;?\s*\Z"
 )
@@ -61,21 +67,30 @@ def do_execute(_cursor: object, statement: str, *rest: Any) -> None:
     if GUARDED in context.execution_options:
         if connection.in_nested_transaction():
             note_write(connection)
+    elif statement.startswith("SELECT") and ";" not in statement:
         return
-    if statement.startswith("SELECT") and ";" not in statement:
-        return
-    if (savepoint := _SAVEPOINT.match(statement)) is not None:
-        on_savepoint(context.root_connection, *savepoint.groups())
-        return
-    if is_bypassed(context.execution_options, context.root_connection):
-        return
+    elif (savepoint := _SAVEPOINT.match(statement)) is not None:
+        on_savepoint(connection, *savepoint.groups())
+    else:
+        error = _refusal(connection, statement, context)
+        if error is not None:
+            refuse(connection, error)
+            raise error
+
+
+def _refusal(connection: Connection, statement: str, context: Any) -> FenceError | None:
+    leases = open_leases(connection) if context.dialect.name in MYSQL and _COMMITS.match(statement) else None
+    if leases is not None and (leases.is_needed or leases.receipts):
+        return FenceError(
+            f"this statement would commit half of the open transaction, as MariaDB does at each "
+            f"{statement.split(maxsplit=1)[0].upper()}: execute it in a transaction of its own"
+        )
+    if is_bypassed(context.execution_options, connection):
+        return None
     if context.isddl and _DEFINES.match(statement) and not isinstance(context.compiled.statement, DDL):
-        return
+        return None
     name = written(statement, tuple(fenced_names()))
-    if name is not None:
-        error = _unguarded_error(name)
-        refuse(context.root_connection, error)
-        raise error
+    return None if name is None else _unguarded_error(name)
 
 
 def _unguarded_error(name: str) -> UnfencedWriteError:
