@@ -256,10 +256,12 @@ def test_nodes_that_need_an_operator_end_a_campaign(nodes: Nodes) -> None:
 
 
 def test_forked_child_does_not_lead(authority: Redlock) -> None:
+    ended = list[Term]()
     with leader("r", authority=authority) as term:
+        term.on_end(ended.append)
         child = os.fork()
-        if not child:
-            os._exit(int(term.is_current))
+        if not child:  # the callbacks belong to its parent
+            os._exit(int(term.is_current or bool(ended)))
         assert os.waitpid(child, 0)[1] == 0
         assert term.is_current
 
@@ -278,3 +280,24 @@ def test_figures_of_leaders() -> None:
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert ended.stdout.endswith("all as it must be\n")
+
+
+def test_a_loss_of_another_lock_does_not_end_the_term(authority: Redlock) -> None:
+    calls = []
+
+    def work(term: Term) -> None:
+        calls.append(term.token)
+        raise LockLostError("the lease of 'another' has ended", written=False)
+
+    with pytest.raises(LockLostError, match="another"):
+        leader("jobs", authority=authority).run(work)
+    assert len(calls) == 1
+
+
+def test_work_that_returns_a_coroutine_is_refused_before_it_is_left(authority: Redlock) -> None:
+    async def work(term: Term) -> int:
+        return term.token
+
+    candidate = leader("jobs", authority=authority)
+    with pytest.raises(TypeError, match="the work of a leader returned a coroutine"):
+        candidate.run(lambda term: work(term))  # noqa: PLW0108

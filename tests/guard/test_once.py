@@ -8,7 +8,7 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime, timedelta, timezone
 from decimal import Decimal
 from typing import Any
 
@@ -353,3 +353,58 @@ def test_once_does_not_wait_for_another_key(engine: Engine) -> None:
                 return once(session, "two").done
 
         assert pool.submit(other).result(30) is False
+
+
+def test_a_receipt_that_is_gone_at_the_commit_fails_it(engine: Engine) -> None:
+    """As after an implicit COMMIT, or a rollback by a driver, which no listener hears."""
+    with Session(engine) as session:
+        add(session, result=1)
+        session.execute(RECEIPTS.delete().where(RECEIPTS.c.key == "k"))
+        with pytest.raises(fencelock.FenceError, match="the receipt 'k' is gone"):
+            session.commit()
+    assert value(engine) == 0
+
+
+@on_sqlite_alone
+def test_a_result_that_was_assigned_before_a_savepoint_fails_is_stored(engine: Engine) -> None:
+    with Session(engine) as session, session.begin():
+        once(session, "k").result = 5
+        with suppress(ZeroDivisionError), session.begin_nested():
+            with session.begin_nested():
+                session.execute(update(Free).values(value=9))
+            raise ZeroDivisionError
+    assert [row.result for row in receipts(engine)] == [5]
+
+
+@pytest.mark.parametrize("shared_url", ["mariadb"], indirect=True)
+@pytest.mark.parametrize(
+    "statement", ["TRUNCATE g_free", "alter table g_free comment 'x'", "ANALYZE TABLE g_free"]
+)
+def test_a_statement_that_commits_is_refused_beside_a_receipt(engine: Engine, statement: str) -> None:
+    with Session(engine) as session:
+        session.execute(text("CREATE TEMPORARY TABLE passes (id INT)"))
+        add(session)
+        with pytest.raises(fencelock.FenceError, match="would commit half of the open transaction"):
+            session.execute(text(statement))
+        with pytest.raises(PendingRollbackError):
+            session.commit()
+    assert value(engine) == 0
+
+
+def test_a_fingerprint_is_exact() -> None:
+    def digest(given: Any) -> Any:
+        return module._digest({"given": given})
+
+    long = "0.12345678901234567890123456789012345678901"
+    assert digest(Decimal(long)) != digest(Decimal(long + "2"))
+    assert digest(Decimal("1.50")) == digest(Decimal("1.5")) != digest(Decimal(15))
+    assert digest(Decimal(100)) == digest(Decimal("1E+2")) != digest(Decimal(-100))
+    assert digest(Decimal("0.00")) == digest(Decimal(0))
+    noon = datetime(2026, 1, 1, 12, tzinfo=UTC)
+    assert digest(noon) == digest(noon.astimezone(timezone(timedelta(hours=2))))
+    assert digest(noon) != digest(noon.replace(tzinfo=None))
+
+
+def test_a_result_with_half_a_surrogate_pair_is_refused_at_once(engine: Engine) -> None:
+    with Session(engine) as session, pytest.raises(TypeError, match="cannot be written as JSON"):
+        once(session, "k").result = "\ud800"

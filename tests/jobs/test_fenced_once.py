@@ -209,3 +209,50 @@ def test_inside_a_lock_of_its_caller(on_sqlite: Engine, authority: Redlock) -> N
     with fenced_lock("account:1", authority=authority):
         assert depositing(authority)(on_sqlite, "r1", 1)["balance"] == 600
         assert depositing(authority)(on_sqlite, "r1", 1)["balance"] == 600
+
+
+def test_a_rollback_by_the_function_leaves_no_work_without_a_receipt(
+    on_sqlite: Engine, authority: Redlock
+) -> None:
+    @fenced_once("undone:{account}", "account:{account}", authority=authority, gate=False)
+    def pay(session: Session, account: int) -> str:
+        session.rollback()
+        session.get_one(Account, account).balance += 1
+        return "done"
+
+    with pytest.raises(FenceError, match=r"rollback\(\) inside the function has undone the receipt"):
+        pay(on_sqlite, 1)
+    assert balance(on_sqlite) == 100
+
+
+def test_a_function_that_returns_a_coroutine_is_refused(on_sqlite: Engine, authority: Redlock) -> None:
+    async def work(session: Session) -> None:
+        session.get_one(Account, 1).balance += 1
+
+    @fenced_once("later:{account}", "account:{account}", authority=authority)
+    def pay(session: Session, account: int) -> Any:  # noqa: ARG001
+        return work(session)
+
+    with pytest.raises(TypeError, match="returned a coroutine"):
+        pay(on_sqlite, 1)
+
+
+def test_a_parameter_that_is_new_and_has_its_default_makes_no_other_request(
+    on_sqlite: Engine, authority: Redlock
+) -> None:
+    options: dict[str, Any] = {"authority": authority}
+
+    @fenced_once("grown:{account}", "account:{account}", **options)
+    def pay(session: Session, account: int) -> str:
+        session.get_one(Account, account).balance += 1
+        return "done"
+
+    @fenced_once("grown:{account}", "account:{account}", **options)
+    def pay_more(session: Session, account: int, tip: int = 0, note: str | None = None) -> str:  # noqa: ARG001
+        session.get_one(Account, account).balance += 1 + tip
+        return "done"
+
+    assert (pay(on_sqlite, 1), pay_more(on_sqlite, 1), pay_more(on_sqlite, 1, tip=0)) == ("done",) * 3
+    with pytest.raises(ReceiptMismatchError):
+        pay_more(on_sqlite, 1, tip=1)
+    assert balance(on_sqlite) == 101
