@@ -202,6 +202,11 @@ OTHERS: list[Case] = [
         r"^FencedValue takes a client((?!hidden).)*$",
     ),
     (
+        lambda: VALUE(redis.Redis().pipeline(), "rate"),
+        TypeError,
+        r"^FencedValue takes a client, redis\.Redis, not .*Pipeline",
+    ),
+    (
         lambda: VALUE_OF_TASKS(redis.Redis(), "rate"),
         TypeError,
         r"AsyncFencedValue takes a client, redis\.asyncio\.Redis, not",

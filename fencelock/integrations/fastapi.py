@@ -50,11 +50,13 @@ async def idempotency_key(
     The logger `fencelock.integrations` has the errors that are answered with 409 and 422.
 
     Raises:
-        fastapi.HTTPException: 400 if the header is missing, too long or not printable; 422 if the key was
-            used for another request (`ReceiptMismatchError`); 409 with `Retry-After` if another request with
+        fastapi.HTTPException: 400 if the header is missing, given twice, too long or not printable; 422 if the
+            key was used for another request (`ReceiptMismatchError`); 409 with `Retry-After` if another request with
             the same key, or for the same resource, is under way (`LockTimeoutError`).
     """
     key = (header or "").strip().strip('"').strip()
+    if len({*request.headers.getlist("idempotency-key")}) > 1:
+        raise HTTPException(400, "this request has several different headers Idempotency-Key")
     if not key:
         raise HTTPException(400, "this request needs the header Idempotency-Key")
     if len(key) > MAX_KEY or not key.isprintable():

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from httpx import Request
 
-from fencelock.integrations.header import held
+from fencelock.integrations.header import HEADER, held
 
 
 def send_tokens(request: Request) -> None:
@@ -20,10 +20,16 @@ def send_tokens(request: Request) -> None:
     client = httpx.Client(event_hooks={"request": [send_tokens]})
     ```
 
+    A redirect to another host gets none.
+
     Raises:
         LockLostError, CommitInDoubtError, ValueError: see `held`. The request is not sent.
     """
-    request.headers.update(held())
+    host = request.url.scheme, request.url.host, request.url.port
+    if request.extensions.setdefault("fencelock.host", host) == host:
+        request.headers.update(held())
+    else:
+        request.headers.pop(HEADER, None)
 
 
 async def send_tokens_async(request: Request) -> None:

@@ -30,7 +30,8 @@ class _Value:
 
     def __init__(self, client: Any, key: str, resource: str | None) -> None:
         is_async = isinstance(client, redis.asyncio.Redis | redis.asyncio.RedisCluster)
-        if is_async != self._is_async or not hasattr(client, "register_script"):
+        is_pipeline = hasattr(client, "execute")
+        if is_async != self._is_async or not hasattr(client, "register_script") or is_pipeline:
             wanted, given = "redis.asyncio" if self._is_async else "redis", type(client)
             shown = f"{given.__module__}.{given.__name__}"  # the text of the client may have a password
             raise TypeError(f"{type(self).__name__} takes a client, {wanted}.Redis, not {shown}")

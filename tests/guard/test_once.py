@@ -382,7 +382,7 @@ def test_a_result_that_was_assigned_before_a_savepoint_fails_is_stored(engine: E
 )
 def test_a_statement_that_commits_is_refused_beside_a_receipt(engine: Engine, statement: str) -> None:
     with Session(engine) as session:
-        session.execute(text("CREATE TEMPORARY TABLE passes (id INT)"))
+        session.execute(text("CREATE TEMPORARY TABLE IF NOT EXISTS passes (id INT)"))
         add(session)
         with pytest.raises(fencelock.FenceError, match="would commit half of the open transaction"):
             session.execute(text(statement))

@@ -210,3 +210,23 @@ def test_a_blocking_client_sends_them_too() -> None:
         with holding([Lease("order:é", 7)]):
             client.get("http://b/", headers={"fencing-token": "order:1=1"})
     assert [request.headers.get_list("fencing-token") for request in requests] == [[], ["order:%C3%A9=7"]]
+
+
+def test_a_redirect_to_another_host_gets_no_tokens() -> None:
+    seen: list[tuple[str, str | None]] = []
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        seen.append((str(request.url), request.headers.get("Fencing-Token")))
+        to = {"/a": "/b", "/b": "http://other/c", "/c": "http://own/d"}.get(request.url.path)
+        return httpx.Response(200) if to is None else httpx.Response(302, headers={"Location": to})
+
+    hooks = {"request": [send_tokens]}
+    with (
+        holding([Lease("order:1", 5)]),
+        httpx.Client(
+            transport=httpx.MockTransport(answer), event_hooks=hooks, follow_redirects=True
+        ) as client,
+    ):
+        client.get("http://own/a")
+    assert [url[-1] for url, token in seen if token == "order:1=5"] == ["a", "b", "d"]
+    assert ("http://other/c", None) in seen

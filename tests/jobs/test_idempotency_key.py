@@ -56,10 +56,11 @@ def app(engine: Engine, locks: Database) -> FastAPI:
     return made
 
 
-def ask(app: FastAPI, path: str, key: str | None) -> httpx.Response:
+def ask(app: FastAPI, path: str, *keys: str | None) -> httpx.Response:
     async def main() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://app") as client:
-            return await client.post(path, headers={} if key is None else {"Idempotency-Key": key})
+            headers = [("Idempotency-Key", key) for key in keys if key is not None]
+            return await client.post(path, headers=headers)
 
     return asyncio.run(main())
 
@@ -107,3 +108,8 @@ def test_transaction_that_is_open(app: FastAPI, engine: Engine) -> None:
     assert ask(app, "/plain", "a7").json() is False
     with engine.connect() as connection:
         assert connection.scalar(text("SELECT count(*) FROM fencelock_receipts")) == 1
+
+
+def test_two_different_keys_are_refused(app: FastAPI) -> None:
+    assert ask(app, "/plain", "a", "b").status_code == 400
+    assert ask(app, "/plain", "a", "a").status_code == 200
