@@ -50,9 +50,9 @@ async def idempotency_key(
     The logger `fencelock.integrations` has the errors that are answered with 409 and 422.
 
     Raises:
-        fastapi.HTTPException: 400 if the header is missing, given twice, too long or not printable; 422 if the
-            key was used for another request (`ReceiptMismatchError`); 409 with `Retry-After` if another request with
-            the same key, or for the same resource, is under way (`LockTimeoutError`).
+        fastapi.HTTPException: 400 if the header is missing, ambiguous, too long or not printable; 422 if the
+            key was used for another request (`ReceiptMismatchError`); 409 with `Retry-After` if another
+            request with the same key, or for the same resource, is under way (`LockTimeoutError`).
     """
     key = (header or "").strip().strip('"').strip()
     if len({*request.headers.getlist("idempotency-key")}) > 1:
