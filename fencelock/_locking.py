@@ -309,7 +309,7 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
 
     Args:
         text: the result of `FencedLock.hand_over`.
-        **settings: as for `fenced_lock`. The default ttl is that of the text, and max_hold begins again.
+        **settings: as for `fenced_lock`. ttl and at_least are those of the text, and max_hold begins again.
 
     Raises:
         ValueError: for any other text, also of another kind of authority or another namespace; and for
@@ -319,12 +319,13 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
     """
     settings["authority"] = authority = cast("Any", _finder(settings.get("authority"))())
     try:
-        grant, proof, by, ttl = _read(text, authority)
+        grant, proof, by, ttl, at_least = _read(text, authority)
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
         raise ValueError(
             f"this text was not made by hand_over: {str(text)[:80]!r} ({str(error)[:200]})"
         ) from error
     settings.setdefault("ttl", ttl)
+    settings.setdefault("at_least", at_least or None)
     if authority.dump(grant) != proof:
         raise ValueError(
             f"{str(by)[:200]!r} has granted this lease, and {authority!r} cannot take it over: name the "
@@ -335,10 +336,11 @@ def take_over(text: str, **settings: Unpack[AllLockSettings]) -> FencedLock[Any]
     return lock
 
 
-def _read(text: str, authority: Any) -> tuple[Grant, object, object, float]:
+def _read(text: str, authority: Any) -> tuple[Grant, object, object, float, float]:
     its = json.loads(text)[HANDED]
-    names, tokens, proof, by, ttl = (its[word] for word in ("resources", "tokens", "proof", "by", "ttl"))
+    words = ("resources", "tokens", "proof", "by", "ttl", "at_least")
+    names, tokens, proof, by, ttl, at_least = (its[word] for word in words)
     if not isinstance(names, list) or len({*names}) < len(names) or len(names) != len(tokens):
         raise ValueError("its resources are no list of different names, each with a token")
-    fenced_lock(*names, ttl=ttl, authority=authority)  # raises if a name or the ttl is invalid
-    return authority.load(tuple(names), tuple(map(check_token, tokens)), proof), proof, by, ttl
+    fenced_lock(*names, ttl=ttl, at_least=at_least or None, authority=authority)  # raises if one is invalid
+    return authority.load(tuple(names), tuple(map(check_token, tokens)), proof), proof, by, ttl, at_least

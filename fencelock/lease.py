@@ -287,15 +287,21 @@ def newest(leases: Iterable[Lease]) -> dict[str, Lease]:
     found: dict[str, Lease] = {}
     for lease in leases:
         known = found.get(lease.resource)
-        if lease._usable and (known is None or known.token <= lease.token):
+        is_usable = not (lease._released or lease._left)
+        if is_usable and (known is None or known.token <= lease.token):
             found[lease.resource] = lease
     return found
 
 
-def held_leases() -> tuple[Lease, ...]:
+def held_by_resource() -> dict[str, Lease]:
     """Return the leases that the current context holds, one for each resource."""
     leases = [entry if isinstance(entry, Lease) else entry() for entry in _held.get()]
-    return tuple(newest([lease for lease in leases if lease is not None]).values())
+    return newest([lease for lease in leases if lease is not None])
+
+
+def held_leases() -> tuple[Lease, ...]:
+    """Return the leases that the current context holds, one for each resource."""
+    return tuple(held_by_resource().values())
 
 
 def stands_here(lease: Lease) -> bool:
@@ -376,7 +382,7 @@ def assert_held(resource: str) -> Lease:
             locks of their starter.
         LockLostError: the lease has ended.
     """
-    lease = newest(held_leases()).get(resource)
+    lease = held_by_resource().get(resource)
     if lease is not None:
         lease._check()
         if lease.lost:

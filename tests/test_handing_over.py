@@ -332,6 +332,21 @@ def test_what_is_entered_twice_is_not_handed_over(pair: Pair) -> None:
     assert not other.lock("r").locked()
 
 
+def test_what_is_to_be_kept_for_a_time_is_kept_where_it_is_taken_over(pair: Pair) -> None:
+    mine, other = pair
+    lock = mine.lock("order:1", ttl=30.0, at_least=60)
+    lock.acquire()
+    with take_over(lock.hand_over(), authority=other):
+        pass
+    assert mine.lock("order:1").locked()
+
+
+def test_a_lock_beside_readers_is_not_handed_over(authority: Redlock) -> None:
+    lock = fenced_lock("order:1", readers=4, authority=authority)
+    with lock, pytest.raises(LockError, match="holds the slots of its readers"):
+        lock.hand_over()
+
+
 def test_an_open_transaction_keeps_it(authority: Redlock, tmp_path: Path) -> None:
     """Until it ends: what it has written must not be committed under the next holder."""
     engine = create_engine(f"sqlite:///{tmp_path / 'one.sqlite'}")

@@ -26,7 +26,7 @@ from fencelock.guard.events import report_without_lease
 from fencelock.guard.exact import keeps_snapshot
 from fencelock.guard.sessions import blocking, notes_of, owner_of, started
 from fencelock.guard.tables import NO_LEASE, FencedTable, new_write_id
-from fencelock.lease import Lease, held_leases, newest, was_left
+from fencelock.lease import Lease, held_by_resource, newest, was_left
 
 if TYPE_CHECKING:
     from fencelock.guard.sessions import AnySession
@@ -104,7 +104,7 @@ class TransactionLeases:
         if bound != self._bound:
             self.used.clear()
             self._bound = bound
-        return {**_usable(bound), **self.used}
+        return {**(held_by_resource() if bound is None else newest(bound)), **self.used}
 
     def at_savepoint(self, verb: str, name: str) -> None:
         """At SAVEPOINT, keep a copy of the notes; at ROLLBACK TO, return to it.
@@ -130,7 +130,7 @@ class TransactionLeases:
     @property
     def bound_instead(self) -> str:
         """A hint, if held leases do not count because others were bound; else an empty text."""
-        if self._bound is None or not (held := _usable(None)):
+        if self._bound is None or not (held := held_by_resource()):
             return ""
         bound = ", ".join(repr(lease.resource) for lease in self._bound)
         return (
@@ -166,11 +166,6 @@ class TransactionLeases:
         calls = [call for lease in self._needs for call in lease._let_go(self._mark, committed=committed)]
         self._needs.clear()
         return calls
-
-
-def _usable(bound: Iterable[Lease] | None) -> dict[str, Lease]:
-    """Return the usable leases by resource: of the bound leases, or of the held ones if `bound` is None."""
-    return newest(held_leases() if bound is None else bound)
 
 
 def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:

@@ -290,6 +290,7 @@ class BaseLock(Generic[Token]):
                 raise LockError(f"{self!r}: a transaction under it is open or in doubt: end it first")
             its = {"resources": hold.grant.resources, "tokens": hold.grant.tokens, "ttl": hold.ttl}
             its |= {"proof": authority.dump(hold.grant), "by": repr(authority)}
+            its["at_least"] = max(0.0, hold.keep_until - time.monotonic())
             self._entered.remove(block)
             block.holds = ()
             remove(hold)

@@ -225,6 +225,12 @@ class WriterLock(FencedLock[int]):
     def __repr__(self) -> str:
         return f"<fenced_lock {self._names[0]!r} beside readers, {'held' if self._entered else 'not held'}>"
 
+    def _hand_over_gen(self, block: Block) -> Steps[str]:  # noqa: ARG002  it hands over no block
+        raise LockError(
+            f"{self!r} is not handed over, because it holds the slots of its readers, too: let the other "
+            "process lock it"
+        )
+
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]
     ) -> Steps[tuple[str, ...]]:
