@@ -12,6 +12,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Final
 
+from fencelock._process import in_forked_child
 from fencelock.errors import StaleTokenError
 from fencelock.lease import assert_held, check_resource
 from fencelock.tokens import check as check_token
@@ -96,12 +97,27 @@ class FencedFile:
             self._folder.mkdir()
             _sync(self._folder.parent)
         folder = os.open(self._folder, os.O_RDONLY)
+        _locked.add(folder)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)
             yield
-            fcntl.flock(folder, fcntl.LOCK_UN)
         finally:
-            os.close(folder)
+            if folder in _locked:  # else this is a forked child
+                fcntl.flock(folder, fcntl.LOCK_UN)
+                _locked.remove(folder)
+                os.close(folder)
+
+
+_locked: Final[set[int]] = set()
+"""The descriptors of locked folders. A forked child has copies, and each keeps the lock of its parent."""
+
+
+def _close_copies() -> None:
+    while _locked:
+        os.close(_locked.pop())
+
+
+in_forked_child(_close_copies)
 
 
 def _sync(folder: Path) -> None:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +19,7 @@ import redis.asyncio
 from fencelock import Lease, LockLostError, NotHeldError, StaleTokenError
 from fencelock.integrations import header
 from fencelock.lease import holding
+from fencelock.stores import file
 from fencelock.stores.file import FencedFile
 from fencelock.stores.redis import AsyncFencedValue, FencedValue
 from fencelock.tokens import MAX_TOKEN
@@ -200,3 +204,50 @@ def test_a_crash_leaves_the_old_version_or_the_new_one(tmp_path: Path) -> None:
     assert found == ["old"] * 3 + ["new"] * (len(found) - 3)  # fsync, fsync, before the renaming; behind it
     assert [result["killed"] for result in results] == [True] * 8 + [False] * 2
     assert all((result["next"], result["left"]) == ("next", [f"{3:019}"]) for result in results)
+
+
+def test_a_forked_child_keeps_no_folder_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has copies of the descriptors, and a lock lasts as long as one of them is open."""
+    fenced, fsync, (reader, writer), children = (
+        FencedFile(tmp_path / "f", resource="f"),
+        os.fsync,
+        os.pipe(),
+        [],
+    )
+    fenced.write(b"one", token=1)
+
+    def fork_on_a_full_disk(_descriptor: int) -> None:
+        monkeypatch.setattr(os, "fsync", fsync)
+        child = os.fork()
+        if not child:
+            os.read(reader, 1)  # until the parent has looked
+            os._exit(0)
+        children.append(child)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", fork_on_a_full_disk)
+    with pytest.raises(OSError, match="No space"):
+        fenced.write(b"two", token=2)
+    folder = os.open(tmp_path / "f", os.O_RDONLY)
+    fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
+    fenced.write(b"three", token=3)
+    os.write(writer, b".")
+    os.waitpid(children[0], 0)
+    os.close(reader)
+    os.close(writer)
+    assert fenced.read() == b"three"
+
+
+def test_what_a_child_closes_does_not_unlock_the_folder_of_its_parent(tmp_path: Path) -> None:
+    fenced = FencedFile(tmp_path / "f", resource="f")
+    fenced.write(b"one", token=1)
+    folder = os.open(tmp_path / "f", os.O_RDONLY)
+    with fenced._locked():
+        child = os.fork()
+        if not child:
+            os._exit(len(file._locked))
+        assert os.waitpid(child, 0)[1] == 0
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(folder)
