@@ -22,7 +22,7 @@ from fencelock.errors import UnfencedWriteError
 from fencelock.guard._sqlalchemy import locks_rows
 from fencelock.guard.conditions import CLAIM_OPTION, TOKEN_OPTION, unchanged_by_raising
 from fencelock.guard.events import report_claim
-from fencelock.guard.exact import TOKEN_BIND, SameText, is_text, newest
+from fencelock.guard.exact import TOKEN_BIND, SameText, is_text, leaves_rows, newest
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import Target, begin_claim, tokens_to_claim
 from fencelock.guard.sessions import BYPASS, in_both_worlds, session_of
@@ -270,8 +270,9 @@ def _claim_at_once(target: Target, mapper: Mapper[Any], fenced: FencedTable, row
 
     A listener for `do_orm_execute` makes it impossible, because the listener may add criteria to a SELECT.
     """
-    dialect: Any = target.connection.dialect
-    if not dialect.update_returning or target.session.dispatch.do_orm_execute:
+    if not target.connection.dialect.update_returning or leaves_rows(target.connection):
+        return None
+    if target.session.dispatch.do_orm_execute:
         return None
     if mapper not in fenced.statements:
         fenced.statements[mapper] = _claiming(mapper, fenced)

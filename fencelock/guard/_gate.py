@@ -19,7 +19,7 @@ from fencelock._owners import current_owner
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
 from fencelock.guard._install import install
 from fencelock.guard.events import report_claim
-from fencelock.guard.exact import insert_into, newest
+from fencelock.guard.exact import insert_into, leaves_rows, newest
 from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, leases_on
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import begin_claim, tokens_to_claim
@@ -151,13 +151,13 @@ def gate(
     name = _only_resource(connection) if resource is None else check_resource(resource)
     refuse_to_wait_for_oneself(connection, name)
     token = tokens_to_claim(connection, fenced).of_row((name,))
-    returns = connection.dialect.insert_returning
+    returns = connection.dialect.insert_returning and not leaves_rows(connection)
     result = connection.execute(
         _passing(fences, connection.dialect.name, returns=returns),
         {"resource": name, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()},
         execution_options={"fencelock": BYPASS},
     )
-    if not returns:  # MySQL
+    if not returns:
         result = connection.execute(newest(select(fenced.fence).where(fences.c.resource == name), connection))
     if (current := result.scalar_one()) > token:
         raise StaleTokenError(fenced.name, (name,), token, current)

@@ -59,6 +59,14 @@ def newest(query: Select[Any], connection: Connection) -> Select[Any]:
     return query.with_for_update(read=True) if connection.dialect.name in MYSQL else query
 
 
+def leaves_rows(connection: Connection) -> bool:
+    """Tell whether a cancelled call may leave the rows of a RETURNING unread, as with aiosqlite.
+
+    Then no other connection can write until the garbage collection.
+    """
+    return connection.dialect.driver == "aiosqlite"
+
+
 def insert_into(table: Table, dialect: str) -> Any:
     """Return this database's own INSERT, to which a clause for existing rows can be added (ON CONFLICT)."""
     if dialect in MYSQL:

@@ -265,7 +265,9 @@ def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> boo
     dialect = connection.dialect.name
     try:
         result: Any = connection.execute(_insertion(table, dialect), values)
-        return not result.lastrowid if dialect in MYSQL else result.first() is not None
+        if dialect == "postgresql":
+            return result.first() is not None
+        return bool(result.rowcount == 1 if dialect == "sqlite" else not result.lastrowid)
     except DBAPIError as error:
         if not waited_in_vain(error):
             raise
@@ -279,7 +281,8 @@ def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> boo
 def _insertion(table: Table, dialect: str) -> Insert:
     """Return an INSERT that does nothing if the key exists.
 
-    On MariaDB and MySQL `lastrowid` is 1 if the key exists, and 0 if the row is new.
+    On MariaDB and MySQL `lastrowid` is 1 if the key exists, and 0 if the row is new. On SQLite the count of
+    rows tells, because of `exact.leaves_rows`.
     """
     key = table.c.key
     insert = insert_into(table, dialect)
@@ -287,7 +290,8 @@ def _insertion(table: Table, dialect: str) -> Insert:
         # This UPDATE changes nothing. After INSERT IGNORE, callers would deadlock on InnoDB's shared locks.
         nothing = func.if_(func.last_insert_id(1), key, key)
         return insert.on_duplicate_key_update(key=nothing)  # type: ignore[no-any-return]
-    return insert.on_conflict_do_nothing(index_elements=["key"]).returning(key)  # type: ignore[no-any-return]
+    insert = insert.on_conflict_do_nothing(index_elements=["key"])
+    return insert.inline() if dialect == "sqlite" else insert.returning(key)  # type: ignore[no-any-return]
 
 
 def is_made(session: Session, receipt: Receipt) -> bool:

@@ -517,7 +517,10 @@ def test_coroutines_send_the_same_statements(engine: Engine, for_asyncio: ForAsy
             with statements(aengine.sync_engine) as sent:
                 account = await fencelock.claim(session, Account, 1)
                 await fencelock.gate(session, "account:1")
-            assert words(sent) == [*at_once(engine), "INSERT"]
+            # A call of aiosqlite that is cancelled would leave the rows of a RETURNING unread, and its lock.
+            plainly = ["UPDATE", "SELECT", "INSERT", "SELECT"]
+            wanted = plainly if engine.dialect.name == "sqlite" else [*at_once(engine), "INSERT"]
+            assert words(sent) == wanted
             assert known in (None, account)
             assert (account.status, account.last_fencing_token) == ("new", NEW)
             await session.commit()
