@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -31,6 +31,7 @@ from fencelock.guard.sessions import BYPASS, unguarded
 from fencelock.lease import Lease, check_resource, holding
 from fencelock.lock.hold import everything_held
 from fencelock.lock.renewal import tell
+from fencelock.lock.slots import slot_names
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncConnection, AsyncEngine, AsyncSession
@@ -115,7 +116,7 @@ def unfenced() -> AbstractContextManager[None]:
 
 
 @contextlib.contextmanager
-def held_elsewhere(resource: str) -> Iterator[Lease]:
+def held_elsewhere(resource: str, *, slots: int = 0) -> Iterator[Lease]:
     """Let another thread hold a lock in a block: code that wants the lock waits for its own `timeout`.
 
     ```python
@@ -123,13 +124,17 @@ def held_elsewhere(resource: str) -> Iterator[Lease]:
         pay(1, timeout=0)
     ```
 
+    Args:
+        resource: the name of the lock.
+        slots: of a semaphore, or of a lock beside readers: how many it has. The other thread holds all.
+
     Returns:
         The other holder's lease.
 
     Raises:
         LockTimeoutError: another holder has kept the lock for 5 s.
     """
-    lock = fenced_lock(resource, timeout=_PATIENCE)
+    lock = fenced_lock(resource, *slot_names(resource, 0, slots), timeout=_PATIENCE)
     with ThreadPoolExecutor(1, thread_name_prefix="held-elsewhere") as elsewhere:
         lease = elsewhere.submit(lock.acquire).result()
         try:
@@ -142,9 +147,10 @@ def held_elsewhere(resource: str) -> Iterator[Lease]:
 def lost_lease(resource: str) -> Iterator[Lease]:
     """Make each lease of a resource end in a block, as if the process had been paused for too long.
 
-    These are the leases that this process holds when the block begins, and those that it acquires in it. The
-    first write under such a lease raises `LockLostError`, even if the block acquires no lock. A statement
-    with `execution_options(fencing_token=…)` uses no lease: only the database compares the token.
+    These are the leases that this process holds when the block begins, and those that it acquires in it, also
+    of a semaphore's slots, of readers, and of a leader. The first write under such a lease raises
+    `LockLostError`, even if the block acquires no lock. A statement with
+    `execution_options(fencing_token=…)` uses no lease: only the database compares the token.
 
     ```python
     with lost_lease("order:1"), pytest.raises(LockLostError):
@@ -156,13 +162,16 @@ def lost_lease(resource: str) -> Iterator[Lease]:
     """
     resource = check_resource(resource)
 
+    def is_of(names: Iterable[str]) -> bool:
+        return any(resource in {name, name.rpartition("#")[0]} for name in names)
+
     def lose(event: object) -> None:
-        if isinstance(event, _events.LockAcquired) and resource in event.resources:
+        if isinstance(event, _events.LockAcquired) and is_of(event.resources):
             lose_all()
 
     def lose_all() -> None:
         for hold in everything_held():
-            if resource in hold.grant.resources:
+            if is_of(hold.grant.resources):
                 tell(hold.mark_lost("the test let it end", "expired"))
 
     _events.on_event(lose)

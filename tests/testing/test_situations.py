@@ -26,9 +26,12 @@ from fencelock import (
     LockTimeoutError,
     StaleTokenError,
     UnfencedWriteError,
+    assert_held,
     fence_table,
     fenced_lock,
+    fenced_semaphore,
     fenced_transaction,
+    leader,
 )
 from fencelock.guard import triggers
 from fencelock.testing import held_elsewhere, lost_lease, stale_writer, temporary_authority, unfenced
@@ -351,3 +354,19 @@ def test_tasks_wait_for_no_outer_transaction(
 
     asyncio.run(main())
     assert status_of(orders) == "new"
+
+
+@pytest.mark.usefixtures("granting")
+def test_slots_and_readers_know_the_other_holder_and_the_loss() -> None:
+    with held_elsewhere("gpu", slots=2), pytest.raises(LockTimeoutError):
+        fenced_semaphore("gpu", slots=2, timeout=0).acquire()
+    with held_elsewhere("prices", slots=2), pytest.raises(LockTimeoutError):
+        fenced_lock("prices", shared=True, readers=2, timeout=0).acquire()
+    with (
+        lost_lease("gpu"),
+        fenced_semaphore("gpu", slots=2, if_lost="warn") as (slot, _),
+        pytest.raises(LockLostError),
+    ):
+        assert_held(f"gpu#{slot}")
+    with lost_lease("jobs"), pytest.raises(LockLostError), leader("jobs") as term:
+        assert not term.is_current
