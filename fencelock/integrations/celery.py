@@ -37,6 +37,9 @@ class FencedTask(_Task):
         ship.apply_async([1])                    # or ship.delay(1)
     ```
 
+    The later tasks of a chain, links and the body of a chord carry no token, because the worker sends them
+    after the task, when the caller may not hold the lock any more. Such a task locks by itself.
+
     A signal handler cannot do this: Celery only logs its error, and would run the task without the token.
     """
 
