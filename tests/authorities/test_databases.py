@@ -16,7 +16,7 @@ from typing import Any
 
 import psycopg
 import pytest
-from sqlalchemy import Connection, Engine, StaticPool, create_engine, event, inspect, text
+from sqlalchemy import Connection, Engine, StaticPool, Table, create_engine, event, inspect, text
 from sqlalchemy.dialects import mysql
 from sqlalchemy.ext.asyncio import AsyncEngine
 from sqlalchemy.orm import DeclarativeBase
@@ -241,6 +241,26 @@ def test_a_connection_that_nobody_waits_for_any_more_is_closed(
     for each in set(threading.enumerate()) - before:
         if each.name == "fencelock-connect":
             each.join(30)
+    assert are_closed(opened)
+
+
+@on_postgresql
+def test_a_connection_that_ends_while_the_table_is_made_is_replaced(
+    listened: Listened, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, opened = listened
+    create, calls = Table.create, list[None]()
+
+    def create_once_more(table: Table, connection: Connection, **options: Any) -> None:
+        calls.append(None)
+        if len(calls) == 1:
+            connection.connection.driver_connection.close()  # type: ignore[union-attr]
+        create(table, connection, **options)
+
+    monkeypatch.setattr(Table, "create", create_once_more)
+    with Database(engine) as authority:
+        assert authority.init()
+    assert len(calls) == 2
     assert are_closed(opened)
 
 

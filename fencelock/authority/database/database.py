@@ -12,6 +12,7 @@ from sqlalchemy import URL, Connection, Engine, MetaData, inspect
 from sqlalchemy.exc import DBAPIError
 
 from fencelock._checks import check_older_than
+from fencelock._databases import is_lost
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish, named
 from fencelock.authority.database.acquiring import Acquiring
@@ -223,8 +224,8 @@ class Database(Acquiring):
             return False
         try:
             lease_table(MetaData(), schema=self._schema).create(connection)
-        except DBAPIError:
-            if not is_there():  # it is there if another process was quicker
+        except DBAPIError as error:
+            if is_lost(error) or not is_there():  # it is there if another process was quicker
                 raise
             return False
         return True
