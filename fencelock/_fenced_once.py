@@ -71,7 +71,8 @@ def fenced_once(
         key: names the receipt: a template of the arguments, as for `fenced`, or a function of them.
         *resources: name the resources to lock: templates or functions, too.
         fingerprint: a function of all arguments; for a repeated call, it must return the same as for the
-            first. By default it returns all arguments but the session, so these must be plain data.
+            first. By default it returns the arguments that differ from their defaults, without the session.
+            These must be plain data.
         retries: how often to try again after a COMMIT in doubt.
         gate: as for `fenced_transaction`.
         **settings: as for `fenced_lock`.
