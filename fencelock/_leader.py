@@ -188,8 +188,8 @@ class Leader:
         """Call `work(term)` in each term, until it returns while its term is current; return its result.
 
         `work` is called again if its term was over when it returned, or raised a LockLostError or FenceError,
-        or if the release raises a LockLostError. A QuorumError of the election is logged,
-        and another election follows.
+        or if the release raises a LockLostError. A QuorumError of the election is logged, and another
+        election follows.
 
         Returns:
             What `work` returned in a current term.

@@ -140,8 +140,8 @@ def object_of(connection: Connection, fenced: FencedTable, key: tuple[Any, ...])
     if session is None:
         return None
     leases = open_leases(connection)
-    shard, mappers = None if leases is None else leases.shard, fenced.mappers()
-    for mapper in mappers:
+    shard = None if leases is None else leases.shard
+    for mapper in fenced.mappers():
         known = session.identity_map.get(mapper.identity_key_from_primary_key(key, identity_token=shard))
         if known is not None:
             found: _State = inspect(known)

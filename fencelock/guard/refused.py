@@ -76,8 +76,8 @@ def _refuse(connections: Collection[Connection], refusal: FencelockError, table:
 
 
 def _stop_all(connections: Iterable[Connection], why: str, error: BaseException) -> None:
+    is_whole = error_number(error) == _DEADLOCK
     for each in connections:
-        is_whole = error_number(error) == _DEADLOCK
         savepoint = None if is_whole else each.get_nested_transaction()
         scope = savepoint or each.get_transaction()
         if scope is not None and scope.is_active and not is_refused(each):

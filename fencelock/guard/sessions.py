@@ -159,8 +159,8 @@ def connections_of(session: Session) -> list[Connection]:
 
 
 def note_write(connection: Connection) -> None:
-    """Note that the guard has written; see `notes_loads`."""
-    if connection.in_nested_transaction() and (session := owner_of(connection)) is not None:
+    """Note that the guard has written inside a savepoint; see `notes_loads`."""
+    if (session := owner_of(connection)) is not None:
         notes_of(session).writes = True
 
 
