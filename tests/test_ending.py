@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
+from pathlib import Path
 
 import pytest
 import redis
 from uvicorn import Config, Server
 
-from fencelock import Redlock, exit_on_signals
+from fencelock import Database, Redlock, exit_on_signals
 from proof.servers import Nodes
 from tests.polling import eventually
 from tests.redlock.stage import NODE_KEY
@@ -38,7 +41,7 @@ def locked(urls: list[str]) -> int:
 
 def is_free_soon(urls: list[str]) -> bool:
     """Return whether no node keeps it: the exit waits for a majority of the nodes only."""
-    return eventually(lambda: locked(urls) == 0)
+    return eventually(lambda: locked(urls) == 0, 20)
 
 
 def start(urls: list[str], program: str, first: str = ":", **options: float) -> subprocess.Popen[str]:
@@ -109,6 +112,59 @@ def test_a_signal_releases_where_it_was_asked_for(
     process.send_signal(sent)
     assert end(process)[0] == status
     assert locked(urls) >= 3 if stays else is_free_soon(urls)
+
+
+@pytest.mark.parametrize("pause", [0.0, 0.001, 0.01])
+@pytest.mark.parametrize("body", [WITH, ACQUIRE, ASYNC_WITH], ids=["with", "acquire", "async with"])
+def test_signals_that_come_again_change_neither_status_nor_locks(
+    urls: list[str], body: str, pause: float
+) -> None:
+    process = start(urls, f"fencelock.exit_on_signals(signal.SIGTERM, signal.SIGUSR1)\n{body}")
+    for sent in (signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1, signal.SIGTERM):
+        process.send_signal(sent)
+        time.sleep(pause)
+    assert end(process) == (128 + signal.SIGTERM, "")
+    assert is_free_soon(urls)
+
+
+def test_end_of_a_loop_releases_what_its_tasks_have_left(tmp_path: Path) -> None:
+    """Only the loop can: the driver is for coroutines."""
+    with Database(f"sqlite:///{tmp_path}/leases") as seen:
+        seen.init()
+        authority = Database(f"sqlite+aiosqlite:///{tmp_path}/leases")
+        lock = authority.lock("r", ttl=60)
+
+        async def main() -> None:
+            await lock.aio.acquire()
+            assert await authority.aio.inspect("r")
+
+        asyncio.run(main())
+        assert seen.inspect() == []
+
+
+def test_close_in_a_loop_waits_for_cancelled_tasks_and_takes_nothing_from_others(tmp_path: Path) -> None:
+    with Database(f"sqlite:///{tmp_path}/leases") as seen:
+        seen.init()
+        authority = Database(f"sqlite+aiosqlite:///{tmp_path}/leases")
+
+        async def hold(name: str) -> None:
+            async with authority.lock(name, ttl=60):
+                try:
+                    await asyncio.sleep(60)
+                finally:
+                    await asyncio.sleep(0.05)  # as a session that rolls back
+
+        async def main() -> None:
+            cancelled, runs = asyncio.create_task(hold("a")), asyncio.create_task(hold("b"))
+            async with authority.lock("c"):
+                assert await asyncio.to_thread(eventually, lambda: len(seen.inspect()) == 3)
+                cancelled.cancel()
+                await authority.aio.close()
+                assert [each.resource for each in seen.inspect()] == ["b", "c"]
+            runs.cancel()
+
+        asyncio.run(main())
+        assert seen.inspect() == []
 
 
 @pytest.mark.timed
@@ -255,6 +311,15 @@ ENDINGS = {
             say()
         quorum.status()
         asyncio.run(main())
+    """,
+    "a child of multiprocessing": """
+        import multiprocessing
+        lock = quorum.lock("r", ttl=60)
+        child = multiprocessing.get_context("fork").Process(target=lock.acquire)
+        child.start()
+        child.join()
+        assert child.exitcode == 0
+        say()
     """,
     "a callback that never returns": """
         lock = quorum.lock("r", ttl=0.6, if_lost="warn")

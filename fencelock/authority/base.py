@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import asyncio
 import logging
-from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar, Unpack
 from weakref import WeakSet
@@ -123,6 +123,7 @@ class Authority(abc.ABC):
     - `close()` closes its connections; the next use opens them again. The authorities in `in_use` are closed
       when the interpreter exits, after leases were released.
     - `connect_here(until)` connects in the calling thread; it is called before leases are released at exit.
+    - `is_async` tells whether only coroutines can use it.
     - `settle()` sends the releases that are owed; it is called before `close()` when the interpreter exits.
     - `keep_gen(grant, until)` moves the end of the leases to `until`, on the clock of `time.monotonic`,
       earlier or later, even if this process ends. It returns as `release_gen` does. `at_least=` needs it.
@@ -190,3 +191,6 @@ in_use: WeakSet[Any] = WeakSet()
 
 #: The function that makes the locks of an authority. `lock.slots` adds it: an authority knows no lock.
 lock_makers: list[Callable[..., Any]] = []
+
+#: Called in a loop with an authority whose connections there are about to close. `lock.at_exit` adds one.
+before_closing: list[Callable[[Any], Awaitable[None]]] = []

@@ -124,7 +124,11 @@ class AsyncView(abc.ABC):
 
     @abc.abstractmethod
     async def close(self) -> None:
-        """Close the connections of the running loop; the next use connects again."""
+        """Close the connections of the running loop; the next use connects again.
+
+        Before that, it waits for the releases of tasks that are cancelled (for two seconds at most), and
+        releases what ended tasks of this loop still hold.
+        """
 
     @abc.abstractmethod
     def run(self, steps: Steps[_T]) -> Coroutine[Any, Any, _T]:

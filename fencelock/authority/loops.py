@@ -10,12 +10,12 @@ import threading
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
 from typing import Any, Final, NamedTuple, TypeVar
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
 from fencelock._process import start_over_in_children
-from fencelock.authority.base import in_use, logger, warn_of_blocked_loop
+from fencelock.authority.base import before_closing, in_use, logger, warn_of_blocked_loop
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
 
@@ -104,6 +104,7 @@ class LoopEnd:
         self.here: Any = here  # the state of an authority for this loop
         self.kept: Any = kept
         self.over: bool = False
+        self.authority: Callable[[], Any] = lambda: None
         self._close = close
         self._generator = self._wait_for_end()
         with contextlib.suppress(StopIteration):  # it has reached its `yield`
@@ -113,6 +114,8 @@ class LoopEnd:
         try:
             yield
         finally:
+            for end in before_closing:
+                await end(self.authority())
             while self.tasks:
                 for task in list(self.later):  # also those that have begun meanwhile
                     if not task.cancelling():
@@ -187,6 +190,7 @@ class WithLoops(GeneratorAuthority):
                 if each.is_closed():
                     self._loop_ends.pop(each, None)  # another loop may remove it, too
             end = self._loop_ends[loop] = self.open_in_loop()
+            end.authority = ref(self)
         return end
 
     def close(self) -> None:

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fencelock.integrations.header import HEADER, bound, held
+from fencelock.errors import StaleTokenError
+from fencelock.integrations.header import HEADER, bound, from_header, held
 
 if TYPE_CHECKING:
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
         run: Callable[..., Any]
 
         def apply_async(self, *args: Any, **options: Any) -> Any: ...
+        def retry(self, *args: Any, **options: Any) -> Any: ...
         def __call__(self, *args: Any, **kwargs: Any) -> Any: ...
 else:
     from celery import Task as _Task
@@ -53,6 +55,16 @@ class FencedTask(_Task):
                 is not called.
         """
         return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
+
+    def retry(self, args: Any = None, kwargs: Any = None, exc: Any = None, **options: Any) -> Any:
+        """Retry the task as Celery does; raise `exc` if the token of the task's message is stale.
+
+        Each retry has the same token, so that none could succeed.
+        """
+        received = from_header((self.request.headers or {}).get(HEADER, ""))
+        if isinstance(exc, StaleTokenError) and exc.token in {lease.token for lease in received}:
+            raise exc
+        return super().retry(args, kwargs, exc, **options)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the task under the tokens of its message, if any; `ValueError` if they cannot be read."""

@@ -9,7 +9,6 @@ import logging
 import math
 import re
 import sys
-import threading
 import time
 from collections.abc import Callable, Sequence
 from types import EllipsisType, FrameType
@@ -24,7 +23,8 @@ from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, GivenUp, Grant, Terms, named
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource, note_held, stands_here
-from fencelock.lock.hold import Block, Hold, by_owner, remove
+from fencelock.lock.at_exit import arrange_end
+from fencelock.lock.hold import Block, Hold, acquisitions_have_ended, by_owner, remove, under_way
 from fencelock.lock.options import DEFAULT_TTL, IfHeld, IfLost
 from fencelock.lock.releasing import (
     LostLease,
@@ -66,17 +66,6 @@ _MOST_NAMES: Final = 5000  # the most names of one lock: nodes accept this many,
 
 #: The key of the text that `hand_over` returns; it includes the version of the format.
 HANDED: Final = "fencelock lease 1"
-
-under_way: dict[Block, object] = {}  # the acquisitions that are under way, each with its lock object
-
-_ends: list[bool] = []
-
-
-def end_acquisitions() -> None:
-    """End waiting acquisitions, and refuse new ones outside the main thread, because the process ends."""
-    _ends[:] = [True]
-    for block in list(under_way):
-        block.given_up = True
 
 
 class BaseLock(Generic[Token]):
@@ -174,7 +163,8 @@ class BaseLock(Generic[Token]):
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
         """Return the generator that acquires a lease, or that takes over one that was handed over."""
-        if _ends and (sys.is_finalizing() or threading.current_thread() is not threading.main_thread()):
+        arrange_end()
+        if acquisitions_have_ended():
             raise LockError(f"{named(missing)} is not acquired any more: the process ends")
         handed, self._handed = self._handed, None
         if handed is not None:

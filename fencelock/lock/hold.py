@@ -6,6 +6,7 @@ import abc
 import asyncio
 import functools
 import math
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -242,3 +243,23 @@ class Block:
         """The token, or the tokens of several resources, as `with` yields them."""
         tokens = tuple([lease.token for lease in self.leases])
         return tokens[0] if len(tokens) == 1 else tokens
+
+
+giving_back: set[Hold] = set()  # the holds whose release is under way
+under_way: dict[Block, object] = {}  # the acquisitions that are under way, each with its lock object
+
+_ends: list[float] = []  # until when acquisitions are refused, on the clock of `time.monotonic`
+
+
+def end_acquisitions(seconds: float = math.inf) -> None:
+    """End waiting acquisitions, and refuse new ones outside the main thread, because the process ends."""
+    _ends[:] = [time.monotonic() + seconds]
+    for block in list(under_way):
+        block.given_up = True
+
+
+def acquisitions_have_ended() -> bool:
+    """Return whether this thread may not acquire any more."""
+    if not _ends or time.monotonic() > _ends[0]:
+        return False
+    return sys.is_finalizing() or threading.current_thread() is not threading.main_thread()

@@ -11,8 +11,8 @@ from typing import Any, Generic
 from fencelock._checks import check_callback
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
-from fencelock.lock.base import BaseLock, Token, under_way
-from fencelock.lock.hold import Block
+from fencelock.lock.base import BaseLock, Token
+from fencelock.lock.hold import Block, under_way
 
 
 class FencedLock(BaseLock[Token]):

@@ -17,7 +17,7 @@ from fencelock._generators import Call, Steps
 from fencelock._owners import running_loop
 from fencelock.errors import AuthorityError, LockLostError
 from fencelock.lease import Lease, note_left
-from fencelock.lock.hold import Block, Hold, remove
+from fencelock.lock.hold import Block, Hold, giving_back, remove
 from fencelock.lock.renewal import release_again, tell
 
 logger: logging.Logger = logging.getLogger("fencelock.lock")
@@ -182,7 +182,15 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
     lost = hold.leases[0].lost
     if hold.keep_until > time.monotonic() and not lost:
         hold.give_back = functools.partial(cast("Any", hold.authority).keep_gen, until=hold.keep_until)
+    giving_back.add(hold)
     remove(hold)
+    try:
+        return (yield from _give_back_gen(hold, lost=lost))
+    finally:
+        giving_back.discard(hold)
+
+
+def _give_back_gen(hold: Hold, *, lost: bool) -> Steps[LostLease | None]:
     if lost and hold.leases[0]._inherited:
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
         return LostLease(LockLostError(error))

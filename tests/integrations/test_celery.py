@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from celery import Celery  # type: ignore[import-untyped]
 
-from fencelock import CommitInDoubtError, Lease, LockLostError
+from fencelock import CommitInDoubtError, Lease, LockLostError, StaleTokenError
 from fencelock.integrations import header
 from fencelock.lease import held_leases, holding
 from proof.servers import Nodes
@@ -130,6 +130,23 @@ def test_an_eager_task_has_the_leases_themselves() -> None:
     with holding([lease]):
         assert held.delay().get() == held.apply().get() == held() == (lease,)
     assert held.delay().get() == ()
+
+
+def test_a_task_whose_token_is_stale_is_not_retried() -> None:
+    """Each try would have the same token, and be refused; under a lock of its own, the next one is larger."""
+    app = Celery("tasks", task_cls="fencelock.integrations.celery:FencedTask", set_as_current=False)
+    app.conf.update(task_always_eager=True)
+    tried = []
+
+    @app.task(autoretry_for=(StaleTokenError,), max_retries=2, retry_backoff=1)  # type: ignore[untyped-decorator]
+    def write(token: int) -> None:
+        tried.append(token)
+        raise StaleTokenError("orders", (1,), token, 9)
+
+    with holding([Lease("order:1", 7)]):
+        received, own = write.delay(7), write.delay(8)
+    assert [type(each.result) for each in (received, own, write.delay(7))] == [StaleTokenError] * 3
+    assert tried == [7, 8, 8, 8, 7, 7, 7]
 
 
 def test_no_task_is_called_under_a_lease_that_ended() -> None:

@@ -184,8 +184,13 @@ class Connecting(WithLoops):
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
         return AuthorityError(f"{self._shown} refuses: {said}")
 
+    @property
+    def is_async(self) -> bool:
+        """Whether the driver is for coroutines."""
+        return self._engine.dialect.is_async
+
     def work(self, step: Work | Ear) -> Any:
-        if self._engine.dialect.is_async:
+        if self.is_async:
             raise AuthorityError(
                 f"the driver of {self._shown} is for coroutines: use `async with`, or in blocking code the "
                 f"URL {for_blocking(self.url)}"
@@ -210,7 +215,7 @@ class Connecting(WithLoops):
 
     def open_in_loop(self) -> LoopEnd:
         """Return the `LoopEnd` of the running event loop, with a pool if the driver is for coroutines."""
-        if not self._engine.dialect.is_async:
+        if not self.is_async:
             return LoopEnd(Queues(LoopWakeup, in_threads=False))
         connections = self._connect()
         return LoopEnd(Queues(LoopWakeup, in_threads=False), connections, connections.close_in_loop)

@@ -16,7 +16,7 @@ from fencelock._checks import check_seconds
 from fencelock._generators import Call, Steps, run, run_async
 from fencelock._owners import name_of_process
 from fencelock._process import start_over_in_children
-from fencelock.authority.base import Grant, Wish, in_use
+from fencelock.authority.base import Grant, Wish, before_closing, in_use
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.authority.redlock import admin
 from fencelock.authority.redlock.admin import NodeStatus
@@ -427,7 +427,9 @@ class AsyncRedlock(AsyncView):
         return await asyncio.to_thread(self._authority.status)
 
     async def close(self) -> None:
-        """Close the connections of the running loop; the next use connects again."""
+        """See `AsyncView.close`."""
+        for end in before_closing:
+            await end(self._authority)
         with self._lock:
             connections = self._by_loop.pop(asyncio.get_running_loop(), None)
         if connections is not None:
