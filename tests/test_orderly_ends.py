@@ -96,7 +96,7 @@ def left_by(
     folder: Path,
     broker: str = "",
 ) -> str:
-    """Start a program, end it while it holds the lock, and return what is left of the lock; "" if nothing."""
+    """Start a program, end it while it holds the lock, and return the lock if it is left; "" if not."""
     (port,) = free_ports(1)
     home = folder / f"{port}"
     home.mkdir()

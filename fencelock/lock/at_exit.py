@@ -93,19 +93,17 @@ def _ignore(_number: int, _frame: FrameType | None) -> None:
     """Handle a signal that comes again while the process ends."""
 
 
-_seen: list[object] = [None]  # the handler of SIGTERM that was looked at last
+handler_seen: list[object] = [None]  # the handler of SIGTERM that was looked at last
 _watched: WeakSet[Any] = WeakSet()  # the servers whose `shutdown` releases, too
 
 
 def arrange_end() -> None:
-    """See to it that this process releases at its end; called for each acquisition.
+    """See to it that this process releases at its end; called before its first acquisition.
 
     A child of `multiprocessing` may end without `atexit`. A server of uvicorn shuts down, and then sends
     itself the signal again, which kills the process before tasks and threads have left their blocks.
     """
-    if (handler := signal.getsignal(signal.SIGTERM)) is _seen[0] or sys.is_finalizing():
-        return
-    _seen[0] = handler
+    handler_seen[0] = handler = signal.getsignal(signal.SIGTERM)
     if (process := sys.modules.get("multiprocessing.process")) and process.parent_process() is not None:
         from multiprocessing.util import Finalize  # noqa: PLC0415 - loaded already
 
@@ -117,7 +115,7 @@ def arrange_end() -> None:
         server.shutdown = functools.partial(_shut_down, server, server.shutdown)
 
 
-in_forked_child(functools.partial(_seen.__setitem__, 0, None))
+in_forked_child(functools.partial(handler_seen.__setitem__, 0, None))
 
 
 async def _shut_down(server: Any, shutdown: Callable[..., Awaitable[None]], **sockets: Any) -> None:
@@ -133,7 +131,7 @@ async def _shut_down(server: Any, shutdown: Callable[..., Awaitable[None]], **so
 
 
 async def _release_of_loop(authority: Any, *, ends: bool = False) -> None:
-    """Wait until cancelled tasks of this loop have released; release what is held by tasks that have ended.
+    """Wait until cancelled tasks of this loop have released; release the holds of tasks that have ended.
 
     Args:
         authority: whose locks are released.

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,8 +24,8 @@ from fencelock._owners import current_owner
 from fencelock.authority.base import Authority, GivenUp, Grant, Terms, named
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource, note_held, stands_here
-from fencelock.lock.at_exit import arrange_end
-from fencelock.lock.hold import Block, Hold, acquisitions_have_ended, by_owner, remove, under_way
+from fencelock.lock.at_exit import arrange_end, handler_seen
+from fencelock.lock.hold import Block, Hold, acquisitions_have_ended, by_owner, ends, remove, under_way
 from fencelock.lock.options import DEFAULT_TTL, IfHeld, IfLost
 from fencelock.lock.releasing import (
     LostLease,
@@ -163,8 +164,9 @@ class BaseLock(Generic[Token]):
 
     def _grant_gen(self, block: Block, missing: tuple[str, ...]) -> Steps[Grant]:
         """Return the generator that acquires a lease, or that takes over one that was handed over."""
-        arrange_end()
-        if acquisitions_have_ended():
+        if signal.getsignal(signal.SIGTERM) is not handler_seen[0]:
+            arrange_end()
+        if ends and acquisitions_have_ended():
             raise LockError(f"{named(missing)} is not acquired any more: the process ends")
         handed, self._handed = self._handed, None
         if handed is not None:

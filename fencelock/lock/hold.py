@@ -181,6 +181,7 @@ class Hold:
 
     def note_released(self, error: BaseException | None = None) -> None:
         """Tell listeners of the release if they were told of the acquisition."""
+        giving_back.discard(self)
         since, self.since = self.since, None
         if since is not None:
             held = time.monotonic() - since
@@ -192,6 +193,8 @@ class Hold:
         listeners, self._listeners = self._listeners, ()
         return tuple(functools.partial(listener, lease) for listener in listeners for lease in self.leases)
 
+
+giving_back: set[Hold] = set()  # the holds whose release is under way
 
 #: Holds by authority, owner and resource. Weak, because an abandoned lock object must be freed.
 by_owner: WeakValueDictionary[tuple[Authority, object, str], Hold] = WeakValueDictionary()
@@ -245,21 +248,20 @@ class Block:
         return tokens[0] if len(tokens) == 1 else tokens
 
 
-giving_back: set[Hold] = set()  # the holds whose release is under way
 under_way: dict[Block, object] = {}  # the acquisitions that are under way, each with its lock object
 
-_ends: list[float] = []  # until when acquisitions are refused, on the clock of `time.monotonic`
+ends: list[float] = []  # until when acquisitions are refused, on the clock of `time.monotonic`
 
 
 def end_acquisitions(seconds: float = math.inf) -> None:
     """End waiting acquisitions, and refuse new ones outside the main thread, because the process ends."""
-    _ends[:] = [time.monotonic() + seconds]
+    ends[:] = [time.monotonic() + seconds]
     for block in list(under_way):
         block.given_up = True
 
 
 def acquisitions_have_ended() -> bool:
     """Return whether this thread may not acquire any more."""
-    if not _ends or time.monotonic() > _ends[0]:
+    if time.monotonic() > ends[0]:
         return False
     return sys.is_finalizing() or threading.current_thread() is not threading.main_thread()

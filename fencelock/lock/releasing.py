@@ -184,14 +184,8 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
         hold.give_back = functools.partial(cast("Any", hold.authority).keep_gen, until=hold.keep_until)
     giving_back.add(hold)
     remove(hold)
-    try:
-        return (yield from _give_back_gen(hold, lost=lost))
-    finally:
-        giving_back.discard(hold)
-
-
-def _give_back_gen(hold: Hold, *, lost: bool) -> Steps[LostLease | None]:
     if lost and hold.leases[0]._inherited:
+        giving_back.discard(hold)
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
         return LostLease(LockLostError(error))
     again = hold.release_finished  # the first release was interrupted, so that this one may find nothing

@@ -93,6 +93,7 @@ class Connecting(WithLoops):
             make_before_connecting(self._engine)
         self._pool = pool_size, max_overflow
         dialect = self._engine.dialect
+        self.is_async: bool = dialect.is_async  # whether only coroutines can use it
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
         self._schema = _schema_of(engine, schema)
         self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
@@ -183,11 +184,6 @@ class Connecting(WithLoops):
                 _events.tell(ConnectionFailed("Database", self._shown, said))
             return QuorumError(f"{self._shown} did not answer: {said}", nodes={self._shown: said})
         return AuthorityError(f"{self._shown} refuses: {said}")
-
-    @property
-    def is_async(self) -> bool:
-        """Whether the driver is for coroutines."""
-        return self._engine.dialect.is_async
 
     def work(self, step: Work | Ear) -> Any:
         if self.is_async:
