@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import signal
-import subprocess
 import sys
 import time
-from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Annotated, Final
@@ -18,6 +15,7 @@ import typer
 from fencelock._locking import fenced_lock
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE
 from fencelock.cli import shared
+from fencelock.cli.keeper import Keeper
 from fencelock.errors import LockLostError, LockTimeoutError
 from fencelock.lock.lock import FencedLock
 from fencelock.lock.options import IfHeld
@@ -26,7 +24,6 @@ from fencelock.lock.options import IfHeld
 #: holder kept the lock; the lock was lost.
 FAILED, NOT_ACQUIRED, LOST = 74, 75, 76
 _GRACE: Final = 10.0  # seconds for a command to end after its lock was lost, before it is killed
-_PR_SET_PDEATHSIG: Final = 1
 
 
 def run(
@@ -53,8 +50,8 @@ def run(
 
     The status is the command's. It is 75 if another holder kept the lock (0 with --if-held skip), 74 if the
     nodes or the database failed, and 76 if the lock was lost. If it is lost, the command and all processes
-    that it has started are terminated (at a terminal, only the command). On Linux the command is killed if
-    this process is killed.
+    that it has started are terminated (at a terminal, only the command). If this process is killed, the
+    command is killed, on Linux with all that it has started.
     """
     if not context.args:
         shared.say("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", "red")
@@ -72,6 +69,9 @@ def run(
         if isinstance(error, ValueError):
             shared.say(str(error), "red")
         raise typer.Exit(2) from None
+    if not (url or os.environ.get("FENCELOCK_URL", "")).strip():
+        shared.say("no authority is named: set FENCELOCK_URL, or add --url", "red")
+        raise typer.Exit(2)
     sys.argv[0] = context.args[0]  # the name of the holder for other processes
     command = _Command(context.args, keep_url=keep_url)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
@@ -82,8 +82,8 @@ def run(
                 resource, ttl=ttl, timeout=timeout, max_hold=None, if_held=if_held, at_least=kept
             )
             status = _run(command, lock, skips=if_held == "skip")
-    except typer.Exit:  # the reason was printed
-        status = FAILED
+    except typer.Exit as error:  # the reason was printed
+        status = 2 if isinstance(error.__context__, ValueError) else FAILED
     raise typer.Exit(status)
 
 
@@ -105,13 +105,12 @@ class _Command:
     """The command to run. After its start it gets our signals; before, a signal ends this process."""
 
     def __init__(self, arguments: list[str], *, keep_url: bool) -> None:
-        self._arguments = arguments
-        self._environment = dict(os.environ)
+        environment = dict(os.environ)
         if not keep_url:
-            self._environment.pop("FENCELOCK_URL", None)
-        # 0: a process group of its own, which gets signals. At a terminal such a group could not read input.
-        self._group = None if sys.stdin.isatty() else 0
-        self._program: subprocess.Popen[bytes] | None = None
+            environment.pop("FENCELOCK_URL", None)
+        # True: it has a process group of its own, which gets signals. At a terminal it could not read input.
+        self._has_group = not sys.stdin.isatty()
+        self._keeper = Keeper(arguments, environment, 0 if self._has_group else None)
         self._starting = False
         self._early: list[int] = []
 
@@ -119,63 +118,36 @@ class _Command:
         """Exit if the command has not started yet; else pass the signal on, unless a terminal does."""
         if not self._starting:
             sys.exit(128 + number)
-        if self._program is None:
+        if not self._keeper.pid:
             self._early.append(number)
-        elif number != signal.SIGINT or self._group is not None:  # a terminal itself sends SIGINT to both
+        elif number != signal.SIGINT or self._has_group:  # a terminal itself sends SIGINT to both
             self._tell(number)
 
     def _tell(self, number: int) -> None:
-        if self._program is not None:
-            with suppress(ProcessLookupError):
-                if self._group is None:
-                    self._program.send_signal(number)
-                else:
-                    os.killpg(self._program.pid, number)
+        with suppress(ProcessLookupError):
+            (os.killpg if self._has_group else os.kill)(self._keeper.pid, number)
 
     def end_what_is_left(self) -> None:
         """Kill the command's remaining process group after some seconds: others may hold the lock."""
         until = time.monotonic() + _GRACE
         with suppress(ProcessLookupError, PermissionError):
-            while self._program is not None and self._group is not None:
-                os.killpg(self._program.pid, 0 if time.monotonic() < until else signal.SIGKILL)
+            while self._has_group and self._keeper.pid:
+                os.killpg(self._keeper.pid, 0 if time.monotonic() < until else signal.SIGKILL)
                 time.sleep(0.1)
 
     def run(self, lock: FencedLock[int]) -> int:
         """Run the command, and terminate it if the lease is lost; return its status, as a shell does."""
         lease = lock.lease
-        its = {"FENCELOCK_TOKEN": str(lease.token), "FENCELOCK_RESOURCE": lease.resource}
         self._starting = True
-        try:
-            program = subprocess.Popen(  # noqa: S603 - as typed
-                self._arguments,
-                env=self._environment | its,
-                process_group=self._group,
-                preexec_fn=_dying_with_this_process() if sys.platform == "linux" else None,  # noqa: PLW1509
-            )
-        except OSError as error:
-            shared.say(f"{self._arguments[0]}: {error.strerror}")
+        if error := self._keeper.start(
+            {"FENCELOCK_TOKEN": str(lease.token), "FENCELOCK_RESOURCE": lease.resource}
+        ):
+            shared.say(error)
             return 127  # the status of a shell for a command that cannot be started
-        self._program = program
         for number in self._early:
             self._tell(number)
         lock.on_lost(lambda _: self._tell(signal.SIGTERM))
-        while True:
-            try:
-                status = program.wait(1.0)
-            except subprocess.TimeoutExpired:
-                if lease.lost and lease.expires_at + _GRACE < time.monotonic():
-                    self._tell(signal.SIGKILL)
-            else:
-                return 128 - status if status < 0 else status
-
-
-def _dying_with_this_process() -> Callable[[], None]:
-    """Return a function for a new process: it makes Linux kill the new process when this process ends."""
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
-
-    def prepare() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:
-            os._exit(FAILED)
-
-    return prepare
+        while (status := self._keeper.wait(1.0)) is None:
+            if lease.lost and lease.expires_at + _GRACE < time.monotonic():
+                self._tell(signal.SIGKILL)
+        return 128 - status if status < 0 else status

@@ -35,7 +35,14 @@ from fencelock.lock.releasing import (
     wait_for_releases,
 )
 from fencelock.lock.renewal import for_loop, for_thread, tell
-from fencelock.lock.waiting import acquire_unless_held_gen, go_on_waiting, name_holder_gen, with_reason
+from fencelock.lock.waiting import (
+    acquire_beside_runner_gen,
+    acquire_unless_held_gen,
+    go_on_waiting,
+    name_holder_gen,
+    of_runner,
+    with_reason,
+)
 
 # The owner of a hold is a thread, task or greenlet (see `_owners`). It can enter its hold again, with the
 # same token, if its context has the lease. All other callers wait, even if the same thread serves them.
@@ -178,7 +185,8 @@ class BaseLock(Generic[Token]):
         if self._skips and block.timeout == 0:
             acquire = functools.partial(block.authority.acquire_gen, missing, **terms)
             return acquire_unless_held_gen(block.authority, missing, acquire)
-        return block.authority.acquire_gen(missing, **terms)
+        acquiring = block.authority.acquire_gen(missing, **terms)
+        return acquire_beside_runner_gen(block.authority, acquiring) if of_runner[0] in missing else acquiring
 
     def _new_hold(self, block: Block, grant: Grant) -> Hold:
         authority = block.authority

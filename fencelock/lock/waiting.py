@@ -16,7 +16,7 @@ from fencelock._events import LockWaiting
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process, running_loop
 from fencelock.authority.base import Authority, GivenUp, Grant, named
-from fencelock.errors import AuthorityError, LockTimeoutError
+from fencelock.errors import AuthorityError, LockError, LockTimeoutError
 from fencelock.holder import Holder
 from fencelock.lease import held_leases, latest_session
 from fencelock.lock.hold import Block, holds_of
@@ -45,6 +45,25 @@ _PARENT: Final = (
     "take the lock in only one of them. A task or an asyncio.to_thread call that the holder starts may "
     "write under its lease"
 )
+
+
+#: Name and token of the lock under which `fencelock run` has started this process; None without that.
+of_runner: Final = os.environ.get("FENCELOCK_RESOURCE"), os.environ.get("FENCELOCK_TOKEN")
+
+_RUNNER: Final = (
+    "{!r} is held by the `fencelock run` that has started this program, and the program would wait for "
+    "itself: do not lock it again. Write under its token: bind(session, Lease(os.environ['FENCELOCK_RESOURCE'], "
+    "int(os.environ['FENCELOCK_TOKEN'])))"
+)
+
+
+def acquire_beside_runner_gen(authority: Authority, acquiring: Steps[Grant]) -> Steps[Grant]:
+    """Acquire, but raise LockError if the `fencelock run` that has started this process holds its lock."""
+    name, token = of_runner
+    found = yield from authority.inspect_gen((str(name),))
+    if found and str(found[0].token) == token:
+        raise LockError(_RUNNER.format(name))
+    return (yield from acquiring)
 
 
 def go_on_waiting(block: Block, resources: tuple[str, ...], template: str) -> None:

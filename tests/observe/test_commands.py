@@ -14,6 +14,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import redis
 from sqlalchemy import Engine, MetaData, create_engine, delete, insert, select, text
@@ -218,11 +219,38 @@ def test_run_gives_the_command_its_token_or_names_the_holder(kind: Kind, mine: A
     assert mine.inspect("job") is None
 
 
+LOCKS_AGAIN = """
+import os, fencelock
+authority = fencelock.configure(os.environ["FENCELOCK_URL"])
+try:
+    fencelock.fenced_lock("job", timeout=60).acquire()
+except fencelock.LockError as error:
+    print(type(error).__name__, error)
+with fencelock.fenced_lock("other"):             # another name, and the same name in another place
+    fencelock.Database("sqlite:///:memory:").lock("job").acquire()
+"""
+
+
+@TWO_KINDS
+def test_run_tells_a_command_that_locks_the_same_name(kind: Kind, mine: Any) -> None:
+    assert mine
+    command = "run", "job", "--keep-url", "--", sys.executable, "-c", LOCKS_AGAIN
+    ran = program(*command, FENCELOCK_URL=kind.url)
+    assert ran.stdout.startswith("LockError 'job' is held by the `fencelock run` that has started"), (
+        ran.stderr
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
 def test_run_that_runs_nothing_says_why_in_one_line(authority: Redlock, node_urls: list[str]) -> None:
     nodes = ",".join(node_urls)
     for url, arguments, status, word in (
         (nodes, (), 2, ""),
         (nodes, ("--", "no-such-program"), 127, ""),
+        (nodes, ("--ttl", "1000", "--", "true"), 2, "ValueError: a ttl"),
+        ("redis://127.0.0.1:99999", ("--", "true"), 2, "ValueError"),
+        ("nonsense", ("--", "true"), 2, "ValueError"),
+        ("", ("--", "true"), 2, "no authority is named"),
         ("redis://127.0.0.1:1", ("--timeout", "0", "--", "true"), 74, "QuorumError"),
     ):
         ran = program("run", "job", "--url", url, *arguments)
@@ -302,11 +330,37 @@ def test_run_hears_a_signal_while_it_starts_the_command(
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent ended")
-def test_run_that_is_killed_takes_the_command_along(begin: Begin, pids: Path) -> None:
-    program = begin(f"{note(pids)}; exec sleep 60")
+@pytest.mark.parametrize(
+    "script",
+    [
+        "{}; exec sleep 60",
+        "sleep 60 & {}; wait",
+        "setsid sleep 60 & {}; wait",
+        "(setsid sleep 60 & {}) & sleep 60",
+    ],
+    ids=["the command", "what it starts", "what has a session of its own", "what it has left"],
+)
+def test_run_that_is_killed_takes_the_whole_command_along(begin: Begin, pids: Path, script: str) -> None:
+    program = begin(script.format(note(pids, "$$" if "exec" in script else "$!")))
     assert eventually(pids.exists)
     program.kill()
     assert eventually(lambda: not runs(pids))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells a process that its parent ended")
+def test_run_takes_the_command_along_when_its_helper_is_killed(begin: Begin, pids: Path) -> None:
+    program = begin(f"{note(pids)}; exec sleep 60")
+    assert eventually(pids.exists)
+    parent_of(pids).kill()
+    assert program.wait(60) == 128 + signal.SIGKILL
+    assert eventually(lambda: not runs(pids))
+
+
+def test_run_keeps_no_zombies(begin: Begin, pids: Path) -> None:
+    """The helper is the parent of what the command has left, and waits for it."""
+    begin(f"(true &); (true &); sleep 0.5; {note(pids)}; exec sleep 60")
+    assert eventually(pids.exists)
+    assert [each.pid for each in parent_of(pids).children()] == [int(pids.read_text())]
 
 
 def test_run_kills_what_ignores_that_the_lock_was_lost(
@@ -321,6 +375,12 @@ def test_run_kills_what_ignores_that_the_lock_was_lost(
     authority.force_release("job")
     assert program.wait(60) == 76
     assert eventually(lambda: not runs(pids))
+
+
+def parent_of(pids: Path) -> psutil.Process:
+    parent = psutil.Process(int(pids.read_text())).parent()
+    assert parent is not None
+    return parent
 
 
 def runs(pids: Path) -> bool:
