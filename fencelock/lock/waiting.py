@@ -52,13 +52,13 @@ of_runner: Final = os.environ.get("FENCELOCK_RESOURCE"), os.environ.get("FENCELO
 
 _RUNNER: Final = (
     "{!r} is held by the `fencelock run` that has started this program, and the program would wait for "
-    "itself: do not lock it again. Write under its token: bind(session, Lease(os.environ['FENCELOCK_RESOURCE'], "
-    "int(os.environ['FENCELOCK_TOKEN'])))"
+    "itself: do not lock it again. Write under its token: bind(session, "
+    "Lease(os.environ['FENCELOCK_RESOURCE'], int(os.environ['FENCELOCK_TOKEN'])))"
 )
 
 
 def acquire_beside_runner_gen(authority: Authority, acquiring: Steps[Grant]) -> Steps[Grant]:
-    """Acquire, but raise LockError if the `fencelock run` that has started this process holds its lock."""
+    """Acquire, but raise LockError if the lock is that of `fencelock run`, which started this process."""
     name, token = of_runner
     found = yield from authority.inspect_gen((str(name),))
     if found and str(found[0].token) == token:

@@ -21,10 +21,11 @@ from sqlalchemy.exc import NoResultFound
 from sqlalchemy.orm import Session, SessionTransaction
 
 from fencelock import _events
+from fencelock._databases import MYSQL
 from fencelock._engines import is_async_engine
 from fencelock._locking import as_default, fenced_lock
 from fencelock.authority.database.database import Database
-from fencelock.errors import FenceError
+from fencelock.guard import triggers
 from fencelock.guard._claim import fenced_model, key_of
 from fencelock.guard.leases import end_early
 from fencelock.guard.sessions import BYPASS, unguarded
@@ -44,6 +45,11 @@ __all__ = ["held_elsewhere", "lost_lease", "stale_writer", "temporary_authority"
 _AHEAD: Final = 1 << 36
 #: Seconds for which the other holder waits for the lock. A free lock is granted at once.
 _PATIENCE: Final = 5.0
+#: Statements after which the replacement of a trigger waits for 5 s at most.
+_SHORT_WAIT: Final = {
+    "postgresql": "SET LOCAL lock_timeout = '5s'",
+    **dict.fromkeys(MYSQL, "SET lock_wait_timeout = 5"),
+}
 
 
 @contextlib.contextmanager
@@ -188,8 +194,8 @@ def stale_writer(target: Target, model: type[Any], identity: object) -> StaleWri
     """Make every writer of a row stale in a block, as if a newer holder had fenced the row.
 
     The row's fence is above each token that is granted now. So the database refuses every write of the row
-    under a lock, in any thread or process. After the block the fence has its old value, unless a trigger
-    refuses this.
+    under a lock, in any thread or process. After the block the fence has its old value. For that, a trigger
+    of the table is replaced; on MariaDB not in an outer transaction, because that would commit it.
 
     ```python
     with stale_writer(engine, Order, 1), pytest.raises(StaleTokenError):
@@ -231,8 +237,7 @@ class StaleWriter:
         self._on_connection(self._target, self._raise)
 
     def __exit__(self, *_error: object) -> None:
-        with contextlib.suppress(FenceError):  # a trigger refuses to lower the fence
-            self._on_connection(self._target, self._lower)
+        self._on_connection(self._target, self._lower)
 
     async def __aenter__(self) -> None:
         async with fenced_lock("fencelock.testing") as token:
@@ -240,8 +245,7 @@ class StaleWriter:
         await self._in_greenlet(self._raise)
 
     async def __aexit__(self, *_error: object) -> None:
-        with contextlib.suppress(FenceError):
-            await self._in_greenlet(self._lower)
+        await self._in_greenlet(self._lower)
 
     def _raise(self, connection: Connection) -> None:
         before = connection.scalar(select(self._fence).where(*self._row))
@@ -251,7 +255,17 @@ class StaleWriter:
         self._set(connection, self._raised)
 
     def _lower(self, connection: Connection) -> None:
+        table, dialect = self._fence.table, connection.dialect.name
+        form = triggers.installed(connection, table.name, schema=table.schema)
+        if form and dialect in MYSQL and connection.in_nested_transaction():
+            return  # the fence stays up until the outer transaction is rolled back
+        if form and (wait := _SHORT_WAIT.get(dialect)):  # not for a transaction that the test keeps open
+            connection.exec_driver_sql(wait)
+        for statement in triggers.drop(table, dialect) if form else ():
+            connection.execute(statement)
         self._set(connection, self._before, self._fence == self._raised)
+        for statement in triggers.create(table, dialect, strict=form == "strict") if form else ():
+            connection.execute(statement)
 
     def _set(self, connection: Connection, fence: int, *criteria: ColumnElement[bool]) -> None:
         changed = update(self._fence.table).where(*self._row, *criteria).values({self._fence: fence})

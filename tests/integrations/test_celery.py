@@ -23,6 +23,7 @@ from tests.programs import python
 
 TASKS = """
 from celery import Celery, chain
+from fencelock import StaleTokenError
 from fencelock.integrations import header
 
 app = Celery("tasks", broker="URL/1", backend="URL/2", task_cls="fencelock.integrations.celery:FencedTask")
@@ -46,6 +47,10 @@ def calls_another():
 def calls_itself(self, depth=1):
     return [header.held(), *(self(depth - 1) if depth else [])]
 
+@app.task(autoretry_for=(StaleTokenError,), retry_backoff=True, max_retries=None)
+def is_late():
+    raise StaleTokenError("orders", (1,), 7, 9)
+
 @app.task
 def after(result):
     return [result, header.held()]
@@ -65,15 +70,18 @@ none = answer(tasks.held.delay())
 with holding([Lease("order:é", 7), Lease("b", 8)]):
     names = "held", "held_by_retry", "calls_another", "calls_itself"
     called = [getattr(tasks, name).delay() for name in names]
+    late = tasks.is_late.delay()
     chained = chain(tasks.held.s(), tasks.after.s()).apply_async()
     called_with_headers = tasks.held.apply_async(headers={"x": "y"})
 one, retried, another, itself = map(answer, called)
 broken = tasks.held.apply_async(headers={"Fencing-Token": "order:1"})
 broken.wait(timeout=20, propagate=False)
+late.wait(timeout=20, propagate=False)
 print(json.dumps({
     "none": none, "one": one, "retried": retried, "itself": itself,
     "another": answer(AsyncResult(another, app=tasks.app)),
     "chained": answer(chained), "headers": answer(called_with_headers), "broken": repr(broken.result),
+    "late": repr(late.result),
     "afterwards": [answer(tasks.held.delay()) for _ in range(8)],
 }))
 """
@@ -106,6 +114,7 @@ def test_tokens_travel_to_workers(nodes: Nodes, tmp_path: Path, pool: str) -> No
     tokens = {"Fencing-Token": "order:%C3%A9=7;b=8"}
     answers: dict[str, Any] = json.loads(calls.stdout)
     assert "a fencing token is written as" in answers.pop("broken")
+    assert answers.pop("late").startswith("StaleTokenError")
     assert answers == {
         "none": {},
         "one": tokens,

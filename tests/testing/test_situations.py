@@ -33,6 +33,7 @@ from fencelock import (
     fenced_transaction,
     leader,
 )
+from fencelock._databases import MYSQL
 from fencelock.guard import triggers
 from fencelock.testing import held_elsewhere, lost_lease, stale_writer, temporary_authority, unfenced
 
@@ -128,15 +129,28 @@ def test_a_holder_that_has_read_before_is_stale(orders: Engine) -> None:
             session.commit()
 
 
-def test_a_trigger_keeps_the_fence_up(orders: Engine) -> None:
+@pytest.mark.parametrize("strict", [False, True])
+def test_a_row_of_a_table_with_a_trigger_is_fresh_after_the_block(orders: Engine, *, strict: bool) -> None:
     with orders.begin() as connection:
-        for statement in triggers.create(Order, orders.dialect.name):
+        for statement in triggers.create(Order, orders.dialect.name, strict=strict):
             connection.execute(statement)
     for _ in range(2):
         with stale_writer(orders, Order, {"id": 1}), pytest.raises(StaleTokenError):
             pay(orders)
-    with pytest.raises(StaleTokenError):
         pay(orders)
+    with orders.connect() as connection:
+        assert triggers.installed(connection, "testing_orders") == ("strict" if strict else True)
+        if orders.dialect.name in MYSQL:
+            with connection.begin_nested(), stale_writer(connection, Order, 2):
+                pass
+            with pytest.raises(StaleTokenError):
+                pay(connection, 2)
+        else:
+            with stale_writer(connection, Order, 2), pytest.raises(StaleTokenError):
+                pay(connection, 2)
+            pay(connection, 2)
+        connection.rollback()
+        assert triggers.installed(connection, "testing_orders") == ("strict" if strict else True)
 
 
 @ON_SQLITE
