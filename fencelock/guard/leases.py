@@ -235,6 +235,7 @@ def end_early(session: Session, *, committed: bool) -> None:
     for connection in tuple(notes_of(session).connections):
         if (leases := open_leases(connection)) is not None:
             delattr(connection, _LEASES)  # the next write uses the leases that are held then
+            leases_on(connection).receipts = leases.receipts
             leases.end(committed=committed, in_doubt=False)
 
 

@@ -159,24 +159,22 @@ class Receipt:
         self.is_working = False
 
 
-def _store_results(session: Session) -> None:
-    if session.in_nested_transaction():
-        return  # a savepoint is released
-    for connection in connections_of(session):
-        leases = open_leases(connection)
-        for receipt in leases.receipts.values() if leases is not None else ():
-            if receipt.is_working:
-                raise FenceError(
-                    f"commit() inside the function would store the receipt {receipt.key!r} before its work "
-                    "is done: leave the COMMIT to fenced_once"
-                )
-            receipt.is_stored = True
-            stored = {"its": receipt.key, "found": receipt.result}
-            if connection.execute(_storing(_table_of(connection)), stored).rowcount != 1:
-                raise FenceError(
-                    f"the receipt {receipt.key!r} is gone, because the database, or a statement that it does "
-                    "not tell of, has ended the transaction meanwhile: begin again"
-                )
+def _store_results(connection: Connection, *_: Any) -> None:
+    """Store results just before the COMMIT, whoever sends it; no savepoint can undo that."""
+    leases = open_leases(connection)
+    for receipt in leases.receipts.values() if leases is not None else ():
+        if receipt.is_working:
+            raise FenceError(
+                f"commit() inside the function would store the receipt {receipt.key!r} before its work is "
+                "done: leave the COMMIT to fenced_once"
+            )
+        receipt.is_stored = True
+        stored = {"its": receipt.key, "found": receipt.result}
+        if connection.execute(_storing(_table_of(connection)), stored).rowcount != 1:
+            raise FenceError(
+                f"the receipt {receipt.key!r} is gone, because the database, or a statement that it does "
+                "not tell of, has ended the transaction meanwhile: begin again"
+            )
 
 
 @overload
@@ -245,8 +243,9 @@ def once(
             ours = made.get(name)
             return Receipt(name, done=True, result=row.result if ours is None else ours.result)
     receipt = made[name] = Receipt(name, done=False)
-    if not event.contains(Session, "before_commit", _store_results):
-        event.listen(Session, "before_commit", _store_results)
+    for name in ("commit", "prepare_twophase"):
+        if not event.contains(connection, name, _store_results):
+            event.listen(connection, name, _store_results)
     return receipt
 
 

@@ -366,6 +366,22 @@ def test_a_receipt_that_is_gone_at_the_commit_fails_it(engine: Engine) -> None:
 
 
 @on_sqlite_alone
+def test_a_result_is_stored_whoever_commits(engine: Engine) -> None:
+    """Also the caller's connection, and a COMMIT in two phases."""
+    kept = {}
+    for number, mode in enumerate(("conditional_savepoint", "rollback_only", "create_savepoint")):
+        joined: Any = {"join_transaction_mode": mode}
+        with engine.connect() as connection, Session(connection, **joined) as session:
+            kept[mode] = add(session, mode, result=number)
+            session.flush()
+            connection.commit()
+    if engine.dialect.name != "sqlite":
+        with Session(engine, twophase=True) as session:
+            kept["two phases"] = add(session, "two phases", result=3)
+            session.commit()
+    assert {row.key: row.result for row in receipts(engine)} == kept
+
+
 def test_a_result_that_was_assigned_before_a_savepoint_fails_is_stored(engine: Engine) -> None:
     with Session(engine) as session, session.begin():
         once(session, "k").result = 5
