@@ -6,8 +6,8 @@ python -m proof.receipts --runs 60
 Each run has a key of its own. A process does the work, and is killed with SIGKILL at one of these places,
 another one in each run; processes after it try again until one ends. Each fifth run is a call of
 `fenced_once`, under a lock that the same database grants; the others are `once` in a plain transaction. The
-control leaves the receipt out. The exit status is 1 if an effect is missing, or is there twice, and if the
-control has none twice.
+control leaves the receipt out. Then `proof.bodies` does the work among disturbances. The exit status is 1 if
+an effect is missing, or is there twice, and if a control has none twice.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import os
+import random
 import signal
 import sys
 import tempfile
@@ -26,20 +27,18 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from sqlalchemy import Engine, NullPool, String, create_engine, event, func, insert, select, update
-from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
+from sqlalchemy import Engine, NullPool, create_engine, event
+from sqlalchemy.orm import Session
 
 from fencelock import (
     Database,
-    FencedModel,
     LockLostError,
     LockTimeoutError,
-    fence_table,
     fenced_once,
-    lease_table,
     once,
-    receipt_table,
 )
+from proof import bodies
+from proof.effects import effects_of, make_tables, work
 from proof.servers import Postgres
 from proof.servers.mariadb import mariadb
 
@@ -48,61 +47,29 @@ _LOCKED_EVERY = 5
 _CONTROLS = 100
 
 
-class Base(DeclarativeBase):
-    """The models of this proof."""
-
-
-class Total(FencedModel, Base):
-    """What the work adds to."""
-
-    __tablename__ = "receipt_totals"
-    __fence_resource__ = "total:{id}"
-    __fence_lease__ = "optional"
-    id: Mapped[int] = mapped_column(primary_key=True, autoincrement=False)
-    value: Mapped[int]
-
-
-class Effect(Base):
-    """What the work writes down: one row each time."""
-
-    __tablename__ = "receipt_effects"
-    id: Mapped[int] = mapped_column(primary_key=True)
-    key: Mapped[str] = mapped_column(String(50))
-
-
-fence_table(Base.metadata)
-lease_table(Base.metadata)
-receipt_table(Base.metadata)
-
-
-def _work(session: Session, key: str) -> None:
-    session.add(Effect(key=key))
-    session.execute(update(Total).where(Total.id == 1).values(value=Total.value + 1))
-
-
 def _once(engine: Engine, key: str) -> None:
     with Session(engine) as session, session.begin():
         receipt = once(session, key, fingerprint=key)
         if not receipt.done:
-            _work(session, key)
+            work(session, key)
             receipt.result = key
 
 
 def _twice(engine: Engine, key: str) -> None:
     """The control."""
     with Session(engine) as session, session.begin():
-        _work(session, key)
+        work(session, key)
 
 
 def _locked(engine: Engine, key: str) -> None:
     with Database(engine.url) as authority:
 
         @fenced_once("{key}", "total:1", ttl=_TTL, timeout=10.0, authority=authority)
-        def work(session: Session, key: str) -> str:
-            _work(session, key)
+        def function(session: Session, key: str) -> str:
+            work(session, key)
             return key
 
-        assert work(engine, key) == key
+        assert function(engine, key) == key
 
 
 class _Killer:
@@ -158,25 +125,7 @@ def run(url: str, runs: int, act: Callable[[Engine, str], None]) -> Counter[str]
             counts["killed" if status == -signal.SIGKILL else "in the way"] += 1
             if tries > 20:
                 raise RuntimeError(f"run {number} does not end")
-    engine = create_engine(url, poolclass=NullPool)
-    with Session(engine) as session:
-        rows = session.execute(select(Effect.key, func.count().label("times")).group_by(Effect.key)).all()
-        of_key = {row.key: row.times for row in rows}
-        counts["once"] = sum(count == 1 for count in of_key.values())
-        counts["more than once"] = sum(count > 1 for count in of_key.values())
-        counts["never"] = runs - len(of_key)
-        counts["total"] = session.get_one(Total, 1).value
-    engine.dispose()
-    return counts
-
-
-def _empty(url: str) -> None:
-    engine = create_engine(url, poolclass=NullPool)
-    Base.metadata.drop_all(engine)
-    Base.metadata.create_all(engine)
-    with engine.execution_options(fencelock="bypass").begin() as connection:
-        connection.execute(insert(Total), {"id": 1, "value": 0})
-    engine.dispose()
+    return counts + effects_of(url, runs)
 
 
 def databases(stack: ExitStack) -> Iterator[tuple[str, str]]:
@@ -191,18 +140,22 @@ def databases(stack: ExitStack) -> Iterator[tuple[str, str]]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--runs", type=int, default=1000, help="how many on each database")
-    runs = parser.parse_args().runs
+    parser.add_argument("--seed", type=int, default=random.randrange(2**32), help="of the bodies")
+    options = parser.parse_args()
+    runs, seed = options.runs, options.seed
+    print(f"seed of the bodies: {seed}")
     right = True
     with ExitStack() as stack:
         for name, url in databases(stack):
             for title, act in (("with a receipt", _once), ("control, without one", _twice)):
                 began = time.monotonic()
-                _empty(url)
+                make_tables(url)
                 wanted = runs if act is _once else min(runs, _CONTROLS)
                 counts = run(url, wanted, act)
                 print(f"{name}, {title}: {dict(counts)} in {time.monotonic() - began:.0f} s", flush=True)
                 exactly_once = counts["once"] == counts["total"] == runs
                 right &= exactly_once if act is _once else counts["more than once"] > 0
+            right &= bodies.check(name, url, runs, seed)
     print("as it should be" if right else "NOT as it should be")
     return 0 if right else 1
 
