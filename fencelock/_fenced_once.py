@@ -13,9 +13,8 @@ from sqlalchemy.orm import Session, scoped_session, sessionmaker
 from fencelock._checks import check_result
 from fencelock._fenced import check_function, fill
 from fencelock._locking import fenced_lock
-from fencelock.errors import FenceError
 from fencelock.guard import once
-from fencelock.guard.receipts import Receipt, is_made
+from fencelock.guard.receipts import working
 from fencelock.lock.options import AllLockSettings
 from fencelock.transaction import transaction_of
 
@@ -147,26 +146,18 @@ class _Call(NamedTuple):
     def in_session(self, session: Session) -> Any:
         receipt = once(session, self.key, fingerprint=self.fingerprint)
         if not receipt.done:
-            receipt.is_working = True  # refuses a COMMIT by the function
-            result = check_result("the function of fenced_once", self._work(session))
-            self._keep(session, receipt, result)
+            with working(session, receipt):
+                result = check_result("the function of fenced_once", self._work(session))
+            receipt.result = result
         return receipt.result
 
     async def in_async_session(self, session: AsyncSession) -> Any:
         receipt = await once(session, self.key, fingerprint=self.fingerprint)
         if not receipt.done:
-            receipt.is_working = True  # refuses a COMMIT by the function
-            result = await self._work(session)
-            await session.run_sync(self._keep, receipt, result)
+            with working(session.sync_session, receipt):
+                result = await self._work(session)
+            receipt.result = result
         return receipt.result
-
-    def _keep(self, session: Session, receipt: Receipt, result: object) -> None:
-        if not is_made(session, receipt):
-            raise FenceError(
-                f"rollback() inside the function has undone the receipt {self.key!r}: what may fail goes "
-                "into a savepoint, session.begin_nested()"
-            )
-        receipt.result = result
 
     def _work(self, session: object) -> Any:
         self.bound.arguments[next(iter(self.bound.arguments))] = session

@@ -43,7 +43,7 @@ def work(session: Session, key: str) -> None:
 
 
 def make_tables(url: str) -> None:
-    """Make all tables anew, and the total 0."""
+    """Make empty tables, and the total 0."""
     engine = create_engine(url, poolclass=NullPool)
     Base.metadata.drop_all(engine)
     Base.metadata.create_all(engine)

@@ -9,7 +9,8 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import Decimal
 from functools import cache
@@ -43,7 +44,7 @@ from fencelock.errors import FenceError, LockTimeoutError, ReceiptMismatchError
 from fencelock.guard._install import install
 from fencelock.guard.exact import insert_into, newest
 from fencelock.guard.leases import leases_on, open_leases, refuse_autocommit
-from fencelock.guard.refused import refusing
+from fencelock.guard.refused import refuse, refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import connections_of, in_both_worlds, session_of
 from fencelock.guard.tables import RECEIPT_TABLE, schema_of
@@ -160,7 +161,7 @@ class Receipt:
 
 
 def _store_results(connection: Connection, *_: Any) -> None:
-    """Store results just before the COMMIT, whoever sends it; no savepoint can undo that."""
+    """Store results just before the COMMIT, so that no savepoint can undo it."""
     leases = open_leases(connection)
     for receipt in leases.receipts.values() if leases is not None else ():
         if receipt.is_working:
@@ -293,10 +294,31 @@ def _insertion(table: Table, dialect: str) -> Insert:
     return insert.inline() if dialect == "sqlite" else insert.returning(key)  # type: ignore[no-any-return]
 
 
-def is_made(session: Session, receipt: Receipt) -> bool:
-    """Tell whether the session's transaction has made a receipt, and has not undone it."""
-    of_each = [open_leases(connection) for connection in connections_of(session)]
-    return any(leases is not None and leases.receipts.get(receipt.key) is receipt for leases in of_each)
+@contextmanager
+def working(session: Session, receipt: Receipt) -> Iterator[None]:
+    """Refuse in a block that the work commits, or goes on after a rollback, which has undone its receipt."""
+
+    def check(*_: Any, connection: Connection | None = None) -> None:
+        of_each = [open_leases(each) for each in connections_of(session)]
+        if not any(leases and leases.receipts.get(receipt.key) is receipt for leases in of_each):
+            error = FenceError(
+                f"rollback() inside the function has undone the receipt {receipt.key!r}: what may fail goes "
+                "into a savepoint, session.begin_nested()"
+            )
+            if connection is not None:
+                refuse(connection, error)
+            raise error
+
+    def on_begin(_session: Session, _transaction: object, connection: Connection) -> None:
+        check(connection=connection)
+
+    receipt.is_working = True
+    event.listen(session, "after_begin", on_begin)
+    try:
+        yield
+    finally:
+        event.remove(session, "after_begin", on_begin)
+    check()
 
 
 @cache
