@@ -288,7 +288,7 @@ def newest(leases: Iterable[Lease]) -> dict[str, Lease]:
     for lease in leases:
         known = found.get(lease.resource)
         is_usable = not (lease._released or lease._left)
-        if is_usable and (known is None or known.token <= lease.token):
+        if is_usable and (known is None or known.token < lease.token):
             found[lease.resource] = lease
     return found
 
@@ -331,12 +331,11 @@ def note_held(*leases: Lease) -> None:
 
 @contextlib.contextmanager
 def holding(leases: Sequence[Lease]) -> Iterator[None]:
-    """Let the current context hold these leases in a block, in place of others of the same resources.
+    """Let the current context hold these leases in a block, beside those that it holds.
 
     Tasks that are started in the block keep them. The end of the block releases none.
     """
-    names = {lease.resource for lease in leases}
-    before = _held.set((*(lease for lease in _standing() if lease.resource not in names), *leases))
+    before = _held.set((*_standing(), *leases))
     try:
         yield
     finally:
