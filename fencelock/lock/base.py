@@ -25,7 +25,16 @@ from fencelock.authority.base import Authority, GivenUp, Grant, Terms, named
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError
 from fencelock.lease import OBJECT_IN_NAME, Lease, check_resource, note_held, stands_here
 from fencelock.lock.at_exit import arrange_end, handler_seen
-from fencelock.lock.hold import Block, Hold, acquisitions_have_ended, by_owner, ends, remove, under_way
+from fencelock.lock.hold import (
+    Block,
+    Hold,
+    acquisitions_have_ended,
+    by_owner,
+    ends,
+    remove,
+    stop_daemon,
+    under_way,
+)
 from fencelock.lock.options import DEFAULT_TTL, IfHeld, IfLost
 from fencelock.lock.releasing import (
     LostLease,
@@ -225,6 +234,7 @@ class BaseLock(Generic[Token]):
         """Tell listeners of a failed acquisition; name the holder in its error, or raise a clearer error."""
         error = caught
         if isinstance(error, GivenUp):
+            stop_daemon()
             error = LockTimeoutError(f"{named(missing)}: the acquisition was cancelled")
         elif isinstance(error, LockTimeoutError) and block.timeout != 0:
             error = with_reason(error, block.authority, missing)
