@@ -19,6 +19,27 @@ from typing import Any, Literal, TypeVar
 from fencelock._checks import check_callback
 from fencelock._process import in_forked_child
 
+__all__ = [
+    "CommitInDoubt",
+    "ConnectionEvent",
+    "ConnectionFailed",
+    "ConnectionOpened",
+    "Event",
+    "GuardEvent",
+    "LeaseExtended",
+    "LeaseLost",
+    "LockAcquired",
+    "LockEvent",
+    "LockNotAcquired",
+    "LockReleased",
+    "LockWaiting",
+    "RowClaimed",
+    "StaleWriteRefused",
+    "TokenReminted",
+    "UnfencedWriteRefused",
+    "WrittenWithoutLease",
+]
+
 logger = logging.getLogger("fencelock.observe")
 
 Outcome = Literal["timeout", "error", "cancelled"]

@@ -57,10 +57,9 @@ class FenceOperation(MigrateOperation):
     """
 
     name: ClassVar[str]
-    opposite: ClassVar[str]
 
-    def __init_subclass__(cls, *, name: str, opposite: str, own: str = "") -> None:
-        cls.name, cls.opposite, BY_NAME[name] = name, opposite, cls
+    def __init_subclass__(cls, *, name: str, own: str = "") -> None:
+        cls.name, BY_NAME[name] = name, cls
         if name not in vars(cls):
             setattr(cls, name, classmethod(_operation(name, cls.__doc__, own)))
         Operations.register_operation(name)(cls)
@@ -84,7 +83,9 @@ class FenceOperation(MigrateOperation):
 
     def reverse(self) -> MigrateOperation:
         """Return the operation that undoes this one; Alembic calls it."""
-        kind, trigger = BY_NAME[self.opposite], self.trigger
+        verb, _, what = self.name.partition("_")
+        kind = BY_NAME.get(f"create_{what}", AddFenceOp) if verb == "drop" else BY_NAME[f"drop_{what}"]
+        trigger = self.trigger
         if self.replaces:
             kind, trigger = type(self), self.replaces
         return kind(self.table_name, schema=self.schema, trigger=trigger)
@@ -108,7 +109,7 @@ def _operation(name: str, doc: str | None, own: str) -> Callable[..., None]:
     return made
 
 
-class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
+class AddFenceOp(FenceOperation, name="add_fence"):
     """Add the columns of a fenced table, and the trigger that its model wants."""
 
     @classmethod
@@ -138,11 +139,11 @@ class AddFenceOp(FenceOperation, name="add_fence", opposite="drop_fence"):
         return {"trigger": self.trigger, "schema": self.schema}
 
 
-class DropFenceOp(FenceOperation, name="drop_fence", opposite="add_fence"):
+class DropFenceOp(FenceOperation, name="drop_fence"):
     """Drop the trigger and both columns of a fenced table. SQLite must be 3.35 or later."""
 
 
-class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite="drop_fence_trigger"):
+class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger"):
     """Create the trigger of a table."""
 
     @classmethod
@@ -164,43 +165,31 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger", opposite
         return {"strict": self.trigger == "strict", "schema": self.schema}
 
 
-class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger", opposite="create_fence_trigger"):
+class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger"):
     """Drop the table's trigger, of any form. The columns stay, and the guard in Python goes on working."""
 
 
-class CreateFenceTableOp(
-    FenceOperation, name="create_fence_table", opposite="drop_fence_table", own=FENCE_TABLE
-):
+class CreateFenceTableOp(FenceOperation, name="create_fence_table", own=FENCE_TABLE):
     """Create the table `fencelock_fences`, as `fencelock.fence_table` describes it."""
 
 
-class DropFenceTableOp(
-    FenceOperation, name="drop_fence_table", opposite="create_fence_table", own=FENCE_TABLE
-):
+class DropFenceTableOp(FenceOperation, name="drop_fence_table", own=FENCE_TABLE):
     """Drop the table `fencelock_fences`, and with it every fence of `gate`."""
 
 
-class CreateLeaseTableOp(
-    FenceOperation, name="create_lease_table", opposite="drop_lease_table", own=LEASE_TABLE
-):
+class CreateLeaseTableOp(FenceOperation, name="create_lease_table", own=LEASE_TABLE):
     """Create the table `fencelock_leases`, as `fencelock.lease_table` describes it."""
 
 
-class DropLeaseTableOp(
-    FenceOperation, name="drop_lease_table", opposite="create_lease_table", own=LEASE_TABLE
-):
+class DropLeaseTableOp(FenceOperation, name="drop_lease_table", own=LEASE_TABLE):
     """Drop the table `fencelock_leases`, and with it every token that the database has minted."""
 
 
-class CreateReceiptTableOp(
-    FenceOperation, name="create_receipt_table", opposite="drop_receipt_table", own=RECEIPT_TABLE
-):
+class CreateReceiptTableOp(FenceOperation, name="create_receipt_table", own=RECEIPT_TABLE):
     """Create the table `fencelock_receipts`, as `fencelock.receipt_table` describes it."""
 
 
-class DropReceiptTableOp(
-    FenceOperation, name="drop_receipt_table", opposite="create_receipt_table", own=RECEIPT_TABLE
-):
+class DropReceiptTableOp(FenceOperation, name="drop_receipt_table", own=RECEIPT_TABLE):
     """Drop the table `fencelock_receipts`, and every record of done work."""
 
 

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Final, NoReturn
+from typing import Final, NoReturn
 
 _PR_SET_PDEATHSIG: Final = 1
 _PR_SET_CHILD_SUBREAPER: Final = 36
@@ -44,8 +44,8 @@ class Keeper:
         self._channel.sendall(json.dumps(environment).encode() + b"\n")
         self._answers = self._channel.makefile()
         said = json.loads(self._answers.readline() or '"the process that starts the command was killed"')
-        self.pid = said if isinstance(said, int) else 0
-        return said if isinstance(said, str) else ""
+        self.pid = 0 if isinstance(said, str) else said
+        return "" if self.pid else str(said)
 
     def wait(self, seconds: float) -> int | None:
         """Return the status of the command, negative after a signal; None if it runs on for `seconds`."""
@@ -59,40 +59,36 @@ def _keep(
 ) -> NoReturn:
     """Start the command when it is asked for, and tell its end; kill it when the channel is closed."""
     try:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT, signal.SIGCHLD):
             signal.signal(number, lambda *_: None)  # they are for `fencelock run`, and for the command
         if _IS_LINUX:
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
         if asked := channel.makefile().readline():
-            _run(channel, arguments, {**environment, **json.loads(asked)}, group)
+            answer = _run(channel, arguments, {**environment, **json.loads(asked)}, group)
+            channel.sendall(json.dumps(answer).encode() + b"\n")
     finally:
         os._exit(0)
 
 
-def _run(channel: socket.socket, arguments: list[str], environment: Any, group: int | None) -> None:
+def _run(
+    channel: socket.socket, arguments: list[str], environment: Mapping[str, str], group: int | None
+) -> int | str:
+    """Return the status of the command; or why it cannot be started."""
     ended, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+    prepare = _dying_with_this_process() if _IS_LINUX else None
     try:
-        program = subprocess.Popen(  # noqa: S603 - as typed
-            arguments,
-            env=environment,
-            process_group=group,
-            preexec_fn=_dying_with_this_process() if _IS_LINUX else None,  # noqa: PLW1509
-        )
+        program = subprocess.Popen(arguments, env=environment, process_group=group, preexec_fn=prepare)  # noqa: PLW1509, S603
     except OSError as error:
-        channel.sendall(json.dumps(f"{arguments[0]}: {error.strerror}").encode() + b"\n")
-        return None
+        return f"{arguments[0]}: {error.strerror}"
     with suppress(BrokenPipeError):
         channel.sendall(b"%d\n" % program.pid)
     while (status := _reap(program.pid)) is None:
         if channel.fileno() in select.select([channel.fileno(), ended], [], [])[0]:  # it was closed
             return _kill(program.pid, group)
         os.read(ended, 4096)
-    with suppress(BrokenPipeError):
-        channel.sendall(b"%d\n" % status)
-    return None
+    return status
 
 
 def _reap(pid: int) -> int | None:
@@ -104,7 +100,7 @@ def _reap(pid: int) -> int | None:
     return status
 
 
-def _kill(pid: int, group: int | None) -> None:
+def _kill(pid: int, group: int | None) -> int:
     """Kill the command and what it has started, until nothing is left that this process may kill."""
     with suppress(ProcessLookupError, PermissionError):
         (os.kill if group is None else os.killpg)(pid, signal.SIGKILL)
@@ -119,6 +115,7 @@ def _kill(pid: int, group: int | None) -> None:
                 spared.add(each)
         time.sleep(0.01)
         _reap(pid)
+    return -signal.SIGKILL
 
 
 def _descendants(pid: int) -> set[int]:

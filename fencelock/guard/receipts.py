@@ -12,7 +12,7 @@ import json
 from collections.abc import Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, time, timedelta
-from decimal import Decimal
+from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from functools import cache
 from typing import TYPE_CHECKING, Any, Final, overload
 from uuid import UUID
@@ -53,6 +53,7 @@ from fencelock.lease import check_resource
 if TYPE_CHECKING:
     from fencelock.guard.sessions import Async, Blocking
 
+_EXACT: Final = Context(MAX_PREC, Emin=MIN_EMIN, Emax=MAX_EMAX)  # the program's own context may round
 MAX_RESULT: Final = 65_536  # the most bytes of a result's JSON, which is ASCII
 
 _schemas: set[str | None] = set()
@@ -298,26 +299,23 @@ def _insertion(table: Table, dialect: str) -> Insert:
 def working(session: Session, receipt: Receipt) -> Iterator[None]:
     """Refuse in a block that the work commits, or goes on after a rollback, which has undone its receipt."""
 
-    def check(*_: Any, connection: Connection | None = None) -> None:
+    def check(*began: Any) -> None:
         of_each = [open_leases(each) for each in connections_of(session)]
         if not any(leases and leases.receipts.get(receipt.key) is receipt for leases in of_each):
             error = FenceError(
                 f"rollback() inside the function has undone the receipt {receipt.key!r}: what may fail goes "
                 "into a savepoint, session.begin_nested()"
             )
-            if connection is not None:
+            for connection in began[2:]:  # after the session and its transaction
                 refuse(connection, error)
             raise error
 
-    def on_begin(_session: Session, _transaction: object, connection: Connection) -> None:
-        check(connection=connection)
-
     receipt.is_working = True
-    event.listen(session, "after_begin", on_begin)
+    event.listen(session, "after_begin", check)
     try:
         yield
     finally:
-        event.remove(session, "after_begin", on_begin)
+        event.remove(session, "after_begin", check)
     check()
 
 
@@ -375,10 +373,8 @@ def _digest(fingerprint: Any) -> str | None:
 def _plain(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
-    if isinstance(value, Decimal):  # its own `normalize` rounds to the precision of the context
-        sign, digits, exponent = value.as_tuple()
-        text = "".join(map(str, digits)).lstrip("0")
-        return [sign, text.rstrip("0"), len(text) - len(text.rstrip("0")) + int(exponent)] if text else 0
+    if isinstance(value, Decimal):
+        return str(_EXACT.normalize(value) or 0)
     if isinstance(value, datetime) and value.tzinfo is not None:
         return str(value.astimezone(UTC))
     if isinstance(value, date | time | UUID):  # a datetime is a date

@@ -32,8 +32,10 @@ class FencedTask(_Task):
     ```python
     tasks = Celery("tasks", broker="redis://localhost:6379", task_cls=FencedTask)
 
-    @tasks.task
-    def ship(order_id: int) -> None: ...
+    @tasks.task(bind=True)
+    def ship(self: FencedTask, order_id: int) -> None:
+        if order_id > 100:
+            raise self.retry(countdown=60)
 
     with fenced_lock("order:1"):
         ship.apply_async([1])                    # or ship.delay(1)
@@ -57,9 +59,10 @@ class FencedTask(_Task):
         return super().apply_async(*args, headers={**(headers or {}), **held()}, **options)
 
     def retry(self, args: Any = None, kwargs: Any = None, exc: Any = None, **options: Any) -> Any:
-        """Retry the task as Celery does; raise `exc` if the token of the task's message is stale.
+        """Retry the task, and return what Celery returns.
 
-        Each retry has the same token, so that none could succeed.
+        Raises:
+            StaleTokenError: `exc`, if the token of the task's message is stale, as it would be in each retry.
         """
         received = from_header((self.request.headers or {}).get(HEADER, ""))
         if isinstance(exc, StaleTokenError) and exc.token in {lease.token for lease in received}:

@@ -32,7 +32,6 @@ from fencelock.lock.hold import (
     by_owner,
     ends,
     remove,
-    stop_daemon,
     under_way,
 )
 from fencelock.lock.options import DEFAULT_TTL, IfHeld, IfLost
@@ -234,7 +233,7 @@ class BaseLock(Generic[Token]):
         """Tell listeners of a failed acquisition; name the holder in its error, or raise a clearer error."""
         error = caught
         if isinstance(error, GivenUp):
-            stop_daemon()
+            acquisitions_have_ended()
             error = LockTimeoutError(f"{named(missing)}: the acquisition was cancelled")
         elif isinstance(error, LockTimeoutError) and block.timeout != 0:
             error = with_reason(error, block.authority, missing)

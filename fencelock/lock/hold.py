@@ -260,18 +260,13 @@ def end_acquisitions(seconds: float = math.inf) -> None:
         block.given_up = True
 
 
-def stop_daemon() -> None:
-    """Stop a daemon thread for ever if the process ends.
+def acquisitions_have_ended() -> bool:
+    """Return whether this thread may not acquire any more. A daemon thread stops here when the process ends.
 
-    If it raised an error, the error could be printed while the interpreter ends, which may abort the process.
+    An error of it could be printed while the interpreter ends, which may abort the process.
     """
+    if not ends or time.monotonic() > ends[0]:
+        return False
     if ends == [math.inf] and threading.current_thread().daemon:
         threading.Event().wait()
-
-
-def acquisitions_have_ended() -> bool:
-    """Return whether this thread may not acquire any more."""
-    if time.monotonic() > ends[0]:
-        return False
-    stop_daemon()
     return sys.is_finalizing() or threading.current_thread() is not threading.main_thread()

@@ -5,44 +5,5 @@ make metrics and spans of them. Locks and the guard import none of these modules
 cost very little.
 """
 
-from fencelock._events import (
-    CommitInDoubt,
-    ConnectionEvent,
-    ConnectionFailed,
-    ConnectionOpened,
-    Event,
-    GuardEvent,
-    LeaseExtended,
-    LeaseLost,
-    LockAcquired,
-    LockEvent,
-    LockNotAcquired,
-    LockReleased,
-    LockWaiting,
-    RowClaimed,
-    StaleWriteRefused,
-    TokenReminted,
-    UnfencedWriteRefused,
-    WrittenWithoutLease,
-)
-
-__all__ = [
-    "CommitInDoubt",
-    "ConnectionEvent",
-    "ConnectionFailed",
-    "ConnectionOpened",
-    "Event",
-    "GuardEvent",
-    "LeaseExtended",
-    "LeaseLost",
-    "LockAcquired",
-    "LockEvent",
-    "LockNotAcquired",
-    "LockReleased",
-    "LockWaiting",
-    "RowClaimed",
-    "StaleWriteRefused",
-    "TokenReminted",
-    "UnfencedWriteRefused",
-    "WrittenWithoutLease",
-]
+from fencelock._events import *  # noqa: F403 - the events
+from fencelock._events import __all__ as __all__

@@ -21,33 +21,15 @@ from opentelemetry.metrics import Counter, Histogram, UpDownCounter
 from opentelemetry.trace import SpanKind, Status, StatusCode
 
 from fencelock import _events
-from fencelock._events import (
-    CommitInDoubt,
-    ConnectionOpened,
-    Event,
-    GuardEvent,
-    LeaseExtended,
-    LeaseLost,
-    LockAcquired,
-    LockEvent,
-    LockNotAcquired,
-    LockReleased,
-    LockWaiting,
-    RowClaimed,
-    StaleWriteRefused,
-    TokenReminted,
-    UnfencedWriteRefused,
-    WrittenWithoutLease,
-)
 from fencelock.errors import AuthorityError
 from fencelock.observe.labels import LabelFunction, Labels, authority_of, kind_of_lock
 
 _NAME: Final = "fencelock"
-_GUARD: Final[dict[type[GuardEvent], str]] = {
-    StaleWriteRefused: "fencelock.stale_writes.refused",
-    UnfencedWriteRefused: "fencelock.unfenced_writes.refused",
-    WrittenWithoutLease: "fencelock.writes.without_lease",
-    RowClaimed: "fencelock.claims",
+_GUARD: Final[dict[type[_events.GuardEvent], str]] = {
+    _events.StaleWriteRefused: "fencelock.stale_writes.refused",
+    _events.UnfencedWriteRefused: "fencelock.unfenced_writes.refused",
+    _events.WrittenWithoutLease: "fencelock.writes.without_lease",
+    _events.RowClaimed: "fencelock.claims",
 }
 
 
@@ -105,27 +87,29 @@ class _Listener:
         self._opened = count("fencelock.connections.opened")
         self._doubts = count("fencelock.commits.in_doubt")
         self._guard = {kind: count(name) for kind, name in _GUARD.items()}
-        self._notes: dict[type[Event], Callable[[Any], object]] = {
-            LockWaiting: lambda event: self._waiters.add(1, self._its(event)),
-            LockAcquired: self._on_acquired,
-            LockNotAcquired: self._on_not_acquired,
-            LockReleased: self._on_released,
-            LeaseExtended: self._on_extended,
-            LeaseLost: self._on_lost,
-            TokenReminted: self._on_reminted,
-            CommitInDoubt: lambda _: self._doubts.add(1),
-            ConnectionOpened: lambda event: self._opened.add(1, {"fencelock.authority": event.authority}),
+        self._notes: dict[type[_events.Event], Callable[[Any], object]] = {
+            _events.LockWaiting: lambda event: self._waiters.add(1, self._its(event)),
+            _events.LockAcquired: self._on_acquired,
+            _events.LockNotAcquired: self._on_not_acquired,
+            _events.LockReleased: self._on_released,
+            _events.LeaseExtended: self._on_extended,
+            _events.LeaseLost: self._on_lost,
+            _events.TokenReminted: self._on_reminted,
+            _events.CommitInDoubt: lambda _: self._doubts.add(1),
+            _events.ConnectionOpened: lambda event: self._opened.add(
+                1, {"fencelock.authority": event.authority}
+            ),
             **dict.fromkeys(_GUARD, self._on_guard),
         }
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: _events.Event) -> None:
         if (note := self._notes.get(type(event))) is not None:
             note(event)
 
-    def _its(self, event: LockEvent) -> dict[str, str]:
+    def _its(self, event: _events.LockEvent) -> dict[str, str]:
         return {"fencelock.authority": authority_of(event), "fencelock.lock": self._label(event)}
 
-    def _on_acquired(self, event: LockAcquired) -> None:
+    def _on_acquired(self, event: _events.LockAcquired) -> None:
         its = self._its(event)
         if event.had_to_wait:
             self._waiters.add(-1, its)
@@ -133,7 +117,7 @@ class _Listener:
         self._wait.record(event.waited, its | {"fencelock.outcome": "acquired"})
         self._end_span(event, event.waited, {**its, **_facts(event), "fencelock.outcome": "acquired"}, None)
 
-    def _on_not_acquired(self, event: LockNotAcquired) -> None:
+    def _on_not_acquired(self, event: _events.LockNotAcquired) -> None:
         its = self._its(event)
         if event.had_to_wait:
             self._waiters.add(-1, its)
@@ -143,7 +127,7 @@ class _Listener:
         self._end_span(event, event.waited, {**its, **_facts(event)}, event.error)
 
     def _end_span(
-        self, event: LockEvent, seconds: float, its: dict[str, Any], error: BaseException | None
+        self, event: _events.LockEvent, seconds: float, its: dict[str, Any], error: BaseException | None
     ) -> None:
         """Make the span of an acquisition that has ended, as a child of the current span."""
         now = time.time_ns()
@@ -158,42 +142,42 @@ class _Listener:
             span.set_status(Status(StatusCode.ERROR, type(error).__name__))
         span.end(now)
 
-    def _on_released(self, event: LockReleased) -> None:
+    def _on_released(self, event: _events.LockReleased) -> None:
         its = self._its(event)
         self._held.add(-1, its)
         self._hold.record(event.held, its | {"fencelock.end": event.end})
         self._count_error(event, event.error)
         _add_to_span("fencelock released", event, {"fencelock.end": event.end, "fencelock.held": event.held})
 
-    def _on_extended(self, event: LeaseExtended) -> None:
+    def _on_extended(self, event: _events.LeaseExtended) -> None:
         self._renewals.add(1, {"fencelock.outcome": event.outcome})
         self._late.record(event.lateness)
         self._count_error(event, event.error)
 
-    def _on_lost(self, event: LeaseLost) -> None:
+    def _on_lost(self, event: _events.LeaseLost) -> None:
         self._lost.add(1, {"fencelock.lock": self._label(event), "fencelock.reason": event.reason})
         _add_to_span("fencelock lost", event, {"fencelock.reason": event.reason})
 
-    def _on_reminted(self, event: TokenReminted) -> None:
+    def _on_reminted(self, event: _events.TokenReminted) -> None:
         self._remints.add(1, {"fencelock.authority": authority_of(event)})
         _add_to_span("fencelock reminted", event, {})
 
-    def _on_guard(self, event: GuardEvent) -> None:
+    def _on_guard(self, event: _events.GuardEvent) -> None:
         self._guard[type(event)].add(1, {"fencelock.table": event.table or ""})
         facts = {"table": event.table, "resource": event.resource, "token": event.token, "fence": event.fence}
         attributes = {f"fencelock.{name}": fact for name, fact in facts.items() if fact is not None}
         trace.get_current_span().add_event(_GUARD[type(event)], attributes)
 
-    def _count_error(self, event: LockEvent, error: BaseException | None) -> None:
+    def _count_error(self, event: _events.LockEvent, error: BaseException | None) -> None:
         if isinstance(error, AuthorityError):
             its = {"fencelock.authority": authority_of(event), "fencelock.error": type(error).__name__}
             self._errors.add(1, its)
 
 
-def _facts(event: LockEvent) -> dict[str, Any]:
+def _facts(event: _events.LockEvent) -> dict[str, Any]:
     """Return attributes for spans; a metric must not have them, because they have too many values."""
     return {"fencelock.resource": event.resources, "fencelock.token": getattr(event, "tokens", ())}
 
 
-def _add_to_span(name: str, event: LockEvent, facts: dict[str, Any]) -> None:
+def _add_to_span(name: str, event: _events.LockEvent, facts: dict[str, Any]) -> None:
     trace.get_current_span().add_event(name, {**_facts(event), **facts})

@@ -24,23 +24,6 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 from prometheus_client import REGISTRY, CollectorRegistry, Counter, Gauge, Histogram, Metric
 
 from fencelock import _events
-from fencelock._events import (
-    CommitInDoubt,
-    ConnectionOpened,
-    Event,
-    LeaseExtended,
-    LeaseLost,
-    LockAcquired,
-    LockEvent,
-    LockNotAcquired,
-    LockReleased,
-    LockWaiting,
-    RowClaimed,
-    StaleWriteRefused,
-    TokenReminted,
-    UnfencedWriteRefused,
-    WrittenWithoutLease,
-)
 from fencelock._process import start_over_in_children
 from fencelock._workers import Worker
 from fencelock.authority.redlock.admin import NodeState
@@ -105,7 +88,7 @@ class Metrics:
         self, registry: CollectorRegistry, label: LabelFunction, *, textbook_names: bool = False
     ) -> None:
         self._registry = registry
-        self._later: deque[Event] = deque()
+        self._later: deque[_events.Event] = deque()
         self.begin_in_child()
         start_over_in_children(self)
         registry.register(self)
@@ -139,20 +122,20 @@ class Metrics:
         self._remints = made(Counter, "remints", "Tokens exchanged for larger ones", "authority")
         self._errors = made(Counter, "authority_errors", "Undecided operations", "authority", "error")
         self._opened = made(Counter, "connections_opened", "Connections opened to the authority", "authority")
-        self._notes: dict[type[Event], Callable[[Any], object]] = {
-            LockWaiting: lambda event: self._of(event).count(1, 0),
-            LockAcquired: self._on_acquired,
-            LockNotAcquired: self._on_not_acquired,
-            LockReleased: self._on_released,
-            LeaseLost: lambda event: self._lost.labels(self._label(event), event.reason).inc(),
-            LeaseExtended: self._on_extended,
-            StaleWriteRefused: lambda event: self._stale.labels(event.table or "").inc(),
-            UnfencedWriteRefused: lambda event: self._unfenced.labels(event.table or "").inc(),
-            WrittenWithoutLease: lambda event: self._without.labels(event.table or "").inc(),
-            RowClaimed: lambda event: self._claims.labels(event.table or "").inc(),
-            CommitInDoubt: lambda _: self._doubts.inc(),
-            TokenReminted: lambda event: self._remints.labels(authority_of(event)).inc(),
-            ConnectionOpened: lambda event: self._opened.labels(event.authority).inc(),
+        self._notes: dict[type[_events.Event], Callable[[Any], object]] = {
+            _events.LockWaiting: lambda event: self._of(event).count(1, 0),
+            _events.LockAcquired: self._on_acquired,
+            _events.LockNotAcquired: self._on_not_acquired,
+            _events.LockReleased: self._on_released,
+            _events.LeaseLost: lambda event: self._lost.labels(self._label(event), event.reason).inc(),
+            _events.LeaseExtended: self._on_extended,
+            _events.StaleWriteRefused: lambda event: self._stale.labels(event.table or "").inc(),
+            _events.UnfencedWriteRefused: lambda event: self._unfenced.labels(event.table or "").inc(),
+            _events.WrittenWithoutLease: lambda event: self._without.labels(event.table or "").inc(),
+            _events.RowClaimed: lambda event: self._claims.labels(event.table or "").inc(),
+            _events.CommitInDoubt: lambda _: self._doubts.inc(),
+            _events.TokenReminted: lambda event: self._remints.labels(authority_of(event)).inc(),
+            _events.ConnectionOpened: lambda event: self._opened.labels(event.authority).inc(),
         }
         _events.on_event(self)
         if textbook_names:
@@ -167,7 +150,7 @@ class Metrics:
         """Make the mutex for counting; a forked child needs a new one, because its copy may be locked."""
         self._mutex = threading.Lock()
 
-    def __call__(self, event: Event) -> None:
+    def __call__(self, event: _events.Event) -> None:
         """Note an event; count when a batch is full, or after an error: its traceback keeps objects alive."""
         self._later.append(event)
         if len(self._later) < _BATCH and getattr(event, "error", None) is None:
@@ -201,44 +184,44 @@ class Metrics:
         while self._made:
             self._registry.unregister(self._made.pop())
 
-    def _of(self, event: LockEvent) -> _OfLock:
+    def _of(self, event: _events.LockEvent) -> _OfLock:
         return self._series.get((type(event.authority), self._name(event))) or self._add(event)
 
-    def _add(self, event: LockEvent) -> _OfLock:
+    def _add(self, event: _events.LockEvent) -> _OfLock:
         key = type(event.authority), self._label(event)
         if key not in self._series:
             self._series[key] = _OfLock(self, (key[0].__name__, key[1]))
         return self._series[key]
 
-    def _on_acquired(self, event: LockAcquired) -> None:
+    def _on_acquired(self, event: _events.LockAcquired) -> None:
         series = self._of(event)
         series.count(-1 if event.had_to_wait else 0, 1)
         series.acquired(event.waited)
 
-    def _on_not_acquired(self, event: LockNotAcquired) -> None:
+    def _on_not_acquired(self, event: _events.LockNotAcquired) -> None:
         series = self._of(event)
         series.count(-1 if event.had_to_wait else 0, 0)
         series.waited(event.outcome)(event.waited)
         self._count_error(event, event.error)
 
-    def _on_released(self, event: LockReleased) -> None:
+    def _on_released(self, event: _events.LockReleased) -> None:
         series = self._of(event)
         series.count(0, -1)
         (series.released if event.end == "released" else series.held_until(event.end))(event.held)
         self._count_error(event, event.error)
 
-    def _on_extended(self, event: LeaseExtended) -> None:
+    def _on_extended(self, event: _events.LeaseExtended) -> None:
         self._renewals.labels(event.outcome).inc()
         self._late.observe(event.lateness)
         self._count_error(event, event.error)
 
-    def _count_by_textbook(self, event: Event) -> None:
-        if isinstance(event, LockAcquired):
+    def _count_by_textbook(self, event: _events.Event) -> None:
+        if isinstance(event, _events.LockAcquired):
             self._textbook_wait.labels(self._label(event)).observe(event.waited)
-        elif isinstance(event, LockNotAcquired):
+        elif isinstance(event, _events.LockNotAcquired):
             self._textbook_failures.labels(self._label(event), event.outcome).inc()
 
-    def _count_error(self, event: LockEvent, error: BaseException | None) -> None:
+    def _count_error(self, event: _events.LockEvent, error: BaseException | None) -> None:
         if isinstance(error, AuthorityError):
             self._errors.labels(authority_of(event), type(error).__name__).inc()
 
