@@ -32,12 +32,12 @@ Bad arguments (a negative ttl, a malformed URL, an empty resource name) raise pl
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sqlalchemy.exc import DontWrapMixin
 
-from fencelock.holder import Holder
+from fencelock.holder import Holder, LockInfo
 from fencelock.tokens import COUNTER_BITS, split
 
 __all__ = [
@@ -97,6 +97,8 @@ class LockTimeoutError(LockError, TimeoutError):
         super().__init__(message)
         self.holder_ttl = holder_ttl
         self.holder = holder
+        #: The held locks, if the authority has looked already; `lock.waiting` names a holder among them.
+        self._seen: Sequence[LockInfo] | None = None
 
 
 class LockLostError(LockError):

@@ -135,9 +135,12 @@ def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: Loc
     """Name the process that holds the lock in an error, if the authority knows it."""
     for name in resources:
         try:
-            found = yield from authority.inspect_gen((name,))
+            found = error._seen  # noqa: SLF001 - what the authority has read
+            if found is None:
+                found = yield from authority.inspect_gen((name,))
         except AuthorityError:
             return
+        found = [info for info in found if info.resource == name]
         if found:
             error.holder = found[0].holder
             said, by = str(error), f"is held by {error.holder}"

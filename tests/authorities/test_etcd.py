@@ -143,7 +143,7 @@ def test_validity_counts_from_the_grant_of_the_lease(
 
     monkeypatch.setattr(Etcd, "_enter", entering)
     with Etcd(str(authority._members.hosts)) as other:
-        grant = other.acquire(("r",), ttl=5.0, timeout=0.0)
+        grant = other.acquire(("r",), ttl=5.0, timeout=5.0)
         assert len(entered) == 2
         assert grant.expires_at < entered[0] + 5.0
         assert other.release(grant) is True
@@ -324,7 +324,7 @@ def test_server_that_speaks_no_http2(make_nodes: Callable[..., Any]) -> None:
 def test_call_that_is_cancelled_outside_its_loop(cluster: Cluster) -> None:
     """A coroutine may be closed when its loop does not run: the next call is sent anyway."""
     loop = asyncio.new_event_loop()
-    link = loop.run_until_complete(LoopLink.open(Members(cluster.url), 2.0))
+    link = loop.run_until_complete(LoopLink.open(members := Members(cluster.url), members.address, 2.0))
 
     async def start() -> messages.Answer:
         answer, begun = link.start(messages.watch(b"r", 1)), asyncio.Event()

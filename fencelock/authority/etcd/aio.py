@@ -16,8 +16,8 @@ from fencelock.authority.hosts import shown
 class LoopLink(asyncio.Protocol):
     """A connection to one member."""
 
-    def __init__(self, members: Members) -> None:
-        self.address: tuple[str, int] = members.address
+    def __init__(self, members: Members, address: tuple[str, int]) -> None:
+        self.address: tuple[str, int] = address
         self._members = members
         self._channel = members.new_channel(self.address)
         self._transport: asyncio.Transport | None = None
@@ -25,20 +25,19 @@ class LoopLink(asyncio.Protocol):
         self.lost: str = ""  # why the connection is lost; empty if it is not
 
     @classmethod
-    async def open(cls, members: Members, seconds: float) -> LoopLink:
+    async def open(cls, members: Members, address: tuple[str, int], seconds: float) -> LoopLink:
         """Return a new connection; raise OSError if this fails, AuthorityError if the login is refused."""
-        link = cls(members)
+        link = cls(members, address)
         host, port = link.address
         async with asyncio.timeout(seconds):
-            await asyncio.get_running_loop().create_connection(lambda: link, host, port, ssl=members.tls)
-            if (login := members.login) is not None:
-                try:
+            try:
+                await asyncio.get_running_loop().create_connection(lambda: link, host, port, ssl=members.tls)
+                if (login := members.login) is not None:
                     (answer,) = await link.exchange([login], seconds)
                     members.log_in(link._channel, answer)
-                except BaseException:
-                    link.lose("it could not be opened")
-                    raise
-        members.tell_opened(link.address)
+            except BaseException:
+                link.lose("it could not be opened")
+                raise
         return link
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
 import time
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
+from fencelock import _threads
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.aio import LoopLink, LoopWatch
 from fencelock.authority.etcd.blocking import Link, Watch
@@ -16,7 +18,7 @@ from fencelock.authority.etcd.messages import Answer, Call
 from fencelock.authority.hosts import shown
 from fencelock.authority.line.entries import Exchange
 from fencelock.authority.line.line import ANSWER, LineAuthority
-from fencelock.authority.loops import LoopEnd
+from fencelock.authority.loops import LoopEnd, ThreadWakeup
 from fencelock.errors import AuthorityError
 
 #: Codes of gRPC (4 is DEADLINE_EXCEEDED), and texts of errors, of a member that cannot work now.
@@ -37,16 +39,53 @@ class Watching(NamedTuple):
 
 
 class LoopState:
-    """The connection of an event loop."""
+    """The connection of an event loop, and the task that opens it for all tasks."""
 
     def __init__(self) -> None:
         self.link: LoopLink | None = None
-        self.opening: asyncio.Lock = asyncio.Lock()
+        self.opening: asyncio.Task[LoopLink] | None = None
 
     async def close(self) -> None:
         link, self.link = self.link, None
         if link is not None:
             link.lose("it was closed")
+
+
+class _Opening:
+    """A connection that threads open for all callers, one to each member; the first that is open is used."""
+
+    def __init__(self, members: int) -> None:
+        self.left: int = members  # how many may still be opened
+        self.link: Link | None = None
+        self.error: Exception | None = None
+        self.mutex: threading.Lock = threading.Lock()
+        self._waiting: list[ThreadWakeup] = []
+
+    @property
+    def over(self) -> bool:
+        return self.link is not None or self.left <= 0
+
+    def fail(self, error: Exception) -> None:
+        """Note an error; if the login is refused, or no member is left, the callers get it."""
+        self.error = error
+        self.left -= 1 if isinstance(error, OSError) else self.left
+
+    def wake_all(self) -> None:
+        for each in self._waiting if self.over else ():
+            each.wake()
+
+    def wait(self, until: float) -> Link:
+        wakeup = ThreadWakeup()
+        self._waiting.append(wakeup)
+        while not self.over:
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError("no connection could be opened in time")
+            wakeup.sleep(left)
+        if self.link is None and isinstance(self.error, OSError):
+            raise ConnectionError(str(self.error)) from self.error
+        if self.link is None:
+            raise self.error or AssertionError
+        return self.link
 
 
 class Asking(LineAuthority):
@@ -60,7 +99,7 @@ class Asking(LineAuthority):
     def _start_over(self) -> None:
         super()._start_over()
         self._link: Link | None = None
-        self._opening = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
+        self._opening: _Opening | None = None
 
     def close(self) -> None:
         """Close the connections. Held leases end with their ttl; the next use connects again."""
@@ -87,11 +126,12 @@ class Asking(LineAuthority):
         return answer.messages[0]
 
     def work(self, step: Exchange | Watching) -> Any:
-        link = self._opened(step.seconds if isinstance(step, Exchange) else ANSWER[1])
+        until = time.monotonic() + (step.seconds if isinstance(step, Exchange) else ANSWER[1])
+        link = self._opened(until)
         if isinstance(step, Watching):
             return None if link.is_crowded else Watch(link, step.call, step.ended)
         try:
-            answers = link.exchange(step.requests, time.monotonic() + step.seconds)
+            answers = link.exchange(step.requests, until)
         except RuntimeError:  # raised for a signal handler's own call; the connection can still be used
             raise
         except BaseException as error:
@@ -105,26 +145,45 @@ class Asking(LineAuthority):
         link.lose(reason)
         self._members.leave(link.address, reason)
 
-    def _opened(self, seconds: float) -> Link:
+    def _opened(self, until: float) -> Link:
         if (link := self._link) is not None and not link.lost:
             return link
-        with self._opening:
-            if (link := self._link) is None or link.lost:
-                address = self._members.address
-                try:
-                    link = self._link = Link(self._members, seconds)
-                except OSError as error:
-                    self._members.leave(address, str(error))
-                    raise
-            return link
+        # No mutex: a signal handler may interrupt this. Of two that begin at the same time, one is used.
+        if (opening := self._opening) is None or opening.over:
+            places = self._members.to_try()
+            opening = self._opening = _Opening(len(places))
+            for place in places:
+                run = functools.partial(self._open, opening, *place)
+                _threads.start(threading.Thread(target=run, name="fencelock-etcd", daemon=True))
+        return opening.wait(until)
+
+    def _open(self, opening: _Opening, after: float, address: tuple[str, int]) -> None:
+        time.sleep(after)
+        link: Link | None = None
+        try:
+            if not opening.over:
+                link = Link(self._members, address, time.monotonic() + ANSWER[0])
+        except OSError as error:
+            self._members.leave(address, str(error))
+            opening.fail(error)
+        except Exception as error:  # noqa: BLE001 - the callers get it
+            opening.fail(error)
+        with opening.mutex:
+            if link is not None and opening.link is None:
+                self._members.prefer(address)
+                self._link = opening.link = link
+            elif link is not None:
+                link.lose("another member was faster")
+        opening.wake_all()
 
     async def work_soon(self, step: Exchange | Watching) -> Any:
         state: LoopState = self.loop_end().kept
-        link = await self._opened_soon(state, step.seconds if isinstance(step, Exchange) else ANSWER[1])
+        until = time.monotonic() + (step.seconds if isinstance(step, Exchange) else ANSWER[1])
+        link = await self._opened_soon(state, until)
         if isinstance(step, Watching):
             return None if link.is_crowded else LoopWatch(link, step.call, step.ended)
         try:
-            answers = await link.exchange(step.requests, step.seconds)
+            answers = await link.exchange(step.requests, max(0.0, until - time.monotonic()))
         except OSError as error:
             self._drop(link, str(error))
             raise
@@ -132,18 +191,45 @@ class Asking(LineAuthority):
             self._drop(link, reason)
         return answers
 
-    async def _opened_soon(self, state: LoopState, seconds: float) -> LoopLink:
+    async def _opened_soon(self, state: LoopState, until: float) -> LoopLink:
         if (link := state.link) is not None and not link.lost:
             return link
-        async with state.opening:
-            if (link := state.link) is None or link.lost:
-                address = self._members.address
+        if (opening := state.opening) is None or opening.done():
+            end = self.loop_end()
+            opening = state.opening = end.begin(self._open_soon(state))
+            end.later.add(opening)
+        await asyncio.wait([opening], timeout=max(0.0, until - time.monotonic()))
+        if not opening.done():
+            raise TimeoutError("no connection could be opened in time")
+        return opening.result()
+
+    async def _open_soon(self, state: LoopState) -> LoopLink:
+        async def open_one(after: float, address: tuple[str, int]) -> LoopLink:
+            await asyncio.sleep(after)
+            try:
+                return await LoopLink.open(self._members, address, ANSWER[0])
+            except OSError as error:
+                self._members.leave(address, str(error))
+                raise
+
+        tasks = [asyncio.ensure_future(open_one(*place)) for place in self._members.to_try()]
+        error: BaseException = AssertionError()
+        try:
+            for done in asyncio.as_completed(tasks):
                 try:
-                    link = state.link = await LoopLink.open(self._members, seconds)
-                except OSError as error:
-                    self._members.leave(address, str(error))
-                    raise
-            return link
+                    state.link = await done
+                except OSError as caught:
+                    error = caught
+                else:
+                    self._members.prefer(state.link.address)
+                    return state.link
+            raise error
+        finally:
+            for task in tasks:
+                task.cancel()
+            for each in await asyncio.gather(*tasks, return_exceptions=True):
+                if isinstance(each, LoopLink) and each is not state.link:
+                    each.lose("another member was faster")
 
     def open_in_loop(self) -> LoopEnd:
         state = LoopState()

@@ -25,8 +25,8 @@ _INTERRUPTED: Final = "a signal handler has interrupted a lock's own exchange wi
 class Link:
     """A connection to one member; making it raises OSError, or AuthorityError if the login is refused."""
 
-    def __init__(self, members: Members, seconds: float) -> None:
-        self.address: tuple[str, int] = members.address
+    def __init__(self, members: Members, address: tuple[str, int], until: float) -> None:
+        self.address: tuple[str, int] = address
         self._channel = members.new_channel(self.address)
         self._mutex = threading.RLock()
         #: The stacks that wait here. A signal handler runs on the stack that it interrupts.
@@ -35,22 +35,21 @@ class Link:
         self._reader: ThreadWakeup | None = None
         self._waiting: dict[ThreadWakeup, None] = {}
         self.lost: str = ""  # why the connection is lost; empty if it is not
-        self._socket = socket.create_connection(self.address, timeout=seconds)
+        self._socket = socket.create_connection(self.address, timeout=_left(until))
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             # A second descriptor for reading, because a socket has one timeout for both directions.
             self._to_read = self._socket.dup()
             self._tls = None if members.tls is None else _Tls(members.tls, self.address[0])
             if self._tls is not None:
-                self._tls.shake_hands(self._socket)
+                self._tls.shake_hands(self._socket, until)
             self._socket.settimeout(_SEND)
             if (login := members.login) is not None:
-                (answer,) = self.exchange([login], time.monotonic() + seconds)
+                (answer,) = self.exchange([login], until)
                 members.log_in(self._channel, answer)
         except BaseException:
             self.lose("it could not be opened")
             raise
-        members.tell_opened(self.address)
 
     def exchange(self, calls: Sequence[Call], until: float) -> list[Answer]:
         """Return the answers to calls; raise OSError if the connection is lost, or nothing came in time."""
@@ -189,6 +188,12 @@ class Link:
             self._alone(take)
 
 
+def _left(until: float) -> float:
+    if (left := until - time.monotonic()) <= 0:
+        raise TimeoutError("it could not be opened in time")
+    return left
+
+
 class _Tls:
     """TLS without a socket, because two threads must not use one `SSLSocket` at the same time."""
 
@@ -196,8 +201,9 @@ class _Tls:
         self._incoming, self._outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._object = context.wrap_bio(self._incoming, self._outgoing, server_hostname=host)
 
-    def shake_hands(self, connected: socket.socket) -> None:
+    def shake_hands(self, connected: socket.socket, until: float) -> None:
         while True:
+            connected.settimeout(_left(until))
             try:
                 self._object.do_handshake()
             except ssl.SSLWantReadError:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from typing import Any, Final
+from urllib.parse import unquote
 
 import h2.config
 import h2.connection
@@ -18,6 +19,8 @@ from fencelock.authority.etcd.messages import UNAVAILABLE, UNKNOWN, Answer, Call
 #: HTTP/2 has 31 bits for the number of a stream, and a client uses odd numbers.
 _LAST_STREAM: Final = 2**31 - 1
 _FRAME: Final = 16_384
+_LONGEST_DETAIL: Final = 500  # bytes of a server's sentence that an error shows
+_DIGITS: Final = 4  # of a status: gRPC has 17
 _LONGEST_MESSAGE: Final = 64 << 20
 _CONFIG: Final = h2.config.H2Configuration(
     client_side=True,
@@ -165,7 +168,7 @@ class Channel:
     @property
     def is_crowded(self) -> bool:
         """Whether at least half of the allowed streams are open: the rest is for other calls than watches."""
-        return len(self._streams) * 2 >= self._h2.remote_settings.max_concurrent_streams
+        return (len(self._streams) + 1) * 2 > self._h2.remote_settings.max_concurrent_streams
 
     def data_to_send(self) -> bytes:
         return self._h2.data_to_send()
@@ -198,8 +201,9 @@ class Channel:
         elif isinstance(event, _HEADERS):
             its = dict(event.headers)
             if (status := its.get(b"grpc-status")) is not None:
-                message = its.get(b"grpc-message", b"").decode("utf-8", "replace")
-                self._finish(stream, int(status) if status.isdigit() else UNKNOWN, message)
+                message = unquote(its.get(b"grpc-message", b"")[:_LONGEST_DETAIL].decode("utf-8", "replace"))
+                known = len(status) < _DIGITS and status.isdigit()
+                self._finish(stream, int(status) if known else UNKNOWN, message)
             elif its.get(b":status", b"200") != b"200":
                 self._finish(stream, UNAVAILABLE, f"HTTP {its[b':status'].decode('ascii', 'replace')}")
         elif isinstance(event, _ENDS):

@@ -114,12 +114,12 @@ class Etcd(Asking):
         # A repeated call must not put the entries back under a lease that they have left meanwhile.
         absent = messages.compare(self._entries(place)[0], messages.VERSION, messages.EQUAL, 0)
         first = [] if alone else [messages.nested([absent], entries)]
-        txn = messages.txn(compares, [*entries, *marks], [*first, *self._look(place)])
-        (answer,) = yield from self.asking([txn], until)
+        then, otherwise = [*entries, *marks], [*first, *self._look(place)]
+        (answer,) = yield from self.asking([messages.txn(compares, then, otherwise)], until)
         if answer.status == messages.NOT_FOUND:  # the lease has ended, so the caller enters again
             place.granted = 0.0
             return View(is_there=False, ahead=())
-        done = Txn.read(self.checked(answer))
+        done = Txn.read(self.checked(answer), len(then), len(otherwise))
         place.seen = done.revision
         if done.succeeded:
             place.revision = done.revision
@@ -137,11 +137,12 @@ class Etcd(Asking):
             compares.append(messages.compare(mine, messages.CREATE, messages.EQUAL, place.revision))
             compares += [_is_empty(self._line(each), before=place.revision) for each in place.resources]
         began = time.monotonic()
-        calls = [messages.txn(compares, marks, self._look(place))]
+        look = self._look(place)
+        calls = [messages.txn(compares, marks, look)]
         if extend:
             calls.append(messages.keep_alive(self._leases_of(place.nonce)[:1]))
         answers = yield from self.asking(calls, until)
-        done = Txn.read(self.checked(answers[0]))
+        done = Txn.read(self.checked(answers[0]), len(marks), len(look))
         place.seen = done.revision
         if extend:
             place.began, place.granted = began, _seconds_of(answers[1])
@@ -259,7 +260,7 @@ class Etcd(Asking):
         puts = [messages.put(each, text, new) for each in entries]
         txn = messages.txn(under_old, puts, [messages.read(messages.get(entries[0]))])
         (answer,) = yield from self.asking([txn], until)
-        done = Txn.read(self.checked(answer))
+        done = Txn.read(self.checked(answer), len(puts), 1)
         found = done.found[0][0].lease if not done.succeeded and done.found[0] else 0
         moved = done.succeeded or found == new
         yield from self.asking([messages.revoke(old if moved else new)], until)
@@ -338,7 +339,7 @@ class Etcd(Asking):
         """Return the resources whose lines have entries."""
         names: dict[str, None] = {}
         for entry in (yield from self._everything(self._lines)):
-            names[unquote(entry.key[len(self._lines) :].partition(b"/")[0].decode())] = None
+            names[unquote(entry.key[len(self._lines) :].partition(b"/")[0].decode("utf-8", "replace"))] = None
         return tuple(names)
 
     def _everything(self, prefix: bytes) -> Steps[list[KeyValue]]:
@@ -386,7 +387,7 @@ class Etcd(Asking):
                 line = self._lines + each.key[len(self._marks) :] + b"/"
                 calls.append(messages.txn([unchanged, _is_empty(line)], [messages.delete(each.key)]))
         answers = yield from self.all_of(calls)
-        return sum(Txn.read(self.checked(answer)).succeeded for answer in answers)
+        return sum(Txn.read(self.checked(answer), 1, 0).succeeded for answer in answers)
 
 
 def _first_lease(nonce: str) -> int:

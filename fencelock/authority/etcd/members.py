@@ -13,6 +13,7 @@ from fencelock.authority.etcd.messages import OK, UNAVAILABLE, Answer, Call, aut
 from fencelock.authority.hosts import Hosts, parse, shown
 from fencelock.errors import AuthorityError
 
+_APART: Final = 0.25  # seconds between the beginnings of two connections; the first that opens is used
 _PORT: Final = 2379
 _SCHEMES: Final = ("etcd", "etcds")
 _OPTIONS: Final = ("ca", "cert", "key")  # settings in the query of a URL: files in PEM
@@ -30,6 +31,17 @@ class Members:
     def address(self) -> tuple[str, int]:
         """The host and port of the member to ask now."""
         return self.hosts.addresses[self._next]
+
+    def to_try(self) -> list[tuple[float, tuple[str, int]]]:
+        """Return the addresses to connect to, each with the seconds after which to begin with it."""
+        its, first = self.hosts.addresses, self._next
+        return [(number * _APART, each) for number, each in enumerate((*its[first:], *its[:first]))]
+
+    def prefer(self, address: tuple[str, int]) -> None:
+        """Note that a connection to this member was opened before those to others."""
+        self._next = self.hosts.addresses.index(address)
+        if _events.listeners:
+            _events.tell(ConnectionOpened("Etcd", shown(address)))
 
     def leave(self, address: tuple[str, int], reason: str) -> None:
         """Note that a member has failed; if it is the one to ask now, ask the next one from now on."""
@@ -49,13 +61,11 @@ class Members:
         """Read the answer to `login`, so that later calls of the channel send its token."""
         if answer.status == UNAVAILABLE:
             raise ConnectionError(answer.detail)
+        if "authentication is not enabled" in answer.detail:  # then calls need no token
+            return
         if answer.status != OK:
             raise AuthorityError(f"{self.hosts} refuses the login of {self.hosts.user!r}: {answer.detail}")
         channel.authenticate(auth_token(answer.messages[0]))
-
-    def tell_opened(self, address: tuple[str, int]) -> None:
-        if _events.listeners:
-            _events.tell(ConnectionOpened("Etcd", shown(address)))
 
 
 def _tls_of(hosts: Hosts) -> ssl.SSLContext | None:

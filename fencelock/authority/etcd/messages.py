@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeVar
+
+from fencelock.errors import AuthorityError
+
+_T = TypeVar("_T")
 
 _KEEPS_EIGHT_BYTES: Final = (1 << 64) - 1
 _SHORT: Final = tuple(bytes([number]) for number in range(0x80))
@@ -104,6 +109,19 @@ def _number_at(message: bytes, at: int) -> tuple[int, int]:
     return number, at
 
 
+def _reading(read: Callable[..., _T]) -> Callable[..., _T]:
+    """Wrap a function that reads a message: whatever a server sends, the error is an AuthorityError."""
+
+    @functools.wraps(read)
+    def checked(*arguments: Any) -> _T:
+        try:
+            return read(*arguments)
+        except (AttributeError, LookupError, TypeError, ValueError) as error:
+            raise AuthorityError(f"etcd has sent a message that cannot be read ({error})") from error
+
+    return checked
+
+
 def _signed(number: int) -> int:
     return number - (1 << 64) if number >> 63 else number
 
@@ -119,7 +137,8 @@ class KeyValue(NamedTuple):
     @classmethod
     def read(cls, message: bytes) -> KeyValue:
         its = fields_of(message)
-        return cls(its[1][0], its.get(2, [0])[0], its.get(5, [b""])[0], its.get(6, [0])[0])
+        key, created, value, lease = its[1][0], its.get(2, [0])[0], its.get(5, [b""])[0], its.get(6, [0])[0]
+        return cls(bytes(memoryview(key)), int(created), bytes(memoryview(value)), int(lease))
 
 
 class Txn(NamedTuple):
@@ -130,13 +149,18 @@ class Txn(NamedTuple):
     found: list[list[KeyValue]]  # for each operation, the keys that it has found
 
     @classmethod
-    def read(cls, message: bytes) -> Txn:
+    @_reading
+    def read(cls, message: bytes, then: int, otherwise: int) -> Txn:
+        """Read the answer of a transaction that has so many operations `then`, and `otherwise`."""
         its = fields_of(message)
         found = []
         for each in its.get(3, ()):
             operation = fields_of(each)
             found.append(_found(operation[1][0]) if 1 in operation else [])
-        return cls(its.get(2) == [1], fields_of(its[1][0]).get(3, [0])[0], found)
+        succeeded = its.get(2) == [1]
+        if len(found) != (then if succeeded else otherwise):
+            raise ValueError(f"it has {len(found)} results")
+        return cls(succeeded, int(fields_of(its[1][0]).get(3, [0])[0]), found)
 
 
 def _found(message: bytes) -> list[KeyValue]:
@@ -163,10 +187,11 @@ def time_to_live(lease: int) -> Call:
     return Call(_LEASES + b"LeaseTimeToLive", (_int(1, lease),))
 
 
+@_reading
 def lease_and_ttl(message: bytes) -> tuple[int, int]:
     """Return the lease of an answer, and the seconds that it lasts; 0 or less if there is none."""
     its = fields_of(message)
-    return its.get(2, [0])[0], _signed(its.get(3, [0])[0])
+    return int(its.get(2, [0])[0]), _signed(its.get(3, [0])[0])
 
 
 def watch(key: bytes, revision: int) -> Call:
@@ -175,6 +200,7 @@ def watch(key: bytes, revision: int) -> Call:
     return Call(b"/etcdserverpb.Watch/Watch", (_bytes(1, wanted),), goes_on=True)
 
 
+@_reading
 def has_ended(message: bytes) -> bool:
     """Return whether a watch reports that its key was deleted, or that the watch was cancelled."""
     its = fields_of(message)
@@ -185,6 +211,7 @@ def status() -> Call:
     return Call(b"/etcdserverpb.Maintenance/Status", (b"",))
 
 
+@_reading
 def version_of(message: bytes) -> str:
     return str(fields_of(message).get(2, [b""])[0].decode("ascii", "replace"))
 
@@ -194,6 +221,7 @@ def authenticate(user: str, password: str) -> Call:
     return Call(b"/etcdserverpb.Auth/Authenticate", (its,))
 
 
+@_reading
 def auth_token(message: bytes) -> bytes:
     return bytes(fields_of(message).get(2, [b""])[0])
 
@@ -221,9 +249,10 @@ def page(key: bytes, end: bytes, limit: int) -> bytes:
     return _bytes(1, key) + _bytes(2, end) + _int(3, limit)
 
 
+@_reading
 def found_by(message: bytes) -> tuple[list[KeyValue], int]:
     """Return the keys in the answer to a range request, and how many keys the whole range has."""
-    return _found(message), fields_of(message).get(4, [0])[0]
+    return _found(message), int(fields_of(message).get(4, [0])[0])
 
 
 def range_call(request: bytes) -> Call:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from operator import attrgetter
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from fencelock._backoff import pauses
 from fencelock._checks import check_older_than
@@ -46,6 +46,8 @@ from fencelock.tokens import MAX_TOKEN, check
 # new tokens larger than the lost ones, if clocks differ by less than the restore took. `base` is 0 until
 # `init(above=…)` raises it. `proof/line` is the model.
 
+
+_T = TypeVar("_T")
 
 ANSWER: Final = (2.0, 0.5)  # the longest and the shortest time limit of an answer, in seconds
 #: Seconds for which an acquisition keeps trying while servers elect a leader, within its timeout.
@@ -145,6 +147,32 @@ class LineAuthority(WithLoops):
                 raise self._silent(failures)
             yield Wait(time.monotonic() + next(waits), "")
 
+    def within(self, deadline: float, steps: Steps[_T]) -> Steps[_T]:
+        """Run a generator, but let no answer arrive after the deadline: QuorumError is raised then."""
+        answer: Any = None
+        error: BaseException | None = None
+        reason = "no answer came in time"
+        while True:
+            try:
+                step = steps.send(answer) if error is None else steps.throw(error)
+            except StopIteration as end:
+                return end.value  # type: ignore[no-any-return]
+            answer, error = None, None
+            if isinstance(step, Exchange):
+                if (left := deadline - time.monotonic()) <= 0:
+                    error = self._silent({self._asked: reason})
+                    continue
+                step = step._replace(seconds=min(step.seconds, left))
+            elif isinstance(step, Wait):
+                step = step._replace(until=min(step.until, deadline))
+            try:
+                answer = yield step
+            except GeneratorExit:
+                steps.close()
+                raise
+            except BaseException as caught:  # noqa: BLE001 - the generator handles it
+                error, reason = caught, str(caught) or type(caught).__name__
+
     def all_of(self, requests: Iterable[Any]) -> Steps[list[Any]]:
         """Return the answers to any number of requests, which are sent in parts."""
         left, answers = list(requests), []
@@ -218,8 +246,9 @@ class LineAuthority(WithLoops):
             )
         place = Place(resources, self._new_nonce(), float(ttl), began=time.monotonic())
         end = math.inf if timeout is None else place.began + timeout
+        deadline = end + ANSWER[1]
         try:
-            return (yield from self._acquiring(place, end, go_on))
+            return (yield from self.within(deadline, self._acquiring(place, end, go_on)))
         except GeneratorExit:
             raise
         except QuorumError:
@@ -227,7 +256,7 @@ class LineAuthority(WithLoops):
             raise
         except FencelockError:
             with suppress(AuthorityError):
-                yield from self._abandoning(place)
+                yield from self._abandoning(place, deadline)
             raise
         except BaseException:
             yield Abandon(functools.partial(self._abandoning, place))
@@ -278,10 +307,14 @@ class LineAuthority(WithLoops):
                 wakeup.close()
 
     def _refusing(self, place: Place) -> Steps[None]:
-        heads = yield from self._heads(place.resources)
-        others = [head.info() for head in heads if head.nonce != place.nonce]
+        others: list[LockInfo] = []
+        with suppress(QuorumError):  # there is no time left to look who holds it
+            heads = yield from self._heads(place.resources)
+            others = [head.info() for head in heads if head.nonce != place.nonce]
         held = [info.resource for info in others] or place.resources
-        raise held_by_another(held, max((info.remaining for info in others), default=None))
+        error = held_by_another(held, max((info.remaining for info in others), default=None))
+        error._seen = others  # noqa: SLF001 - so that nothing is read again
+        raise error
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         place = Place(grant.resources, grant.proof, ttl, holds=True)
@@ -345,10 +378,10 @@ class LineAuthority(WithLoops):
             yield Abandon(functools.partial(self._abandoning, place))
             raise
 
-    def _abandoning(self, place: Place) -> Steps[None]:
-        """Release what an operation may have left; in the background, if no server answers."""
+    def _abandoning(self, place: Place, deadline: float = math.inf) -> Steps[None]:
+        """Release what an operation may have left; in the background, if no server answers in time."""
         try:
-            yield from self._giving_back(place.resources, place.nonce)
+            yield from self.within(deadline, self._giving_back(place.resources, place.nonce))
         except QuorumError:
             self._owe(place, in_doubt=True)
 
