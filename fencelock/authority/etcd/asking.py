@@ -24,8 +24,8 @@ from fencelock.errors import AuthorityError
 #: Codes of gRPC (4 is DEADLINE_EXCEEDED), and texts of errors, of a member that cannot work now.
 _AWAY: Final = frozenset({4, messages.UNAVAILABLE})
 _AWAY_WORDS: Final = ("not a primary lessor", "leader changed", "too many requests", "lost leader")
-#: Texts of errors about a login that is too old.
-_LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old")
+#: Texts of errors about a login that is too old, or from before authentication was enabled.
+_LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old", "user name is empty")
 
 
 class Watching(NamedTuple):
@@ -117,7 +117,20 @@ class Asking(LineAuthority):
             return ""
         if answer.status in _AWAY or any(word in answer.detail for word in _AWAY_WORDS):
             return answer.detail or "unavailable"
-        return _why_to_log_in(answer)
+        return self._why_to_log_in(answer)
+
+    def _why_to_log_in(self, answer: Answer) -> str:
+        """Return why another login is needed; an empty text if none is."""
+        words = _LOGIN_WORDS if self._members.hosts.user else ()
+        return answer.detail if any(word in answer.detail for word in words) else ""
+
+    def _why_to_leave(self, answer: Answer) -> str:
+        """Return why to drop the connection, for another member or a new login; an empty text to keep it."""
+        if answer.status == messages.OK:
+            return ""
+        if answer.status == messages.UNAVAILABLE:
+            return answer.detail or "unavailable"
+        return self._why_to_log_in(answer)
 
     def checked(self, answer: Answer) -> bytes:
         """Return the first message of an answer; raise AuthorityError if etcd has refused the call."""
@@ -137,7 +150,7 @@ class Asking(LineAuthority):
         except BaseException as error:
             self._drop(link, str(error))
             raise
-        if (reason := next(filter(None, map(_why_to_leave, answers)), "")) != "":
+        if (reason := next(filter(None, map(self._why_to_leave, answers)), "")) != "":
             self._drop(link, reason)
         return answers
 
@@ -187,7 +200,7 @@ class Asking(LineAuthority):
         except OSError as error:
             self._drop(link, str(error))
             raise
-        if (reason := next(filter(None, map(_why_to_leave, answers)), "")) != "":
+        if (reason := next(filter(None, map(self._why_to_leave, answers)), "")) != "":
             self._drop(link, reason)
         return answers
 
@@ -234,16 +247,3 @@ class Asking(LineAuthority):
     def open_in_loop(self) -> LoopEnd:
         state = LoopState()
         return LoopEnd(kept=state, close=state.close)
-
-
-def _why_to_log_in(answer: Answer) -> str:
-    return answer.detail if any(word in answer.detail for word in _LOGIN_WORDS) else ""
-
-
-def _why_to_leave(answer: Answer) -> str:
-    """Return why to drop the connection, for another member or a new login; an empty text to keep it."""
-    if answer.status == messages.OK:
-        return ""
-    if answer.status == messages.UNAVAILABLE:
-        return answer.detail or "unavailable"
-    return _why_to_log_in(answer)

@@ -70,6 +70,7 @@ class Place:
     ttl: float
     began: float = 0.0  # the time from which `granted` counts (`time.monotonic`)
     granted: float = 0.0  # seconds that the lease lasts from then on
+    waits: bool = False  # whether it has begun to wait for entries ahead
     holds: bool = False  # whether it is known to be the first in all lines
     revision: int = 0  # etcd's revision of its entries; 0 if unknown
     seen: int = 0  # the revision of etcd at which the lines were read last

@@ -251,8 +251,12 @@ class LineAuthority(WithLoops):
             return (yield from self.within(deadline, self._acquiring(place, end, go_on)))
         except GeneratorExit:
             raise
-        except QuorumError:
+        except QuorumError as error:
             self._owe(place, in_doubt=True)
+            if place.waits and time.monotonic() >= end:
+                timeout_error = held_by_another(resources, None)
+                timeout_error._seen = ()  # noqa: SLF001 - there is no time left to look who holds it
+                raise timeout_error from error
             raise
         except FencelockError:
             with suppress(AuthorityError):
@@ -267,23 +271,22 @@ class LineAuthority(WithLoops):
 
     def _acquiring(self, place: Place, end: float, go_on: Callable[[], None]) -> Steps[Grant]:
         alone = end <= place.began
-        waited = False
         found: tuple[int, ...] | View
         found = yield from self._enter(place, alone=alone, until=_answer_by(end))
         while isinstance(found, View):
-            if not found.is_there and (waited or not found.ahead):
-                if waited:  # the lease of the place has ended meanwhile, or an entry was deleted
+            if not found.is_there and (place.waits or not found.ahead):
+                if place.waits:  # the lease of the place has ended meanwhile, or an entry was deleted
                     old, place.nonce = place.nonce, self._new_nonce()
                     place.revision, place.granted = 0, 0.0
                     yield from self._giving_back(place.resources, old)
-                found = yield from self._enter(place, alone=alone and not waited, until=_answer_by(end))
+                found = yield from self._enter(place, alone=alone and not place.waits, until=_answer_by(end))
                 continue
             if found.ahead or found.kept_for > 0:
                 if alone or time.monotonic() >= end:
                     yield from self._refusing(place)
-                waited = True
+                place.waits = True
                 yield from self._waiting(place, found, end, go_on)
-            found = yield from self._take(place, extend=waited, until=_answer_by(end))
+            found = yield from self._take(place, extend=place.waits, until=_answer_by(end))
         if time.monotonic() >= place.expires_at:
             raise too_slow(self._shown, place.ttl, place.resources)
         grant = Grant(place.resources, found, place.expires_at, place.nonce)
