@@ -14,7 +14,7 @@ import h2.events
 import h2.exceptions
 import hpack
 
-from fencelock.authority.etcd.messages import UNAVAILABLE, UNKNOWN, Answer, Call
+from fencelock.authority.etcd.messages import OK, UNAVAILABLE, UNKNOWN, Answer, Call
 
 #: HTTP/2 has 31 bits for the number of a stream, and a client uses odd numbers.
 _LAST_STREAM: Final = 2**31 - 1
@@ -78,12 +78,12 @@ def _literal(text: bytes) -> bytes:
 
 
 class _Stream:
-    __slots__ = ("answer", "buffer", "goes_on", "number", "to_send")
+    __slots__ = ("answer", "buffer", "goes_on", "most", "number", "to_send")
 
     def __init__(self, call: Call) -> None:
         self.answer = Answer([])
         self.number = 0
-        self.goes_on = call.goes_on
+        self.goes_on, self.most = call.goes_on, call.most
         self.buffer = bytearray()  # the received part of a message that is not complete
         self.to_send = b"".join([b"\0" + len(each).to_bytes(4, "big") + each for each in call.requests])
 
@@ -220,7 +220,9 @@ class Channel:
                 break
             stream.answer.messages.append(bytes(stream.buffer[5 : 5 + length]))
             del stream.buffer[: 5 + length]
-        if len(stream.answer.messages) > before:
+        if 0 < stream.most <= len(stream.answer.messages):
+            self._finish(stream, OK, "")
+        elif len(stream.answer.messages) > before:
             stream.answer.notify()
 
     def _finish(self, stream: _Stream, status: int, detail: str) -> None:

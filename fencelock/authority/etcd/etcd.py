@@ -116,7 +116,7 @@ class Etcd(Asking):
         first = [] if alone else [messages.nested([absent], entries)]
         then, otherwise = [*entries, *marks], [*first, *self._look(place)]
         (answer,) = yield from self.asking([messages.txn(compares, then, otherwise)], until)
-        if answer.status == messages.NOT_FOUND:  # the lease has ended, so the caller enters again
+        if answer.finds_no_lease:  # the lease has ended, so the caller enters again
             place.granted = 0.0
             return View(is_there=False, ahead=())
         done = Txn.read(self.checked(answer), len(then), len(otherwise))
@@ -156,7 +156,7 @@ class Etcd(Asking):
         """Make a lease of etcd; return its seconds."""
         asked = max(_SHORTEST, math.ceil(ttl))
         (answer,) = yield from self.asking([messages.grant(lease, asked)], until)
-        if answer.status == messages.FAILED_PRECONDITION and _LEASE_IS_THERE in answer.detail:
+        if _LEASE_IS_THERE in answer.detail:
             return float(asked)  # the call was repeated
         return float(messages.lease_and_ttl(self.checked(answer))[1])
 
@@ -283,7 +283,7 @@ class Etcd(Asking):
         while True:
             calls = [messages.revoke(lease) for lease in self._leases_of(nonce)]
             answers = yield from self.asking(calls, until, again)
-            revoked = [answer for answer in answers if answer.status != messages.NOT_FOUND]
+            revoked = [answer for answer in answers if not answer.finds_no_lease]
             if any(map(self.checked, revoked)):
                 if nonce in self._leases and nonce.startswith(f"{self._client:08x}"):
                     self._free_names.append(nonce[:_NAME])
@@ -292,6 +292,10 @@ class Etcd(Asking):
             if not (yield from self._finds_lease(resources[0], nonce)):
                 self._forget(nonce)
                 return None if again else False
+
+    def _leave(self, nonce: str) -> None:
+        super()._leave(nonce)
+        self._leases.pop(nonce, None)
 
     def _forget(self, nonce: str) -> None:
         self._leases.pop(nonce, None)
@@ -362,7 +366,7 @@ class Etcd(Asking):
 
     def _evict(self, head: Head) -> Steps[None]:
         (answer,) = yield from self.all_of([messages.revoke(head.lease)])
-        if answer.status != messages.NOT_FOUND:
+        if not answer.finds_no_lease:
             self.checked(answer)
 
     def _raise_base(self, least: int) -> Steps[None]:

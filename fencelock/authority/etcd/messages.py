@@ -18,7 +18,6 @@ _SHORT: Final = tuple(bytes([number]) for number in range(0x80))
 OK: Final = 0
 UNKNOWN: Final = 2
 NOT_FOUND: Final = 5
-FAILED_PRECONDITION: Final = 9
 UNAVAILABLE: Final = 14
 
 #: The results, and the targets, of a comparison.
@@ -28,11 +27,15 @@ _FIELD_OF_TARGET: Final = {VERSION: 4, CREATE: 5, VALUE: 7, LEASE: 8}
 
 
 class Call(NamedTuple):
-    """A call of a method; with `goes_on`, the stream stays open, and the server sends more answers."""
+    """A call of a method.
+
+    With `goes_on`, the stream stays open, and the server sends more answers; with `most`, until so many came.
+    """
 
     path: bytes
     requests: Sequence[bytes]
     goes_on: bool = False
+    most: int = 0
 
 
 @dataclass(eq=False, slots=True)
@@ -47,6 +50,11 @@ class Answer:
     @property
     def is_over(self) -> bool:
         return self.status is not None
+
+    @property
+    def finds_no_lease(self) -> bool:
+        """Whether there is no such lease; a proxy (`etcd grpc-proxy`) passes on the text, and no code."""
+        return self.status == NOT_FOUND or "requested lease not found" in self.detail
 
 
 def _varint(number: int) -> bytes:
@@ -179,8 +187,11 @@ def revoke(lease: int) -> Call:
     return Call(_LEASES + b"LeaseRevoke", (_int(1, lease),))
 
 
-def keep_alive(leases: Iterable[int]) -> Call:
-    return Call(_LEASES + b"LeaseKeepAlive", [_int(1, lease) for lease in leases])
+def keep_alive(leases: Sequence[int]) -> Call:
+    """Return the call that extends leases; a proxy answers only while the stream is open."""
+    return Call(
+        _LEASES + b"LeaseKeepAlive", [_int(1, lease) for lease in leases], goes_on=True, most=len(leases)
+    )
 
 
 def time_to_live(lease: int) -> Call:

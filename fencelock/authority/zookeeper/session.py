@@ -7,11 +7,12 @@ import contextlib
 import functools
 import logging
 import math
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, cast
 
 from kazoo import exceptions
 from kazoo.client import KazooClient
@@ -27,6 +28,10 @@ from fencelock.authority.loops import ThreadWakeup
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
 _PORT: Final = 2181
+#: Seconds for a server to accept a connection, and for each answer before the session is there; kazoo would
+#: wait for the whole session timeout.
+_CONNECT: Final = 1.2
+_SILENT: Final = 1.5  # seconds after which a server that answers nothing is left for another one
 _FAREWELL: Final = 1.0  # seconds that the end of a session may take
 _CONNECTED: Final = "CONNECTED"
 _SCHEMES: Final = ("zookeeper", "zookeepers")
@@ -113,9 +118,11 @@ class Session:
         return client
 
     def _note_timeout(self, client: KazooClient) -> None:
-        """Store the granted session timeout in `timeout` at each connection; kazoo does not publish it."""
-        connection = client._connection  # noqa: SLF001
-        connect = connection._connect  # noqa: SLF001
+        """Limit what a connection may take, and store the granted session timeout; kazoo has neither."""
+        connection, handler = client._connection, cast("Any", client).handler  # noqa: SLF001
+        connect, invoke, create = connection._connect, connection._invoke, handler.create_connection  # noqa: SLF001
+        connection._invoke = lambda seconds, *rest, **named: invoke(min(seconds, _CONNECT), *rest, **named)  # noqa: SLF001
+        handler.create_connection = lambda timeout, **named: create(timeout=min(timeout, _CONNECT), **named)
 
         def connect_and_note(*address: Any) -> Any:
             read_timeout, connect_timeout = connect(*address)
@@ -164,6 +171,12 @@ class Session:
         self._to_do.put(send)
         return results
 
+    def _leave_silent(self) -> None:
+        """Take the session to another server, if this one has answered nothing for a while."""
+        if time.monotonic() - self._unanswered_since > _SILENT:
+            with contextlib.suppress(AttributeError, OSError):  # kazoo has closed it meanwhile
+                self._client._connection._socket.shutdown(socket.SHUT_RDWR)  # noqa: SLF001
+
     def exchange(self, step: Exchange) -> list[Any]:
         """Send requests; return the result of each, or its error; raise OSError without an answer."""
         if not step.requests:
@@ -178,6 +191,7 @@ class Session:
         results = self._begin(step.requests, finish)
         while not over:
             if (left := until - time.monotonic()) <= 0:
+                self._leave_silent()
                 raise TimeoutError("no server answered in time")
             wakeup.sleep(left)
         return _outcomes(results)
@@ -198,8 +212,12 @@ class Session:
                 loop.call_soon_threadsafe(finish)
 
         results = self._begin(step.requests, finish_soon)
-        async with asyncio.timeout(step.seconds):
-            await over
+        try:
+            async with asyncio.timeout(step.seconds):
+                await over
+        except TimeoutError:
+            self._leave_silent()
+            raise TimeoutError("no server answered in time") from None
         return _outcomes(results)
 
     def watch(self, path: str, wakeup: Any) -> Watch:

@@ -10,6 +10,8 @@ from kazoo.exceptions import BadVersionError, NoNodeError, RolledBackError, Runt
 
 from fencelock.authority.zookeeper.session import Request
 
+_PER_OPERATION: Final = 64  # bytes beside path and data
+_MOST_BYTES: Final = 1_000_000  # of a transaction: servers close the connection at 1,048,575
 NONCE_LENGTH: Final = 16  # characters of a nonce, with which the name of an entry begins
 #: Operations of a transaction, by kazoo's names.
 CREATE, CHECK, SET, DELETE = "create", "check", "set_data", "delete"
@@ -18,6 +20,14 @@ CHANGED: Final[tuple[type[Exception], ...]] = (BadVersionError, NoNodeError)
 
 
 def transaction(*operations: tuple[Any, ...]) -> Request:
+    """Return the request for a transaction; raise ValueError if servers would refuse its size."""
+    sizes = (len(each) for _, *arguments in operations for each in arguments if isinstance(each, str | bytes))
+    if sum(sizes) + len(operations) * _PER_OPERATION > _MOST_BYTES:
+        raise ValueError(
+            "these names are too long for one lock: ZooKeeper accepts a megabyte in a request, so lock what "
+            "they have in common, or take several locks, always in the same order"
+        )
+
     def begin(client: KazooClient) -> Any:
         transaction = client.transaction()
         for name, *arguments in operations:

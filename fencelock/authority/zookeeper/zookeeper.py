@@ -155,8 +155,9 @@ class ZooKeeper(LineAuthority):
             look = [verbs.children_and_version(line) for line in lines] if mints else self._look(place)
             if mints:
                 operations += self._marking(place, known, self._base)
+            request = verbs.transaction(*operations)
             try:
-                made, *seen = yield Exchange([verbs.transaction(*operations), *look], ANSWER[0])
+                made, *seen = yield Exchange([request, *look], ANSWER[0])
             except OSError as error:
                 self._check_time(error, until)
                 if (yield from self._finds(place.resources, place.nonce, until)):
@@ -309,7 +310,7 @@ class ZooKeeper(LineAuthority):
         for (grant, ttl), its in zip(wishes, paths, strict=True):
             stand, found = found[: len(its)], found[len(its) :]
             stands = len(its) == len(grant.resources) and all(map(self._checked, stand))
-            lasts.append(self._lasts(ttl) if stands else 0.0)
+            lasts.append(min(ttl, self._opened().timeout * 2 / 3) if stands else 0.0)
         return lasts
 
     def _finds(self, resources: tuple[str, ...], nonce: str, until: float) -> Steps[bool]:
