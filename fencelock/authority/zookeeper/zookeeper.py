@@ -302,6 +302,7 @@ class ZooKeeper(LineAuthority):
         requests = [verbs.sync(self._root), *(verbs.exists(path) for its in paths for path in its)]
         for (grant, ttl), its in zip(wishes, paths, strict=True):
             if self._ttls.get(grant.proof) != ttl:
+                self._lasts(ttl)  # raises ValueError; a session that has shrunk only makes leases shorter
                 self._ttls[grant.proof] = ttl
                 requests += [verbs.set_data(path, entry_text(ttl).encode()) for path in its]
         synced, *found = yield from self.asking(requests, until)
