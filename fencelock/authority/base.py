@@ -67,6 +67,9 @@ def too_slow(
     )
 
 
+AFTER: Final = 0.4  # seconds that all of an acquisition may take beyond its timeout
+
+
 class GivenUp(BaseException):
     """Raised to end a cancelled acquisition; a BaseException, because it is handled like an interruption."""
 

@@ -12,8 +12,8 @@ from typing import Any, Final, NamedTuple
 
 from fencelock._backoff import randomly
 from fencelock._generators import Steps
-from fencelock.authority.base import Grant, held_by_another, named, too_slow
-from fencelock.authority.database.connecting import ANSWER, RefusedError, Work, is_in_doubt
+from fencelock.authority.base import AFTER, Grant, held_by_another, named, too_slow
+from fencelock.authority.database.connecting import RefusedError, Work, is_in_doubt
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
 from fencelock.authority.database.queues import NAME_LENGTH, Place, Queues, new_name
@@ -120,7 +120,7 @@ class Acquiring(Releasing):
             place.is_due = False
             began = time.monotonic()
             again: list[BaseException] = []
-            until = max(end, began + ANSWER[0])
+            until = max(end, began) + AFTER
             try:
                 grant: Grant = place.grant or (
                     yield from self.asking(work, until=until, patient=False, again=again)
@@ -259,7 +259,7 @@ class Acquiring(Releasing):
                     connection.execute(self._says.queue_up, {"resource": row[0], "world": world})
             return rows
 
-        until = max(waiting.end, time.monotonic() + ANSWER[0])
+        until = max(waiting.end, time.monotonic()) + AFTER
         rows = yield from self.asking(Work(look, durable=False), until=until)
         held = {name: float(left) for name, left, _ in rows}
         waiting.place.worlds_ahead = max((place // NAME_LENGTH for *_, place in rows), default=0)

@@ -142,6 +142,7 @@ class Connecting(WithLoops):
         for left in reversed(range(_TRIES)):
             seconds = min(most, max(least, (end - time.monotonic()) / 2))
             seconds = max(work.seconds, seconds * (1 + work.statements / 100))
+            seconds = min(seconds, max(0.0, end - time.monotonic()))
             try:
                 return (yield work._replace(seconds=seconds, until=end))
             except (SQLAlchemyError, OSError) as error:

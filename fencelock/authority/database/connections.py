@@ -40,7 +40,7 @@ _T = TypeVar("_T")
 _LOOK: Final = 0.05  # seconds between two checks by `Watch` of the statements that are under way
 _LONGEST: Final = 5.0  # seconds in which a connection has to be open, however long an acquisition may wait
 #: Seconds in which a driver for coroutines has to end a statement after its connection was shut down.
-_GRACE: Final = 0.2
+_GRACE: Final = 0.08
 _IDLE: Final = 60.0  # seconds for which the thread of `Watch` stays when no statement is under way
 #: The supported drivers, each with default connect arguments.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -88,13 +88,25 @@ def engine_of(source: URL | Engine) -> Engine:
     return create_engine(source, connect_args=told, poolclass=NullPool)
 
 
+class _QueuePool(QueuePool):
+    """A pool whose callers wait for a connection as long as their own deadline allows."""
+
+    @property
+    def _timeout(self) -> float:
+        return min(2.0, max(0.0, _until.get(math.inf) - time.monotonic()))
+
+    @_timeout.setter
+    def _timeout(self, _seconds: float) -> None:
+        """Leave it to the deadline."""
+
+
 def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
     """Return an engine with the connect arguments and listeners of another, and a pool of its own."""
     dialect = source.dialect
     # The function that opens connections, and the listeners, are not public: `recreate` copies both.
     twin: Any = source.pool.recreate()
     opens: Callable[..., Any] = twin._creator  # noqa: SLF001
-    pool = (AsyncAdaptedQueuePool if dialect.is_async else QueuePool)(
+    pool = (AsyncAdaptedQueuePool if dialect.is_async else _QueuePool)(
         opens if dialect.is_async or dialect.name == "sqlite" else _in_time(opens),
         pool_size=size,
         max_overflow=overflow,

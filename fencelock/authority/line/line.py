@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from fencelock._backoff import pauses
 from fencelock._checks import check_older_than
 from fencelock._generators import Steps
-from fencelock.authority.base import Grant, Wish, held_by_another, named, too_slow
+from fencelock.authority.base import AFTER, Grant, Wish, held_by_another, named, too_slow
 from fencelock.authority.line.due import Due, DueReleases
 from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, lost
 from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait, WithLoops
@@ -246,7 +246,7 @@ class LineAuthority(WithLoops):
             )
         place = Place(resources, self._new_nonce(), float(ttl), began=time.monotonic())
         end = math.inf if timeout is None else place.began + timeout
-        deadline = end + ANSWER[1]
+        deadline = end + AFTER
         try:
             return (yield from self.within(deadline, self._acquiring(place, end, go_on)))
         except GeneratorExit:
