@@ -1,8 +1,9 @@
-"""What comes from outside, at random: bytes of a node, and texts of `hand_over`.
+"""What comes from outside, at random: bytes of a node and of etcd, and texts of `hand_over`.
 
     python -m proof.fuzz --seconds 60
 
-A node may say anything: the connection hands on answers, or says that it is no node. A text may be anything:
+A node may say anything: the connection hands on answers, or says that it is no node. So may etcd: what cannot
+be read is an AuthorityError, or the loss of the connection. A text may be anything:
 `take_over` raises ValueError, or entering what it makes raises an error of the library.
 """
 
@@ -19,7 +20,9 @@ from typing import Any
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 
-from fencelock import Database, FencelockError, take_over
+from fencelock import AuthorityError, Database, FencelockError, take_over
+from fencelock.authority.etcd import messages as etcd
+from fencelock.authority.etcd.channel import Channel, ChannelError
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import Broadcast, Command, ReplyKind
 from fencelock.authority.redlock.wire.codec import Packed
@@ -69,6 +72,33 @@ _JSON = st.recursive(
     ),
     max_leaves=8,
 )
+#: Fields of protobuf: a number with its type, and a number or some bytes.
+_FIELDS_OF_ETCD = st.lists(
+    st.one_of(
+        st.tuples(st.integers(0, 127), st.integers(0, 127)).map(bytes),
+        st.tuples(st.integers(1, 15), st.binary(max_size=9)).map(
+            lambda field: bytes([field[0] << 3 | 2, len(field[1])]) + field[1]
+        ),
+    ),
+    max_size=5,
+).map(b"".join)
+MESSAGES = st.recursive(
+    _FIELDS_OF_ETCD,
+    lambda inner: st.lists(st.tuples(st.integers(1, 8), inner), max_size=4).map(
+        lambda fields: b"".join(bytes([number << 3 | 2, len(its) % 128]) + its for number, its in fields)
+    ),
+    max_leaves=6,
+)
+#: Frames of HTTP/2: length, type, flags, stream and content.
+FRAMES = st.tuples(
+    st.integers(0, 10), st.integers(0, 255), st.sampled_from([0, 1, 3]), st.binary(max_size=30)
+).map(
+    lambda its: len(its[3]).to_bytes(3, "big") + bytes([its[0], its[1]]) + its[2].to_bytes(4, "big") + its[3]
+)
+READERS: tuple[Callable[[bytes], object], ...] = (
+    *(etcd.lease_and_ttl, etcd.has_ended, etcd.version_of, etcd.auth_token, etcd.found_by),
+    lambda message: etcd.Txn.read(message, 1, 2),
+)
 Put = Callable[[Connection, PendingReply, Packed], None]
 _FIELDS = ("resources", "tokens", "ttl", "proof", "by")
 CHANGES = st.dictionaries(st.sampled_from(_FIELDS), _JSON, max_size=3)
@@ -86,6 +116,18 @@ def hear(commands: list[Command], pieces: list[bytes], put: Put) -> None:
             connection.received(piece, 0.0)
             for answer in broadcast.answers.values():
                 assert {type(answer.epoch), *map(type, answer.counters)} <= {int, type(None)}, answer
+
+
+def read(message: bytes, received: list[bytes]) -> None:
+    """Read a message of etcd, and have a channel receive bytes; other errors than these are faults."""
+    for reader in READERS:
+        with suppress(AuthorityError):
+            reader(message)
+    channel = Channel("http", "host:2379")
+    channel.start(etcd.status())
+    with suppress(ChannelError):
+        for piece in received:
+            channel.receive(piece)
 
 
 def enter(authority: Any, its: object) -> None:
@@ -110,8 +152,12 @@ def fuzz(number: int, seconds: float) -> int:
         while time.monotonic() < until:
             _many(given(COMMANDS, st.lists(BYTES, max_size=4), ways)(hear), number + rounds)
             _many(given(CHANGES, st.sets(st.sampled_from(_FIELDS), max_size=1))(texts), number + rounds)
+            _many(
+                given(MESSAGES, st.lists(st.one_of(FRAMES, st.binary(max_size=40)), max_size=4))(read),
+                number + rounds,
+            )
             rounds += 1
-    return 2 * rounds * _EXAMPLES
+    return 3 * rounds * _EXAMPLES
 
 
 def _many(check: Callable[..., None], number: int) -> None:

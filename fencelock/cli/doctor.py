@@ -197,14 +197,13 @@ def _of_line(url: str) -> Iterator[Finding]:
             except FencelockError as error:
                 yield Finding(host, f"cannot be used: {error}", "check that it runs, and reaches the others")
                 continue
-        if version and _is_old(version):
+        its = tuple(int(part) for part in version.split("-", maxsplit=1)[0].split(".") if part.isdecimal())
+        if its and (its < (3, 4, 31) or (3, 5) <= its < (3, 5, 13)):
+            what = f"is etcd {version}: a paused leader may revoke a renewed lease (etcd issue 15247)"
+            yield Finding(host, what, "use 3.4.31, 3.5.23 or 3.6.5; until then two may hold a lock")
+        elif its and (its < (3, 5, 23) or (3, 6) <= its < (3, 6, 5)):
             what = f"is etcd {version}: a lease that was revoked may be renewed (etcd issue 20813)"
             yield note(host, what, "use 3.5.23 or 3.6.5; until then a holder notices a forced release late")
-
-
-def _is_old(version: str) -> bool:
-    its = tuple(int(part) for part in version.split("-", maxsplit=1)[0].split(".") if part.isdecimal())
-    return its < (3, 5, 23) or (3, 6) <= its < (3, 6, 5)
 
 
 # Databases.

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.aio import LoopLink
 from fencelock.authority.etcd.members import Members
 from proof.servers import Etcd as Cluster
+from proof.servers.etcd import bundled
+from proof.servers.workspace import free_ports
 from tests.authorities.faces import BlockingFace, is_held, take
 from tests.conftest import with_new_path
 from tests.polling import eventually
@@ -285,10 +289,11 @@ def test_tls_with_client_certificates() -> None:
 @pytest.mark.long
 def test_login_by_user_and_password() -> None:
     with Cluster(members=1, settings={"auth-token-ttl": "2"}) as cluster:
-        cluster.enable_auth()
         with Etcd(cluster.login_url) as authority:
             face = BlockingFace(authority)
-            first = take(face)
+            first = take(face)  # no member asks for a login yet
+            cluster.enable_auth()
+            assert take(face) > first
             time.sleep(4.0)
             assert take(face) > first
             cluster.kill(0)
@@ -304,6 +309,35 @@ def test_login_by_user_and_password() -> None:
         elsewhere = Etcd(with_new_path(cluster.login_url))
         with elsewhere, pytest.raises(AuthorityError, match="permission denied"):
             elsewhere.acquire(("r",), ttl=5.0, timeout=0.5)
+
+
+@pytest.mark.long
+@pytest.mark.timed
+@pytest.mark.parametrize("kind", ["gateway", "grpc-proxy"])
+def test_through_a_proxy_of_etcd(cluster: Cluster, tmp_path: Path, kind: str) -> None:
+    """The second answers a keep-alive only while its stream is open, and tells no codes."""
+    (port,) = free_ports(1)
+    members = ",".join(f"127.0.0.1:{each}" for each in cluster.client_ports)
+    command = [str(bundled()), kind, "start", f"--endpoints={members}", f"--listen-addr=127.0.0.1:{port}"]
+    with subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL) as proxy:
+        try:
+            with Etcd(with_new_path(f"etcd://127.0.0.1:{port}")) as authority:
+                assert eventually(lambda: is_granted(authority))
+                lock = authority.lock("r", ttl=3.0, timeout=5.0)
+                lock.acquire()
+                time.sleep(5.0)
+                assert not lock.lease.lost
+                lock.release()
+                assert authority.inspect("r") is None
+                assert take(BlockingFace(authority)) > 0
+        finally:
+            proxy.kill()
+
+
+def is_granted(authority: Etcd) -> bool:
+    with suppress(AuthorityError), authority.lock("first", ttl=5.0, timeout=1.0):
+        return True
+    return False
 
 
 def test_password_is_not_shown() -> None:

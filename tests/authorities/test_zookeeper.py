@@ -191,6 +191,50 @@ def test_leader_of_three_is_killed() -> None:
         assert authority.release(grant) is True
 
 
+@pytest.mark.long
+@pytest.mark.timed
+def test_a_silent_server_is_left_and_its_leases_go_on() -> None:
+    if lacks := zookeeper.missing():
+        pytest.skip(f"no ZooKeeper: this machine lacks {lacks}")
+    with Server(3) as servers, ZooKeeper(servers.url) as authority:
+        lock = authority.lock("held", ttl=30.0, timeout=5.0)
+        lock.acquire()
+        # The leader stays, so that no election is waited for.
+        asked = authority._opened()._client._connection._socket.getpeername()[1]
+        silent = servers.client_ports.index(asked)
+        if silent == servers.leader():
+            pytest.skip("the client has met the leader")
+        servers.pause(silent)
+        try:
+            began = time.monotonic()
+            with authority.lock("another", ttl=10.0, timeout=10.0):
+                assert time.monotonic() - began < 3.0 + 2.0
+            time.sleep(11.0)  # a third of the ttl
+            assert not lock.lease.lost
+            assert lock.lease.remaining > 15.0
+        finally:
+            servers.resume(silent)
+        lock.release()
+
+
+def test_a_lock_with_too_long_names_is_refused_and_disturbs_no_other(authority: ZooKeeper) -> None:
+    changes = authority._opened().changes
+    with pytest.raises(ValueError, match="ZooKeeper accepts a megabyte"):
+        authority.acquire(
+            tuple(f"{number}{chr(0x1F600) * 250}" for number in range(500)), ttl=4.0, timeout=2.0
+        )
+    assert authority.release(authority.acquire(("r",), ttl=4.0, timeout=2.0)) is True
+    assert authority._opened().changes <= changes + 1
+
+
+def test_a_session_that_shrinks_makes_leases_shorter(authority: ZooKeeper) -> None:
+    grants = [authority.acquire((name,), ttl=ttl, timeout=2.0) for name, ttl in (("a", 4.0), ("b", 2.0))]
+    authority._opened().timeout = 3.0
+    long, short = authority.extend_many([(grants[0], 4.0), (grants[1], 2.0)])
+    assert isinstance(long, Grant)
+    assert isinstance(short, Grant)
+
+
 def test_entry_that_somebody_deletes(authority: ZooKeeper, other: ZooKeeper, kazoo: KazooClient) -> None:
     """The holder of a deleted entry hears of that at its next extension.
 
