@@ -313,6 +313,30 @@ def test_login_by_user_and_password() -> None:
 
 @pytest.mark.long
 @pytest.mark.timed
+def test_a_lease_ends_in_time_where_the_servers_make_longer_ones() -> None:
+    """A lease of etcd lasts for one and a half election timeouts at least."""
+    slow = {"election-timeout": "4000", "heartbeat-interval": "400"}
+    with Cluster(members=1, settings=slow) as cluster, Etcd(cluster.url) as first, Etcd(cluster.url) as other:
+        first.lock("r", ttl=3.0, renew=False, if_lost="warn").acquire()
+        began = time.monotonic()
+        other.acquire(("r",), ttl=5.0, timeout=20.0)
+        assert time.monotonic() - began < 5.0
+
+
+def test_a_wish_that_is_refused_spoils_no_other(authority: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refusing(authority: Etcd, *_: Any) -> Any:
+        yield from authority.all_of([messages.status()])
+        raise AuthorityError("etcdserver: mvcc: database space exceeded")
+
+    grants = [authority.acquire((name,), ttl=5.0, timeout=2.0) for name in "ab"]
+    monkeypatch.setattr(Etcd, "_moving", refusing)
+    longer, other = authority.extend_many([(grants[0], 50.0), (grants[1], 5.0)])
+    assert isinstance(longer, AuthorityError)
+    assert isinstance(other, Grant)
+
+
+@pytest.mark.long
+@pytest.mark.timed
 @pytest.mark.parametrize("kind", ["gateway", "grpc-proxy"])
 def test_through_a_proxy_of_etcd(cluster: Cluster, tmp_path: Path, kind: str) -> None:
     """The second answers a keep-alive only while its stream is open, and tells no codes."""

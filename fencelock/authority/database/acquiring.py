@@ -123,7 +123,7 @@ class Acquiring(Releasing):
             until = max(end, began) + AFTER
             try:
                 grant: Grant = place.grant or (
-                    yield from self.asking(work, until=until, patient=False, again=again)
+                    yield from self.asking(work, until=until, deadline=until, patient=False, again=again)
                 )
             except RefusedError:
                 waited = True
@@ -260,7 +260,7 @@ class Acquiring(Releasing):
             return rows
 
         until = max(waiting.end, time.monotonic()) + AFTER
-        rows = yield from self.asking(Work(look, durable=False), until=until)
+        rows = yield from self.asking(Work(look, durable=False), until=until, deadline=until)
         held = {name: float(left) for name, left, _ in rows}
         waiting.place.worlds_ahead = max((place // NAME_LENGTH for *_, place in rows), default=0)
         if waiting.place.worlds_ahead:

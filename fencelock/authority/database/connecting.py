@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import math
 import time
 import traceback
 from collections.abc import Callable
@@ -127,10 +128,13 @@ class Connecting(WithLoops):
         work: Work,
         *,
         until: float | None = None,
+        deadline: float = math.inf,
         patient: bool = True,
         again: list[BaseException] | None = None,
     ) -> Steps[Any]:
         """Do work, and again after errors that may pass, such as the loss of the connection.
+
+        No try goes beyond the `deadline`.
 
         The work may be done several times; `again` collects the errors of repeated tries. Unless
         `patient`, an error of `is_busy` becomes RefusedError.
@@ -142,7 +146,7 @@ class Connecting(WithLoops):
         for left in reversed(range(_TRIES)):
             seconds = min(most, max(least, (end - time.monotonic()) / 2))
             seconds = max(work.seconds, seconds * (1 + work.statements / 100))
-            seconds = min(seconds, max(0.0, end - time.monotonic()))
+            seconds = min(seconds, max(0.0, deadline - time.monotonic()))
             try:
                 return (yield work._replace(seconds=seconds, until=end))
             except (SQLAlchemyError, OSError) as error:

@@ -106,8 +106,9 @@ def with_own_pool(source: Engine, size: int, overflow: int) -> Engine:
     # The function that opens connections, and the listeners, are not public: `recreate` copies both.
     twin: Any = source.pool.recreate()
     opens: Callable[..., Any] = twin._creator  # noqa: SLF001
-    pool = (AsyncAdaptedQueuePool if dialect.is_async else _QueuePool)(
-        opens if dialect.is_async or dialect.name == "sqlite" else _in_time(opens),
+    is_file = dialect.name == "sqlite"
+    pool = (AsyncAdaptedQueuePool if dialect.is_async else QueuePool if is_file else _QueuePool)(
+        opens if dialect.is_async or is_file else _in_time(opens),
         pool_size=size,
         max_overflow=overflow,
         use_lifo=True,

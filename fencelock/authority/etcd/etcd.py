@@ -18,6 +18,7 @@ from fencelock.authority.etcd.asking import Asking, Watching
 from fencelock.authority.etcd.messages import Answer, KeyValue, Txn
 from fencelock.authority.line.entries import SHIFT, Head, Mark, Place, View, entry_text, quoted
 from fencelock.authority.line.line import ANSWER, AsyncLine
+from fencelock.errors import AuthorityError
 
 #: etcd allows 128 operations in a transaction; an acquisition has three for each resource, and a few more.
 _MOST: Final = 40
@@ -72,11 +73,12 @@ class Etcd(Asking):
         self._base = 0
         self._leases: dict[str, tuple[int, ...]] = {}  # the leases that entries may be under, by nonce
         self._client = secrets.randbits(32)
+        self._shortest: float = _SHORTEST  # seconds of the shortest lease; the election timeout may raise it
         self._numbers = itertools.count()
         self._free_names: list[str] = []  # names of deleted entries, to be used again
 
     def _ends_late(self, ttl: float) -> bool:
-        return ttl < _SHORTEST or ttl % 1 > 0
+        return ttl < self._shortest or ttl % 1 > 0
 
     def _line(self, resource: str) -> bytes:
         return self._lines + quoted(resource).encode() + b"/"
@@ -158,7 +160,10 @@ class Etcd(Asking):
         (answer,) = yield from self.asking([messages.grant(lease, asked)], until)
         if _LEASE_IS_THERE in answer.detail:
             return float(asked)  # the call was repeated
-        return float(messages.lease_and_ttl(self.checked(answer))[1])
+        seconds = float(messages.lease_and_ttl(self.checked(answer))[1])
+        if seconds > asked:
+            self._shortest = max(self._shortest, seconds)
+        return seconds
 
     def _minting(self, place: Place) -> tuple[list[int], list[bytes], list[bytes]]:
         """Return new tokens, and the comparisons and operations by which a transaction mints them."""
@@ -226,7 +231,7 @@ class Etcd(Asking):
         except OSError:  # the connection is lost, so the caller checks again on another one
             return None
 
-    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
+    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float | AuthorityError]]:
         for grant, ttl in wishes:
             if len(self._leases_of(grant.proof)) > 1:  # an unanswered move has left two possible leases
                 yield from self._moving(grant, ttl, until)
@@ -234,14 +239,19 @@ class Etcd(Asking):
         (answer,) = yield from self.asking([messages.keep_alive(leases)], until)
         self.checked(answer)
         found = dict(map(messages.lease_and_ttl, answer.messages))
-        lasts = []
+        lasts: list[float | AuthorityError] = []
         for (grant, ttl), lease in zip(wishes, leases, strict=True):
             seconds = float(max(0, found.get(lease, 0)))
-            if not seconds and (yield from self._finds_lease(grant.resources[0], grant.proof)):
-                (seconds,) = yield from self._lasting([(grant, ttl)], until)
-            elif 0 < seconds < ttl:
-                seconds = yield from self._moving(grant, ttl, until)
-            lasts.append(seconds)
+            try:
+                if not seconds and (yield from self._finds_lease(grant.resources[0], grant.proof)):
+                    lasts += yield from self._lasting([(grant, ttl)], until)
+                    continue
+                if 0 < seconds < ttl:
+                    seconds = yield from self._moving(grant, ttl, until)
+            except AuthorityError as error:  # the others last all the same
+                lasts.append(error)
+            else:
+                lasts.append(seconds)
         return lasts
 
     def _moving(self, grant: Grant, ttl: float, until: float) -> Steps[float]:

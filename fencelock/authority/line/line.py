@@ -62,6 +62,7 @@ class LineAuthority(WithLoops):
     """An authority that grants by lines of entries."""
 
     _comes_late = True  # whether a request may be executed after another one that was sent later
+    _patience: float = _ELECTION  # seconds for which an acquisition goes on without an answer
     _most: int  # the most resources of one lock
     _shown: str
 
@@ -86,8 +87,8 @@ class LineAuthority(WithLoops):
         """Return a wakeup that is `over` when the entry `ahead` is gone; None if no wakeup can be had."""
 
     @abc.abstractmethod
-    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
-        """Extend leases; return for how many seconds each lasts, 0 if it has ended."""
+    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float | AuthorityError]]:
+        """Extend leases; return for how many seconds each lasts, 0 if it has ended; or an error."""
 
     @abc.abstractmethod
     def _keeping(self, grant: Grant, until: float) -> Steps[bool]:
@@ -130,7 +131,7 @@ class LineAuthority(WithLoops):
         failures: dict[str, str] = {}
         waits = pauses(0.01, 0.2)
         while True:
-            seconds = min(ANSWER[0], max(ANSWER[1], (until - time.monotonic()) / 2))
+            seconds = self._answer_within(until)
             where = self._asked
             try:
                 answers: list[Any] = yield Exchange(requests, seconds)
@@ -146,6 +147,15 @@ class LineAuthority(WithLoops):
             if time.monotonic() >= until:
                 raise self._silent(failures)
             yield Wait(time.monotonic() + next(waits), "")
+
+    def _answer_within(self, until: float) -> float:
+        """Return for how many seconds to wait for an answer, so that another server can be asked after it."""
+        return min(ANSWER[0], max(ANSWER[1], (until - time.monotonic()) / 2))
+
+    def _answer_by(self, end: float) -> float:
+        """Return until when the servers have to answer an acquisition whose timeout is over at `end`."""
+        now = time.monotonic()
+        return max(now + ANSWER[0], min(end, now + self._patience))
 
     def within(self, deadline: float, steps: Steps[_T]) -> Steps[_T]:
         """Run a generator, but let no answer arrive after the deadline: QuorumError is raised then."""
@@ -255,7 +265,7 @@ class LineAuthority(WithLoops):
             self._owe(place, in_doubt=True)
             if place.waits and time.monotonic() >= end:
                 timeout_error = held_by_another(resources, None)
-                timeout_error._seen = ()  # noqa: SLF001 - there is no time left to look who holds it
+                timeout_error._seen = ()  # noqa: SLF001 - there is no time left for a look
                 raise timeout_error from error
             raise
         except FencelockError:
@@ -272,21 +282,23 @@ class LineAuthority(WithLoops):
     def _acquiring(self, place: Place, end: float, go_on: Callable[[], None]) -> Steps[Grant]:
         alone = end <= place.began
         found: tuple[int, ...] | View
-        found = yield from self._enter(place, alone=alone, until=_answer_by(end))
+        found = yield from self._enter(place, alone=alone, until=self._answer_by(end))
         while isinstance(found, View):
             if not found.is_there and (place.waits or not found.ahead):
                 if place.waits:  # the lease of the place has ended meanwhile, or an entry was deleted
                     old, place.nonce = place.nonce, self._new_nonce()
                     place.revision, place.granted = 0, 0.0
                     yield from self._giving_back(place.resources, old)
-                found = yield from self._enter(place, alone=alone and not place.waits, until=_answer_by(end))
+                found = yield from self._enter(
+                    place, alone=alone and not place.waits, until=self._answer_by(end)
+                )
                 continue
             if found.ahead or found.kept_for > 0:
                 if alone or time.monotonic() >= end:
                     yield from self._refusing(place)
                 place.waits = True
                 yield from self._waiting(place, found, end, go_on)
-            found = yield from self._take(place, extend=place.waits, until=_answer_by(end))
+            found = yield from self._take(place, extend=place.waits, until=self._answer_by(end))
         if time.monotonic() >= place.expires_at:
             raise too_slow(self._shown, place.ttl, place.resources)
         grant = Grant(place.resources, found, place.expires_at, place.nonce)
@@ -311,7 +323,7 @@ class LineAuthority(WithLoops):
 
     def _refusing(self, place: Place) -> Steps[None]:
         others: list[LockInfo] = []
-        with suppress(QuorumError):  # there is no time left to look who holds it
+        with suppress(QuorumError):  # there is no time left for a look
             heads = yield from self._heads(place.resources)
             others = [head.info() for head in heads if head.nonce != place.nonce]
         held = [info.resource for info in others] or place.resources
@@ -343,12 +355,14 @@ class LineAuthority(WithLoops):
         ends = min(grant.expires_at for grant, _ in wishes)  # 0 for a lease that was handed over
         watched = self._due.keys() & {grant.proof for grant, _ in wishes}
         try:
-            lasts: list[float]
             lasts = yield from self._lasting(wishes, ends if ends > began else began + ANSWER[0])
         except AuthorityError as error:
             return [error] * len(wishes)
         outcomes: list[Grant | FencelockError] = []
         for (grant, ttl), seconds in zip(wishes, lasts, strict=True):
+            if isinstance(seconds, AuthorityError):
+                outcomes.append(seconds)
+                continue
             longer = replace(grant, expires_at=max(grant.expires_at, validity(began, min(ttl, seconds))))
             is_watched = grant.proof in watched
             outcomes.append(
@@ -476,9 +490,3 @@ class AsyncLine(AsyncWithLoops):
     async def prune(self, older_than: float) -> int:
         """Delete old marks: see `LineAuthority.prune`."""
         return await self.run(self._authority.pruning(older_than))
-
-
-def _answer_by(end: float) -> float:
-    """Return until when the servers have to answer an acquisition whose timeout is over at `end`."""
-    now = time.monotonic()
-    return max(now + ANSWER[0], min(end, now + _ELECTION))

@@ -31,8 +31,9 @@ _PORT: Final = 2181
 #: Seconds for a server to accept a connection, and for each answer before the session is there; kazoo would
 #: wait for the whole session timeout.
 _CONNECT: Final = 1.2
+_LOOK: Final = 0.5  # seconds between two checks whether the server is silent
 _SILENT: Final = 1.5  # seconds after which a server that answers nothing is left for another one
-_FAREWELL: Final = 1.0  # seconds that the end of a session may take
+_FAREWELL: Final = 0.5  # seconds that the end of a session may take
 _CONNECTED: Final = "CONNECTED"
 _SCHEMES: Final = ("zookeeper", "zookeepers")
 _OPTIONS: Final = ("session_timeout", "ca", "cert", "key")
@@ -173,6 +174,7 @@ class Session:
 
     def _leave_silent(self) -> None:
         """Take the session to another server, if this one has answered nothing for a while."""
+        self._unanswered_since = min(self._unanswered_since, time.monotonic())
         if time.monotonic() - self._unanswered_since > _SILENT:
             with contextlib.suppress(AttributeError, OSError):  # kazoo has closed it meanwhile
                 self._client._connection._socket.shutdown(socket.SHUT_RDWR)  # noqa: SLF001
@@ -191,9 +193,10 @@ class Session:
         results = self._begin(step.requests, finish)
         while not over:
             if (left := until - time.monotonic()) <= 0:
-                self._leave_silent()
                 raise TimeoutError("no server answered in time")
-            wakeup.sleep(left)
+            wakeup.sleep(min(left, _LOOK))
+            if not over:
+                self._leave_silent()
         return _outcomes(results)
 
     async def exchange_soon(self, step: Exchange) -> list[Any]:
@@ -212,12 +215,13 @@ class Session:
                 loop.call_soon_threadsafe(finish)
 
         results = self._begin(step.requests, finish_soon)
-        try:
-            async with asyncio.timeout(step.seconds):
-                await over
-        except TimeoutError:
-            self._leave_silent()
-            raise TimeoutError("no server answered in time") from None
+        until = time.monotonic() + step.seconds
+        while not over.done():
+            if (left := until - time.monotonic()) <= 0:
+                raise TimeoutError("no server answered in time")
+            await asyncio.wait([over], timeout=min(left, _LOOK))
+            if not over.done():
+                self._leave_silent()
         return _outcomes(results)
 
     def watch(self, path: str, wakeup: Any) -> Watch:

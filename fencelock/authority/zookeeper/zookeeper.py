@@ -55,8 +55,12 @@ class ZooKeeper(LineAuthority):
     """
 
     aio: AsyncLine
+    _patience = 15.0  # the session leaves a silent server, so that only a busy one answers late
     _most = _MOST
     _comes_late = False  # requests of a session are executed in their order
+
+    def _answer_within(self, until: float) -> float:
+        return max(ANSWER[1], until - time.monotonic())
 
     def _ends_late(self, ttl: float) -> bool:  # noqa: ARG002 - an entry ends with the session
         return True
@@ -157,7 +161,7 @@ class ZooKeeper(LineAuthority):
                 operations += self._marking(place, known, self._base)
             request = verbs.transaction(*operations)
             try:
-                made, *seen = yield Exchange([request, *look], ANSWER[0])
+                made, *seen = yield Exchange([request, *look], self._answer_within(until))
             except OSError as error:
                 self._check_time(error, until)
                 if (yield from self._finds(place.resources, place.nonce, until)):
@@ -219,10 +223,21 @@ class ZooKeeper(LineAuthority):
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
         began = time.monotonic()
         sync = [verbs.sync(self._root)] if extend else []
-        seen = yield from self.asking([*sync, *self._look(place)], until)
+        look, behind = self._look(place), place.behind
+        if behind:
+            look[1] = verbs.exists(behind)  # in place of a list, which is long where many wait
+        seen = yield from self.asking([*sync, *look], until)
         if extend:
             self._checked(seen.pop(0))
             place.began, place.granted = began, self._lasts(place.ttl)
+        if behind and not any(isinstance(each, NoNodeError) for each in seen):
+            if self._checked(seen[1]) is not None:
+                return View(is_there=True, ahead=[behind])
+            place.behind = ""
+            if self._mark_of(self._checked(seen[2])[0], behind).nonce != _nonce_of(behind):
+                return View(is_there=True, ahead=())  # it has left without having held: look at all
+            # It has held, so no entry was before it; and none is between it and this one.
+            seen[1] = [path.rpartition("/")[2] for path in self._paths.get(place.nonce, ())]
         return (yield from self._mint_if_first(place, seen, until))
 
     def _make(self, lines: Sequence[str], until: float) -> Steps[None]:
@@ -265,6 +280,7 @@ class ZooKeeper(LineAuthority):
                 ahead.append(f"{line}/{max(before)[1]}")
         marks = [self._mark_of(text, line) for (text, _), line in zip(found, lines, strict=True)]
         kept_for = max(mark.kept_for for mark in marks)
+        place.behind = ahead[0] if ahead and len(lines) == 1 else ""
         if ahead or kept_for > 0:
             return View(is_there=True, ahead=ahead, kept_for=kept_for)
         self._base = self._mark_of(base_text, self._root).token, base_stat.version
@@ -294,7 +310,7 @@ class ZooKeeper(LineAuthority):
     def _watch(self, place: Place, ahead: Any) -> Steps[Any]:  # noqa: ARG002 - etcd needs the place
         return (yield Watching(ahead))
 
-    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float]]:
+    def _lasting(self, wishes: Sequence[Wish], until: float) -> Steps[list[float | AuthorityError]]:
         for grant, _ in wishes:
             if grant.proof not in self._paths:
                 yield from self._finds(grant.resources, grant.proof, until)
@@ -307,10 +323,14 @@ class ZooKeeper(LineAuthority):
                 requests += [verbs.set_data(path, entry_text(ttl).encode()) for path in its]
         synced, *found = yield from self.asking(requests, until)
         self._checked(synced)
-        lasts = []
+        lasts: list[float | AuthorityError] = []
         for (grant, ttl), its in zip(wishes, paths, strict=True):
             stand, found = found[: len(its)], found[len(its) :]
-            stands = len(its) == len(grant.resources) and all(map(self._checked, stand))
+            try:
+                stands = len(its) == len(grant.resources) and all(map(self._checked, stand))
+            except AuthorityError as error:  # the others last all the same
+                lasts.append(error)
+                continue
             lasts.append(min(ttl, self._opened().timeout * 2 / 3) if stands else 0.0)
         return lasts
 
@@ -472,3 +492,7 @@ class ZooKeeper(LineAuthority):
                 elif not isinstance(refused, (*verbs.CHANGED, NotEmptyError)):
                     self._checked(refused)
         return count
+
+
+def _nonce_of(path: str) -> str:
+    return path.rpartition("/")[2][: verbs.NONCE_LENGTH]
