@@ -6,9 +6,11 @@ The rooms that the simulator runs give the chance, a number between 0 and 1.
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import count
 
+#: Not the functions of `random`, whose sequence a program may have seeded.
+chance: Callable[[], float] = random.SystemRandom().random
 _MOST_TRIES = 50  # no power of more tries is needed, and a larger one could overflow
 
 
@@ -24,7 +26,7 @@ def spread(seconds: float, chance: float, least: float = 0.5, most: float = 1.0)
 
 def randomly(seconds: float) -> float:
     """Return a random pause between half of the seconds and all of them."""
-    return spread(seconds, random.random())  # noqa: S311 - no secret
+    return spread(seconds, chance())
 
 
 def pauses(shortest: float, longest: float, growth: float = 1.5) -> Iterator[float]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import random
 import threading
 import time
 from collections import Counter
@@ -12,6 +11,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, Final, TypeVar
 from weakref import WeakKeyDictionary
 
+from fencelock._backoff import chance
 from fencelock._checks import check_seconds
 from fencelock._generators import Call, Steps, run, run_async
 from fencelock._owners import name_of_process
@@ -181,7 +181,7 @@ class Redlock(GeneratorAuthority):
                         timeout=timeout,
                         grace=self._outage_grace,
                         outage=max(self._connect_timeout, self._outage_grace),
-                        jitter=random.random,
+                        jitter=chance,
                         go_on=go_on,
                     )
                 )
@@ -196,7 +196,7 @@ class Redlock(GeneratorAuthority):
 
     def remint_gen(self, grant: Grant, ttl: float) -> Steps[Grant]:
         acquisition = Acquisition(grant.resources, ttl, self._new_nonce, instead_of=grant.proof)
-        return holding.remint(self._current, acquisition, grant, jitter=random.random)
+        return holding.remint(self._current, acquisition, grant, jitter=chance)
 
     def release_gen(self, grant: Grant) -> Steps[bool | None]:
         return attempts.release(self._current, grant.proof)

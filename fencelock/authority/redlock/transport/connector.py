@@ -7,7 +7,6 @@ redis-py.
 from __future__ import annotations
 
 import abc
-import random
 import re
 import secrets
 import socket
@@ -31,6 +30,7 @@ from redis.exceptions import (
 from redis.exceptions import TimeoutError as RedisTimeoutError
 
 from fencelock import _events, _threads
+from fencelock._backoff import chance
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.redlock.membership.members import Identity
 from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
@@ -106,10 +106,10 @@ class Connections(abc.ABC):
 
     def __init__(self, nodes: Sequence[Node], node_key: str, **options: Any) -> None:
         client = secrets.token_hex(8)
-        self.queue: WaitQueue = WaitQueue(client, len(nodes), random.random)
+        self.queue: WaitQueue = WaitQueue(client, len(nodes), chance)
         self._names = names = [node.name for node in nodes]
         channel = f"{node_key}:w:{client}"
-        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=random.random, **options)
+        self._nodes = NodeConnections(names, self, self.queue, channel, jitter=chance, **options)
         self._opens = [node.open for node in nodes]
         self._node_key = node_key
         #: The thread that connects to each node, or has done so last.
