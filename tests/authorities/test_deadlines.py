@@ -83,7 +83,7 @@ def test_an_acquisition_ends_with_its_timeout(url: str, *, accepts: bool) -> Non
     with ExitStack() as stack:
         for letter in "ABC":
             url = url.replace(letter, stack.enter_context(silent(accepts=accepts)), 1)
-        for timeout in (0.0, 1.0):
+        for timeout in (0.0, 0.5):
             for world in (seconds_of_threads, seconds_of_tasks):
                 if world is seconds_of_threads and ("asyncpg" in url or "aiomysql" in url):
                     continue

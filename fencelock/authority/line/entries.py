@@ -73,7 +73,6 @@ class Place:
     waits: bool = False  # whether it has begun to wait for entries ahead
     holds: bool = False  # whether it is known to be the first in all lines
     revision: int = 0  # etcd's revision of its entries; 0 if unknown
-    behind: str = ""  # the path of the entry just ahead, of ZooKeeper and of a single resource
     seen: int = 0  # the revision of etcd at which the lines were read last
 
     @property

@@ -223,21 +223,10 @@ class ZooKeeper(LineAuthority):
     def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
         began = time.monotonic()
         sync = [verbs.sync(self._root)] if extend else []
-        look, behind = self._look(place), place.behind
-        if behind:
-            look[1] = verbs.exists(behind)  # in place of a list, which is long where many wait
-        seen = yield from self.asking([*sync, *look], until)
+        seen = yield from self.asking([*sync, *self._look(place)], until)
         if extend:
             self._checked(seen.pop(0))
             place.began, place.granted = began, self._lasts(place.ttl)
-        if behind and not any(isinstance(each, NoNodeError) for each in seen):
-            if self._checked(seen[1]) is not None:
-                return View(is_there=True, ahead=[behind])
-            place.behind = ""
-            if self._mark_of(self._checked(seen[2])[0], behind).nonce != _nonce_of(behind):
-                return View(is_there=True, ahead=())  # it has left without having held: look at all
-            # It has held, so no entry was before it; and none is between it and this one.
-            seen[1] = [path.rpartition("/")[2] for path in self._paths.get(place.nonce, ())]
         return (yield from self._mint_if_first(place, seen, until))
 
     def _make(self, lines: Sequence[str], until: float) -> Steps[None]:
@@ -280,7 +269,6 @@ class ZooKeeper(LineAuthority):
                 ahead.append(f"{line}/{max(before)[1]}")
         marks = [self._mark_of(text, line) for (text, _), line in zip(found, lines, strict=True)]
         kept_for = max(mark.kept_for for mark in marks)
-        place.behind = ahead[0] if ahead and len(lines) == 1 else ""
         if ahead or kept_for > 0:
             return View(is_there=True, ahead=ahead, kept_for=kept_for)
         self._base = self._mark_of(base_text, self._root).token, base_stat.version
@@ -492,7 +480,3 @@ class ZooKeeper(LineAuthority):
                 elif not isinstance(refused, (*verbs.CHANGED, NotEmptyError)):
                     self._checked(refused)
         return count
-
-
-def _nonce_of(path: str) -> str:
-    return path.rpartition("/")[2][: verbs.NONCE_LENGTH]
