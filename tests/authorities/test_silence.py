@@ -363,7 +363,7 @@ def test_an_acquisition_does_not_wait_for_its_own_late_grant(hold_up: HoldUp) ->
 @pytest.mark.long
 @pytest.mark.parametrize("scene", SERVERS, indirect=True)
 def test_waiting_goes_on_behind_a_silence(scene: Scene) -> None:
-    grant = scene.beside.acquire("r", ttl=60.0)
+    grant = scene.beside.acquire("r", ttl=scene.ttl)
     scene.silence_open()
     assert scene.beside.release(grant) is True
     got = scene.face.acquire("r", ttl=4.0, timeout=40.0)
