@@ -122,7 +122,7 @@ async def _shut_down(server: Any, shutdown: Callable[..., Awaitable[None]], **so
     try:
         await shutdown(**sockets)
     finally:
-        if signal.SIGTERM in server._captured_signals:  # noqa: SLF001 - it is about to raise them again
+        if signal.SIGTERM in getattr(server, "_captured_signals", ()):  # it is about to raise them again
             end_acquisitions(_PATIENCE)
             for authority in list(in_use):
                 await _release_of_loop(authority, ends=True)
