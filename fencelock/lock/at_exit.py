@@ -118,9 +118,9 @@ def arrange_end() -> None:
 in_forked_child(functools.partial(handler_seen.__setitem__, 0, None))
 
 
-async def _shut_down(server: Any, shutdown: Callable[..., Awaitable[None]], **sockets: Any) -> None:
+async def _shut_down(server: Any, shutdown: Callable[..., Awaitable[None]], *its: Any, **named: Any) -> None:
     try:
-        await shutdown(**sockets)
+        await shutdown(*its, **named)
     finally:
         if signal.SIGTERM in getattr(server, "_captured_signals", ()):  # it is about to raise them again
             end_acquisitions(_PATIENCE)
