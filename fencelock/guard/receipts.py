@@ -245,9 +245,9 @@ def once(
             ours = made.get(name)
             return Receipt(name, done=True, result=row.result if ours is None else ours.result)
     receipt = made[name] = Receipt(name, done=False)
-    for name in ("commit", "prepare_twophase"):
-        if not event.contains(connection, name, _store_results):
-            event.listen(connection, name, _store_results)
+    for moment in ("commit", "prepare_twophase"):
+        if not event.contains(connection, moment, _store_results):
+            event.listen(connection, moment, _store_results)
     return receipt
 
 
@@ -373,7 +373,7 @@ def _digest(fingerprint: Any) -> str | None:
 def _plain(value: object) -> Any:
     if isinstance(value, enum.Enum):
         return value.value
-    if isinstance(value, Decimal):
+    if isinstance(value, Decimal) and value.is_finite():
         return str(_EXACT.normalize(value) or 0)
     if isinstance(value, datetime) and value.tzinfo is not None:
         return str(value.astimezone(UTC))

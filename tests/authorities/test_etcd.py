@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fencelock import AuthorityError, Etcd, QuorumError
+from fencelock import AuthorityError, Etcd, QuorumError, _threads
 from fencelock.authority.base import Grant
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.aio import LoopLink
@@ -321,6 +321,26 @@ def test_a_lease_ends_in_time_where_the_servers_make_longer_ones() -> None:
         began = time.monotonic()
         other.acquire(("r",), ttl=5.0, timeout=20.0)
         assert time.monotonic() - began < 5.0
+
+
+def test_an_opening_that_could_not_begin_is_begun_again(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another caller would wait for its threads for ever."""
+    begun, start = list[threading.Thread](), _threads.start
+
+    def start_one(thread: threading.Thread) -> None:
+        begun.append(thread)
+        if len(begun) > 1:
+            raise RuntimeError("can't start new thread")
+        thread.run = lambda: None  # type: ignore[method-assign]
+
+    with Etcd(with_new_path(cluster.url)) as authority:
+        monkeypatch.setattr(_threads, "start", start_one)
+        with pytest.raises(RuntimeError):
+            authority.acquire(("r",), ttl=5.0, timeout=0.5)
+        monkeypatch.setattr(_threads, "start", start)
+        assert take(BlockingFace(authority)) > 0
 
 
 def test_a_wish_that_is_refused_spoils_no_other(authority: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:

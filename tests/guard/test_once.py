@@ -421,6 +421,12 @@ def test_a_fingerprint_is_exact() -> None:
     assert digest(noon) != digest(noon.replace(tzinfo=None))
 
 
+@pytest.mark.parametrize("number", ["NaN", "sNaN", "-Infinity"])
+def test_a_fingerprint_has_no_number_that_is_none(number: str) -> None:
+    with pytest.raises(TypeError, match="a fingerprint is plain data"):
+        module._digest(Decimal(number))
+
+
 def test_a_result_with_half_a_surrogate_pair_is_refused_at_once(engine: Engine) -> None:
     with Session(engine) as session, pytest.raises(TypeError, match="cannot be written as JSON"):
         once(session, "k").result = "\ud800"

@@ -165,9 +165,14 @@ class Asking(LineAuthority):
         if (opening := self._opening) is None or opening.over:
             places = self._members.to_try()
             opening = self._opening = _Opening(len(places))
-            for place in places:
-                run = functools.partial(self._open, opening, *place)
-                _threads.start(threading.Thread(target=run, name="fencelock-etcd", daemon=True))
+            try:
+                for place in places:
+                    run = functools.partial(self._open, opening, *place)
+                    _threads.start(threading.Thread(target=run, name="fencelock-etcd", daemon=True))
+            except BaseException:  # no thread can be started, or a signal handler has raised
+                opening.error, opening.left = ConnectionError("no connection could be begun"), 0
+                opening.wake_all()
+                raise
         return opening.wait(until)
 
     def _open(self, opening: _Opening, after: float, address: tuple[str, int]) -> None:
@@ -176,11 +181,11 @@ class Asking(LineAuthority):
         try:
             if not opening.over:
                 link = Link(self._members, address, time.monotonic() + ANSWER[0])
-        except OSError as error:
-            self._members.leave(address, str(error))
-            opening.fail(error)
         except Exception as error:  # noqa: BLE001 - the callers get it
-            opening.fail(error)
+            if isinstance(error, OSError):
+                self._members.leave(address, str(error))
+            with opening.mutex:
+                opening.fail(error)
         with opening.mutex:
             if link is not None and opening.link is None:
                 self._members.prefer(address)

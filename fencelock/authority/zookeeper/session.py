@@ -69,6 +69,7 @@ class Session:
         #: The session timeout that the servers have granted, in seconds; 0 before the first connection.
         self.timeout: float = 0.0
         self.renewals: int = 0  # how often a new session has replaced one that is over
+        self._answered_at = -math.inf  # when the last answer came
         self.changes: int = 0  # how often the connection was lost or opened
         self._to_do: SimpleQueue[Callable[[KazooClient], object] | None] = SimpleQueue()
         self._closed = ThreadWakeup()
@@ -154,7 +155,7 @@ class Session:
         missing: list[Request] = list(requests)
 
         def note(_: object) -> None:
-            self._unanswered_since = math.inf
+            self._unanswered_since, self._answered_at = math.inf, time.monotonic()
             missing.pop()
             if not missing:
                 done()
@@ -172,10 +173,9 @@ class Session:
         self._to_do.put(send)
         return results
 
-    def _leave_silent(self) -> None:
-        """Take the session to another server, if this one has answered nothing for a while."""
-        self._unanswered_since = min(self._unanswered_since, time.monotonic())
-        if time.monotonic() - self._unanswered_since > _SILENT:
+    def _leave_silent(self, began: float) -> None:
+        """Take the session to another server, if this one has answered nothing since a request began."""
+        if time.monotonic() - max(began, self._answered_at) > _SILENT:
             with contextlib.suppress(AttributeError, OSError):  # kazoo has closed it meanwhile
                 self._client._connection._socket.shutdown(socket.SHUT_RDWR)  # noqa: SLF001
 
@@ -183,7 +183,7 @@ class Session:
         """Send requests; return the result of each, or its error; raise OSError without an answer."""
         if not step.requests:
             return []
-        until, wakeup = time.monotonic() + step.seconds, ThreadWakeup()
+        began, wakeup = time.monotonic(), ThreadWakeup()
         over: list[bool] = []
 
         def finish() -> None:
@@ -192,11 +192,11 @@ class Session:
 
         results = self._begin(step.requests, finish)
         while not over:
-            if (left := until - time.monotonic()) <= 0:
+            if (left := began + step.seconds - time.monotonic()) <= 0:
                 raise TimeoutError("no server answered in time")
             wakeup.sleep(min(left, _LOOK))
             if not over:
-                self._leave_silent()
+                self._leave_silent(began)
         return _outcomes(results)
 
     async def exchange_soon(self, step: Exchange) -> list[Any]:
@@ -215,13 +215,13 @@ class Session:
                 loop.call_soon_threadsafe(finish)
 
         results = self._begin(step.requests, finish_soon)
-        until = time.monotonic() + step.seconds
+        began = time.monotonic()
         while not over.done():
-            if (left := until - time.monotonic()) <= 0:
+            if (left := began + step.seconds - time.monotonic()) <= 0:
                 raise TimeoutError("no server answered in time")
             await asyncio.wait([over], timeout=min(left, _LOOK))
             if not over.done():
-                self._leave_silent()
+                self._leave_silent(began)
         return _outcomes(results)
 
     def watch(self, path: str, wakeup: Any) -> Watch:
