@@ -23,6 +23,11 @@ from fencelock.authority.zookeeper.session import Request, Session, Watching, ho
 from fencelock.errors import AuthorityError
 
 _MOST: Final = 500  # the most names of one lock: their transaction must fit into a megabyte
+_UNKNOWN: Final = (
+    0,
+    -2,
+    -1,
+)  # a base that is to be read; no node has version -2, and -1 would mean any version
 _REMEMBERED: Final = 10_000  # the most lines, and the most marks, that a client remembers
 
 
@@ -87,7 +92,7 @@ class ZooKeeper(LineAuthority):
         #: By line: mark, version of the mark, and `Session.changes` when it was read. They spare a request
         #: on the same connection only, because after a new connection the servers may have lost their data.
         self._known: OrderedDict[str, tuple[Mark, int, int]] = OrderedDict()
-        self._base = 0, -1  # the base and its version
+        self._base = _UNKNOWN  # the base, its version, and `Session.changes` when it was read
 
     def close(self) -> None:
         """Close the session; held leases keep it open until they end. The next use connects again."""
@@ -158,7 +163,7 @@ class ZooKeeper(LineAuthority):
             mints = len(known) == len(lines)
             look = [verbs.children_and_version(line) for line in lines] if mints else self._look(place)
             if mints:
-                operations += self._marking(place, known, self._base)
+                operations += self._marking(place, known)
             request = verbs.transaction(*operations)
             try:
                 made, *seen = yield Exchange([request, *look], self._answer_within(until))
@@ -172,7 +177,7 @@ class ZooKeeper(LineAuthority):
             place.granted = self._lasts(place.ttl)  # first, because `_lasts` may clear `_paths`
             self._paths[place.nonce], self._ttls[place.nonce] = made[: len(lines)], place.ttl
             if not mints:
-                return (yield from self._mint_if_first(place, seen, until))
+                return (yield from self._mint_if_first(place, seen, changes, until))
             if self._stands_alone(place, made, seen):
                 return self._noted(place, operations, made, changes)
             return (yield from self._take(place, extend=False, until=until))
@@ -180,15 +185,16 @@ class ZooKeeper(LineAuthority):
     def _has_changed(self, made: Any, lines: Sequence[str]) -> bool:
         """Return whether a transaction was refused because another client has minted or pruned."""
         refused = verbs.refusal(made)
+        if isinstance(refused, verbs.CHANGED):
+            self._base = _UNKNOWN
         if isinstance(refused, NoNodeError):
             for line in lines:
                 self._made.pop(line, None)
         return isinstance(refused, verbs.CHANGED) or self._checked(refused) is not None
 
-    def _marking(
-        self, place: Place, known: Sequence[tuple[Mark, int]], base: tuple[int, int]
-    ) -> list[tuple[Any, ...]]:
+    def _marking(self, place: Place, known: Sequence[tuple[Mark, int]]) -> list[tuple[Any, ...]]:
         """Return the operations that mint, if marks and base still have the known versions."""
+        base = self._base
         operations: list[tuple[Any, ...]] = [(verbs.CHECK, self._root, base[1])]
         for line, (mark, version) in zip(map(self._line, place.resources), known, strict=True):
             minted = Mark(self._minted(mark, base[0]), place.nonce)
@@ -209,25 +215,24 @@ class ZooKeeper(LineAuthority):
     def _noted(
         self, place: Place, operations: Sequence[tuple[Any, ...]], done: Sequence[Any], changes: int
     ) -> tuple[int, ...]:
-        """Return the tokens that a transaction has minted; note the versions for the next one."""
+        """Return the tokens that a transaction has minted; note the versions on this connection, if given."""
         tokens = []
         sets = zip(operations[-len(place.resources) :], done[-len(place.resources) :], strict=True)
         for (_, line, text, _), stat in sets:
             mark = self._mark_of(text, line)
             tokens.append(mark.token)
-            self._known[line] = mark, stat.version, changes
+            if changes:
+                self._known[line] = mark, stat.version, changes
         while len(self._known) > _REMEMBERED:
             self._known.popitem(last=False)
         return tuple(tokens)
 
-    def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:
-        began = time.monotonic()
-        sync = [verbs.sync(self._root)] if extend else []
-        seen = yield from self.asking([*sync, *self._look(place)], until)
-        if extend:
-            self._checked(seen.pop(0))
-            place.began, place.granted = began, self._lasts(place.ttl)
-        return (yield from self._mint_if_first(place, seen, until))
+    def _take(self, place: Place, *, extend: bool, until: float) -> Steps[tuple[int, ...] | View]:  # noqa: ARG002
+        # The transaction that mints checks after `began` that the entries are there.
+        began, changes = time.monotonic(), self._opened().changes
+        seen = yield from self.asking(self._look(place), until)
+        place.began, place.granted = began, self._lasts(place.ttl)
+        return (yield from self._mint_if_first(place, seen, changes, until))
 
     def _make(self, lines: Sequence[str], until: float) -> Steps[None]:
         """Make the lines that are not known to exist."""
@@ -249,16 +254,21 @@ class ZooKeeper(LineAuthority):
     def _look(self, place: Place) -> list[Request]:
         """Return the requests whose answers `_mint_if_first` reads."""
         lines = list(map(self._line, place.resources))
-        return [verbs.get(self._root), *map(verbs.children, lines), *map(verbs.get, lines)]
+        base = [] if self._base[2] == self._opened().changes else [verbs.get(self._root)]
+        return [*map(verbs.children, lines), *map(verbs.get, lines), *base]
 
-    def _mint_if_first(self, place: Place, seen: list[Any], until: float) -> Steps[tuple[int, ...] | View]:
-        """Mint if the place is the first in all lines, and return the tokens; else return a `View`."""
-        changes = self._opened().changes
+    def _mint_if_first(
+        self, place: Place, seen: list[Any], changes: int, until: float
+    ) -> Steps[tuple[int, ...] | View]:
+        """Mint if the place is the first in all lines, and return the tokens; else return a `View`.
+
+        `changes` is `Session.changes` from before `seen` was asked for.
+        """
         paths = self._paths.get(place.nonce, [])
         if len(paths) < len(place.resources) or any(isinstance(each, NoNodeError) for each in seen):
             return View(is_there=False, ahead=())
-        (base_text, base_stat), *rest = map(self._checked, seen)
-        lines, found = list(map(self._line, place.resources)), rest[len(place.resources) :]
+        rest, lines = list(map(self._checked, seen)), list(map(self._line, place.resources))
+        found, base = rest[len(lines) : 2 * len(lines)], rest[2 * len(lines) :]
         ahead = []
         for line, names, path in zip(lines, rest, paths, strict=False):
             mine = path.rpartition("/")[2]
@@ -271,15 +281,19 @@ class ZooKeeper(LineAuthority):
         kept_for = max(mark.kept_for for mark in marks)
         if ahead or kept_for > 0:
             return View(is_there=True, ahead=ahead, kept_for=kept_for)
-        self._base = self._mark_of(base_text, self._root).token, base_stat.version
+        for text, stat in base:
+            self._base = self._mark_of(text, self._root).token, stat.version, changes
         known = [(mark, stat.version) for mark, (_, stat) in zip(marks, found, strict=True)]
         operations: list[tuple[Any, ...]] = [(verbs.CHECK, path, -1) for path in paths]
-        operations += self._marking(place, known, self._base)
+        operations += self._marking(place, known)
         (done,) = yield from self.asking([verbs.transaction(*operations)], until)
         if (refused := verbs.refusal(done)) is None:
-            return self._noted(place, operations, done, changes)
+            # While others wait, a new entry that also mints would only make the next mint fail.
+            is_alone = all(len(names) == 1 for names in rest[: len(lines)])
+            return self._noted(place, operations, done, changes if is_alone else 0)
         if not isinstance(refused, verbs.CHANGED):
             self._checked(refused)
+        self._base = _UNKNOWN
         return View(is_there=True, ahead=())  # something has changed, so the caller tries again
 
     def _mark_of(self, text: bytes, path: str) -> Mark:
