@@ -23,7 +23,7 @@ from proof.servers import Etcd, ZooKeeper
 from proof.servers.galera import Galera
 from proof.servers.members import Members
 from proof.servers.patroni import TTL, Patroni
-from proof.torture.proxy import FAIR, SILENT, Proxies
+from proof.torture.proxy import DRIPPING, FAIR, SILENT, Proxies
 from proof.torture.service import Service
 from proof.torture.stage import FaultError, Note, Stage
 
@@ -219,6 +219,17 @@ def _pause_members(fault: str, kind: type[Etcd | ZooKeeper], stage: Stage, rng: 
         stage.sleep(rng.uniform(*_AWAY))
 
 
+def _silence_members(fault: str, kind: type[Etcd | ZooKeeper], stage: Stage, rng: random.Random) -> None:
+    members, proxies = stage.tool(kind), stage.tool(Proxies)
+    victims = rng.sample(range(members.count), rng.randint(1, members.count))
+    with _broken(stage, fault, members, victims):
+        for victim in victims:
+            proxies.change(victim, rng.choice((SILENT, DRIPPING)))
+        stage.sleep(rng.uniform(*_AWAY))
+        for victim in victims:
+            proxies.change(victim, FAIR)
+
+
 def _isolate_member(stage: Stage, rng: random.Random) -> None:
     members = stage.tool(Etcd)
     victim = rng.choice((members.leader(), rng.randrange(members.count)))
@@ -266,11 +277,13 @@ CLUSTER_FAULTS: Final[Mapping[str, Callable[[Stage, random.Random], None]]] = {
     "etcd-kill": partial(_kill_members, "etcd-kill", Etcd, 1),
     "etcd-leader-kill": partial(_kill_leader, "etcd-leader-kill", Etcd),
     "etcd-member-pause": partial(_pause_members, "etcd-member-pause", Etcd),
+    "etcd-silence": partial(_silence_members, "etcd-silence", Etcd),
     "etcd-isolate": _isolate_member,
     "etcd-restore": _restore,
     "etcd-compact": _compact,
     "zookeeper-kill": partial(_kill_leader, "zookeeper-kill", ZooKeeper),
     "zookeeper-pause": partial(_pause_members, "zookeeper-pause", ZooKeeper),
+    "zookeeper-silence": partial(_silence_members, "zookeeper-silence", ZooKeeper),
     "zookeeper-restart": partial(_kill_members, "zookeeper-restart", ZooKeeper, 3),
     "zookeeper-wipe": _wipe,
 }

@@ -33,6 +33,7 @@ class Weather:
     answers_pass: bool = True
     duplicates: float = 0.0  #: which share of the requests is sent a second time
     lateness: float = 0.0  #: seconds after which it is, at most
+    drip: float = 0.0  #: seconds that each byte of an answer takes
 
     @property
     def drops(self) -> bool:
@@ -41,6 +42,7 @@ class Weather:
 
 FAIR: Final = Weather()
 SILENT: Final = Weather(requests_pass=False, answers_pass=False)
+DRIPPING: Final = Weather(drip=0.05)
 
 
 class Proxy:
@@ -139,8 +141,10 @@ class Proxy:
             if lost:
                 self._broken.add(task)
                 continue
-            writer.write(piece)
-            await writer.drain()
+            for begin in range(0, len(piece), size := 1 if weather.drip else _READ_SIZE):
+                writer.write(piece[begin : begin + size])
+                await writer.drain()
+                await asyncio.sleep(weather.drip if self._weather is weather else 0.0)
 
     async def _wait(self, weather: Weather) -> None:
         if weather.delay:

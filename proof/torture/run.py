@@ -233,7 +233,14 @@ def _leases(  # noqa: PLR0917
         store: Etcd | ZooKeeper = Etcd(partitions=True) if settings.authority == ETCD else ZooKeeper(3)
         stack.enter_context(store)
         tools.append(store)
-        return [f"{store.url}/{namespace}"]
+        direct = f"{store.url}/{namespace}"
+        if f"{settings.authority}-silence" not in faults:
+            return [direct]
+        scheme, _, hosts = store.url.partition("://")
+        servers = [f"tcp://{host}" for host in hosts.split(",")]
+        tools.append(proxies := stack.enter_context(Proxies(servers, random.Random(settings.seed))))
+        through = ",".join(url.removeprefix("tcp://") for url in proxies.urls)
+        return [direct, f"{scheme}://{through}/{namespace}"]
     return ()
 
 

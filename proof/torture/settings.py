@@ -59,6 +59,7 @@ STORES: Final = {
         "etcd-kill": "SIGKILL members, maybe all, which come back with their data",
         "etcd-leader-kill": "SIGKILL the member that leads, which comes back with its data",
         "etcd-member-pause": "SIGSTOP one or two of the members",
+        "etcd-silence": "let members pass nothing on to clients, or byte after byte, on open connections",
         "etcd-isolate": "cut a member off the others, while clients reach it",
         "etcd-restore": "restore all members from a snapshot: what was granted since is lost",
         "etcd-compact": "have all older revisions forgotten",
@@ -66,6 +67,7 @@ STORES: Final = {
     ZOOKEEPER: {
         "zookeeper-kill": "SIGKILL the server that leads, which comes back with its data",
         "zookeeper-pause": "SIGSTOP one or two of the servers",
+        "zookeeper-silence": "let servers pass nothing on to clients, or byte after byte",
         "zookeeper-restart": "SIGKILL all servers, which come back with their data",
         "zookeeper-wipe": "SIGKILL all servers, which come back without their data",
     },
