@@ -257,8 +257,8 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
         return
     if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
         what = (
-            "has no trigger: other programs can lower the fence by SQL, and the guard does not notice "
-            "their changes"
+            "has no trigger of this version: other programs can lower the fence by SQL, and the guard does "
+            "not notice their changes"
         )
         yield note(name, what, "op.create_fence_trigger, where others write: docs/existing-code.md")
 
@@ -277,7 +277,11 @@ def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Fi
             what = f"has no column {' and no column '.join(sorted(lacking))}"
             yield Finding(name, what, "op.add_fence in a migration adds both columns of the guard")
         elif trigger_of(each) and not triggers.installed(connection, name, schema=each.schema):
-            yield Finding(name, "lacks the trigger that its model wants", "alembic autogenerate adds it")
+            yield Finding(
+                name,
+                "lacks the trigger that its model wants, or has one of an earlier version",
+                "alembic autogenerate adds it",
+            )
         wanted = [column.name for column in fenced.template.columns.values()]
         indexed = [[*inspector.get_pk_constraint(name, **where)["constrained_columns"]]]
         indexed += [[*filter(None, its["column_names"])] for its in inspector.get_indexes(name, **where)]

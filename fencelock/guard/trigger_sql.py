@@ -17,8 +17,10 @@ Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2  # the modulus or bit mask with which random write ids stay below 2**53
 
+#: Without the path, a function would run what the writer's search path has: another role's `concat`, say.
+_PINNED: Final = "LANGUAGE plpgsql SET search_path = pg_catalog"
 _POSTGRESQL_FUNCTION: Final = f"""
-CREATE FUNCTION {{refuse}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
+CREATE FUNCTION {{refuse}}() RETURNS trigger {_PINNED} AS $fencelock$
 BEGIN
     IF NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN} THEN
         RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
@@ -46,7 +48,7 @@ CREATE: Final[Mapping[str, Mapping[Form, str]]] = {
     "postgresql": {
         "refuse": _POSTGRESQL_FUNCTION,
         "renew": f"""
-CREATE FUNCTION {{renew}}() RETURNS trigger LANGUAGE plpgsql AS $fencelock$
+CREATE FUNCTION {{renew}}() RETURNS trigger {_PINNED} AS $fencelock$
 BEGIN
     NEW.{WRITE_COLUMN} := 1 + CAST(
         CAST('x' || right(CAST(gen_random_uuid() AS TEXT), 12) AS BIT(48)) AS BIGINT);
@@ -58,7 +60,7 @@ END $fencelock$
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (
     NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}
-    AND NOT (pg_trigger_depth() > 0 AND OLD.xmin = CAST(pg_current_xact_id() AS XID))
+    AND NOT (pg_catalog.pg_trigger_depth() > 0 AND OLD.xmin = CAST(pg_catalog.pg_current_xact_id() AS XID))
 )
 EXECUTE FUNCTION {{renew}}()
 """,
@@ -72,7 +74,7 @@ CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW
 WHEN (
     NEW.{FENCE_COLUMN} < OLD.{FENCE_COLUMN}
     OR NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}
-    AND pg_trigger_depth() = 0
+    AND pg_catalog.pg_trigger_depth() = 0
 )
 EXECUTE FUNCTION {{refuse}}()
 """,
@@ -122,17 +124,20 @@ DROP: Final = {
     "sqlite": "DROP TRIGGER IF EXISTS {{{form}}}",
 }
 
+#: The triggers of a table, and whether each is of this version.
 LOOK: Final = {
     "postgresql": """
-        SELECT tgname FROM pg_trigger
-        JOIN pg_class ON pg_class.oid = tgrelid JOIN pg_namespace ON pg_namespace.oid = relnamespace
-        WHERE relname = :table AND tgenabled IN ('O', 'A') AND NOT tgisinternal AND CASE
-            WHEN CAST(:schema AS TEXT) IS NULL THEN pg_table_is_visible(pg_class.oid)
+        SELECT tgname, COALESCE(proconfig[1], '') = 'search_path=pg_catalog' FROM pg_catalog.pg_trigger
+        JOIN pg_catalog.pg_class ON pg_class.oid = tgrelid
+        JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
+        JOIN pg_catalog.pg_proc ON pg_proc.oid = tgfoid
+        WHERE relname = CAST(:table AS TEXT) AND tgenabled IN ('O', 'A') AND NOT tgisinternal AND CASE
+            WHEN CAST(:schema AS TEXT) IS NULL THEN pg_catalog.pg_table_is_visible(pg_class.oid)
             ELSE nspname = CAST(:schema AS TEXT) END
     """,
     "mysql": """
-        SELECT trigger_name FROM information_schema.triggers
+        SELECT trigger_name, TRUE FROM information_schema.triggers
         WHERE event_object_table = :table AND event_object_schema = COALESCE(:schema, DATABASE())
     """,
-    "sqlite": "SELECT name FROM {schema}sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
+    "sqlite": "SELECT name, 1 FROM {schema}sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
 }

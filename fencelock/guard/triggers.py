@@ -172,19 +172,20 @@ def installed(connection: Connection, table: str, *, schema: str | None = None) 
         triggers.installed(connection, "orders")     # False
     ```
 
-    A disabled trigger counts as none.
+    A disabled trigger counts as none, and so does one of an earlier version, whose function can be misled.
     """
     found = _found(connection, table, schema)
-    forms = {form for form in sql.TRIGGERS if _name(table, form) in found}
+    forms = {form for form in sql.TRIGGERS if found.get(_name(table, form))}
     return "strict" if "strict" in forms else forms >= {"fence", "ids"}
 
 
-def _found(connection: Connection, table: str, schema: str | None) -> set[str]:
+def _found(connection: Connection, table: str, schema: str | None) -> dict[str, bool]:
+    """Return the names of triggers, and whether each is of this version."""
     family = _family(connection.dialect.name)
     quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
     look = text(sql.LOOK[family].format(schema=quoted))
     asked = {"table": table} if family == "sqlite" else {"table": table, "schema": schema}
-    return set(connection.scalars(look, asked))
+    return {name: bool(is_current) for name, is_current in connection.execute(look, asked)}
 
 
 def drop_renamed(connection: Connection, table: str, *, schema: str | None = None) -> list[FenceDDL]:
@@ -198,7 +199,7 @@ def drop_renamed(connection: Connection, table: str, *, schema: str | None = Non
     endings = tuple(f"_{form}" for form in sql.TRIGGERS)
     preparer = connection.dialect.identifier_preparer
     dropped = []
-    for name in sorted(_found(connection, table, schema) - own):
+    for name in sorted(_found(connection, table, schema).keys() - own):
         if not (name.startswith("fencelock_") and name.endswith(endings)):
             continue
         named = Table(name, MetaData(), schema=schema)

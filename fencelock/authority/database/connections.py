@@ -372,7 +372,7 @@ def prepare_if_direct(driver: Any, cursor: Any) -> None:
     PgBouncer tells the driver another process id than that of the server.
     """
     if hasattr(driver, "prepare_threshold"):
-        cursor.execute("SELECT pg_backend_pid()")
+        cursor.execute("SELECT pg_catalog.pg_backend_pid()")
         if cursor.fetchone()[0] != driver.info.backend_pid:
             driver.prepare_threshold = None
 

@@ -28,14 +28,14 @@ SERVER_BITS: Final = 10  # bits of the server, by which the time is shifted
 # Acquisitions and releases wait at most a second for a lock of another transaction on a row or SQLite's file.
 _UPSERT: Final = """
 INSERT INTO {table} AS l (resource, token, nonce, expires_at, holder, since)
-SELECT CAST(:resource AS VARCHAR), {first}, CAST(:nonce AS VARCHAR),
-    {until}, CAST(:holder AS VARCHAR), {now}
+SELECT CAST(:resource AS TEXT), {first}, CAST(:nonce AS TEXT),
+    {until}, CAST(:holder AS TEXT), {now}
 FROM (SELECT {durable} AS settings) AS its WHERE settings IS NOT NULL
 ON CONFLICT (resource) DO UPDATE SET
     token = CASE WHEN l.nonce = excluded.nonce THEN l.token ELSE {later}({next}, excluded.token) END,
     nonce = excluded.nonce, expires_at = excluded.expires_at, holder = excluded.holder,
-    since = excluded.since, queue = replace(l.queue, CAST(:world AS VARCHAR), '')
-WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce IN (excluded.nonce, CAST(:world AS VARCHAR))
+    since = excluded.since, queue = {pg}replace(l.queue, CAST(:world AS TEXT), '')
+WHERE l.nonce IS NULL OR l.expires_at <= {now} OR l.nonce IN (excluded.nonce, CAST(:world AS TEXT))
 """
 # `LAST_INSERT_ID(x)` stores x for the answer and for later expressions: the token, or 0 if another holder has
 # the resource. At first x is the token that a new row would get. No assignment reads a column that an earlier
@@ -63,10 +63,16 @@ UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {unt
 # `queues`). No assignment reads a column that an earlier one has changed.
 _RELEASE: Final = """
 UPDATE {table} SET expires_at = CASE WHEN COALESCE(queue, '') = '' THEN expires_at ELSE {moment} END,
-    nonce = NULLIF(SUBSTR(queue, 1, 8), ''), queue = SUBSTR(queue, 9) WHERE {ours}"""
+    nonce = NULLIF({pg}substr(queue, 1, 8), ''), queue = {pg}substr(queue, 9) WHERE {ours}"""
 _QUEUE_UP: Final = """
-UPDATE {table} SET queue = CASE WHEN {joined} > 0 OR LENGTH(queue) > 240 THEN queue ELSE {longer} END
+UPDATE {table} SET queue = CASE WHEN {joined} > 0 OR {pg}length(queue) > 240 THEN queue ELSE {longer} END
 WHERE resource = :resource AND expires_at > {now} AND nonce <> :world"""
+# PostgreSQL prefers exact types: it would run a function or operator of another role, in a schema of the
+# search path, if it fits better than the one in `pg_catalog`. So functions are qualified, and operators have
+# operands of exactly their types; `tests/authorities/test_search_path.py` creates all others.
+_MS: Final = (
+    "(CAST(EXTRACT(EPOCH FROM pg_catalog.{}()) AS DOUBLE PRECISION) * CAST(1000 AS DOUBLE PRECISION))"
+)
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "postgresql": {
         "acquire": _UPSERT + "RETURNING token",
@@ -74,23 +80,26 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "transfer": _TRANSFER + " RETURNING token",
         "durably": " AND {durable} IS NOT NULL",
         "release": _RELEASE + " AND {lazy} IS NOT NULL AND (COALESCE(queue, '') = '' "
-        "OR pg_notify('fencelock_' || left(queue, 7), resource) IS NOT NULL) RETURNING resource, nonce",
+        "OR pg_catalog.pg_notify('fencelock_' || pg_catalog.left(queue, 7), resource) IS NOT NULL) "
+        "RETURNING resource, nonce",
         "moment": "{now} + INTERVAL '0.1 second'",
         "queue_up": _QUEUE_UP + " AND {lazy} IS NOT NULL RETURNING {left}, {joined}",
-        "joined": "strpos(COALESCE(queue, ''), CAST(:world AS VARCHAR))",
+        "joined": "pg_catalog.strpos(COALESCE(queue, ''), CAST(:world AS TEXT))",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
-        "standby": "pg_is_in_recovery()",
+        "standby": "pg_catalog.pg_is_in_recovery()",
         # A grant must outlive a crash and a failover, whatever the server does by default.
-        "durable": "set_config('lock_timeout', '1s', true) || CASE WHEN current_setting('synchronous_commit')"
-        " IN ('off', 'local', 'remote_write') THEN set_config('synchronous_commit', 'on', true) ELSE '' END",
+        "durable": "pg_catalog.set_config('lock_timeout', '1s', true) || CASE"
+        " WHEN pg_catalog.current_setting('synchronous_commit') IN ('off', 'local', 'remote_write')"
+        " THEN pg_catalog.set_config('synchronous_commit', 'on', true) ELSE '' END",
         # If a crash loses a release, the lease only lasts until its end.
-        "lazy": "set_config('lock_timeout', '1s', true) || set_config('synchronous_commit', 'off', true)",
-        "now": "statement_timestamp()",
-        "until": "statement_timestamp() + CAST(:ttl AS DOUBLE PRECISION) * INTERVAL '1 second'",
-        "left": "CAST(EXTRACT(EPOCH FROM expires_at - statement_timestamp()) AS DOUBLE PRECISION)",
+        "lazy": "pg_catalog.set_config('lock_timeout', '1s', true)"
+        " || pg_catalog.set_config('synchronous_commit', 'off', true)",
+        "now": "pg_catalog.statement_timestamp()",
+        "until": "pg_catalog.statement_timestamp() + CAST(:ttl AS DOUBLE PRECISION) * INTERVAL '1 second'",
+        "left": "CAST(EXTRACT(EPOCH FROM expires_at - pg_catalog.statement_timestamp()) AS DOUBLE PRECISION)",
         "since": "CAST(EXTRACT(EPOCH FROM since) AS DOUBLE PRECISION)",
-        "milliseconds": "CAST(EXTRACT(EPOCH FROM statement_timestamp()) * 1000 AS BIGINT)",
-        "server": "MOD(CAST(EXTRACT(EPOCH FROM pg_postmaster_start_time()) * 1000 AS BIGINT), 1024)",
+        "milliseconds": f"CAST({_MS.format('statement_timestamp')} AS BIGINT)",
+        "server": f"CAST({_MS.format('pg_postmaster_start_time')} AS BIGINT) % CAST(1024 AS BIGINT)",
     },
     "mysql": {
         "acquire": _ON_DUPLICATE_KEY,
@@ -188,8 +197,9 @@ class Statements:
             "durably": "",
             "release": _RELEASE,
             "queue_up": _QUEUE_UP,
-            "longer": "COALESCE(queue, '') || CAST(:world AS VARCHAR)",
+            "longer": "COALESCE(queue, '') || CAST(:world AS TEXT)",
             "later": "GREATEST",
+            "pg": "pg_catalog." if dialect == "postgresql" else "",
             "own": "l.token",
             "standby": "0",
             "noted": "COALESCE((SELECT m.token FROM {table} AS m WHERE m.resource = ''), 0)",
@@ -221,7 +231,7 @@ class Statements:
         #: A row for each held lock: resource, token, holder, Unix time of the grant, remaining seconds.
         holders = (
             "SELECT resource, token, holder, {since}, {left} FROM {table} "
-            "WHERE LENGTH(nonce) = 32 AND expires_at > {now}"
+            "WHERE {pg}length(nonce) = 32 AND expires_at > {now}"
         )
         self.holders_of: Statement = said(holders + " AND resource IN (:resources…) ORDER BY resource")
         self.holders: Statement = said(holders + " ORDER BY resource")
@@ -239,7 +249,7 @@ class Statements:
         self.ours: Statement = said("SELECT resource, nonce FROM {table} WHERE {of_grants}")
         #: Joins the queue of a held resource; PostgreSQL also returns the seconds and position of `occupied`.
         self.queue_up: Statement = said(words["queue_up"])
-        self.call: Statement = said("SELECT pg_notify(:channel, '')")
+        self.call: Statement = said("SELECT pg_catalog.pg_notify(:channel, '')")
         self.is_standby: Statement = said("SELECT {standby}")
         #: Releases, and acquires for the next nonce; returns the token as `acquire` does.
         self.transfer: Statement = said(words["transfer"])
@@ -250,7 +260,9 @@ class Statements:
             "UPDATE {table} SET nonce = NULL WHERE resource = :resource AND token = :token"
         )
         #: The token that stores the base, the largest token, and the time of a token that is minted now.
-        self.floor: Statement = said("SELECT {noted}, COALESCE((SELECT MAX(token) FROM {table}), 0), {time}")
+        self.floor: Statement = said(
+            "SELECT {noted}, COALESCE((SELECT {pg}max(token) FROM {table}), 0), {time}"
+        )
         #: Deletes free rows with old tokens. New rows get larger ones if clocks differ by less than `age`.
         self.prune: Statement = said(
             "DELETE FROM {table} WHERE resource <> '' AND (nonce IS NULL OR expires_at <= {now}) "

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final
 
-from sqlalchemy import BigInteger, Column, MetaData, String, Table
+from sqlalchemy import BigInteger, Column, MetaData, String, Table, Text
 
 from fencelock._databases import RESOURCE, TIME
 from fencelock._engines import check_metadata
@@ -32,16 +32,19 @@ def lease_table(metadata: MetaData, *, schema: str | None = None) -> Table:
         schema: the schema of the table; `Database(…, schema=)` must be the same.
     """
     check_metadata("lease_table", metadata)
+    resource, nonce, text = (  # on PostgreSQL, operands of exactly these types: see `statements._MS`
+        each.with_variant(Text(), "postgresql") for each in (RESOURCE, String(32), String(255))
+    )
     return Table(
         LEASE_TABLE,
         metadata,
-        Column("resource", RESOURCE, primary_key=True),
+        Column("resource", resource, primary_key=True),
         Column("token", BigInteger, nullable=False, autoincrement=False),
-        Column("nonce", String(32)),
+        Column("nonce", nonce),
         Column("expires_at", TIME),
-        Column("holder", String(255)),
+        Column("holder", text),
         Column("since", TIME),
-        Column("queue", String(255)),
+        Column("queue", text),
         schema=schema,
         keep_existing=True,
     )
