@@ -48,6 +48,12 @@ _VALUES: Final = {
     "postgresql": "SELECT name, setting FROM pg_settings",
     "mysql": "SHOW GLOBAL VARIABLES",
 }
+_OPEN_SCHEMAS: Final = """
+SELECT DISTINCT nspname FROM pg_namespace, LATERAL aclexplode(nspacl) AS its
+WHERE nspname = ANY (current_schemas(FALSE)) AND its.privilege_type = 'CREATE'
+    AND its.grantee NOT IN (nspowner, (SELECT oid FROM pg_roles WHERE rolname = CURRENT_USER))
+ORDER BY nspname
+"""
 _STANDBYS: Final = """
 SELECT count(*) FROM pg_stat_replication AS r WHERE state IS DISTINCT FROM 'backup' AND NOT EXISTS (
     SELECT FROM pg_replication_slots AS s WHERE s.active_pid = r.pid AND s.slot_type = 'logical')
@@ -66,6 +72,11 @@ def of_settings(connection: Connection, where: str) -> Iterator[Finding]:
             yield note(where, _ON_GALERA, setting.advice)
         else:
             yield Finding(where, setting.what, setting.advice)
+    if dialect == "postgresql":
+        for (schema,) in _ask(connection, _OPEN_SCHEMAS):
+            what = f"other roles can create functions in {schema!r}, which is in the search path"
+            advice = "REVOKE CREATE ON SCHEMA: PostgreSQL may run them for a program or an administrator"
+            yield note(where, what, advice)
     has_log = values.get("log_bin") == "ON" and values.get("wsrep_on") != "ON"
     if has_log and values.get("sync_binlog") != "1":  # after a crash, commits that the log lacks are lost
         yield Finding(where, _FORGETS, "sync_binlog = 1")

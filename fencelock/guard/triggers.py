@@ -12,7 +12,7 @@ import hashlib
 import re
 from typing import Any, Final
 
-from sqlalchemy import MetaData, Table, text
+from sqlalchemy import MetaData, Table, inspect, text
 from sqlalchemy.engine import Connection, ExceptionContext
 from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.schema import ExecutableDDLElement
@@ -28,6 +28,7 @@ from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_TABLE,
     RECEIPT_TABLE,
+    TRANSLATED,
     WRITE_COLUMN,
     FenceTrigger,
     trigger_of,
@@ -216,6 +217,19 @@ def after_create(table: Table, connection: Any, **options: Any) -> None:
         target = connection or options["_ddl_runner"]  # Alembic's --sql has no connection
         for statement in create(table, target.dialect.name, strict=wanted == "strict"):
             target.execute(statement)
+
+
+def after_create_all(metadata: MetaData, connection: Any, **_: Any) -> None:
+    """Create missing triggers, because an earlier `create_all` may have failed after it made the table."""
+    if not isinstance(connection, Connection) or not knows(connection.dialect.name):
+        return
+    translated = connection.get_execution_options().get(TRANSLATED) or {}
+    for table in filter(trigger_of, metadata.sorted_tables):
+        schema = translated.get(table.schema, table.schema)
+        if inspect(connection).has_table(table.name, schema=schema):
+            names = _found(connection, table.name, schema)
+            if not any(_name(table.name, form) in names for form in sql.TRIGGERS):
+                after_create(table, connection)
 
 
 def before_drop(table: Table, connection: Any, **options: Any) -> None:

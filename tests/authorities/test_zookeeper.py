@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 from kazoo.client import KazooClient
+from kazoo.exceptions import NoAuthError
 from kazoo.security import make_acl
 
 from fencelock import AuthorityError, FencelockError, QuorumError, ZooKeeper
@@ -300,6 +301,39 @@ def test_login_guards_the_nodes(url: str) -> None:
         with pytest.raises(AuthorityError, match="NoAuthError"):
             stranger.acquire(("r",), ttl=3.0, timeout=0.5)
         assert take(BlockingFace(authority), ttl=4.0) > 0
+
+
+def test_the_base_is_written_by_no_stranger(url: str, kazoo: KazooClient) -> None:
+    """Not even below a root that an operator has made for everybody, which is ZooKeeper's default."""
+    with_login = url.replace("://", "://alice:secret@")
+    with ZooKeeper(with_login) as authority:
+        root = authority._root
+        kazoo.create(root, b"")
+        first = take(BlockingFace(authority), ttl=4.0)
+        kazoo.set(root, b"%020d" % (2**53 - 2_000_000_000_000))
+        with pytest.raises(NoAuthError):
+            kazoo.set(authority._above, b"%020d" % 2**51)
+    with ZooKeeper(with_login) as authority:
+        assert first < take(BlockingFace(authority), "s", ttl=4.0) < first + 2**40
+
+
+@pytest.mark.parametrize("base", [2**52, 2**53 - 2_000_000_000_000])
+def test_a_base_that_no_use_explains_is_refused(authority: ZooKeeper, kazoo: KazooClient, base: int) -> None:
+    authority.init()
+    kazoo.set(authority._above, b"%020d" % base)
+    with pytest.raises(AuthorityError, match="which no use explains"):
+        authority.acquire(("r",), ttl=2.0, timeout=0.0)
+
+
+def test_a_login_below_nodes_of_everybody_is_refused(url: str) -> None:
+    """A stranger, or a program without the login, has made them before."""
+    with ZooKeeper(url) as stranger:
+        stranger.init()
+    with ZooKeeper(url.replace("://", "://alice:secret@")) as authority:
+        with pytest.raises(AuthorityError, match="can be written by everybody"):
+            authority.acquire(("r",), ttl=4.0, timeout=0.5)
+        with pytest.raises(AuthorityError, match="can be written by everybody"):
+            authority.init()
 
 
 def test_root_that_nobody_may_make(authority: ZooKeeper, kazoo: KazooClient) -> None:

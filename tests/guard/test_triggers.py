@@ -174,6 +174,30 @@ def test_triggers_are_changed_by_hand(engine: Engine) -> None:
 ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "back\\slash", "{braces}"]
 
 
+def test_create_all_makes_triggers_that_an_earlier_call_could_not_make(engine: Engine) -> None:
+    """The table was there already, because its creation had failed half-way."""
+    with engine.begin() as connection:
+        for statement in triggers.drop(Plain, engine.dialect.name):
+            connection.execute(statement)
+        assert not triggers.installed(connection, "tr_plain")
+    Base.metadata.create_all(engine)
+    with engine.begin() as connection:
+        assert triggers.installed(connection, "tr_plain") is True
+        assert not triggers.installed(connection, "tr_none")
+
+
+@on_postgresql_alone
+def test_a_function_whose_search_path_is_open_counts_as_none(engine: Engine) -> None:
+    """As earlier versions made it: so `alembic check` replaces it."""
+    with engine.begin() as connection:
+        assert triggers.installed(connection, "tr_plain") is True
+        connection.exec_driver_sql("ALTER FUNCTION fencelock_tr_plain_refuse() RESET search_path")
+        assert not triggers.installed(connection, "tr_plain")
+        for statement in triggers.create(Plain, engine.dialect.name):
+            connection.execute(statement)
+        assert triggers.installed(connection, "tr_plain") is True
+
+
 @pytest.mark.parametrize("name", ODD)
 def test_a_table_of_an_odd_name_has_its_trigger(shared_engine: Engine, name: str) -> None:
     if shared_engine.dialect.name == "mariadb" and "\\" in name:

@@ -53,6 +53,7 @@ ANSWER: Final = (2.0, 0.5)  # the longest and the shortest time limit of an answ
 #: Seconds for which an acquisition keeps trying while servers elect a leader, within its timeout.
 _ELECTION: Final = 5.0
 _DAY: Final = 86_400_000  # milliseconds by which new tokens are above those of another authority
+_MOST_BASE: Final = 2**52  # the least base that is refused, in milliseconds: half of all tokens are left
 _GLANCE: Final = 0.5  # seconds after which an acquisition without a wakeup checks its lines again
 _AT_ONCE: Final = 200  # the most requests of one exchange, and the most leases of one extension
 _NONCE: Final = re.compile("[0-9a-f]{16}|[0-9a-f]{32}")
@@ -465,6 +466,11 @@ class LineAuthority(WithLoops):
         return Grant(resources, tokens, 0.0, data["nonce"])
 
     def _minted(self, mark: Mark, base: int) -> int:
+        if base >= _MOST_BASE:
+            raise AuthorityError(
+                f"{self._shown} has the base {base} ms, which no use explains, and which would close rows for"
+                " good: see what programs can write there, and lower it while none runs"
+            )
         token = max((mark.token >> SHIFT) + 1, base + int(time.time() * 1000)) << SHIFT
         if token > MAX_TOKEN:
             raise CountersExhaustedError(

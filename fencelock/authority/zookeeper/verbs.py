@@ -60,6 +60,16 @@ def get(path: str) -> Request:
     return lambda client: client.get_async(path)
 
 
+def get_acls(path: str) -> Request:
+    return lambda client: client.get_acls_async(path)
+
+
+def is_open(acls: Sequence[Any]) -> bool:
+    """Return whether rights of a node let everybody change it, or what is below it."""
+    changing = 0b11110  # all rights but to read
+    return any(acl.id.scheme == "world" and acl.perms & changing for acl in acls)
+
+
 def exists(path: str) -> Request:
     return lambda client: client.exists_async(path)
 

@@ -75,6 +75,9 @@ class ZooKeeper(LineAuthority):
         self._timeout = check_seconds("session_timeout", given or session_timeout)
         self._shown = str(self._hosts)
         self._root = f"/{self._hosts.root}"
+        #: The node above all lines. Its data are the base, and it is made with the rights of the login; the
+        #: root may have been made by others.
+        self._above = f"{self._root}/l"
         super().__init__()
         self.aio = AsyncLine(self)  # the same authority for coroutines
 
@@ -145,7 +148,7 @@ class ZooKeeper(LineAuthority):
     # The line.
 
     def _line(self, resource: str) -> str:
-        return f"{self._root}/l/{quoted(resource)}"
+        return f"{self._above}/{quoted(resource)}"
 
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
         lines = list(map(self._line, place.resources))
@@ -195,7 +198,7 @@ class ZooKeeper(LineAuthority):
     def _marking(self, place: Place, known: Sequence[tuple[Mark, int]]) -> list[tuple[Any, ...]]:
         """Return the operations that mint, if marks and base still have the known versions."""
         base = self._base
-        operations: list[tuple[Any, ...]] = [(verbs.CHECK, self._root, base[1])]
+        operations: list[tuple[Any, ...]] = [(verbs.CHECK, self._above, base[1])]
         for line, (mark, version) in zip(map(self._line, place.resources), known, strict=True):
             minted = Mark(self._minted(mark, base[0]), place.nonce)
             operations.append((verbs.SET, line, str(minted).encode(), version))
@@ -240,7 +243,7 @@ class ZooKeeper(LineAuthority):
         while missing:
             found = yield from self.asking([verbs.create(line, b"") for line in missing], until)
             if any(isinstance(its, NoNodeError) for its in found):
-                (made,) = yield from self.asking([verbs.ensure_path(f"{self._root}/l")], until)
+                (made,) = yield from self.asking([verbs.ensure_path(self._above)], until)
                 self._checked(made)
                 continue
             for line, its in zip(missing, found, strict=True):
@@ -254,8 +257,23 @@ class ZooKeeper(LineAuthority):
     def _look(self, place: Place) -> list[Request]:
         """Return the requests whose answers `_mint_if_first` reads."""
         lines = list(map(self._line, place.resources))
-        base = [] if self._base[2] == self._opened().changes else [verbs.get(self._root)]
+        base = [] if self._base[2] == self._opened().changes else self._look_at_base()
         return [*map(verbs.children, lines), *map(verbs.get, lines), *base]
+
+    def _look_at_base(self) -> list[Request]:
+        """Return the requests whose answers `_base_of` reads."""
+        rights = [verbs.get_acls(self._above)] if self._hosts.user else []
+        return [verbs.get(self._above), *rights]
+
+    def _base_of(self, answers: Sequence[Any]) -> tuple[int, Any]:
+        """Return the base and its `ZnodeStat`; AuthorityError if all can write it, despite the login."""
+        (text, stat), *rights = answers
+        if any(verbs.is_open(acls) for acls, _ in rights):
+            raise AuthorityError(
+                f"{self._shown} has a login, and its node {self._above} can be written by everybody: give it "
+                "the rights of the login (setAcl -R), or use another root"
+            )
+        return self._mark_of(text, self._above).token, stat
 
     def _mint_if_first(
         self, place: Place, seen: list[Any], changes: int, until: float
@@ -281,8 +299,9 @@ class ZooKeeper(LineAuthority):
         kept_for = max(mark.kept_for for mark in marks)
         if ahead or kept_for > 0:
             return View(is_there=True, ahead=ahead, kept_for=kept_for)
-        for text, stat in base:
-            self._base = self._mark_of(text, self._root).token, stat.version, changes
+        if base:
+            token, stat = self._base_of(base)
+            self._base = token, stat.version, changes
         known = [(mark, stat.version) for mark, (_, stat) in zip(marks, found, strict=True)]
         operations: list[tuple[Any, ...]] = [(verbs.CHECK, path, -1) for path in paths]
         operations += self._marking(place, known)
@@ -441,7 +460,7 @@ class ZooKeeper(LineAuthority):
         ]
 
     def _names(self) -> Steps[tuple[str, ...]]:
-        (names,) = yield from self.all_of([verbs.children(f"{self._root}/l")])
+        (names,) = yield from self.all_of([verbs.children(self._above)])
         return () if isinstance(names, NoNodeError) else tuple(map(unquote, self._checked(names)))
 
     def _evict(self, head: Head) -> Steps[None]:
@@ -455,37 +474,37 @@ class ZooKeeper(LineAuthority):
 
     def _raise_base(self, least: int) -> Steps[None]:
         while True:
-            (found,) = yield from self.all_of([verbs.get(self._root)])
-            if isinstance(found, NoNodeError):
-                (made,) = yield from self.all_of([verbs.ensure_path(f"{self._root}/l")])
+            found = yield from self.all_of(self._look_at_base())
+            if isinstance(found[0], NoNodeError):
+                (made,) = yield from self.all_of([verbs.ensure_path(self._above)])
                 self._checked(made)
                 continue
-            text, stat = self._checked(found)
-            if least <= self._mark_of(text, self._root).token:
+            base, stat = self._base_of(list(map(self._checked, found)))
+            if least <= base:
                 return
-            (done,) = yield from self.all_of([verbs.set_data(self._root, b"%020d" % least, stat.version)])
+            (done,) = yield from self.all_of([verbs.set_data(self._above, b"%020d" % least, stat.version)])
             if not isinstance(done, verbs.CHANGED):
                 self._checked(done)
 
     def pruning(self, older_than: float) -> Steps[int]:
-        (found,) = yield from self.all_of([verbs.get(self._root)])
+        (found,) = yield from self.all_of([verbs.get(self._above)])
         if isinstance(found, NoNodeError):
             return 0
-        base = self._mark_of(self._checked(found)[0], self._root).token
+        base = self._mark_of(self._checked(found)[0], self._above).token
         latest = (base + int((time.time() - older_than) * 1000)) << SHIFT
         lines = [self._line(name) for name in (yield from self._names())]
         marks = yield from self.all_of(map(verbs.get, lines))
-        text, root = found
-        count, version = 0, root.version
+        text, above = found
+        count, version = 0, above.version
         for line, its in zip(lines, marks, strict=True):
             if isinstance(its, NoNodeError):
                 continue
             data, stat = self._checked(its)
             mark = self._mark_of(data, line)
             if mark.token < latest and mark.kept_for <= 0:
-                # Raise the version of the root, so that transactions with versions of the deleted line fail:
+                # Raise the version of the base, so that transactions with versions of the deleted line fail:
                 # a line that is made again begins at version 0.
-                raising = (verbs.SET, self._root, text, version)
+                raising = (verbs.SET, self._above, text, version)
                 (done,) = yield from self.all_of(
                     [verbs.transaction((verbs.DELETE, line, stat.version), raising)]
                 )
