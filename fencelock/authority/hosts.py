@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import ssl
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Final
@@ -65,3 +66,23 @@ def parse(url: object, schemes: Collection[str], port: int, options: Collection[
     if unknown := its.keys() - set(options):
         raise ValueError(f"{', '.join(sorted(unknown))} is no setting; the settings are {', '.join(options)}")
     return Hosts(scheme, tuple(addresses), root or DEFAULT_ROOT, user, password, its)
+
+
+def tls_of(hosts: Hosts, *protocols: str) -> ssl.SSLContext | None:
+    """Return how to connect with TLS, None for a plain scheme; with `?ca=` no other authority is trusted."""
+    files = {name: hosts.options[name] for name in ("ca", "cert", "key") if name in hosts.options}
+    if not hosts.scheme.endswith("s"):
+        if files:
+            raise ValueError(f"{', '.join(files)}: certificates are for {hosts.scheme}s://")
+        return None
+    if "key" in files and "cert" not in files:
+        raise ValueError("a key needs its certificate: ?cert=client.pem&key=client-key.pem")
+    try:
+        context = ssl.create_default_context(cafile=files.get("ca"))
+        if "cert" in files:
+            context.load_cert_chain(files["cert"], files.get("key"))
+    except OSError as error:  # also if a file contains no certificate
+        raise ValueError(f"the certificates of {hosts} cannot be read: {error}") from error
+    if protocols:
+        context.set_alpn_protocols(protocols)
+    return context

@@ -308,7 +308,7 @@ def test_the_base_is_written_by_no_stranger(url: str, kazoo: KazooClient) -> Non
     with_login = url.replace("://", "://alice:secret@")
     with ZooKeeper(with_login) as authority:
         root = authority._root
-        kazoo.create(root, b"")
+        kazoo.create_async(root, b"").get()
         first = take(BlockingFace(authority), ttl=4.0)
         kazoo.set(root, b"%020d" % (2**53 - 2_000_000_000_000))
         with pytest.raises(NoAuthError):

@@ -32,6 +32,7 @@ from fencelock.authority.database.connections import (
     Connections,
     Lent,
     engine_of,
+    lacks_tls,
     prepare_if_direct,
     with_own_pool,
 )
@@ -173,6 +174,10 @@ class Connecting(WithLoops):
         yield from ()
 
     def _explained(self, error: Exception) -> AuthorityError:
+        cause: BaseException | None = error
+        while cause is not None:  # frames of a driver that connects have the password, and some tools show it
+            traceback.clear_frames(cause.__traceback__)
+            cause = cause.__cause__ or cause.__context__
         original = error.orig if isinstance(error, DBAPIError) else error
         if lacks_table(error, LEASE_TABLE):
             # PostgreSQL ignores a schema that the role may not use.
@@ -194,7 +199,7 @@ class Connecting(WithLoops):
         if self.is_async:
             raise AuthorityError(
                 f"the driver of {self._shown} is for coroutines: use `async with`, or in blocking code the "
-                f"URL {for_blocking(self.url)}"
+                f"URL {shown(for_blocking(self.url))}"
             )
         if (connections := self._connections) is None:
             connections = self._connections = self._connect()
@@ -254,6 +259,8 @@ class Connecting(WithLoops):
     def _set_up(self, connection: Any, record: Any) -> None:
         if _events.listeners:
             _events.tell(ConnectionOpened("Database", self._shown))
+        if lacks_tls(record.driver_connection):
+            raise AuthorityError(f"{self._shown} was to be asked with TLS, which the server does not offer")
         self._engine.dialect.set_isolation_level(connection, "AUTOCOMMIT")
         with contextlib.closing(connection.cursor()) as cursor:
             for statement in SET_UP.get(self._dialect, ()):

@@ -9,6 +9,7 @@ import asyncio
 import math
 import os
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -41,6 +42,7 @@ _LOOK: Final = 0.05  # seconds between two checks by `Watch` of the statements t
 _LONGEST: Final = 5.0  # seconds in which a connection has to be open, however long an acquisition may wait
 #: Seconds in which a driver for coroutines has to end a statement after its connection was shut down.
 _GRACE: Final = 0.08
+_UNIX: Final = getattr(socket, "AF_UNIX", None)
 _IDLE: Final = 60.0  # seconds for which the thread of `Watch` stays when no statement is under way
 #: The supported drivers, each with default connect arguments.
 _OPTIONS: Final[dict[str, dict[str, Any]]] = {
@@ -72,6 +74,7 @@ def engine_of(source: URL | Engine) -> Engine:
         driver = url_of(source).drivername if dialect is None else dialect.driver
         known = ", ".join(sorted(_OPTIONS))
         raise ValueError(f"the driver {driver} cannot be used for leases; use one of {known}")
+    _check_tls_options(dialect, url_of(source))
     if isinstance(source, Engine):
         if isinstance(source.pool, StaticPool | SingletonThreadPool):
             shares = type(source.pool).__name__
@@ -86,6 +89,32 @@ def engine_of(source: URL | Engine) -> Engine:
         ) from None
     told = {name: value for name, value in _OPTIONS[dialect.driver].items() if name not in source.query}
     return create_engine(source, connect_args=told, poolclass=NullPool)
+
+
+def _check_tls_options(dialect: Any, url: URL) -> None:
+    """Raise ValueError for settings of TLS that SQLAlchemy or the driver would pass on in a wrong form."""
+    if dialect.driver == "aiomysql" and any(name.startswith("ssl") for name in url.query):
+        raise ValueError(
+            "aiomysql takes no ssl_… in its URL: use asyncmy, or an engine with connect_args="
+            '{"ssl": ssl.create_default_context(cafile="ca.pem")}'
+        )
+    if dialect.driver == "asyncpg" and (wrong := [name for name in url.query if name.startswith("sslm")]):
+        raise ValueError(f"asyncpg has no {wrong[0]}: write ssl={url.query[wrong[0]]} in its URL")
+
+
+def lacks_tls(driver: Any) -> bool:
+    """Return whether a driver of MariaDB or MySQL was told to use TLS, and has connected without it.
+
+    Some versions do, if the server offers none, or if somebody between has hidden the offer: PyMySQL before
+    1.2, and aiomysql. The socket tells; the server's own word could come from somebody between, too.
+    """
+    wants = getattr(driver, "_ssl_required", getattr(driver, "ssl", False))  # since PyMySQL 1.2, and before
+    wants = wants or getattr(driver, "_ssl_context", None)
+    writer = getattr(driver, "_writer", None)
+    if writer is not None:
+        return bool(wants) and writer.get_extra_info("ssl_object") is None
+    its = getattr(driver, "_sock", None)
+    return bool(wants) and its is not None and its.family != _UNIX and not isinstance(its, ssl.SSLSocket)
 
 
 class _QueuePool(QueuePool):

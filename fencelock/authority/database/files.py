@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 from sqlalchemy import URL, Engine, event
 from sqlalchemy.exc import DisconnectionError
 
+from fencelock._engines import shown
 from fencelock._process import in_forked_child
 from fencelock.errors import AuthorityError
 
@@ -29,7 +30,7 @@ def file_of(url: URL, engine: object) -> URL:
     if not path or ":memory:" in path or url.query.get("mode") == "memory":
         return url.set(database=_temporary(engine), query={})
     if path.startswith("file:"):
-        raise ValueError(f"leases need a plain path such as sqlite:///app.db, not {url}")
+        raise ValueError(f"leases need a plain path such as sqlite:///app.db, not {shown(url)}")
     return url.set(database=f"{Path(path).resolve()}-leases", query={})
 
 

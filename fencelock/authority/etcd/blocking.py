@@ -160,9 +160,11 @@ class Link:
                 self._works = False
 
     def _send(self) -> None:
-        data = self._channel.data_to_send()
-        if data:
-            self._socket.sendall(data if self._tls is None else self._tls.encrypt(data))
+        # No local variable has the data, which may contain a password: some tools show all in a traceback.
+        self._socket.sendall(self._encrypted(self._channel.data_to_send()))
+
+    def _encrypted(self, data: bytes) -> bytes:
+        return self._tls.encrypt(data) if data and self._tls is not None else data
 
     def _read(self, seconds: float) -> None:
         # Send what earlier reads have queued, acknowledgements above all.

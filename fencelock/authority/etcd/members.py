@@ -10,7 +10,7 @@ from fencelock import _events
 from fencelock._events import ConnectionFailed, ConnectionOpened
 from fencelock.authority.etcd.channel import Channel
 from fencelock.authority.etcd.messages import OK, UNAVAILABLE, Answer, Call, auth_token, authenticate
-from fencelock.authority.hosts import Hosts, parse, shown
+from fencelock.authority.hosts import Hosts, parse, shown, tls_of
 from fencelock.errors import AuthorityError
 
 _APART: Final = 0.25  # seconds between the beginnings of two connections; the first that opens is used
@@ -24,7 +24,7 @@ class Members:
 
     def __init__(self, url: str) -> None:
         self.hosts: Hosts = parse(url, _SCHEMES, _PORT, _OPTIONS)
-        self.tls: ssl.SSLContext | None = _tls_of(self.hosts)
+        self.tls: ssl.SSLContext | None = tls_of(self.hosts, "h2")
         self._next = random.randrange(len(self.hosts.addresses))  # noqa: S311 - no secret
 
     @property
@@ -66,21 +66,3 @@ class Members:
         if answer.status != OK:
             raise AuthorityError(f"{self.hosts} refuses the login of {self.hosts.user!r}: {answer.detail}")
         channel.authenticate(auth_token(answer.messages[0]))
-
-
-def _tls_of(hosts: Hosts) -> ssl.SSLContext | None:
-    files = hosts.options
-    if hosts.scheme == "etcd":
-        if files:
-            raise ValueError(f"{', '.join(files)}: certificates are for etcds://")
-        return None
-    if "key" in files and "cert" not in files:
-        raise ValueError("a key needs its certificate: ?cert=client.pem&key=client-key.pem")
-    try:
-        context = ssl.create_default_context(cafile=files.get("ca"))
-        if "cert" in files:
-            context.load_cert_chain(files["cert"], files.get("key"))
-    except OSError as error:  # also if a file contains no certificate
-        raise ValueError(f"the certificates of {hosts} cannot be read: {error}") from error
-    context.set_alpn_protocols(["h2"])
-    return context

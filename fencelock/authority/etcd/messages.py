@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, NamedTuple, TypeVar
 
 from fencelock.errors import AuthorityError
@@ -37,12 +37,15 @@ class Call(NamedTuple):
     goes_on: bool = False
     most: int = 0
 
+    def __repr__(self) -> str:  # without requests, because a login has the password
+        return f"<Call of {self.path.decode()}>"
+
 
 @dataclass(eq=False, slots=True)
 class Answer:
     """The messages that a call has received, and its status, which is None before the call is over."""
 
-    messages: list[bytes]
+    messages: list[bytes] = field(repr=False)  # the answer to a login has a token
     status: int | None = None
     detail: str = ""
     notify: Callable[[], object] = lambda: None  # called when a message or the status has arrived

@@ -8,6 +8,7 @@ import functools
 import logging
 import math
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -52,6 +53,16 @@ AWAY: Final[tuple[type[Exception], ...]] = (
 Request = Callable[[KazooClient], Any]
 
 
+def _hide_login(record: logging.LogRecord) -> bool:
+    """Keep the password out of kazoo's log: at DEBUG it has each request, and a login is one."""
+    if isinstance(record.args, tuple) and any(type(each).__name__ == "Auth" for each in record.args):
+        record.args = tuple("Auth(…)" if type(each).__name__ == "Auth" else each for each in record.args)
+    return True
+
+
+logging.getLogger("kazoo.client").addFilter(_hide_login)
+
+
 class Watching(NamedTuple):
     """A step (see `_generators`): begin to watch for the deletion of a node; its result is a wakeup."""
 
@@ -64,8 +75,8 @@ class Session:
     A thread of its own calls kazoo, because a signal handler that raises could leave kazoo's locks locked.
     """
 
-    def __init__(self, hosts: Hosts, seconds: float) -> None:
-        self._hosts, self._seconds = hosts, seconds
+    def __init__(self, hosts: Hosts, seconds: float, tls: ssl.SSLContext | None) -> None:
+        self._hosts, self._seconds, self._tls = hosts, seconds, tls
         #: The session timeout that the servers have granted, in seconds; 0 before the first connection.
         self.timeout: float = 0.0
         self.renewals: int = 0  # how often a new session has replaced one that is over
@@ -99,10 +110,6 @@ class Session:
     def _new_client(self) -> KazooClient:
         hosts = self._hosts
         options: dict[str, Any] = {}
-        if hosts.scheme == "zookeepers":
-            its = hosts.options
-            options = {"use_ssl": True, "check_hostname": True, "ca": its.get("ca")}
-            options |= {"certfile": its.get("cert"), "keyfile": its.get("key")}
         if hosts.user:
             options["auth_data"] = [("digest", f"{hosts.user}:{hosts.password}")]
             options["default_acl"] = [make_digest_acl(hosts.user, hosts.password, all=True)]
@@ -120,11 +127,25 @@ class Session:
         return client
 
     def _note_timeout(self, client: KazooClient) -> None:
-        """Limit what a connection may take, and store the granted session timeout; kazoo has neither."""
+        """Limit what a connection may take, and store the granted session timeout; kazoo has neither.
+
+        Open sockets with TLS here, too.
+        """
         connection, handler = client._connection, cast("Any", client).handler  # noqa: SLF001
         connect, invoke, create = connection._connect, connection._invoke, handler.create_connection  # noqa: SLF001
         connection._invoke = lambda seconds, *rest, **named: invoke(min(seconds, _CONNECT), *rest, **named)  # noqa: SLF001
-        handler.create_connection = lambda timeout, **named: create(timeout=min(timeout, _CONNECT), **named)
+
+        def open_socket(*, address: Any, hostname: str, timeout: float, **_: object) -> socket.socket:
+            plain: socket.socket = create(address=address, timeout=min(timeout, _CONNECT))
+            if self._tls is None:
+                return plain
+            try:  # kazoo would trust the system's authorities beside the one of the URL
+                return self._tls.wrap_socket(plain, server_hostname=hostname)
+            except BaseException:
+                plain.close()
+                raise
+
+        handler.create_connection = open_socket
 
         def connect_and_note(*address: Any) -> Any:
             read_timeout, connect_timeout = connect(*address)

@@ -15,6 +15,7 @@ from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError
 from fencelock._checks import check_seconds
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish
+from fencelock.authority.hosts import tls_of
 from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, entry_text, quoted
 from fencelock.authority.line.line import ANSWER, AsyncLine, LineAuthority
 from fencelock.authority.loops import LoopWakeup, ThreadWakeup
@@ -72,6 +73,7 @@ class ZooKeeper(LineAuthority):
 
     def __init__(self, url: str, *, session_timeout: float = 30.0) -> None:
         self._hosts, given = hosts_of(url)
+        self._tls = tls_of(self._hosts)
         self._timeout = check_seconds("session_timeout", given or session_timeout)
         self._shown = str(self._hosts)
         self._root = f"/{self._hosts.root}"
@@ -137,7 +139,7 @@ class ZooKeeper(LineAuthority):
         if (session := self._session) is None:
             with self._opening:
                 if (session := self._session) is None:
-                    session = self._session = Session(self._hosts, self._timeout)
+                    session = self._session = Session(self._hosts, self._timeout, self._tls)
         if session.renewals != self._renewals:
             with self._opening:  # no thread may clear paths that another has noted for the new session
                 if session.renewals != self._renewals:  # entries of the earlier session are not ours

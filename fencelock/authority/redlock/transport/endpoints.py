@@ -212,7 +212,9 @@ def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
     settings |= {"socket_connect_timeout": timeout, "socket_timeout": timeout}
     is_tls = issubclass(pool.connection_class, redis.SSLConnection)
     if is_tls and settings.get("ssl_cert_reqs", ssl.CERT_REQUIRED) not in _UNCHECKED:
-        settings.setdefault("ssl_check_hostname", True)  # the default of redis-py only from version 6 on
+        settings.setdefault("ssl_check_hostname", True)
+        if redis.__version__ < "6":  # False is the default of its clients, and cannot be told from a choice
+            settings["ssl_check_hostname"] = True
     server = Server(_PLAIN.get(pool.connection_class, pool.connection_class), settings)
     try:
         server.new_connection()  # opens nothing yet, but raises for an unknown setting
