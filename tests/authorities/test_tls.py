@@ -130,7 +130,7 @@ def mariadb(folder: Path, certificate: Certificate | None) -> Iterator[str]:
     data = folder / f"data-{time.monotonic_ns()}"
     (port,) = free_ports(1)
     account = ["--user=root"] if os.geteuid() == 0 else []
-    common = ["--no-defaults", f"--datadir={data}", *account]
+    common = ["--no-defaults", f"--datadir={data}", f"--tmpdir={folder}", *account]
     install = [
         shutil.which("mariadb-install-db") or "",
         *common,
