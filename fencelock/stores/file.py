@@ -9,12 +9,14 @@ import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Final
 
 from fencelock._process import in_forked_child
 from fencelock.errors import StaleTokenError
 from fencelock.lease import assert_held, check_resource
+from fencelock.tokens import MAX_TOKEN
 from fencelock.tokens import check as check_token
 
 _DIGITS: Final = 19
@@ -33,7 +35,7 @@ class FencedFile:
     ```
 
     Args:
-        folder: a folder that has only the versions; the first `write` creates it.
+        folder: a folder of its own; the first `write` creates it, with rights for this user only.
         resource: the resource whose lock guards the file; by default the name of the folder.
     """
 
@@ -62,54 +64,78 @@ class FencedFile:
             NotHeldError: the lock is not held.
             LockLostError, CommitInDoubtError: as for other writes under the lease.
             TypeError, ValueError: for a bad argument.
+            PermissionError: the folder belongs to another user, or all users can write there.
+            NotADirectoryError: the folder is a symbolic link.
         """
         if not isinstance(content, bytes):
             raise TypeError(f"a fenced file has bytes, not {type(content).__name__}: encode it")
         chosen = assert_held(self._resource)._token_to_write() if token is None else check_token(token)
         version = f"{chosen:0{_DIGITS}}"
-        with self._locked():
+        with self._locked() as folder:
             newest = self._newest()
             if newest is not None and newest > version:
                 raise StaleTokenError(str(self._folder), None, chosen, int(newest), detail=_REFUSED)
-            new = self._folder / "new"  # a file "new" that a crash has left is overwritten
-            with new.open("wb") as file:
+            with suppress(FileNotFoundError):
+                os.unlink("new", dir_fd=folder)  # a crash has left it
+            with open("new", "xb", opener=partial(_open_in, folder)) as file:
+                if newest is not None:
+                    os.fchmod(file.fileno(), os.stat(newest, dir_fd=folder).st_mode & 0o777)
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
-            new.replace(self._folder / version)
-            _sync(self._folder)
+            os.replace("new", version, src_dir_fd=folder, dst_dir_fd=folder)
+            os.fsync(folder)
             for name in set(self._versions()) - {version}:
-                (self._folder / name).unlink()
+                os.unlink(name, dir_fd=folder)
 
     def _versions(self) -> list[str]:
         paths = self._folder.iterdir() if self._folder.exists() else ()
-        return [path.name for path in paths if _VERSION.fullmatch(path.name)]
+        names = (path.name for path in paths)
+        return [name for name in names if _VERSION.fullmatch(name) and int(name) <= MAX_TOKEN]
 
     def _newest(self) -> str | None:
         return max(self._versions(), default=None)
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
-        """Create the folder if it is missing, and lock it against other writers."""
+    def _locked(self) -> Iterator[int]:
+        """Create the folder if it is missing, and lock it against other writers; yield its descriptor."""
         import fcntl  # noqa: PLC0415 - Windows has no fcntl, but can read
 
+        if self._folder.is_symlink():
+            raise NotADirectoryError(f"{self._folder} is a symbolic link: name the folder itself")
         with suppress(FileExistsError):
-            self._folder.mkdir()
+            self._folder.mkdir(0o700)
             _sync(self._folder.parent)
-        folder = os.open(self._folder, os.O_RDONLY)
-        _locked.add(folder)
+        folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)
-            yield
+            found = os.fstat(folder)
+            if found.st_uid not in {0, os.geteuid()} or found.st_mode & 0o002:
+                raise PermissionError(
+                    f"{self._folder} belongs to another user, or all users can write there: use a folder of "
+                    "your own"
+                )
+            # A file that only writers can open: whoever can read the folder could lock the folder itself.
+            lock = _open_in(folder, "lock", os.O_RDWR | os.O_CREAT, 0o600 | found.st_mode & 0o060)
+            _locked.add(lock)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                yield folder
+            finally:
+                if lock in _locked:  # else this is a forked child
+                    fcntl.flock(lock, fcntl.LOCK_UN)
+                    _locked.remove(lock)
+                    os.close(lock)
         finally:
-            if folder in _locked:  # else this is a forked child
-                fcntl.flock(folder, fcntl.LOCK_UN)
-                _locked.remove(folder)
-                os.close(folder)
+            os.close(folder)
+
+
+def _open_in(folder: int, name: str, flags: int, mode: int = 0o666) -> int:
+    """Open a file in a folder, and follow no link."""
+    return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
 
 
 _locked: Final[set[int]] = set()
-"""The descriptors of locked folders. A forked child has copies, and each keeps the lock of its parent."""
+"""The descriptors of locked files. A forked child has copies, and each keeps the lock of its parent."""
 
 
 def _close_copies() -> None:

@@ -251,3 +251,48 @@ def test_what_a_child_closes_does_not_unlock_the_folder_of_its_parent(tmp_path: 
         with pytest.raises(BlockingIOError):
             fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
     os.close(folder)
+
+
+def test_a_fenced_file_follows_no_link(tmp_path: Path) -> None:
+    """Another user may have put one where the next version is written, or in place of the folder."""
+    victim, folder = tmp_path / "victim", tmp_path / "report"
+    victim.write_bytes(b"another file")
+    FencedFile(folder).write(b"1", token=1)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (folder / "new").symlink_to(victim)
+    FencedFile(folder).write(b"2", token=2)
+    assert (FencedFile(folder).read(), victim.read_bytes()) == (b"2", b"another file")
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(NotADirectoryError, match="symbolic link"):
+        FencedFile(tmp_path / "link").write(b"3", token=3)
+
+
+def test_a_fenced_file_is_not_closed_or_stopped_by_others(tmp_path: Path) -> None:
+    """By a version that no token has, and by the lock of somebody that may only read the folder."""
+    folder = tmp_path / "report"
+    FencedFile(folder).write(b"1", token=1)
+    (folder / f"{1:019}").chmod(0o640)
+    (folder / ("9" * 19)).write_bytes(b"bait")
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        FencedFile(folder).write(b"2", token=2)
+    finally:
+        os.close(descriptor)
+    assert FencedFile(folder).read() == b"2"
+    assert (folder / f"{2:019}").stat().st_mode & 0o777 == 0o640
+    assert (folder / "lock").stat().st_mode & 0o077 == 0
+
+
+def test_a_fenced_file_is_in_no_folder_of_another_user(tmp_path: Path) -> None:
+    folder = tmp_path / "report"
+    folder.mkdir()
+    folder.chmod(0o777)
+    with pytest.raises(PermissionError, match="all users can write there"):
+        FencedFile(folder).write(b"1", token=1)
+    folder.chmod(0o700)
+    FencedFile(folder).write(b"1", token=1)
+    if os.geteuid() == 0:
+        os.chown(folder, 65534, 65534)
+        with pytest.raises(PermissionError, match="belongs to another user"):
+            FencedFile(folder).write(b"2", token=2)
