@@ -170,6 +170,7 @@ SLOTS: list[Case] = [
     (lambda: fenced_lock("order:1", readers=0), ValueError, "readers is a number from 1"),
     (lambda: fenced_semaphore("g" * 254, 4), ValueError, "255"),
     (lambda: fenced_semaphore("gpu#1"), ValueError, "is the name of a slot"),
+    (lambda: fenced_lock("doc:a#0"), ValueError, "is the name of a slot"),
     (lambda: fenced_semaphore("gpu", authority=WRONG), TypeError, "authority= is a Redlock"),
     (lambda: fenced_semaphore("gpu", shared=True), TypeError, "fenced_semaphore takes no shared"),
 ]

@@ -50,6 +50,9 @@ def make_lock(
 ) -> FencedLock[Any]:
     """Return a `FencedLock`; with `readers`, a `WriterLock`, or a `ReaderLock` if `shared`."""
     if not check_flag("shared", shared) and readers is None:
+        for each in resources:
+            if isinstance(each, str) and "#" in each:
+                check_name(each)
         return FencedLock(resources, find_authority, **settings)
     if len(resources) != 1:
         raise TypeError(f"a lock with readers has one resource, not {len(resources)}")
@@ -68,7 +71,7 @@ lock_makers.append(make_lock)
 def check_name(name: object) -> str:
     resource = check_resource(name)
     if re.search(r"#\d+$", resource):
-        raise ValueError(f"{resource!r} is the name of a slot: leave out the # and the number")
+        raise ValueError(f"{resource!r} is the name of a slot: no other lock's name ends with # and a number")
     return resource
 
 

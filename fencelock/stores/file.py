@@ -75,8 +75,8 @@ class FencedFile:
             newest = self._newest()
             if newest is not None and newest > version:
                 raise StaleTokenError(str(self._folder), None, chosen, int(newest), detail=_REFUSED)
-            with suppress(FileNotFoundError):
-                os.unlink("new", dir_fd=folder)  # a crash has left it
+            if any(path.name == "new" for path in self._folder.iterdir()):  # a crash has left it
+                os.unlink("new", dir_fd=folder)
             with open("new", "xb", opener=partial(_open_in, folder)) as file:
                 if newest is not None:
                     os.fchmod(file.fileno(), os.stat(newest, dir_fd=folder).st_mode & 0o777)
@@ -114,7 +114,7 @@ class FencedFile:
                     f"{self._folder} belongs to another user, or all users can write there: use a folder of "
                     "your own"
                 )
-            # A file that only writers can open: whoever can read the folder could lock the folder itself.
+            # A file that only writers can open; each reader could lock the folder itself.
             lock = _open_in(folder, "lock", os.O_RDWR | os.O_CREAT, 0o600 | found.st_mode & 0o060)
             _locked.add(lock)
             try:

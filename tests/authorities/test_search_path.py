@@ -172,7 +172,7 @@ def _live_in_a_loop(authority: Database) -> None:
 
 
 def test_triggers_run_no_decoy(engine: Engine) -> None:
-    """Not even for an administrator who writes by SQL."""
+    """Not even for an administrator that writes by SQL."""
     with as_administrator(engine) as connection:
         connection.execute("UPDATE decoy_orders SET status = 'x'")
         with pytest.raises(psycopg.Error, match="fencelock: token 5 < 1000 in decoy_orders"):

@@ -304,7 +304,7 @@ def test_login_guards_the_nodes(url: str) -> None:
 
 
 def test_the_base_is_written_by_no_stranger(url: str, kazoo: KazooClient) -> None:
-    """Not even below a root that an operator has made for everybody, which is ZooKeeper's default."""
+    """Not even below a root that an operator has made for all, which is ZooKeeper's default."""
     with_login = url.replace("://", "://alice:secret@")
     with ZooKeeper(with_login) as authority:
         root = authority._root
@@ -325,14 +325,14 @@ def test_a_base_that_no_use_explains_is_refused(authority: ZooKeeper, kazoo: Kaz
         authority.acquire(("r",), ttl=2.0, timeout=0.0)
 
 
-def test_a_login_below_nodes_of_everybody_is_refused(url: str) -> None:
+def test_a_login_below_nodes_of_strangers_is_refused(url: str) -> None:
     """A stranger, or a program without the login, has made them before."""
     with ZooKeeper(url) as stranger:
         stranger.init()
     with ZooKeeper(url.replace("://", "://alice:secret@")) as authority:
-        with pytest.raises(AuthorityError, match="can be written by everybody"):
+        with pytest.raises(AuthorityError, match="can be written without it"):
             authority.acquire(("r",), ttl=4.0, timeout=0.5)
-        with pytest.raises(AuthorityError, match="can be written by everybody"):
+        with pytest.raises(AuthorityError, match="can be written without it"):
             authority.init()
 
 

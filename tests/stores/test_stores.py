@@ -157,7 +157,7 @@ def test_names_of_folders_at_their_limits(tmp_path: Path) -> None:
         with holding([Lease(name, 3)]):
             file.write(b"x")
         assert file.read() == b"x"
-        assert [path.name for path in (tmp_path / name).iterdir()] == [f"{3:019}"]
+        assert sorted(path.name for path in (tmp_path / name).iterdir()) == [f"{3:019}", "lock"]
 
 
 #: For each call into the system that changes something, and each side of it: a process that is killed there.
@@ -203,7 +203,7 @@ def test_a_crash_leaves_the_old_version_or_the_new_one(tmp_path: Path) -> None:
     found = [result["found"] for result in results]
     assert found == ["old"] * 3 + ["new"] * (len(found) - 3)  # fsync, fsync, before the renaming; behind it
     assert [result["killed"] for result in results] == [True] * 8 + [False] * 2
-    assert all((result["next"], result["left"]) == ("next", [f"{3:019}"]) for result in results)
+    assert all((result["next"], result["left"]) == ("next", [f"{3:019}", "lock"]) for result in results)
 
 
 def test_a_forked_child_keeps_no_folder_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,15 +242,15 @@ def test_a_forked_child_keeps_no_folder_locked(tmp_path: Path, monkeypatch: pyte
 def test_what_a_child_closes_does_not_unlock_the_folder_of_its_parent(tmp_path: Path) -> None:
     fenced = FencedFile(tmp_path / "f", resource="f")
     fenced.write(b"one", token=1)
-    folder = os.open(tmp_path / "f", os.O_RDONLY)
+    lock = os.open(tmp_path / "f" / "lock", os.O_RDWR)
     with fenced._locked():
         child = os.fork()
         if not child:
             os._exit(len(file._locked))
         assert os.waitpid(child, 0)[1] == 0
         with pytest.raises(BlockingIOError):
-            fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    os.close(folder)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    os.close(lock)
 
 
 def test_a_fenced_file_follows_no_link(tmp_path: Path) -> None:
@@ -268,7 +268,7 @@ def test_a_fenced_file_follows_no_link(tmp_path: Path) -> None:
 
 
 def test_a_fenced_file_is_not_closed_or_stopped_by_others(tmp_path: Path) -> None:
-    """By a version that no token has, and by the lock of somebody that may only read the folder."""
+    """By a version that no token has, and by the lock of a user that may only read the folder."""
     folder = tmp_path / "report"
     FencedFile(folder).write(b"1", token=1)
     (folder / f"{1:019}").chmod(0o640)

@@ -105,8 +105,8 @@ def _check_tls_options(dialect: Any, url: URL) -> None:
 def lacks_tls(driver: Any) -> bool:
     """Return whether a driver of MariaDB or MySQL was told to use TLS, and has connected without it.
 
-    Some versions do, if the server offers none, or if somebody between has hidden the offer: PyMySQL before
-    1.2, and aiomysql. The socket tells; the server's own word could come from somebody between, too.
+    PyMySQL before 1.2 and aiomysql do, if the server offers none, or if a machine between has hidden the
+    offer. The socket is asked, because that machine could also answer for the server.
     """
     wants = getattr(driver, "_ssl_required", getattr(driver, "ssl", False))  # since PyMySQL 1.2, and before
     wants = wants or getattr(driver, "_ssl_context", None)

@@ -65,7 +65,7 @@ def get_acls(path: str) -> Request:
 
 
 def is_open(acls: Sequence[Any]) -> bool:
-    """Return whether rights of a node let everybody change it, or what is below it."""
+    """Return whether the rights of a node let all clients change it, or the nodes below it."""
     changing = 0b11110  # all rights but to read
     return any(acl.id.scheme == "world" and acl.perms & changing for acl in acls)
 

@@ -8,18 +8,18 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any, Final
-from urllib.parse import unquote
 
-from kazoo.exceptions import NodeExistsError, NoNodeError, NotEmptyError
+from kazoo.exceptions import NodeExistsError, NoNodeError
 
 from fencelock._checks import check_seconds
 from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.hosts import tls_of
-from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, entry_text, quoted
-from fencelock.authority.line.line import ANSWER, AsyncLine, LineAuthority
+from fencelock.authority.line.entries import Exchange, Mark, Place, View, entry_text
+from fencelock.authority.line.line import ANSWER, AsyncLine
 from fencelock.authority.loops import LoopWakeup, ThreadWakeup
 from fencelock.authority.zookeeper import verbs
+from fencelock.authority.zookeeper.nodes import Nodes
 from fencelock.authority.zookeeper.session import Request, Session, Watching, hosts_of
 from fencelock.errors import AuthorityError
 
@@ -32,7 +32,7 @@ _UNKNOWN: Final = (
 _REMEMBERED: Final = 10_000  # the most lines, and the most marks, that a client remembers
 
 
-class ZooKeeper(LineAuthority):
+class ZooKeeper(Nodes):
     """Grants leases in ZooKeeper, and mints their fencing tokens.
 
     ```python
@@ -77,8 +77,6 @@ class ZooKeeper(LineAuthority):
         self._timeout = check_seconds("session_timeout", given or session_timeout)
         self._shown = str(self._hosts)
         self._root = f"/{self._hosts.root}"
-        #: The node above all lines. Its data are the base, and it is made with the rights of the login; the
-        #: root may have been made by others.
         self._above = f"{self._root}/l"
         super().__init__()
         self.aio = AsyncLine(self)  # the same authority for coroutines
@@ -117,11 +115,6 @@ class ZooKeeper(LineAuthority):
 
     # Requests.
 
-    def _checked(self, outcome: Any) -> Any:
-        if isinstance(outcome, Exception):
-            raise AuthorityError(f"{self._shown} refuses: {verbs.said(outcome)}")
-        return outcome
-
     def work(self, step: Any) -> Any:
         session = self._opened()
         if isinstance(step, Watching):
@@ -148,9 +141,6 @@ class ZooKeeper(LineAuthority):
         return session
 
     # The line.
-
-    def _line(self, resource: str) -> str:
-        return f"{self._above}/{quoted(resource)}"
 
     def _enter(self, place: Place, *, alone: bool, until: float) -> Steps[tuple[int, ...] | View]:
         lines = list(map(self._line, place.resources))
@@ -262,21 +252,6 @@ class ZooKeeper(LineAuthority):
         base = [] if self._base[2] == self._opened().changes else self._look_at_base()
         return [*map(verbs.children, lines), *map(verbs.get, lines), *base]
 
-    def _look_at_base(self) -> list[Request]:
-        """Return the requests whose answers `_base_of` reads."""
-        rights = [verbs.get_acls(self._above)] if self._hosts.user else []
-        return [verbs.get(self._above), *rights]
-
-    def _base_of(self, answers: Sequence[Any]) -> tuple[int, Any]:
-        """Return the base and its `ZnodeStat`; AuthorityError if all can write it, despite the login."""
-        (text, stat), *rights = answers
-        if any(verbs.is_open(acls) for acls, _ in rights):
-            raise AuthorityError(
-                f"{self._shown} has a login, and its node {self._above} can be written by everybody: give it "
-                "the rights of the login (setAcl -R), or use another root"
-            )
-        return self._mark_of(text, self._above).token, stat
-
     def _mint_if_first(
         self, place: Place, seen: list[Any], changes: int, until: float
     ) -> Steps[tuple[int, ...] | View]:
@@ -316,9 +291,6 @@ class ZooKeeper(LineAuthority):
             self._checked(refused)
         self._base = _UNKNOWN
         return View(is_there=True, ahead=())  # something has changed, so the caller tries again
-
-    def _mark_of(self, text: bytes, path: str) -> Mark:
-        return self.read_mark(text, path) if text else Mark()
 
     def _lasts(self, ttl: float) -> float:
         """Return for how many seconds a lease lasts; ValueError if its ttl is longer than the session."""
@@ -436,82 +408,3 @@ class ZooKeeper(LineAuthority):
 
     def _gone_at(self, until: float) -> float:
         return until + 2 * self._timeout  # by then the servers have ended a session without contact
-
-    # For operators: inspection, forced release, and pruning.
-
-    def _heads(self, resources: tuple[str, ...]) -> Steps[list[Head]]:
-        names = resources or (yield from self._names())
-        lines = [*map(self._line, names)]
-        found = yield from self.all_of([*map(verbs.children, lines), *map(verbs.get, lines)])
-        heads = []
-        for name, line, entries, its in zip(names, lines, found, found[len(lines) :], strict=False):
-            if isinstance(entries, NoNodeError) or isinstance(its, NoNodeError):
-                continue
-            mark = self._mark_of(self._checked(its)[0], line)
-            waiting = verbs.in_order(self._checked(entries))
-            if mark.kept_for > 0:
-                heads.append(Head(name, line, mark.nonce, mark.text, mark, len(waiting), mark.kept_for))
-            elif waiting:
-                path = f"{line}/{waiting[0]}"
-                heads.append(Head(name, path, waiting[0][: verbs.NONCE_LENGTH], "", mark, len(waiting) - 1))
-        texts = yield from self.all_of([verbs.get(head.key) for head in heads])
-        return [
-            head if head.text else head._replace(text=text[0].decode("utf-8", "replace"))
-            for head, text in zip(heads, texts, strict=True)
-            if head.text or not isinstance(text, NoNodeError)
-        ]
-
-    def _names(self) -> Steps[tuple[str, ...]]:
-        (names,) = yield from self.all_of([verbs.children(self._above)])
-        return () if isinstance(names, NoNodeError) else tuple(map(unquote, self._checked(names)))
-
-    def _evict(self, head: Head) -> Steps[None]:
-        if head.mark.kept_for > 0:
-            freed = Mark(head.mark.token, head.nonce)
-            (done,) = yield from self.all_of([verbs.set_data(head.key, str(freed).encode())])
-        else:
-            (done,) = yield from self.all_of([verbs.delete(head.key)])
-        if not isinstance(done, NoNodeError):
-            self._checked(done)
-
-    def _raise_base(self, least: int) -> Steps[None]:
-        while True:
-            found = yield from self.all_of(self._look_at_base())
-            if isinstance(found[0], NoNodeError):
-                (made,) = yield from self.all_of([verbs.ensure_path(self._above)])
-                self._checked(made)
-                continue
-            base, stat = self._base_of(list(map(self._checked, found)))
-            if least <= base:
-                return
-            (done,) = yield from self.all_of([verbs.set_data(self._above, b"%020d" % least, stat.version)])
-            if not isinstance(done, verbs.CHANGED):
-                self._checked(done)
-
-    def pruning(self, older_than: float) -> Steps[int]:
-        (found,) = yield from self.all_of([verbs.get(self._above)])
-        if isinstance(found, NoNodeError):
-            return 0
-        base = self._mark_of(self._checked(found)[0], self._above).token
-        latest = (base + int((time.time() - older_than) * 1000)) << SHIFT
-        lines = [self._line(name) for name in (yield from self._names())]
-        marks = yield from self.all_of(map(verbs.get, lines))
-        text, above = found
-        count, version = 0, above.version
-        for line, its in zip(lines, marks, strict=True):
-            if isinstance(its, NoNodeError):
-                continue
-            data, stat = self._checked(its)
-            mark = self._mark_of(data, line)
-            if mark.token < latest and mark.kept_for <= 0:
-                # Raise the version of the base, so that transactions with versions of the deleted line fail:
-                # a line that is made again begins at version 0.
-                raising = (verbs.SET, self._above, text, version)
-                (done,) = yield from self.all_of(
-                    [verbs.transaction((verbs.DELETE, line, stat.version), raising)]
-                )
-                if (refused := verbs.refusal(done)) is None:
-                    count, version = count + 1, done[-1].version
-                elif not isinstance(refused, (*verbs.CHANGED, NotEmptyError)):
-                    self._checked(refused)
-        return count
