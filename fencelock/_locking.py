@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import importlib
 import json
 import os
@@ -234,7 +233,7 @@ def fenced_lock(
         ValueError: for arguments out of range.
     """
     make: Callable[..., FencedLock[Any]] = FencedLock
-    if shared is not False or readers is not None:
+    if shared is not False or readers is not None or "#" in str(resources):
         make = functools.partial(make_lock, shared=shared, readers=readers)
     return make(
         resources,

@@ -50,9 +50,8 @@ def make_lock(
 ) -> FencedLock[Any]:
     """Return a `FencedLock`; with `readers`, a `WriterLock`, or a `ReaderLock` if `shared`."""
     if not check_flag("shared", shared) and readers is None:
-        for each in resources:
-            if isinstance(each, str) and "#" in each:
-                check_name(each)
+        for each in resources if "#" in str(resources) else ():
+            check_name(each)
         return FencedLock(resources, find_authority, **settings)
     if len(resources) != 1:
         raise TypeError(f"a lock with readers has one resource, not {len(resources)}")

@@ -108,6 +108,12 @@ def _warn_of_connection(resources: tuple[str, ...]) -> None:
         )
 
 
+#: The looks for holders that are under way. If thousands give up at once, most errors name no holder, because
+#: their looks would keep an event loop from renewing its leases.
+_looks: Final[set[object]] = set()
+_MOST_LOOKS: Final = 20
+
+
 def with_reason(error: LockTimeoutError, authority: Authority, resources: Sequence[str]) -> LockTimeoutError:
     """Return the error, with the reason added if the caller waits in vain for a lock of this process."""
     if not (why := _why_in_vain(authority, resources)):
@@ -136,8 +142,14 @@ def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: Loc
     for name in resources:
         try:
             found = error._seen  # noqa: SLF001 - what the authority has read
+            if found is None and len(_looks) >= _MOST_LOOKS:
+                return
             if found is None:
-                found = yield from authority.inspect_gen((name,))
+                _looks.add(look := object())
+                try:
+                    found = yield from authority.inspect_gen((name,))
+                finally:
+                    _looks.discard(look)
         except AuthorityError:
             return
         found = [info for info in found if info.resource == name]

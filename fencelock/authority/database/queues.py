@@ -53,6 +53,7 @@ class Place:
         self.looks = False
         #: The error of the first caller, which could not ask the database.
         self.error: QuorumError | None = None
+        self.has_left = False
         self.stack: int = current_stack()
         self.queue: Queue = Queue(deque([ref(self)]))
 
@@ -73,6 +74,9 @@ class Queue:
 
     @property
     def first(self) -> Place | None:
+        with suppress(IndexError):
+            if (place := self.places[0]()) is not None:
+                return place
         # Do not remove dead places: if another thread removed one meanwhile, a living one could be lost.
         return next((place for each in list(self.places) if (place := each()) is not None), None)
 
@@ -146,6 +150,8 @@ class Queues:
 
     def leave(self, resource: str, place: Place) -> None:
         """Remove a place; if it was the first, wake the next one."""
+        if place.has_left:
+            return
         with self._mutex:
             queue, was_first = place.queue, place.is_first
             with suppress(ValueError):
@@ -155,6 +161,7 @@ class Queues:
                     first.wakeup.wake()
             elif self._queues.get(resource) is queue:
                 del self._queues[resource]
+        place.has_left = True  # last, because a signal handler may interrupt this
 
     def fail(self, place: Place, error: QuorumError) -> None:
         """Let all others in the queue raise the error of the first."""
