@@ -49,7 +49,7 @@ def doctor(
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
-        list[str] | None, typer.Option(help="SQLAlchemy URL of a database with fenced tables.")
+        list[str] | None, shared.database_option("SQLAlchemy URL of a database with fenced tables.")
     ] = None,
     models: Annotated[
         str, typer.Option(help="The metadata of the program's models, such as shop.models:Base.")

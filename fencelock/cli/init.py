@@ -48,8 +48,8 @@ def init(
     ] = False,
     database: Annotated[
         list[str] | None,
-        typer.Option(
-            help="For --after-loss: URL of a database with fenced tables; repeat for each database."
+        shared.database_option(
+            "For --after-loss: URL of a database with fenced tables; repeat for each database."
         ),
     ] = None,
     yes: Annotated[

@@ -56,7 +56,7 @@ def inspect(
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
-        str, typer.Option(help="SQLAlchemy URL of a database with a fence table: show the fence, too.")
+        str, shared.database_option("SQLAlchemy URL of a database with a fence table: show the fence, too.")
     ] = "",
     as_json: shared.AsJson = False,
 ) -> None:
@@ -175,7 +175,7 @@ def leaks(
 def history(
     resource: Annotated[str, typer.Argument(help="Name of the lock.")],
     *,
-    database: Annotated[str, typer.Option(help="SQLAlchemy URL of the database that has the history.")],
+    database: Annotated[str, shared.database_option("SQLAlchemy URL of the database that has the history.")],
     last: Annotated[int, typer.Option(min=1, help="How many entries.")] = 50,
     as_json: shared.AsJson = False,
 ) -> None:
@@ -250,7 +250,8 @@ def release(
     url: shared.Url = "",
     namespace: shared.Namespace = DEFAULT_NAMESPACE,
     database: Annotated[
-        str, typer.Option(help="SQLAlchemy URL of the database to which the holder writes: close its gate.")
+        str,
+        shared.database_option("SQLAlchemy URL of the database to which the holder writes: close its gate."),
     ] = "",
     claim: Annotated[
         list[str] | None,
@@ -368,7 +369,8 @@ def prune(
     older_than: Annotated[str, typer.Option(help="Time since the last lock, such as 30d or 12h.")],
     url: shared.Url = "",
     database: Annotated[
-        str, typer.Option(help="The database of the receipts, if it is not the one that grants the locks.")
+        str,
+        shared.database_option("The database of the receipts, if it is not the one that grants the locks."),
     ] = "",
 ) -> None:
     """Delete old receipts, and the authority's entries of resources that were free for long.

@@ -142,8 +142,19 @@ def database_at(url: str) -> Iterator[Engine]:
             engine.dispose()
 
 
+def url_by_name(text: str) -> str:
+    """Return the URL that an option gives, itself or by the name of an environment variable."""
+    return os.environ.get(text, text)
+
+
+def database_option(text: str) -> Any:
+    """Return an option with this help for the URL of a database."""
+    told = f"{text} Or the name of a variable that has it."
+    return typer.Option(parser=url_by_name, metavar="URL", help=told)
+
+
 def print_json(found: Any) -> None:
-    typer.echo(json.dumps(found, ensure_ascii=False, indent=2))
+    typer.echo(json.dumps(found, indent=2))  # in ASCII, because terminals obey some characters
 
 
 def tell_programs(urls: list[str], namespace: str) -> None:

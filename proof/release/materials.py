@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import re
 import tomllib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Final
 
@@ -20,12 +21,15 @@ def render() -> str:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     required = _names(project["dependencies"])
-    optional = _names(line for lines in extras.values() for line in lines) - required
+    optional = _names(line for lines in extras.values() for line in lines)
+    # The versions are the lowest that are accepted, because a library leaves the rest to its users.
     ours = _component(
         project["name"], version=project["version"], licenses=[{"license": {"id": project["license"]}}]
     )
-    others = [_component(name, scope="required") for name in sorted(required)]
-    others += [_component(name, scope="optional") for name in sorted(optional)]
+    others = [_component(name, required[name], scope="required") for name in sorted(required)]
+    others += [
+        _component(name, optional[name], scope="optional") for name in sorted(optional.keys() - required)
+    ]
     listed: dict[str, Any] = {
         "bomFormat": "CycloneDX",
         "specVersion": "1.6",
@@ -37,8 +41,10 @@ def render() -> str:
     return json.dumps(listed, indent=2) + "\n"
 
 
-def _names(lines: Any) -> set[str]:
-    return {re.match(r"[\w.-]+", line)[0].lower() for line in lines}  # type: ignore[index]
+def _names(lines: Iterable[str]) -> dict[str, str]:
+    """Return the names of packages, with their lowest versions."""
+    found = (re.match(r"([\w.-]+)(?:\[[^]]*\])?[^;]*?>=([\w.]+)", line) for line in lines)
+    return {each[1].lower(): each[2] for each in found if each is not None}
 
 
 def _component(name: str, version: str = "", **more: Any) -> dict[str, Any]:

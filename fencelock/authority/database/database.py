@@ -110,9 +110,21 @@ class Database(Acquiring):
         return self.run(self.pruning(older_than))
 
     def pruning(self, older_than: float) -> Steps[int]:
-        age = {"age": int(check_older_than(older_than) * 1000)}
-        work = Work(lambda connection: connection.execute(self._says.prune, age).changed, seconds=60.0)
-        return self.asking(work)
+        # In batches, because a long statement would stop locks: on SQLite all of them.
+        asked: dict[str, Any] = {"age": int(check_older_than(older_than) * 1000), "after": ""}
+
+        def prune(connection: Lent) -> int:
+            asked["last"] = connection.scalar(self._says.batch, {"after": asked["after"]})
+            if asked["last"] is None:
+                return 0
+            return connection.execute(self._says.prune, asked).changed
+
+        count = 0
+        while True:
+            count += yield from self.asking(Work(prune))
+            if asked["last"] is None:
+                return count
+            asked["after"] = asked["last"]
 
     def inspect_gen(self, resources: tuple[str, ...]) -> Steps[list[LockInfo]]:
         """Return the held locks; refuse a standby, because it may not know the latest ones."""

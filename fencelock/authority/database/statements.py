@@ -263,10 +263,15 @@ class Statements:
         self.floor: Statement = said(
             "SELECT {noted}, COALESCE((SELECT {pg}max(token) FROM {table}), 0), {time}"
         )
+        #: The last of the next names, in their order; NULL after the last one.
+        self.batch: Statement = said(
+            "SELECT {pg}max(resource) FROM (SELECT resource FROM {table} WHERE resource > :after "
+            "ORDER BY resource LIMIT 2000) AS batch"
+        )
         #: Deletes free rows with old tokens. New rows get larger ones if clocks differ by less than `age`.
         self.prune: Statement = said(
-            "DELETE FROM {table} WHERE resource <> '' AND (nonce IS NULL OR expires_at <= {now}) "
-            "AND (token >> {bits}) < {time} - :age"
+            "DELETE FROM {table} WHERE resource > :after AND resource <= :last "
+            "AND (nonce IS NULL OR expires_at <= {now}) AND (token >> {bits}) < {time} - :age"
         )
         self.forget: Statement = said("DELETE FROM {table} WHERE resource = ''")
         self.note: Statement = said("INSERT INTO {table} (resource, token) VALUES ('', :token)")
