@@ -40,9 +40,9 @@ async def idempotency_key(
 
     ```python
     @app.post("/deposits")
-    def deposit(key: Annotated[str, Depends(idempotency_key)]) -> dict[str, int]:
+    def deposit(user: User, key: Annotated[str, Depends(idempotency_key)]) -> dict[str, int]:
         with Session(engine) as session:
-            receipt = once(session, f"deposit:{key}")
+            receipt = once(session, f"deposit:{user.id}:{key}")  # else users get each other's answers
             ...
     ```
 

@@ -425,6 +425,21 @@ def test_tokens_follow_the_clock(authority: Database) -> None:
     assert tokens[1] < 2**53
 
 
+def test_many_rows_go_in_batches(authority: Database, engine: Engine) -> None:
+    """A statement for all of them would stop locks, on SQLite each one of the file."""
+    authority.init()
+    path = f"{engine.url.database}-leases"
+    leases = create_engine(f"sqlite:///{path}") if engine.dialect.name == "sqlite" else engine
+    rows = [{"resource": f"order:{number:05}"} for number in range(4500)]
+    with leases.begin() as connection:
+        connection.execute(text("INSERT INTO fencelock_leases (resource, token) VALUES (:resource, 1)"), rows)
+    authority.acquire(("order:02000",), ttl=60, timeout=0)
+    assert authority.prune(3600) == 4499
+    with leases.begin() as connection:
+        assert connection.scalars(text("SELECT resource FROM fencelock_leases")).all() == ["order:02000"]
+    leases.dispose()
+
+
 def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> None:
     authority.init(above=(300 << 44))
     long_ago = authority.acquire(("free",), ttl=60, timeout=0)

@@ -21,6 +21,7 @@ from sqlalchemy import Engine, MetaData, create_engine, delete, insert, select, 
 from sqlalchemy.orm import Session
 
 from fencelock import Database, Redlock, StaleTokenError, claim, gate, receipt_table
+from fencelock.cli import shared
 from fencelock.cli.shared import without_password
 from proof.servers import Nodes
 from tests.authorities.kinds import Kind
@@ -573,6 +574,19 @@ def test_prune_deletes_what_was_locked_long_ago(tmp_path: Path) -> None:
         found = fencelock("prune", "--url", url, "--older-than", older)
         assert found.returncode == 1
         assert said in found.stderr
+
+
+def test_json_has_no_character_that_terminals_obey(capsys: pytest.CaptureFixture[str]) -> None:
+    shared.print_json(["\x9b2J\u202e"])
+    assert capsys.readouterr().out.isascii()
+
+
+def test_a_database_is_named_by_a_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All users of a machine see arguments, and with them a password."""
+    monkeypatch.setenv("SHOP_DATABASE", f"sqlite:///{tmp_path}/none.db")
+    found = fencelock("history", "r", "--database", "SHOP_DATABASE")
+    assert "none.db" in found.stderr
+    assert found.returncode == 1
 
 
 def test_prune_deletes_old_receipts(tmp_path: Path, node_urls: list[str]) -> None:

@@ -97,6 +97,15 @@ def test_a_role_that_may_see_little(pair: tuple[Postgres, Standby]) -> None:
     ask(primary, "GRANT SELECT ON pg_stat_replication, pg_settings TO PUBLIC")
 
 
+def test_schemas_in_which_others_may_create(pair: tuple[Postgres, Standby]) -> None:
+    """Their functions may run with the rights of a program, or of an administrator."""
+    primary, _ = pair
+    ask(primary, "GRANT CREATE ON SCHEMA public TO PUBLIC")
+    assert any("functions in 'public'" in each["what"] for each in findings(primary.url).values())
+    ask(primary, "REVOKE CREATE ON SCHEMA public FROM PUBLIC")
+    assert not any("functions in 'public'" in each["what"] for each in findings(primary.url).values())
+
+
 @pytest.mark.parametrize("value", ["off", "local", "remote_write"])
 def test_commits_that_are_not_waited_for(pair: tuple[Postgres, Standby], value: str) -> None:
     """By default, as a database or a role may have it. Locks are granted durably all the same."""

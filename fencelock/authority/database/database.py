@@ -121,7 +121,8 @@ class Database(Acquiring):
 
         count = 0
         while True:
-            count += yield from self.asking(Work(prune))
+            deleted: int = yield from self.asking(Work(prune))
+            count += deleted
             if asked["last"] is None:
                 return count
             asked["after"] = asked["last"]
