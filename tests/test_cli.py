@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 from collections.abc import Callable
@@ -157,6 +158,14 @@ def test_nodes_wants_to_know_which(monkeypatch: pytest.MonkeyPatch) -> None:
     for command in (["nodes"], ["nodes", "set", "redis://h"], ["nodes", "replace", "redis://a", "redis://b"]):
         result = fencelock(*command)
         assert (result.returncode, "Set FENCELOCK_URL" in result.stderr) == (1, True)
+
+
+def test_nodes_are_shown_whole_in_a_pipe_and_as_json(three: list[str]) -> None:
+    token_of(three)
+    piped = fencelock("nodes", COLUMNS="40")
+    assert all(url in piped.stdout for url in three)
+    found = json.loads(fencelock("nodes", "--json").stdout)
+    assert [(each["address"], each["state"]) for each in found] == [(url, "admitted") for url in three]
 
 
 @pytest.mark.long

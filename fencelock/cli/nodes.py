@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import sys
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
@@ -33,6 +35,7 @@ def nodes(
         bool,
         typer.Option("--wait", help="First admit restarted nodes again; takes as long as the longest lease."),
     ] = False,
+    as_json: shared.AsJson = False,
 ) -> None:
     """Show the state of the nodes. Status 0 if a majority votes, and these nodes are the whole list."""
     if context.invoked_subcommand is not None:
@@ -44,7 +47,10 @@ def nodes(
             quorum.recover()
         found, (unnamed, strangers) = quorum.status(), quorum.compare_lists()
     voters = sum(status.state is NodeState.ADMITTED for status in found)
-    shared.console().print(_table(found))
+    if as_json:
+        shared.print_json([{**asdict(each), "state": each.state.value} for each in found])
+    else:  # in a pipe, with whole URLs
+        shared.console(**({} if sys.stdout.isatty() else {"width": 500})).print(_table(found))
     if 2 * voters <= len(found):
         shared.fail(f"{voters} of {len(found)} nodes vote, which is no majority: no lock is granted")
     if unnamed or strangers:

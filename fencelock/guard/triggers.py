@@ -45,6 +45,8 @@ _REFUSED: Final = re.compile(
     r"|(?P<unfenced>UPDATE without a token)) in (?P<table>.+)"
 )
 _MISSING_TABLE: Final = re.compile(r"no such table|^relation .* does not exist|doesn't exist", re.IGNORECASE)
+#: Errors of MariaDB and MySQL about the account that has created a trigger: 1449 and 1142.
+_DEFINER: Final = re.compile(r"specified as a definer|TRIGGER command denied")
 #: Statements that use rows. A failed DESCRIBE is no error: it tells SQLAlchemy that a table is missing.
 _USES_ROWS: Final = re.compile(r"\s*(?:insert|update|delete|select)\b", re.IGNORECASE)
 _MISSING_COLUMN: Final = re.compile(
@@ -267,6 +269,12 @@ def _lack(message: str, statement: str) -> FenceError | None:
             f"the database lacks the table {RECEIPT_TABLE!r}, where once() keeps receipts ({message}): call "
             f"receipt_table(Base.metadata) beside your models, then Base.metadata.create_all(engine), or "
             f"op.create_receipt_table() in a migration"
+        )
+    if _DEFINER.search(message):
+        return FenceError(
+            f"a trigger of the table, perhaps that of fencelock, cannot run ({message}): on MariaDB it has "
+            f"the rights of the account that created it. Create it again with an account that stays and has "
+            f"the right TRIGGER: op.create_fence_trigger in a migration, or fencelock.guard.triggers.create"
         )
     table = FENCE_TABLE if FENCE_TABLE in statement else "<table>"
     for column in (FENCE_COLUMN, WRITE_COLUMN):

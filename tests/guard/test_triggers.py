@@ -186,6 +186,24 @@ def test_create_all_makes_triggers_that_an_earlier_call_could_not_make(engine: E
         assert not triggers.installed(connection, "tr_none")
 
 
+@pytest.mark.parametrize("shared_url", ["mariadb"], indirect=True)
+def test_a_trigger_without_its_account_says_what_to_do(engine: Engine) -> None:
+    """On MariaDB it runs with the rights of the account that has created it, such as that of migrations."""
+    (definition,) = (
+        str(each.compile(dialect=engine.dialect)) for each in triggers.create(Plain, "mysql")[-1:]
+    )
+    orphan = definition.replace("CREATE TRIGGER", "CREATE DEFINER=gone@localhost TRIGGER")
+    with engine.connect() as connection:
+        for statement in triggers.create(Plain, "mysql")[:-1]:
+            connection.execute(statement)
+        connection.exec_driver_sql(orphan)
+        with pytest.raises(fencelock.FenceError, match="Create it again with an account that stays"):
+            connection.execute(update(Plain).values(status="x").execution_options(fencelock="bypass"))
+    with engine.begin() as connection:
+        for statement in triggers.create(Plain, "mysql"):
+            connection.execute(statement)
+
+
 @on_postgresql_alone
 def test_a_function_whose_search_path_is_open_counts_as_none(engine: Engine) -> None:
     """As earlier versions made it: so `alembic check` replaces it."""

@@ -68,6 +68,9 @@ class RefusedError(Exception):
     """Another holder has one of the resources, or the database was busy: see `is_busy`."""
 
 
+_CONNECTING: Final = frozenset(
+    {"fencelock", "sqlalchemy", "psycopg", "psycopg2", "asyncpg", "pymysql", "aiomysql", "asyncmy"}
+)
 _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
 _EXPECTED: Final[tuple[type[Exception], ...]] = (*_OURS, OSError)
 
@@ -174,10 +177,7 @@ class Connecting(WithLoops):
         yield from ()
 
     def _explained(self, error: Exception) -> AuthorityError:
-        cause: BaseException | None = error
-        while cause is not None:  # frames of a driver that connects have the password, and some tools show it
-            traceback.clear_frames(cause.__traceback__)
-            cause = cause.__cause__ or cause.__context__
+        _forget_passwords(error)
         original = error.orig if isinstance(error, DBAPIError) else error
         if lacks_table(error, LEASE_TABLE):
             # PostgreSQL ignores a schema that the role may not use.
@@ -266,6 +266,16 @@ class Connecting(WithLoops):
             for statement in SET_UP.get(self._dialect, ()):
                 cursor.execute(statement)
             prepare_if_direct(record.driver_connection, cursor)
+
+
+def _forget_passwords(error: BaseException | None) -> None:
+    """Clear frames that may have the password, because some tools show local variables; no frame of users."""
+    while error is not None:
+        for frame, _ in traceback.walk_tb(error.__traceback__):
+            if frame.f_globals.get("__name__", "").partition(".")[0] in _CONNECTING:
+                with contextlib.suppress(RuntimeError):  # it is still being executed
+                    frame.clear()
+        error = error.__cause__ or error.__context__
 
 
 def is_in_doubt(error: BaseException | None) -> bool:
