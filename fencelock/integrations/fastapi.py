@@ -40,9 +40,9 @@ async def idempotency_key(
 
     ```python
     @app.post("/deposits")
-    def deposit(user: User, key: Annotated[str, Depends(idempotency_key)]) -> dict[str, int]:
+    def deposit(user: int, key: Annotated[str, Depends(idempotency_key)]) -> dict[str, int]:
         with Session(engine) as session:
-            receipt = once(session, f"deposit:{user.id}:{key}")  # else users get each other's answers
+            receipt = once(session, f"deposit:{user}:{key}")  # else users get each other's answers
             ...
     ```
 

@@ -23,7 +23,7 @@ from sqlalchemy.orm import Session, SessionTransaction
 from fencelock import _events
 from fencelock._databases import MYSQL
 from fencelock._engines import is_async_engine
-from fencelock._locking import as_default, fenced_lock
+from fencelock._locking import as_default, default_authority, fenced_lock
 from fencelock.authority.database.database import Database
 from fencelock.guard import triggers
 from fencelock.guard._claim import fenced_model, key_of
@@ -31,6 +31,7 @@ from fencelock.guard.leases import end_early
 from fencelock.guard.sessions import BYPASS, unguarded
 from fencelock.lease import Lease, check_resource, holding
 from fencelock.lock.hold import everything_held
+from fencelock.lock.lock import FencedLock
 from fencelock.lock.renewal import tell
 from fencelock.lock.slots import slot_names
 
@@ -140,7 +141,8 @@ def held_elsewhere(resource: str, *, slots: int = 0) -> Iterator[Lease]:
     Raises:
         LockTimeoutError: another holder has kept the lock for 5 s.
     """
-    lock = fenced_lock(resource, *slot_names(resource, 0, slots), timeout=_PATIENCE)
+    names = (resource, *slot_names(resource, 0, slots))
+    lock: FencedLock[Any] = FencedLock(names, default_authority, timeout=_PATIENCE)
     with ThreadPoolExecutor(1, thread_name_prefix="held-elsewhere") as elsewhere:
         lease = elsewhere.submit(lock.acquire).result()
         try:
