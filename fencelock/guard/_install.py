@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from threading import Lock
 
-from sqlalchemy import Column, MetaData, Table, UpdateBase, event
+from sqlalchemy import Column, Table, UpdateBase, event
 from sqlalchemy.engine import Engine
 from sqlalchemy.orm import Session
 
@@ -47,5 +47,4 @@ def listen() -> None:
     event.listen(Session, "persistent_to_transient", objects.on_undone)
     event.listen(Session, "pending_to_transient", objects.on_undone)
     event.listen(Table, "after_create", triggers.after_create)
-    event.listen(MetaData, "after_create", triggers.after_create_all)
     event.listen(Table, "before_drop", triggers.before_drop)

@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import hashlib
 import re
+from contextlib import suppress
 from typing import Any, Final
 
-from sqlalchemy import MetaData, Table, inspect, text
+from sqlalchemy import MetaData, Table, text
 from sqlalchemy.engine import Connection, ExceptionContext
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
-from sqlalchemy.schema import ExecutableDDLElement
+from sqlalchemy.schema import DropTable, ExecutableDDLElement
 from sqlalchemy.sql.compiler import DDLCompiler
 
 from fencelock._databases import MYSQL, SUPPORTED
@@ -28,7 +30,6 @@ from fencelock.guard.tables import (
     FENCE_COLUMN,
     FENCE_TABLE,
     RECEIPT_TABLE,
-    TRANSLATED,
     WRITE_COLUMN,
     FenceTrigger,
     trigger_of,
@@ -217,21 +218,14 @@ def after_create(table: Table, connection: Any, **options: Any) -> None:
     wanted = trigger_of(table)
     if wanted:
         target = connection or options["_ddl_runner"]  # Alembic's --sql has no connection
-        for statement in create(table, target.dialect.name, strict=wanted == "strict"):
-            target.execute(statement)
-
-
-def after_create_all(metadata: MetaData, connection: Any, **_: Any) -> None:
-    """Create missing triggers, because an earlier `create_all` may have failed after it made the table."""
-    if not isinstance(connection, Connection) or not knows(connection.dialect.name):
-        return
-    translated = connection.get_execution_options().get(TRANSLATED) or {}
-    for table in filter(trigger_of, metadata.sorted_tables):
-        schema = translated.get(table.schema, table.schema)
-        if inspect(connection).has_table(table.name, schema=schema):
-            names = _found(connection, table.name, schema)
-            if not any(_name(table.name, form) in names for form in sql.TRIGGERS):
-                after_create(table, connection)
+        try:
+            for statement in create(table, target.dialect.name, strict=wanted == "strict"):
+                target.execute(statement)
+        except (DBAPIError, FenceError):
+            # MariaDB has committed the new table, and another `create_all` would leave it without a trigger.
+            with suppress(DBAPIError):
+                target.execute(DropTable(table))
+            raise
 
 
 def before_drop(table: Table, connection: Any, **options: Any) -> None:

@@ -15,6 +15,7 @@ from fencelock import _events
 from fencelock._events import LockWaiting
 from fencelock._generators import Steps
 from fencelock._owners import name_of_process, running_loop
+from fencelock._process import in_forked_child
 from fencelock.authority.base import Authority, GivenUp, Grant, named
 from fencelock.errors import AuthorityError, LockError, LockTimeoutError
 from fencelock.holder import Holder
@@ -112,6 +113,7 @@ def _warn_of_connection(resources: tuple[str, ...]) -> None:
 #: their looks would keep an event loop from renewing its leases.
 _looks: Final[set[object]] = set()
 _MOST_LOOKS: Final = 20
+in_forked_child(_looks.clear)
 
 
 def with_reason(error: LockTimeoutError, authority: Authority, resources: Sequence[str]) -> LockTimeoutError:

@@ -107,6 +107,7 @@ class FencedFile:
             self._folder.mkdir(0o700)
             _sync(self._folder.parent)
         folder = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        _opened.add(folder)
         try:
             found = os.fstat(folder)
             if found.st_uid not in {0, os.geteuid()} or found.st_mode & 0o002:
@@ -116,17 +117,18 @@ class FencedFile:
                 )
             # A file that only writers can open; each reader could lock the folder itself.
             lock = _open_in(folder, "lock", os.O_RDWR | os.O_CREAT, 0o600 | found.st_mode & 0o060)
-            _locked.add(lock)
+            _opened.add(lock)
             try:
+                if os.fstat(lock).st_uid == os.geteuid():  # whatever the umask has left
+                    os.fchmod(lock, 0o600 | found.st_mode & 0o060)
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 yield folder
             finally:
-                if lock in _locked:  # else this is a forked child
+                if lock in _opened:  # else this is a forked child
                     fcntl.flock(lock, fcntl.LOCK_UN)
-                    _locked.remove(lock)
-                    os.close(lock)
+                    _close(lock)
         finally:
-            os.close(folder)
+            _close(folder)
 
 
 def _open_in(folder: int, name: str, flags: int, mode: int = 0o666) -> int:
@@ -134,13 +136,19 @@ def _open_in(folder: int, name: str, flags: int, mode: int = 0o666) -> int:
     return os.open(name, flags | os.O_NOFOLLOW, mode, dir_fd=folder)
 
 
-_locked: Final[set[int]] = set()
-"""The descriptors of locked files. A forked child has copies, and each keeps the lock of its parent."""
+_opened: Final[set[int]] = set()
+"""The descriptors of folders and locks. A forked child has copies, and each keeps the lock of its parent."""
+
+
+def _close(descriptor: int) -> None:
+    if descriptor in _opened:
+        _opened.remove(descriptor)
+        os.close(descriptor)
 
 
 def _close_copies() -> None:
-    while _locked:
-        os.close(_locked.pop())
+    while _opened:
+        os.close(_opened.pop())
 
 
 in_forked_child(_close_copies)

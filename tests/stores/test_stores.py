@@ -246,7 +246,7 @@ def test_what_a_child_closes_does_not_unlock_the_folder_of_its_parent(tmp_path: 
     with fenced._locked():
         child = os.fork()
         if not child:
-            os._exit(len(file._locked))
+            os._exit(len(file._opened))
         assert os.waitpid(child, 0)[1] == 0
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from sqlalchemy import URL, Engine, MetaData, event
@@ -69,7 +70,7 @@ class RefusedError(Exception):
 
 
 _CONNECTING: Final = frozenset(
-    {"fencelock", "sqlalchemy", "psycopg", "psycopg2", "asyncpg", "pymysql", "aiomysql", "asyncmy"}
+    {"asyncio", "fencelock", "sqlalchemy", "psycopg", "psycopg2", "asyncpg", "pymysql", "aiomysql", "asyncmy"}
 )
 _OURS: Final = (SQLAlchemyError, FencelockError, RefusedError)
 _EXPECTED: Final[tuple[type[Exception], ...]] = (*_OURS, OSError)
@@ -269,13 +270,25 @@ class Connecting(WithLoops):
 
 
 def _forget_passwords(error: BaseException | None) -> None:
-    """Clear frames that may have the password, because some tools show local variables; no frame of users."""
-    while error is not None:
-        for frame, _ in traceback.walk_tb(error.__traceback__):
-            if frame.f_globals.get("__name__", "").partition(".")[0] in _CONNECTING:
+    """Clear frames that may have the password, because some tools show local variables.
+
+    An error that the program was handling, and its frames, are left alone.
+    """
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+        if frames and _package(frames[0]) not in _CONNECTING:
+            return
+        for frame in frames:
+            if _package(frame) in _CONNECTING:
                 with contextlib.suppress(RuntimeError):  # it is still being executed
                     frame.clear()
         error = error.__cause__ or error.__context__
+
+
+def _package(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", "")).partition(".")[0]
 
 
 def is_in_doubt(error: BaseException | None) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 from urllib.parse import unquote
 
 from kazoo.exceptions import NoNodeError, NotEmptyError
+from kazoo.security import make_digest_acl
 
 from fencelock._generators import Steps
 from fencelock.authority.hosts import Hosts
@@ -40,13 +41,15 @@ class Nodes(LineAuthority):
         return [verbs.get(self._above), *rights]
 
     def _base_of(self, answers: Sequence[Any]) -> tuple[int, Any]:
-        """Return the base and its `ZnodeStat`; AuthorityError if all can write it, despite the login."""
+        """Return the base and its `ZnodeStat`; AuthorityError if others than the login can write it."""
         (text, stat), *rights = answers
-        if any(verbs.is_open(acls) for acls, _ in rights):
-            raise AuthorityError(
-                f"{self._shown} has a login, and its node {self._above} can be written without it: give it "
-                "the rights of the login (setAcl -R), or use another root"
-            )
+        for acls, _ in rights:
+            own = make_digest_acl(self._hosts.user, self._hosts.password, all=True).id
+            if others := verbs.others(acls, own):
+                raise AuthorityError(
+                    f"{self._shown} has a login, and {', '.join(others)} can write its node {self._above}: "
+                    "give the rights to the login only (setAcl -R), or use another root"
+                )
         return self._mark_of(text, self._above).token, stat
 
     def _mark_of(self, text: bytes, path: str) -> Mark:

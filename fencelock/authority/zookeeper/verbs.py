@@ -64,10 +64,10 @@ def get_acls(path: str) -> Request:
     return lambda client: client.get_acls_async(path)
 
 
-def is_open(acls: Sequence[Any]) -> bool:
-    """Return whether the rights of a node let all clients change it, or the nodes below it."""
+def others(acls: Sequence[Any], own: Any) -> list[str]:
+    """Return which identities beside the own one may change a node, or the nodes below it."""
     changing = 0b11110  # all rights but to read
-    return any(acl.id.scheme == "world" and acl.perms & changing for acl in acls)
+    return [f"{acl.id.scheme}:{acl.id.id}" for acl in acls if acl.perms & changing and acl.id != own]
 
 
 def exists(path: str) -> Request:

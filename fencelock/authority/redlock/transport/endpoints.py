@@ -29,6 +29,7 @@ _NOT_OURS: Final = re.compile(
     r"|protocol|(encoder|parser)_class|(maint|orig)_.*|retry.*|sentinel_(username|password)"
 )
 
+_CHECKS_NAMES: Final = 6  # the first version of redis-py whose clients check host names by default
 #: Values of `ssl_cert_reqs` with which no certificate is checked, so that no name can be checked.
 _UNCHECKED: Final = (None, "none", ssl.CERT_NONE)
 #: Plain classes of connections, because a connection to a primary must not ask the sentinels.
@@ -213,7 +214,9 @@ def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
     is_tls = issubclass(pool.connection_class, redis.SSLConnection)
     if is_tls and settings.get("ssl_cert_reqs", ssl.CERT_REQUIRED) not in _UNCHECKED:
         settings.setdefault("ssl_check_hostname", True)
-        if redis.__version__ < "6":  # False is the default of its clients, and cannot be told from a choice
+        if (
+            int(redis.__version__.partition(".")[0]) < _CHECKS_NAMES
+        ):  # False is the default of its clients, and cannot be told from a choice
             settings["ssl_check_hostname"] = True
     server = Server(_PLAIN.get(pool.connection_class, pool.connection_class), settings)
     try:
