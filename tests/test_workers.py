@@ -71,7 +71,7 @@ def test_many_callers_at_once_start_one_thread(monkeypatch: pytest.MonkeyPatch) 
     for caller in callers:
         caller.join()
     assert eventually(lambda: sorted(work.done) == [str(each) for each in range(8)])
-    assert len([each for each in started if each.name == "fencelock-test"]) == 1  # beside those of other tests
+    assert len([each for each in started if each.name == NAME]) == 1
 
 
 def test_work_that_is_noted_while_the_thread_looks_or_ends_is_done() -> None:
