@@ -301,7 +301,6 @@ def main() -> int:
     )
     parser.add_argument("words", nargs="*", help=f"of {', '.join(CHECKS)}")
     parser.add_argument("--changelog", metavar="TAG", help="only check that the changelog has this version")
-    parser.add_argument("--keep", metavar="FOLDER", help="put wheel and sdist there, if all checks hold")
     asked = parser.parse_args()
     try:
         if asked.changelog:
@@ -318,8 +317,6 @@ def main() -> int:
                 began = time.monotonic()
                 check(release)
                 print(f"{name:<11} holds  {time.monotonic() - began:5.1f} s", flush=True)
-            if asked.keep:
-                shutil.copytree(release.wheel.parent, asked.keep, dirs_exist_ok=True)
     except NotReadyError as error:
         print(f"NOT READY: {error}", file=sys.stderr)
         return 1

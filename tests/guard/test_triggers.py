@@ -171,9 +171,6 @@ def test_triggers_are_changed_by_hand(engine: Engine) -> None:
     assert seen == ["strict", "strict", True, "strict", True, False, False]
 
 
-ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "back\\slash", "{braces}"]
-
-
 def test_create_all_leaves_no_table_without_its_trigger(
     shared_engine: Engine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -181,9 +178,8 @@ def test_create_all_leaves_no_table_without_its_trigger(
     metadata = MetaData()
     core_table("tr_half", metadata=metadata, resource="half", trigger=True)
     family = "mysql" if shared_engine.dialect.name == "mariadb" else shared_engine.dialect.name
-    form = "ids"
     with monkeypatch.context() as patch:
-        broken = {**trigger_sql.CREATE, family: {**trigger_sql.CREATE[family], form: "CREATE TRIGGER"}}
+        broken = {**trigger_sql.CREATE, family: {**trigger_sql.CREATE[family], "ids": "CREATE TRIGGER"}}
         patch.setattr(trigger_sql, "CREATE", broken)
         with pytest.raises(sa.exc.DBAPIError):
             metadata.create_all(shared_engine)
@@ -222,6 +218,9 @@ def test_a_function_whose_search_path_is_open_counts_as_none(engine: Engine) -> 
         for statement in triggers.create(Plain, engine.dialect.name):
             connection.execute(statement)
         assert triggers.installed(connection, "tr_plain") is True
+
+
+ODD = ["analyze", "two words", "it's 100%", 'dou"ble', "x" * 60, "ü" * 31, "back\\slash", "{braces}"]
 
 
 @pytest.mark.parametrize("name", ODD)

@@ -261,6 +261,7 @@ class Connecting(WithLoops):
         if _events.listeners:
             _events.tell(ConnectionOpened("Database", self._shown))
         if lacks_tls(record.driver_connection):
+            connection.close()  # the pool would leave it to the garbage collector
             raise AuthorityError(f"{self._shown} was to be asked with TLS, which the server does not offer")
         self._engine.dialect.set_isolation_level(connection, "AUTOCOMMIT")
         with contextlib.closing(connection.cursor()) as cursor:

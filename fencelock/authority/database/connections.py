@@ -98,8 +98,8 @@ def _check_tls_options(dialect: Any, url: URL) -> None:
             "aiomysql takes no ssl_… in its URL: use asyncmy, or an engine with connect_args="
             '{"ssl": ssl.create_default_context(cafile="ca.pem")}'
         )
-    if dialect.driver == "asyncpg" and (wrong := [name for name in url.query if name.startswith("sslm")]):
-        raise ValueError(f"asyncpg has no {wrong[0]}: write ssl={url.query[wrong[0]]} in its URL")
+    if dialect.driver == "asyncpg" and "sslmode" in url.query:
+        raise ValueError(f"asyncpg has no sslmode: write ssl={url.query['sslmode']} in its URL")
 
 
 def lacks_tls(driver: Any) -> bool:
