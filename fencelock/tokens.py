@@ -15,6 +15,9 @@ EPOCH_BITS = 19
 MAX_COUNTER = (1 << COUNTER_BITS) - 1
 MAX_EPOCH = (1 << EPOCH_BITS) - 1
 MAX_TOKEN = (1 << (COUNTER_BITS + EPOCH_BITS)) - 1
+FORGED = 1 << 62  # a token that starts with the time reaches half of all tokens only if it was forged
+#: Milliseconds, 69 years, by which `init(above=)` goes further: a token below the base is of an earlier base.
+JUMP = 1 << 41
 
 
 def compose(epoch: int, counter: int) -> int:
@@ -38,6 +41,16 @@ def check(token: object) -> int:
     if not 1 <= token <= MAX_TOKEN:
         raise ValueError(f"a fencing token lies between 1 and {MAX_TOKEN}, and {token} does not")
     return token
+
+
+def check_above(above: int) -> int:
+    """Return a token that others shall exceed; raise ValueError if that would close rows for good."""
+    if check(above) >= FORGED:
+        raise ValueError(
+            f"no use explains token {above}, and tokens above it would close rows for good: see what programs"
+            " can write there, and lower it while none runs"
+        )
+    return above
 
 
 def epoch_above(highest: int) -> int:

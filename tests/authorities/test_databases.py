@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ from fencelock.authority.database.connecting import Work
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.statements import SET_UP, Statements
 from fencelock.guard import trigger_sql
+from fencelock.tokens import FORGED
 from tests.authorities.children import run
 from tests.conftest import ReusedDatabase
 from tests.polling import eventually
@@ -417,6 +418,33 @@ def test_tokens_begin_above_what_a_storage_has_seen(authority: Database) -> None
     assert 0 <= authority.acquire(("old",), ttl=30, timeout=0).tokens[0] - first < 60_000 << 10
 
 
+def test_a_base_that_no_use_explains_is_ignored(authority: Database, engine: Engine) -> None:
+    """Another program has written it; rows would be closed for good."""
+    authority.init(above=(300 << 44))
+    first = authority.acquire(("r",), ttl=30, timeout=0).tokens[0]
+    with the_leases(engine) as connection:
+        forge = text("UPDATE fencelock_leases SET token = :token WHERE resource = ''")
+        connection.execute(forge, {"token": FORGED - 1})
+    assert authority.acquire(("half",), ttl=30, timeout=0).tokens[0] > FORGED
+    with the_leases(engine) as connection:
+        connection.execute(forge, {"token": 2**63 - 2**51})
+    assert authority.acquire(("s",), ttl=30, timeout=0).tokens[0] < first
+    for above in (None, FORGED):
+        with pytest.raises(ValueError, match="no use explains"):
+            authority.init(above=above)
+
+
+@contextmanager
+def the_leases(engine: Engine) -> Iterator[Connection]:
+    """Change the table of leases, which is a file of its own on SQLite."""
+    sqlite = engine.dialect.name == "sqlite"
+    leases = create_engine(f"sqlite:///{engine.url.database}-leases") if sqlite else engine
+    with leases.begin() as connection:
+        yield connection
+    if sqlite:
+        leases.dispose()
+
+
 def test_tokens_follow_the_clock(authority: Database) -> None:
     before = time.time() * 1000
     tokens = [authority.acquire((name,), ttl=30, timeout=0).tokens[0] for name in ("a", "b")]
@@ -428,16 +456,13 @@ def test_tokens_follow_the_clock(authority: Database) -> None:
 def test_many_rows_go_in_batches(authority: Database, engine: Engine) -> None:
     """A statement for all of them would stop locks, on SQLite each one of the file."""
     authority.init()
-    path = f"{engine.url.database}-leases"
-    leases = create_engine(f"sqlite:///{path}") if engine.dialect.name == "sqlite" else engine
     rows = [{"resource": f"order:{number:05}"} for number in range(4500)]
-    with leases.begin() as connection:
+    with the_leases(engine) as connection:
         connection.execute(text("INSERT INTO fencelock_leases (resource, token) VALUES (:resource, 1)"), rows)
     authority.acquire(("order:02000",), ttl=60, timeout=0)
     assert authority.prune(3600) == 4499
-    with leases.begin() as connection:
+    with the_leases(engine) as connection:
         assert connection.scalars(text("SELECT resource FROM fencelock_leases")).all() == ["order:02000"]
-    leases.dispose()
 
 
 def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> None:
@@ -447,19 +472,21 @@ def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> 
     authority.acquire(("held",), ttl=60, timeout=0)
     recent = authority.acquire(("recent",), ttl=60, timeout=0)
     authority.release(recent)
-    path = f"{engine.url.database}-leases"
-    leases = create_engine(f"sqlite:///{path}") if engine.dialect.name == "sqlite" else engine
-    with leases.begin() as connection:
+    with the_leases(engine) as connection:
         older = text("UPDATE fencelock_leases SET token = token - :age WHERE resource IN ('free', 'held')")
         connection.execute(older, {"age": (2 * 3_600_000) << 10})
     assert authority.prune(3600) == 1
-    with leases.begin() as connection:
+    with the_leases(engine) as connection:
         assert set(connection.scalars(text("SELECT resource FROM fencelock_leases"))) == {
             "",
             "held",
             "recent",
         }
-    assert authority.acquire(("free",), ttl=60, timeout=0).tokens > long_ago.tokens
+    again = authority.acquire(("free",), ttl=60, timeout=0)
+    assert again.tokens > long_ago.tokens
+    authority.release(again)
+    authority.init(above=again.tokens[0] + (1 << 45))  # which makes all earlier tokens look old
+    assert authority.prune(3600) == 0
     for seconds, kind, said in (
         (60, ValueError, "at least an hour"),
         (math.inf, ValueError, "number of seconds"),
@@ -468,7 +495,6 @@ def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> 
         with pytest.raises(kind, match=said):
             authority.prune(seconds)  # type: ignore[arg-type]
     assert authority.prune(1e300) == 0
-    leases.dispose()
 
 
 def test_an_unreachable_database_is_a_quorum_error() -> None:

@@ -12,7 +12,7 @@ from kazoo.client import KazooClient
 
 from fencelock import AuthorityError, CountersExhaustedError, Etcd, ZooKeeper
 from fencelock.authority.line.entries import quoted
-from fencelock.tokens import MAX_TOKEN
+from fencelock.tokens import FORGED, MAX_TOKEN
 from tests.authorities.faces import Face, take
 from tests.conftest import with_new_path
 
@@ -92,6 +92,9 @@ def test_prune_spares_what_is_held_and_what_is_young(store: Store) -> None:
     assert store.other.release(held) is True
     with pytest.raises(ValueError, match="at least an hour"):
         store.mine.client.prune(60)
+    recent = take(store.mine, "young", ttl=TTL)
+    store.mine.client.init(above=recent + (1 << 45))  # which makes all earlier tokens look old
+    assert store.mine.client.prune(3600) == 0
 
 
 def test_tokens_begin_above_another_authority(store: Store) -> None:
@@ -107,6 +110,8 @@ def test_tokens_begin_above_another_authority(store: Store) -> None:
     assert take(store.other, "s", ttl=TTL) > far  # a client that was at work meanwhile
     with pytest.raises(ValueError, match="token"):
         store.mine.client.init(above=MAX_TOKEN + 1)
+    with pytest.raises(ValueError, match="no use explains"):
+        store.mine.client.init(above=FORGED)
 
 
 REFUSED: list[tuple[Callable[[str], object], str, str]] = [

@@ -25,14 +25,12 @@ from fencelock.authority.loops import AsyncWithLoops
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
 from fencelock.holder import Holder, LockInfo
 from fencelock.lease import validity
-from fencelock.tokens import check
+from fencelock.tokens import JUMP, check_above
 
 if TYPE_CHECKING:
     from sqlalchemy.ext.asyncio import AsyncEngine
 
-#: Milliseconds. `init` raises the base a day above tokens of another authority. The largest stored token
-#: counts as such if its time is at least an hour ahead.
-_DAY: Final = 86_400_000
+#: Milliseconds. If the time of the largest stored token is further ahead, another authority has minted it.
 _HOUR: Final = 3_600_000
 
 
@@ -213,16 +211,16 @@ class Database(Acquiring):
         return replace(grant, tokens=tuple(map(tokens.__getitem__, grant.resources)), expires_at=expires_at)
 
     def initialising(self, above: int | None) -> Steps[bool]:
-        highest = 0 if not above else check(above) >> SERVER_BITS
+        highest = 0 if not above else check_above(above) >> SERVER_BITS
 
         def raise_base(connection: Lent) -> None:
             noted, own, now = map(int, connection.execute(self._says.floor).rows[0])
             if (own >> SERVER_BITS) < now + _HOUR:  # otherwise another authority has minted it
                 own = 0
             if (ahead := max(highest, own >> SERVER_BITS) - now) >= 0:
-                base = (noted >> SERVER_BITS) + ahead + _DAY
+                base = check_above(((noted >> SERVER_BITS) + ahead + JUMP) << SERVER_BITS)
                 connection.execute(self._says.forget)
-                connection.execute(self._says.note, {"token": base << SERVER_BITS})
+                connection.execute(self._says.note, {"token": base})
 
         made: bool = yield from self.asking(Work(self._create))
         yield from self.asking(Work(raise_base, atomic=True))

@@ -7,7 +7,8 @@ A token is the time at which it was minted, in Unix milliseconds plus a base, an
 `own` is the last token of the resource, so the tokens of a resource rise whatever clocks say. The time makes
 a token larger than the tokens that a failover or a restore has lost, if clocks differ by less than the
 failover or restore took. The ten bits distinguish servers that grant at the same time in a split brain.
-`base` is 0 until `init` stores another in the row with an empty resource. `proof/minting.py` is the model.
+`base` is 0 until `init` stores another in the row with an empty resource. From 2**62 on it is ignored:
+no use explains it, and it would close rows for good. `proof/minting.py` is the model.
 
 The statements for MySQL and MariaDB use only what both have: no RETURNING and no SET STATEMENT. A server of
 Galera repeats a statement after a conflict. Then it sends the rows of both tries, although the first one was
@@ -22,6 +23,7 @@ from typing import Any, Final
 from sqlalchemy import Dialect, text
 
 from fencelock.authority.database.table import LEASE_TABLE
+from fencelock.tokens import FORGED
 
 SERVER_BITS: Final = 10  # bits of the server, by which the time is shifted
 
@@ -120,7 +122,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "server": "MOD(@@server_id, 1024)",
         # MySQL refuses a subquery on the table that is written, unless it is a derived table.
         "noted": "COALESCE((SELECT m.token FROM (SELECT token FROM {table} "
-        "WHERE resource = '' LIMIT 1) AS m), 0)",
+        "WHERE resource = '' AND token < {forged} LIMIT 1) AS m), 0)",
     },
     "sqlite": {
         "acquire": _UPSERT,  # no RETURNING, because the file stays locked until its row is fetched
@@ -202,7 +204,9 @@ class Statements:
             "pg": "pg_catalog." if dialect == "postgresql" else "",
             "own": "l.token",
             "standby": "0",
-            "noted": "COALESCE((SELECT m.token FROM {table} AS m WHERE m.resource = ''), 0)",
+            "noted": "COALESCE((SELECT m.token FROM {table} AS m "
+            "WHERE m.resource = '' AND m.token < {forged}), 0)",
+            "forged": str(FORGED),
             **_WORDS[dialect],
             "table": _NAME,
             "held": "resource = :resource AND nonce = :nonce",
@@ -269,9 +273,11 @@ class Statements:
             "ORDER BY resource LIMIT 2000) AS batch"
         )
         #: Deletes free rows with old tokens. New rows get larger ones if clocks differ by less than `age`.
+        #: A token below the base shows no age, because it was minted with an earlier base.
         self.prune: Statement = said(
             "DELETE FROM {table} WHERE resource > :after AND resource <= :last "
-            "AND (nonce IS NULL OR expires_at <= {now}) AND (token >> {bits}) < {time} - :age"
+            "AND (nonce IS NULL OR expires_at <= {now}) "
+            "AND (token >> {bits}) BETWEEN {noted} >> {bits} AND {time} - :age"
         )
         self.forget: Statement = said("DELETE FROM {table} WHERE resource = ''")
         self.note: Statement = said("INSERT INTO {table} (resource, token) VALUES ('', :token)")

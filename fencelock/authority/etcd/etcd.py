@@ -16,7 +16,7 @@ from fencelock.authority.base import Grant, Wish
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.asking import Asking, Watching
 from fencelock.authority.etcd.messages import Answer, KeyValue, Txn
-from fencelock.authority.line.entries import SHIFT, Head, Mark, Place, View, entry_text, quoted
+from fencelock.authority.line.entries import Head, Mark, Place, View, entry_text, quoted, tokens_of_age
 from fencelock.authority.line.line import ANSWER, AsyncLine
 from fencelock.errors import AuthorityError
 
@@ -393,10 +393,10 @@ class Etcd(Asking):
 
     def pruning(self, older_than: float) -> Steps[int]:
         yield from self._raise_base(0)
-        latest = (self._base + int((time.time() - older_than) * 1000)) << SHIFT
+        old = tokens_of_age(self._base, older_than)
         calls = []
         for each in (yield from self._everything(self._marks)):
-            if self.read_mark(each.value, each.key).token < latest:
+            if self.read_mark(each.value, each.key).token in old:
                 unchanged = messages.compare(each.key, messages.VALUE, messages.EQUAL, each.value)
                 line = self._lines + each.key[len(self._marks) :] + b"/"
                 calls.append(messages.txn([unchanged, _is_empty(line)], [messages.delete(each.key)]))

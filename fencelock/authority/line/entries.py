@@ -112,6 +112,14 @@ class Head(NamedTuple):
         return LockInfo(self.resource, token, process, left, self.waiters)
 
 
+def tokens_of_age(base: int, seconds: float) -> range:
+    """Return the tokens that were minted with this base, so many seconds ago or earlier.
+
+    A token below the base shows no age, because it was minted with an earlier base.
+    """
+    return range(base << SHIFT, (base + int((time.time() - seconds) * 1000)) << SHIFT)
+
+
 def _number(text: str) -> float:
     try:
         return float(text)

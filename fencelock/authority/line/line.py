@@ -30,7 +30,7 @@ from fencelock.errors import (
 )
 from fencelock.holder import LockInfo
 from fencelock.lease import validity
-from fencelock.tokens import MAX_TOKEN, check
+from fencelock.tokens import FORGED, JUMP, MAX_TOKEN, check_above
 
 # The store has a line for each resource, with an entry for each acquisition that waits or holds, and a mark:
 # the last token. An acquisition enters the lines of all its resources in one transaction, so the order is the
@@ -52,8 +52,7 @@ _T = TypeVar("_T")
 ANSWER: Final = (2.0, 0.5)  # the longest and the shortest time limit of an answer, in seconds
 #: Seconds for which an acquisition keeps trying while servers elect a leader, within its timeout.
 _ELECTION: Final = 5.0
-_DAY: Final = 86_400_000  # milliseconds by which new tokens are above those of another authority
-_MOST_BASE: Final = 2**52  # the least base that is refused, in milliseconds: half of all tokens are left
+_MOST_BASE: Final = FORGED >> SHIFT  # the least base that is refused, in milliseconds
 _GLANCE: Final = 0.5  # seconds after which an acquisition without a wakeup checks its lines again
 _AT_ONCE: Final = 200  # the most requests of one exchange, and the most leases of one extension
 _NONCE: Final = re.compile("[0-9a-f]{16}|[0-9a-f]{32}")
@@ -237,8 +236,8 @@ class LineAuthority(WithLoops):
         return self.run(self.pruning(check_older_than(older_than)))
 
     def initialising(self, above: int | None) -> Steps[None]:
-        ahead = ((check(above) if above else 0) >> SHIFT) - int(time.time() * 1000)
-        yield from self._raise_base(ahead + _DAY if ahead >= 0 else 0)
+        ahead = ((check_above(above) if above else 0) >> SHIFT) - int(time.time() * 1000)
+        yield from self._raise_base(ahead + JUMP if ahead >= 0 else 0)
 
     def acquire_gen(
         self,

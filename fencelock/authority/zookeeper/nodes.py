@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import unquote
@@ -12,7 +11,7 @@ from kazoo.security import make_digest_acl
 
 from fencelock._generators import Steps
 from fencelock.authority.hosts import Hosts
-from fencelock.authority.line.entries import SHIFT, Head, Mark, quoted
+from fencelock.authority.line.entries import Head, Mark, quoted, tokens_of_age
 from fencelock.authority.line.line import LineAuthority
 from fencelock.authority.zookeeper import verbs
 from fencelock.authority.zookeeper.session import Request
@@ -109,7 +108,7 @@ class Nodes(LineAuthority):
         if isinstance(found, NoNodeError):
             return 0
         base = self._mark_of(self._checked(found)[0], self._above).token
-        latest = (base + int((time.time() - older_than) * 1000)) << SHIFT
+        old = tokens_of_age(base, older_than)
         lines = [self._line(name) for name in (yield from self._names())]
         marks = yield from self.all_of(map(verbs.get, lines))
         text, above = found
@@ -119,7 +118,7 @@ class Nodes(LineAuthority):
                 continue
             data, stat = self._checked(its)
             mark = self._mark_of(data, line)
-            if mark.token < latest and mark.kept_for <= 0:
+            if mark.token in old and mark.kept_for <= 0:
                 # Raise the version of the base, so that transactions with versions of the deleted line fail:
                 # a line that is made again begins at version 0.
                 raising = (verbs.SET, self._above, text, version)
