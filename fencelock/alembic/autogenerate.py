@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
 
 from alembic import util
 from alembic.operations.ops import (
@@ -63,18 +63,21 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
 ) -> object:
     wanted = False if in_model is None else trigger_of(in_model)
     found = _found(context, table_name, schema) if in_database is not None else False
-    if wanted and wanted != found:
-        changes.ops.append(CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found))
+    if in_model is not None and wanted and not (wanted == found == _found(context, in_model)):
+        excluded = triggers.excluded_names(in_model)
+        changes.ops.append(
+            CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found, excluded=excluded)
+        )
     elif found and not wanted:
         changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found))
     return _CONTINUE
 
 
-def _found(context: AutogenContext, table_name: str, schema: str | None) -> FenceTrigger:
+def _found(context: AutogenContext, table: Any, schema: str | None = None) -> FenceTrigger:
     connection = context.connection
     if connection is None or not triggers.knows(connection.dialect.name):
         return False
-    return triggers.installed(connection, table_name, schema=schema)
+    return triggers.installed(connection, table, schema=schema)
 
 
 def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]) -> object:
@@ -107,28 +110,37 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
         yield op
     elif isinstance(op, ModifyTableOps):
         ours = _taken_out(op)
-        yield from (each for each in ours if each.name.startswith("drop"))
-        around = [] if ours else [*_restored(context, op)]
-        yield from around
+        before = [each for each in ours if each.name.startswith("drop")]
+        after = [each for each in ours if each not in before]
+        if not before and (found := _to_renew(context, op)) is not None:
+            again = CreateFenceTriggerOp(
+                op.table_name, schema=op.schema, trigger=found.trigger, excluded=found.excluded
+            )
+            before, after = [found], after or [again]
+        yield from before
         if op.ops:
             yield op
-        yield from around
-        yield from (each for each in ours if not each.name.startswith("drop"))
+        yield from after
     else:
         yield op
 
 
-def _restored(context: AutogenContext, op: ModifyTableOps) -> Iterator[FenceOperation]:
-    """Yield the operations that create a trigger again after a batch has copied its table on SQLite.
+def _to_renew(context: AutogenContext, op: ModifyTableOps) -> DropFenceTriggerOp | None:
+    """Return the trigger that has to go before changes of its table, and come again after them.
 
-    They are also put before the batch, because the downgrade reverses the order, and copies the table, too.
+    On SQLite, a batch copies the table without it. Outside of PostgreSQL, a trigger that leaves out columns
+    names all others.
     """
-    is_copied = any(not isinstance(each, CreateIndexOp | DropIndexOp) for each in op.ops)
-    is_batch = context.opts.get("render_as_batch") and context.dialect is not None
-    if is_batch and is_copied and context.dialect.name == "sqlite":
-        found = _found(context, op.table_name, op.schema)
-        if found:
-            yield CreateFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, replaces=found)
+    changes = [each for each in op.ops if not isinstance(each, CreateIndexOp | DropIndexOp)]
+    key = op.table_name if op.schema is None else f"{op.schema}.{op.table_name}"
+    in_model = context.table_key_to_table.get(key)
+    excluded = [] if in_model is None else triggers.excluded_names(in_model)
+    if not changes or context.dialect.name == "postgresql":
+        return None
+    is_copied = context.opts.get("render_as_batch") and context.dialect.name == "sqlite"
+    if not (is_copied or excluded) or not (found := _found(context, op.table_name, op.schema)):
+        return None
+    return DropFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, excluded=excluded)
 
 
 def _taken_out(op: ModifyTableOps) -> list[FenceOperation]:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
 from alembic.autogenerate.render import renderers
 from alembic.operations.base import BatchOperations, Operations
 from alembic.operations.ops import AddColumnOp, CreateTableOp, DropColumnOp, DropTableOp, MigrateOperation
-from sqlalchemy import MetaData, Table
+from sqlalchemy import Column, Computed, MetaData, Table, inspect
 
 from fencelock._databases import MYSQL
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
+from fencelock.errors import FenceError
 from fencelock.guard import fence_table, triggers
 from fencelock.guard.receipts import receipt_table
 from fencelock.guard.sessions import unguarded
@@ -28,7 +29,9 @@ from fencelock.guard.tables import (
     RECEIPT_TABLE,
     WRITE_COLUMN,
     FenceTrigger,
+    check_names,
     check_trigger,
+    exclude,
     new_column,
 )
 
@@ -71,11 +74,13 @@ class FenceOperation(MigrateOperation):
         schema: str | None = None,
         trigger: FenceTrigger = False,  # the trigger that is created or dropped
         replaces: FenceTrigger = False,  # the trigger that the table had before
+        excluded: Iterable[str] = (),  # the columns of `__fence_excluded__`
     ) -> None:
         self.table_name: str = table_name
         self.schema: str | None = schema
         self.trigger: FenceTrigger = trigger
         self.replaces: FenceTrigger = replaces
+        self.excluded: list[str] = sorted(check_names(excluded))
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -85,10 +90,9 @@ class FenceOperation(MigrateOperation):
         """Return the operation that undoes this one; Alembic calls it."""
         verb, _, what = self.name.partition("_")
         kind = BY_NAME.get(f"create_{what}", AddFenceOp) if verb == "drop" else BY_NAME[f"drop_{what}"]
-        trigger = self.trigger
         if self.replaces:
-            kind, trigger = type(self), self.replaces
-        return kind(self.table_name, schema=self.schema, trigger=trigger)
+            return type(self)(self.table_name, schema=self.schema, trigger=self.replaces)
+        return kind(self.table_name, schema=self.schema, trigger=self.trigger, excluded=self.excluded)
 
     def to_diff_tuple(self) -> tuple[Any, ...]:
         """Return the tuple that `alembic check` prints for this operation."""
@@ -119,6 +123,7 @@ class AddFenceOp(FenceOperation, name="add_fence"):
         table_name: str,
         *,
         trigger: FenceTrigger = False,
+        excluded: Iterable[str] = (),
         schema: str | None = None,
     ) -> None:
         """Add `last_fencing_token` and `last_write_id`, with 0 in every row. No database rewrites the table.
@@ -127,16 +132,18 @@ class AddFenceOp(FenceOperation, name="add_fence"):
             operations: given by Alembic.
             table_name: the name of the table.
             trigger: the model's `__fence_trigger__`: False, True or `"strict"`.
+            excluded: the model's `__fence_excluded__`, for the trigger, by the names of the columns.
             schema: the schema of the table.
 
         Raises:
             ValueError: `trigger` is another value.
         """
-        operations.invoke(cls(table_name, schema=schema, trigger=check_trigger(trigger)))
+        trigger = check_trigger(trigger)
+        operations.invoke(cls(table_name, schema=schema, trigger=trigger, excluded=excluded))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"trigger": self.trigger, "schema": self.schema}
+        return {"trigger": self.trigger, "excluded": self.excluded, "schema": self.schema}
 
 
 class DropFenceOp(FenceOperation, name="drop_fence"):
@@ -148,7 +155,13 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger"):
 
     @classmethod
     def create_fence_trigger(
-        cls, operations: Operations, table_name: str, *, strict: bool = False, schema: str | None = None
+        cls,
+        operations: Operations,
+        table_name: str,
+        *,
+        strict: bool = False,
+        excluded: Iterable[str] = (),
+        schema: str | None = None,
     ) -> None:
         """Create a table's trigger, in place of any other: `__fence_trigger__ = True` of a model.
 
@@ -156,13 +169,16 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger"):
             operations: given by Alembic.
             table_name: the name of the table.
             strict: create the trigger of `__fence_trigger__ = "strict"`.
+            excluded: the model's `__fence_excluded__`, by the names of the columns. Create the trigger again
+                when columns are added, and drop it before columns are dropped.
             schema: the schema of the table.
         """
-        operations.invoke(cls(table_name, schema=schema, trigger="strict" if strict else True))
+        trigger: FenceTrigger = "strict" if strict else True
+        operations.invoke(cls(table_name, schema=schema, trigger=trigger, excluded=excluded))
 
     @property
     def arguments(self) -> dict[str, Any]:
-        return {"strict": self.trigger == "strict", "schema": self.schema}
+        return {"strict": self.trigger == "strict", "excluded": self.excluded, "schema": self.schema}
 
 
 class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger"):
@@ -234,8 +250,29 @@ def _drop_fence(operations: _Operations, op: FenceOperation) -> None:
 def _create_trigger(operations: _Operations, op: FenceOperation) -> None:
     dialect = operations.migration_context.dialect.name
     _drop_renamed(operations, op)
-    made = triggers.create(op.table_name, dialect, strict=op.trigger == "strict", schema=op.schema)
+    target = _with_columns(operations, op) if op.excluded else op.table_name
+    made = triggers.create(target, dialect, strict=op.trigger == "strict", schema=op.schema)
     _execute(operations, made)
+
+
+def _with_columns(operations: _Operations, op: FenceOperation) -> Table:
+    """Return the table with the columns that it has now, because the trigger has to know them."""
+    if operations.migration_context.as_sql:
+        raise FenceError(
+            "the trigger of a table with excluded columns needs the names of all its columns, which --sql "
+            "cannot look up: run this migration with a connection"
+        )
+    columns = inspect(operations.get_bind()).get_columns(op.table_name, schema=op.schema)
+    made = [Column(its["name"], its["type"], *_generated(its)) for its in columns]
+    table = Table(op.table_name, MetaData(), *made, schema=op.schema)
+    if unknown := {*op.excluded} - {*table.c.keys()}:
+        raise ValueError(f"{op.table_name!r} has no column {', '.join(map(repr, sorted(unknown)))}")
+    exclude(table, op.excluded)
+    return table
+
+
+def _generated(column: Any) -> list[Computed]:
+    return [Computed(its["sqltext"]) for its in [column.get("computed")] if its]
 
 
 @Operations.implementation_for(DropFenceTriggerOp)

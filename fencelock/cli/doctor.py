@@ -276,7 +276,7 @@ def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Fi
         if lacking := {fenced.fence.name, fenced.write.name} - columns:
             what = f"has no column {' and no column '.join(sorted(lacking))}"
             yield Finding(name, what, "op.add_fence in a migration adds both columns of the guard")
-        elif trigger_of(each) and not triggers.installed(connection, name, schema=each.schema):
+        elif trigger_of(each) and not triggers.installed(connection, each):
             yield Finding(
                 name,
                 "lacks the trigger that its model wants, or has one of an earlier version",

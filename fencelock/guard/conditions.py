@@ -31,7 +31,15 @@ from fencelock.guard._sqlalchemy import (
     with_where,
 )
 from fencelock.guard.exact import TOKEN_BIND, holds, is_text
-from fencelock.guard.tables import FENCE_COLUMN, LIMIT, NO_LEASE, WRITE_COLUMN, FencedTable, shifted
+from fencelock.guard.tables import (
+    FENCE_COLUMN,
+    LIMIT,
+    NO_LEASE,
+    WRITE_COLUMN,
+    FencedTable,
+    excluded_of,
+    shifted,
+)
 
 Row: TypeAlias = Mapping[str, Any]  # the parameters of one execution of a statement
 Rows: TypeAlias = Sequence[Row]
@@ -219,6 +227,25 @@ def _texts_in(clause: Any) -> Iterator[str]:
         elif isinstance(element, sa.BinaryExpression | sa.UnaryExpression):
             operators_in = element.operator, getattr(element, "modifier", None)
             yield from (each.opstring for each in operators_in if isinstance(each, custom_op))
+
+
+def changes_only_excluded(statement: Any, table: Any, rows: Rows) -> bool:
+    """Tell whether a statement is an UPDATE of columns in `__fence_excluded__` alone, which needs no guard.
+
+    `onupdate` is not looked at. Text could assign another column, so it counts as one.
+    """
+    excluded = excluded_of(table)
+    if not (excluded and isinstance(statement, sa.Update)) or has_rows(statement):
+        return False
+    values = [*values_in(statement)]
+    assigned = {key_of(column) for column, _ in values}
+    assigned |= rows[0].keys() & table.c.keys() if rows else set()
+    return (
+        bool(assigned)
+        and assigned <= excluded
+        and all(hash(getattr(column, "table", table)) == hash(table) for column, _ in values)
+        and not any(any(_texts_in(value)) for _, value in values)
+    )
 
 
 Origin: TypeAlias = Literal["flush", "core", "explicit", "claim"]

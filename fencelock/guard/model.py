@@ -7,6 +7,7 @@ dataclasses, which are unhashable.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any, ClassVar, Final
 from weakref import ref
 
@@ -28,6 +29,7 @@ def fence_column(
     resource: str | None = None,
     trigger: tables.FenceTrigger = False,
     lease: tables.FenceLease = "required",
+    excluded: Collection[str] = (),
 ) -> Column[int]:
     """Return the column that makes a Core `Table`, or the table of an imperative mapping, fenced.
 
@@ -50,14 +52,18 @@ def fence_column(
             the table may name it instead.
         trigger: which trigger `create_all` makes for the table: see `fencelock.guard.triggers`.
         lease: `"optional"` allows writes under no lease: see `__fence_lease__`.
+        excluded: the keys of columns that need no lease: see `__fence_excluded__`.
 
     Raises:
         ValueError: `trigger` or `lease` has an unknown value.
+        TypeError: `excluded` is no set of names.
     """
     install()
     marks = {**tables.FENCE_MARK, tables.TRIGGER_MARK: tables.check_trigger(trigger)}
     if tables.check_lease(lease) == "optional":
         marks[tables.LEASE_MARK] = lease
+    if excluded:
+        marks[tables.EXCLUDED_MARK] = tables.check_names(excluded)
     return tables.new_column(
         FENCE_COLUMN, marks if resource is None else {**marks, tables.RESOURCE_MARK: resource}
     )
@@ -94,6 +100,11 @@ class FencedModel:
     write id, but not the fence. It is refused if the row was written since its object was loaded. A holder
     that has read the row before is refused after it. With `"required"`, the default, only a holder can write.
 
+    `__fence_excluded__ = {"views", "last_seen"}` names columns that need no lease. An UPDATE that changes
+    only these has no condition, and changes neither fence nor write id, so it refuses nobody and is never
+    refused. Write `Topic.views + 1`, because `topic.views += 1` may lose a count. Columns with an `onupdate`
+    go along. Together with another column they are guarded.
+
     docs/correctness.md lists the gaps of the guard: rows that you read and do not write (see `claim`), an
     INSERT by a stale holder (see `gate`), changes that the database itself makes (ON DELETE CASCADE and SET
     NULL, triggers, stored functions), and links and `ordering_list` positions that only the other model's
@@ -114,14 +125,17 @@ class FencedModel:
         ValueError: when the class is mapped, if `__fence_resource__` is malformed, names no column of its
             table, or one whose equal values can be written in several ways; if the table has no
             `last_fencing_token`, or the model gives it another name or has another primary key; if a setting
-            has an unknown value; or if another model of the table has another setting.
-        TypeError: if `__fence_resource__` is no text; if the class is a `MappedAsDataclass`, which needs
-            `FencedDataclassModel`; or a SQLModel without the columns as class variables (docs/sqlmodel.md).
+            has an unknown value; if another model of the table has another setting; or if
+            `__fence_excluded__` names an unknown column, one of the guard, of the key or of the resource.
+        TypeError: if `__fence_resource__` is no text; if `__fence_excluded__` is no set; if the class is
+            a `MappedAsDataclass`, which needs `FencedDataclassModel`; or a SQLModel without the columns as
+            class variables (docs/sqlmodel.md).
     """
 
     __fence_resource__: ClassVar[str]
     __fence_trigger__: ClassVar[tables.FenceTrigger] = False
     __fence_lease__: ClassVar[tables.FenceLease] = "required"
+    __fence_excluded__: ClassVar[Collection[str]] = frozenset()
 
     def __init_subclass__(cls, **options: Any) -> None:
         if issubclass(cls, MappedAsDataclass):
@@ -162,6 +176,7 @@ class FencedDataclassModel(MappedAsDataclass):
     __fence_resource__: ClassVar[str]
     __fence_trigger__: ClassVar[tables.FenceTrigger] = False
     __fence_lease__: ClassVar[tables.FenceLease] = "required"
+    __fence_excluded__: ClassVar[Collection[str]] = frozenset()
 
     last_fencing_token: Mapped[int] = mapped_column(
         BigInteger,
@@ -216,6 +231,7 @@ def _on_mapped(mapper: Mapper[Any], model: type[Any]) -> None:
     for table in mapper.tables:
         if isinstance(table, Table) and table is not base:
             tables.register_sub_table(table, fenced)
+    _exclude(mapper, model, fenced)
     _note_model(mapper, fenced)
     watch_mapper(mapper, fenced)
 
@@ -244,6 +260,13 @@ def _mark_lease(model: type[Any], base: Table) -> None:
         )
     if (fenced := tables.registered(base)) is not None:
         fenced.is_optional = lease == "optional"
+
+
+def _exclude(mapper: Mapper[Any], model: type[Any], fenced: tables.FencedTable) -> None:
+    named = attributes_of(mapper, [column for table in mapper.tables for column in table.c])
+    for name in tables.check_names(getattr(model, "__fence_excluded__", ())):
+        column = fenced.check_excluded(name, named.get(name))
+        tables.exclude(column.table, [column.key])
 
 
 def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:

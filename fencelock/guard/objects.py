@@ -31,6 +31,7 @@ from fencelock.guard.tables import (
     NO_VERSION,
     WRITE_COLUMN,
     FencedTable,
+    excluded_of,
     fenced_table,
     is_one_of,
     new_write_id,
@@ -200,12 +201,13 @@ def attributes_of(mapper: Mapper[Any], columns: Iterable[Any]) -> dict[str, Any]
 class _Watch:
     """Gives the objects of one mapper their tokens and write ids before they are written."""
 
-    __slots__ = ("_aging", "_first", "_resource_names", "fenced")
+    __slots__ = ("_aging", "_excluded", "_first", "_resource_names", "fenced")
 
     def __init__(self, mapper: Mapper[Any], fenced: FencedTable) -> None:
         names = attributes_of(mapper, [column for table in mapper.tables for column in table.primary_key])
         self.fenced = fenced
         self._aging = _aging_of(mapper)
+        self._excluded: Collection[str] = ()
         self._first = frozenset({*names, WRITE_COLUMN})  # what an UPDATE or DELETE needs
         self._resource_names = tuple(
             mapper.get_property_by_column(column).key for column in fenced.template.columns.values()
@@ -216,6 +218,12 @@ class _Watch:
         event.remove(mapper, "before_update", self.before_update)
         event.listen(mapper, "before_update", self.before_update, raw=True, retval=True)
         always_load(mapper, mapper.columns[WRITE_COLUMN])
+        excluded = {table.c[key] for table in mapper.tables for key in excluded_of(table)}
+        to_one = [each for each in mapper.relationships if each.direction is RelationshipDirection.MANYTOONE]
+        self._excluded = {
+            *attributes_of(mapper, excluded),
+            *(each.key for each in to_one if each.local_columns <= excluded),
+        }
         event.listen(getattr(model, WRITE_COLUMN), "set", _on_set, retval=True)
 
     def before_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
@@ -238,7 +246,7 @@ class _Watch:
         current = state.dict
         if FENCE_COLUMN in state.committed_state:
             _drop_assigned_fence(state, current)
-        changed = _changed(state, current)
+        changed = _changed(state, current, self._excluded)
         tokens = self._tokens(connection, state) if changed else None
         if not changed:
             return
@@ -356,10 +364,14 @@ def _was_loaded(state: _State, key: str) -> bool:
     return key in state.dict and state.committed_state.get(key) is not NO_VALUE
 
 
-def _changed(state: _State, current: dict[str, Any]) -> Literal["its row", "a collection"] | None:
+def _changed(
+    state: _State, current: dict[str, Any], excluded: Collection[str]
+) -> Literal["its row", "a collection"] | None:
     """Return which part of an object has changed: its row, or only a collection; None if neither."""
     manager, found = state.manager, False
     for key, loaded in tuple(state.committed_state.items()):
+        if key in excluded:
+            continue
         impl: Any = manager[key].impl
         if impl.collection or impl.uses_objects:
             history, made = impl.get_history(state, current, _CHANGES_ONLY), manager[key].property

@@ -57,11 +57,12 @@ def guarding(execute: _Execute) -> _Execute:
             private.options_to_execute(connection), options
         )
         verdict = None
-        if TOKEN_OPTION in merged:
-            _check_option(connection, merged)
+        _check_option(connection, merged)
         try:
             if is_bypassed(merged, connection):
                 statement = _bypassing(connection, statement, fenced, rows, merged)
+            elif _is_free(connection, statement, fenced or base, rows, merged):
+                pass
             elif fenced is not None:
                 statement, rows, verdict = _guarded(connection, statement, fenced, rows or [{}], merged)
             elif base is not None:
@@ -78,6 +79,17 @@ def guarding(execute: _Execute) -> _Execute:
         return result
 
     return guarded
+
+
+def _is_free(connection: Connection, statement: Any, fenced: Any, rows: Rows, options: Options) -> bool:
+    """Tell whether a statement needs no guard, because it changes only excluded columns."""
+    if conditions.CLAIM_OPTION in options or options.get(TOKEN_OPTION) is not None:
+        return False
+    if not conditions.changes_only_excluded(statement, underlying(statement.table), rows):
+        return False
+    conditions.refuse_unguardable(statement, fenced, statement.table)
+    note_no_shift(connection)
+    return True
 
 
 def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: FencedTable | None) -> None:

@@ -92,12 +92,14 @@ WRITE_MARK: Final[dict[Any, Any]] = {"fencelock.write_id": True}
 TRIGGER_MARK: Final = "fencelock.trigger"
 RESOURCE_MARK: Final = "fencelock.resource"
 LEASE_MARK: Final = "fencelock.lease"
-_MARKS: Final = frozenset({*FENCE_MARK, TRIGGER_MARK, RESOURCE_MARK, LEASE_MARK})
+EXCLUDED_MARK: Final = "fencelock.excluded"
+_MARKS: Final = FENCE_MARK.keys() | {TRIGGER_MARK, RESOURCE_MARK, LEASE_MARK, EXCLUDED_MARK}
 _FENCED: Final = "fencelock.fenced"
 _SUB_TABLE_OF: Final = "fencelock.sub_table_of"
 _OF_TABLE: Final = "fencelock.of"
 """The key in `Column.info` of the name of the table that the fence column was added to first."""
-GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF})  # the keys in `Table.info` that only the guard uses
+#: The keys in `Table.info` that only the guard uses.
+GUARDS_OWN: Final = frozenset({_FENCED, _SUB_TABLE_OF, EXCLUDED_MARK})
 
 FenceTrigger: TypeAlias = bool | Literal["strict"]
 """A table's trigger: False for none, True for one that refuses to lower a fence, or a strict one."""
@@ -227,11 +229,27 @@ class FencedTable:
         self.fence = self.table.c[FENCE_COLUMN]
         self.write = self.table.c[WRITE_COLUMN]
         self.is_optional = self.fence.info.get(LEASE_MARK) == "optional"
+        for key in excluded_of(self.table):
+            self.check_excluded(key, self.table.c.get(key))
 
     def source_of(self, statement: Any) -> FromClause:
         """Return the alias of the table that the statement uses, or the table itself."""
         target: FromClause = statement.table
         return target if isinstance(target, AliasedReturnsRows) else self.table
+
+    def check_excluded(self, name: str, column: Column[Any] | None) -> Column[Any]:
+        if column is None:
+            raise ValueError(
+                f"__fence_excluded__ names {name!r}, but the columns of {self.name!r} are "
+                f"{', '.join(self.table.c.keys())}"
+            )
+        own = column.name in {FENCE_COLUMN, WRITE_COLUMN}
+        if own or column.primary_key or column in self.template.columns.values():
+            raise ValueError(
+                f"__fence_excluded__ of {self.name!r} names {name!r}, which tells the guard which row is "
+                f"written, and by whom: exclude only columns such as counters and times of visits"
+            )
+        return column
 
     @property
     def is_strict(self) -> bool:
@@ -282,6 +300,12 @@ def fenced_names() -> list[str]:
     return names + [table.name for name in names if not name.isascii() for table in list(_names[name])]
 
 
+def excluded_by_name(name: str) -> frozenset[str]:
+    """Return the names, in lower case, of the excluded columns of all tables with this name in lower case."""
+    found = [{each.c[key].name.lower() for key in excluded_of(each)} for each in _names.get(name, ())]
+    return frozenset(set.intersection(*found)) if found else frozenset()
+
+
 def new_column(name: str, info: Mapping[Any, Any]) -> Column[int]:
     return Column(name, BigInteger, nullable=False, server_default=text("0"), info=dict(info))
 
@@ -290,6 +314,26 @@ def trigger_of(table: Table) -> FenceTrigger:
     fence = table.c.get(FENCE_COLUMN)
     wanted: FenceTrigger = False if fence is None else fence.info.get(TRIGGER_MARK, False)
     return wanted
+
+
+def excluded_of(table: Any) -> frozenset[str]:
+    """Return the keys of the columns in `__fence_excluded__`; a sub-table keeps its own."""
+    fence = table.c.get(FENCE_COLUMN)
+    marks = table.info if fence is None else fence.info
+    excluded: frozenset[str] = marks.get(EXCLUDED_MARK, frozenset())
+    return excluded
+
+
+def exclude(table: Table, keys: Iterable[str]) -> None:
+    fence = table.c.get(FENCE_COLUMN)
+    marks = table.info if fence is None else fence.info
+    marks[EXCLUDED_MARK] = excluded_of(table).union(keys)
+
+
+def check_names(excluded: object) -> frozenset[str]:
+    if isinstance(excluded, str) or not isinstance(excluded, Iterable):
+        raise TypeError(f"__fence_excluded__ is a set of names, such as {{'views'}}, not {excluded!r}")
+    return frozenset(excluded)
 
 
 def check_trigger(wanted: object) -> FenceTrigger:

@@ -18,7 +18,7 @@ from fencelock.errors import FenceError, UnfencedWriteError
 from fencelock.guard.leases import on_savepoint, open_leases
 from fencelock.guard.refused import refuse
 from fencelock.guard.sessions import NEVER, STARTED, is_bypassed, note_start, note_write
-from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, fenced_names
+from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN, excluded_by_name, fenced_names
 
 TOKEN: Final = "fencing_token"  # noqa: S105  no password
 WRITE_ID: Final = "fencing_write_id"
@@ -44,6 +44,9 @@ _WRITES: Final = re.compile(
     r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
     r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
 )
+_UPDATE: Final = re.compile(rf"(?i)update (?:only )?{_FULL}(?: (?:as )?(?!set\b){_NAME})? set ")  # noqa: S608
+_PIECE: Final = re.compile(r'"(?:[^"]|"")*"|`(?:[^`]|``)*`|[\w$]+|\s+|.')
+_ASSIGNED: Final = re.compile(rf" ?({_NAME}) ?= ?[^=]")
 _COMMITS: Final = re.compile(
     r"(?i)\s*(?:alter|analyze|begin|check|create(?!\s+(?:or\s+replace\s+)?temporary)|drop(?!\s+temporary)|flush"
     r"|grant|(?:un)?lock\s+tables|optimize|rename|repair|revoke|start\s+transaction|truncate)\b"
@@ -90,7 +93,9 @@ def _refusal(connection: Connection, statement: str, context: Any) -> FenceError
     if context.isddl and _DEFINES.match(statement) and not isinstance(context.compiled.statement, DDL):
         return None
     name = written(statement, tuple(fenced_names()))
-    return None if name is None else _unguarded_error(name)
+    if name is None or _sets_only(statement, excluded_by_name(name.lower())):
+        return None
+    return _unguarded_error(name)
 
 
 def _unguarded_error(name: str) -> UnfencedWriteError:
@@ -103,6 +108,26 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
         f"update(), delete() or upsert(), outside of WITH; as text, write {line}; or, if no "
         f"fence is wanted, execution_options(fencelock='bypass')"
     )
+
+
+@lru_cache(maxsize=1000)
+def _sets_only(statement: str, columns: frozenset[str]) -> bool:
+    """Tell whether a text is one UPDATE that sets only these columns; False if that is not plain."""
+    bare = _bare(statement) if columns and len(statement) <= _LONG else None
+    update = None if bare is None else _UPDATE.match(bare)
+    if bare is None or update is None or ";" in bare.rstrip("; ") or _WRITES.search(bare[update.end() :]):
+        return False
+    depth, parts = 0, [""]
+    for each in _PIECE.findall(bare[update.end() :]):
+        depth += (each == "(") - (each == ")")
+        if depth == 0 and each.lower() == "where":
+            break
+        if depth == 0 and each == ",":
+            parts.append("")
+        else:
+            parts[-1] += each
+    assigned = [_ASSIGNED.match(part) for part in parts]
+    return all(found is not None and found[1].strip('"`').lower() in columns for found in assigned)
 
 
 def written(statement: str, names: tuple[str, ...]) -> str | None:

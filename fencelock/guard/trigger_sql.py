@@ -17,6 +17,12 @@ Form = Literal["fence", "ids", "strict", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2  # the modulus or bit mask with which random write ids stay below 2**53
 
+#: Whether only columns of `__fence_excluded__`, which are the trigger's arguments, have changed. A BEFORE
+#: trigger does not see generated columns yet.
+_EXCLUDED: Final = """TG_NARGS > 0 AND (
+        SELECT to_jsonb(NEW) - ignored = to_jsonb(OLD) - ignored
+        FROM (SELECT TG_ARGV || array_agg(CAST(attname AS TEXT)) AS ignored FROM pg_attribute
+              WHERE attrelid = TG_RELID AND attgenerated <> '') AS its)"""
 #: Without the path, a function would run what the writer's search path has: another role's `concat`, say.
 _PINNED: Final = "LANGUAGE plpgsql SET search_path = pg_catalog"
 _POSTGRESQL_FUNCTION: Final = f"""
@@ -26,6 +32,9 @@ BEGIN
         RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
             MESSAGE = concat('fencelock: token ', NEW.{FENCE_COLUMN}, ' < ', OLD.{FENCE_COLUMN},
                              ' in ', TG_TABLE_NAME);
+    END IF;
+    IF {_EXCLUDED} THEN
+        RETURN NEW;
     END IF;
     RAISE EXCEPTION USING ERRCODE = '23000', TABLE = TG_TABLE_NAME, SCHEMA = TG_TABLE_SCHEMA,
         MESSAGE = concat('fencelock: UPDATE without a token in ', TG_TABLE_NAME);
@@ -50,6 +59,9 @@ CREATE: Final[Mapping[str, Mapping[Form, str]]] = {
         "renew": f"""
 CREATE FUNCTION {{renew}}() RETURNS trigger {_PINNED} AS $fencelock$
 BEGIN
+    IF {_EXCLUDED} THEN
+        RETURN NEW;
+    END IF;
     NEW.{WRITE_COLUMN} := 1 + CAST(
         CAST('x' || right(CAST(gen_random_uuid() AS TEXT), 12) AS BIT(48)) AS BIGINT);
     RETURN NEW;
@@ -62,7 +74,7 @@ WHEN (
     NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}
     AND NOT (pg_catalog.pg_trigger_depth() > 0 AND OLD.xmin = CAST(pg_catalog.pg_current_xact_id() AS XID))
 )
-EXECUTE FUNCTION {{renew}}()
+EXECUTE FUNCTION {{renew}}({{excluded}})
 """,
         "fence": f"""
 CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW
@@ -76,14 +88,14 @@ WHEN (
     OR NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}
     AND pg_catalog.pg_trigger_depth() = 0
 )
-EXECUTE FUNCTION {{refuse}}()
+EXECUTE FUNCTION {{refuse}}({{excluded}})
 """,
     },
     "mysql": {
         # With a random part, because UUID_SHORT() is unique within one node only.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW SET NEW.{WRITE_COLUMN} =
-    IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN},
+    IF(NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}{{changed}},
        1 + MOD(UUID_SHORT() ^ (FLOOR(RAND() * 1073741824) << 23), {_MASK}), NEW.{WRITE_COLUMN})
 """,
         "fence": f"""
@@ -93,7 +105,7 @@ CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
         "strict": f"""
 CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{table}} FOR EACH ROW BEGIN
     DECLARE refusal VARCHAR(128) CHARACTER SET utf8mb4;{_MARIADB_STALE}
-    IF NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN} THEN
+    IF NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}{{changed}} THEN
         SIGNAL SQLSTATE '23000' SET MESSAGE_TEXT = {{unfenced_update}};
     END IF;
 END
@@ -102,7 +114,7 @@ END
     "sqlite": {
         "ids": f"""
 CREATE TRIGGER {{ids}} AFTER UPDATE ON {{bare_table}} FOR EACH ROW
-WHEN NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN} BEGIN
+WHEN NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}{{changed}} BEGIN
     UPDATE {{bare_table}} SET {WRITE_COLUMN} = 1 + (random() & {_MASK}) WHERE rowid = NEW.rowid;
 END
 """,
@@ -112,7 +124,7 @@ CREATE TRIGGER {{fence}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQL
         "strict": f"""
 CREATE TRIGGER {{strict}} BEFORE UPDATE ON {{bare_table}} FOR EACH ROW BEGIN{_SQLITE_STALE}
     SELECT RAISE(ABORT, {{unfenced_update}})
-    WHERE NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN};
+    WHERE NEW.{FENCE_COLUMN} = OLD.{FENCE_COLUMN} AND NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}{{changed}};
 END
 """,
     },
@@ -124,10 +136,17 @@ DROP: Final = {
     "sqlite": "DROP TRIGGER IF EXISTS {{{form}}}",
 }
 
-#: The triggers of a table, and whether each is of this version.
+#: Whether a column has changed. MariaDB and SQLite have no value for a whole row, so all columns are listed.
+CHANGED: Final = {
+    "mysql": "NOT CAST(NEW.{} AS BINARY) <=> CAST(OLD.{} AS BINARY)",
+    "sqlite": "NEW.{} IS NOT OLD.{} COLLATE BINARY",
+}
+
+#: The triggers of a table, whether each is of this version, and its arguments or its SQL.
 LOOK: Final = {
     "postgresql": """
-        SELECT tgname, COALESCE(proconfig[1], '') = 'search_path=pg_catalog' FROM pg_catalog.pg_trigger
+        SELECT tgname, COALESCE(proconfig[1], '') = 'search_path=pg_catalog', tgargs
+        FROM pg_catalog.pg_trigger
         JOIN pg_catalog.pg_class ON pg_class.oid = tgrelid
         JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace
         JOIN pg_catalog.pg_proc ON pg_proc.oid = tgfoid
@@ -136,8 +155,8 @@ LOOK: Final = {
             ELSE nspname = CAST(:schema AS TEXT) END
     """,
     "mysql": """
-        SELECT trigger_name, TRUE FROM information_schema.triggers
+        SELECT trigger_name, TRUE, action_statement FROM information_schema.triggers
         WHERE event_object_table = :table AND event_object_schema = COALESCE(:schema, DATABASE())
     """,
-    "sqlite": "SELECT name, 1 FROM {schema}sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
+    "sqlite": "SELECT name, 1, sql FROM {schema}sqlite_master WHERE type = 'trigger' AND tbl_name = :table",
 }

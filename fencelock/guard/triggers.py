@@ -32,6 +32,7 @@ from fencelock.guard.tables import (
     RECEIPT_TABLE,
     WRITE_COLUMN,
     FenceTrigger,
+    excluded_of,
     trigger_of,
 )
 from fencelock.guard.trigger_sql import Form
@@ -75,12 +76,30 @@ def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
         "label": _literal(table.name, preparer),
         "stale": _literal(f"fencelock: a token below the fence in {table.name}", preparer),
         "unfenced_update": _literal(f"fencelock: UPDATE without a token in {table.name}", preparer),
+        "excluded": ", ".join(_literal(name, preparer) for name in excluded_names(table)),
     }
+    looks = _looks(table, preparer) if excluded_of(table) and preparer.dialect.name != "postgresql" else {}
+    guarded = [look for name, look in looks.items() if name not in excluded_names(table)]
+    fields["changed"] = f" AND ({' OR '.join(guarded)})" if guarded else ""
     for form in (*sql.TRIGGERS, "refuse", "renew"):
         named = Table(_name(table.name, form), MetaData(), schema=table.schema)
         of_table = preparer.dialect.name == "postgresql" and form not in {"refuse", "renew"}
         fields[form] = preparer.format_table(named, use_schema=not of_table)
     return ddl.template.format_map(fields)
+
+
+def excluded_names(table: Table) -> list[str]:
+    """Return the names of the columns that a trigger lets change: the excluded ones, and what follows."""
+    excluded = excluded_of(table)
+    follows = [each for each in table.c if each.onupdate is not None or each.server_onupdate is not None]
+    return sorted({table.c[key].name for key in excluded} | {each.name for each in follows if excluded})
+
+
+def _looks(table: Table, preparer: Any) -> dict[str, str]:
+    """Return the expressions that tell whether a column has changed, by the column's name."""
+    look = sql.CHANGED[_family(preparer.dialect.name)]
+    columns = [each for each in table.c if each.computed is None and each.name != WRITE_COLUMN]
+    return {each.name: look.format(*[preparer.quote(each.name)] * 2) for each in columns}
 
 
 def _literal(value: str, preparer: Any) -> str:
@@ -122,7 +141,8 @@ def create(table: Any, dialect: str, *, strict: bool = False, schema: str | None
     """Return the statements that create a table's trigger, and replace any other.
 
     The table needs both columns of the guard. `create_all` creates the trigger of a model if
-    `__fence_trigger__` is True or `"strict"`. In migrations, call `op.create_fence_trigger("orders")`.
+    `__fence_trigger__` is True or `"strict"`. In migrations, call `op.create_fence_trigger("orders")`. If a
+    `Table` or model has `__fence_excluded__`, create its trigger again when columns are added or dropped.
 
     Args:
         table: the table's name, a `Table` or a model.
@@ -168,8 +188,10 @@ def drop(table: Any, dialect: str, *, schema: str | None = None) -> list[FenceDD
     return dropped
 
 
-def installed(connection: Connection, table: str, *, schema: str | None = None) -> FenceTrigger:
+def installed(connection: Connection, table: Any, *, schema: str | None = None) -> FenceTrigger:
     """Return which trigger a table has in the database: False, True or `"strict"`.
+
+    If the table is a `Table` or a model, a trigger with other excluded columns counts as none.
 
     ```python
     with engine.connect() as connection:
@@ -178,18 +200,37 @@ def installed(connection: Connection, table: str, *, schema: str | None = None) 
 
     A disabled trigger counts as none, and so does one of an earlier version, whose function can be misled.
     """
-    found = _found(connection, table, schema)
-    forms = {form for form in sql.TRIGGERS if found.get(_name(table, form))}
+    target = _table(table, schema)
+    found = _found(connection, target.name, target.schema)
+    forms = {
+        form
+        for form in sql.TRIGGERS
+        if (details := found.get(_name(target.name, form))) is not None
+        and (form == "fence" or isinstance(table, str) or _fits(target, details, connection.dialect))
+    }
     return "strict" if "strict" in forms else forms >= {"fence", "ids"}
 
 
-def _found(connection: Connection, table: str, schema: str | None) -> dict[str, bool]:
-    """Return the names of triggers, and whether each is of this version."""
+def _fits(table: Table, details: Any, dialect: Any) -> bool:
+    """Tell whether a trigger, with these arguments or this SQL, leaves out the columns that it should."""
+    excluded = excluded_names(table)
+    if dialect.name == "postgresql":
+        return sorted(bytes(details).decode().split("\0")[:-1]) == excluded
+    looks = _looks(table, dialect.identifier_preparer)
+    return all(
+        (look.replace("%%", "%") in details) is (bool(excluded) and name not in excluded)
+        for name, look in looks.items()
+    )
+
+
+def _found(connection: Connection, table: str, schema: str | None) -> dict[str, Any]:
+    """Return the arguments or the SQL of triggers, by name; None for a trigger of an earlier version."""
     family = _family(connection.dialect.name)
     quoted = f"{connection.dialect.identifier_preparer.quote_schema(schema)}." if schema else ""
     look = text(sql.LOOK[family].format(schema=quoted))
     asked = {"table": table} if family == "sqlite" else {"table": table, "schema": schema}
-    return {name: bool(is_current) for name, is_current in connection.execute(look, asked)}
+    rows = connection.execute(look, asked)
+    return {name: details if is_current else None for name, is_current, details in rows}
 
 
 def drop_renamed(connection: Connection, table: str, *, schema: str | None = None) -> list[FenceDDL]:
