@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import Any, Final
 
-from sqlalchemy import DateTime, String
+from sqlalchemy import Connection, DateTime, Engine, String, inspect, table, text
 from sqlalchemy.dialects import mysql
 from sqlalchemy.exc import DBAPIError, OperationalError
 from sqlalchemy.exc import TimeoutError as PoolTimeoutError
@@ -52,6 +52,18 @@ _REFUSED: Final = re.compile(
 _NO_TABLE: Final = "42P01"
 _NO_TABLE_NUMBER: Final = 1146
 _DRIVERS: Final = frozenset({"psycopg", "psycopg2", "asyncpg", "pymysql", "aiomysql", "asyncmy", "aiosqlite"})
+
+
+def has_table(bind: Engine | Connection, name: str, schema: str | None = None) -> bool:
+    """Return whether a table is there; SQLAlchemy's look would run operators of PostgreSQL's search path."""
+    if bind.dialect.name != "postgresql":
+        return bool(inspect(bind).has_table(name, schema=schema))
+    shown = bind.dialect.identifier_preparer.format_table(table(name, schema=schema))
+    look = text("SELECT pg_catalog.to_regclass(CAST(:name AS TEXT)) IS NOT NULL")
+    if isinstance(bind, Connection):
+        return bool(bind.scalar(look, {"name": shown}))
+    with bind.connect() as connection:
+        return bool(connection.scalar(look, {"name": shown}))
 
 
 def is_busy(error: BaseException) -> bool:

@@ -8,6 +8,7 @@ SQLite's batch mode has dropped a trigger.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any, Literal
 
 __all__ = [
@@ -33,17 +34,23 @@ def _do(name: str, *table: str, **options: Any) -> None:
 
 
 def add_fence(
-    table_name: str, *, trigger: bool | Literal["strict"] = False, schema: str | None = None
+    table_name: str,
+    *,
+    trigger: bool | Literal["strict"] = False,
+    excluded: Iterable[str] = (),
+    schema: str | None = None,
 ) -> None:
-    _do("add_fence", table_name, trigger=trigger, schema=schema)
+    _do("add_fence", table_name, trigger=trigger, excluded=excluded, schema=schema)
 
 
 def drop_fence(table_name: str, *, schema: str | None = None) -> None:
     _do("drop_fence", table_name, schema=schema)
 
 
-def create_fence_trigger(table_name: str, *, strict: bool = False, schema: str | None = None) -> None:
-    _do("create_fence_trigger", table_name, strict=strict, schema=schema)
+def create_fence_trigger(
+    table_name: str, *, strict: bool = False, excluded: Iterable[str] = (), schema: str | None = None
+) -> None:
+    _do("create_fence_trigger", table_name, strict=strict, excluded=excluded, schema=schema)
 
 
 def drop_fence_trigger(table_name: str, *, schema: str | None = None) -> None:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Final
 import typer
 from redis import Redis
 from redis.exceptions import RedisError
-from rich.markup import escape
 from rich.padding import Padding
 from sqlalchemy import Connection, MetaData, inspect
 
@@ -89,7 +88,7 @@ def _show(found: list[Finding]) -> None:
         places.setdefault((each.is_problem, each.what, each.advice), {})[each.where] = None
     for (is_problem, what, advice), where in places.items():
         console.print("[red]problem[/]" if is_problem else "[yellow]note[/]", shared.shown(", ".join(where)))
-        console.print(Padding(escape(f"{what}\n→ {advice}"), (0, 0, 1, 8)))
+        console.print(Padding("\n".join(map(shared.shown, [*what.split("\n"), f"→ {advice}"])), (0, 0, 1, 8)))
     if not found:
         console.print("nothing was found")
 

@@ -14,7 +14,6 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Final
 
-import sqlalchemy
 import typer
 from rich.console import Group
 from rich.live import Live
@@ -25,6 +24,7 @@ from sqlalchemy import Engine, column, select, table
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
+from fencelock._databases import has_table
 from fencelock.authority.database.database import Database
 from fencelock.authority.line.line import LineAuthority
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
@@ -35,7 +35,7 @@ from fencelock.guard.leases import bind
 from fencelock.guard.receipts import prune_receipts
 from fencelock.guard.sql import conditional_update
 from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, RECEIPT_TABLE
-from fencelock.holder import LockInfo
+from fencelock.holder import LockInfo, printable
 from fencelock.lease import Lease, check_resource
 from fencelock.lock.slots import slot_names
 from fencelock.observe.history import EVENT_TABLE, note, read
@@ -167,7 +167,7 @@ def leaks(
             console.print("fencelock release RESOURCE --force --reason … releases a lock")
         for key in keys[:_MOST_ROWS]:
             on = ", ".join(node for node, its in foreign.items() if key in its)
-            console.print(f"{key} has no end on {on}")
+            console.print(f"{printable(key)} has no end on {on}")
     if found or keys:
         raise typer.Exit(shared.FOUND_NOTHING)
 
@@ -184,7 +184,7 @@ def history(
     The program must write the history: fencelock.observe.history.record(engine).
     """
     with shared.database_at(database) as engine:
-        if not sqlalchemy.inspect(engine).has_table(EVENT_TABLE):
+        if not has_table(engine, EVENT_TABLE):
             shared.fail(
                 f"the database has no table {EVENT_TABLE}: a program that calls "
                 "fencelock.observe.history.record(engine) makes it, and writes there"
@@ -287,7 +287,7 @@ def release(
                     "its old holder may write until a new holder has written; --database and --claim "
                     "refuse it at once"
                 )
-            elif sqlalchemy.inspect(engine).has_table(EVENT_TABLE):
+            elif has_table(engine, EVENT_TABLE):
                 note(engine, "forced", resource, was.token, f"from {holder}: {reason}")
         if engine is not None:
             _raise_fences(authority, engine, resource, rows, token if was is None else was.token)
@@ -319,10 +319,9 @@ def _row_of(text: str) -> tuple[str, dict[str, str]]:
 
 def _check_tables(engine: Engine, rows: list[tuple[str, dict[str, str]]]) -> None:
     """Fail if the fence table or a table of these rows is missing, before the holder loses the lock."""
-    tables = sqlalchemy.inspect(engine)
     for name in (FENCE_TABLE, *(name for name, _ in rows)):
         schema, _, table = name.rpartition(".")
-        if not tables.has_table(table, schema=schema or None):
+        if not has_table(engine, table, schema or None):
             shared.fail(f"the database has no table {name}; nothing was released")
 
 
@@ -395,5 +394,5 @@ def prune(
     if (file := shared.file_of_sqlite(database)) and not Path(file).exists():
         return  # there is only the separate file of the locks
     with shared.database_at(database) as engine, engine.begin() as connection:
-        if sqlalchemy.inspect(connection).has_table(RECEIPT_TABLE):
+        if has_table(connection, RECEIPT_TABLE):
             shared.say(f"{prune_receipts(connection, seconds)} receipts deleted")

@@ -95,7 +95,8 @@ def file_of_sqlite(url: str) -> str:
 
 
 def say(sentence: str, style: str = "none") -> None:
-    console(stderr=True, soft_wrap=True).print(sentence, style=style, markup=False)
+    lines = "\n".join(map(printable, sentence.split("\n")))  # a server's error may be in it
+    console(stderr=True, soft_wrap=True).print(lines, style=style, markup=False)
 
 
 def console(**options: Any) -> Console:

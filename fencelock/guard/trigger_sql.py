@@ -12,8 +12,8 @@ from typing import Final, Literal
 
 from fencelock.guard.tables import FENCE_COLUMN, WRITE_COLUMN
 
-TRIGGERS: Final = ("fence", "ids", "strict")
-Form = Literal["fence", "ids", "strict", "refuse", "renew"]
+TRIGGERS: Final = ("fence", "ids", "strict", "inner")
+Form = Literal["fence", "ids", "strict", "inner", "refuse", "renew"]
 
 _MASK: Final = 2**53 - 2  # the modulus or bit mask with which random write ids stay below 2**53
 
@@ -24,7 +24,8 @@ _EXCLUDED: Final = """TG_NARGS > 0 AND (
         FROM (SELECT TG_ARGV || array_agg(CAST(attname AS TEXT)) AS ignored FROM pg_attribute
               WHERE attrelid = TG_RELID AND attgenerated <> '') AS its)"""
 #: Without the path, a function would run what the writer's search path has: another role's `concat`, say.
-_PINNED: Final = "LANGUAGE plpgsql SET search_path = pg_catalog"
+#: Without `pg_temp` at its end, PostgreSQL looks there first for types and tables.
+_PINNED: Final = "LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp"
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger {_PINNED} AS $fencelock$
 BEGIN
@@ -53,6 +54,11 @@ _SQLITE_STALE: Final = f"""
     SELECT RAISE(ABORT, {{stale}}) WHERE COALESCE(NEW.{FENCE_COLUMN}, -1) < OLD.{FENCE_COLUMN};
 """
 
+#: Whether this transaction has written the row, and another trigger changes it now: the row keeps its id.
+_OWN: Final = (
+    "(pg_catalog.pg_trigger_depth() > 0 AND OLD.xmin = CAST(pg_catalog.pg_current_xact_id() AS XID))"
+)
+
 CREATE: Final[Mapping[str, Mapping[Form, str]]] = {
     "postgresql": {
         "refuse": _POSTGRESQL_FUNCTION,
@@ -67,13 +73,15 @@ BEGIN
     RETURN NEW;
 END $fencelock$
 """,
-        # A row keeps its id if this transaction has written the row, and another trigger changes it now.
         "ids": f"""
 CREATE TRIGGER {{ids}} BEFORE UPDATE ON {{table}} FOR EACH ROW
-WHEN (
-    NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN}
-    AND NOT (pg_catalog.pg_trigger_depth() > 0 AND OLD.xmin = CAST(pg_catalog.pg_current_xact_id() AS XID))
-)
+WHEN (NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN} AND NOT {_OWN})
+EXECUTE FUNCTION {{renew}}({{excluded}})
+""",
+        # A strict trigger lets foreign keys, and triggers of other tables, write.
+        "inner": f"""
+CREATE TRIGGER {{inner}} BEFORE UPDATE ON {{table}} FOR EACH ROW
+WHEN (NEW.{WRITE_COLUMN} = OLD.{WRITE_COLUMN} AND pg_catalog.pg_trigger_depth() > 0 AND NOT {_OWN})
 EXECUTE FUNCTION {{renew}}({{excluded}})
 """,
         "fence": f"""
@@ -145,7 +153,7 @@ CHANGED: Final = {
 #: The triggers of a table, whether each is of this version, and its arguments or its SQL.
 LOOK: Final = {
     "postgresql": """
-        SELECT tgname, COALESCE(proconfig[1], '') = 'search_path=pg_catalog', tgargs
+        SELECT tgname, COALESCE(proconfig[1], '') = 'search_path=pg_catalog, pg_temp', tgargs
         FROM pg_catalog.pg_trigger
         JOIN pg_catalog.pg_class ON pg_class.oid = tgrelid
         JOIN pg_catalog.pg_namespace ON pg_namespace.oid = relnamespace

@@ -163,7 +163,9 @@ def create(table: Any, dialect: str, *, strict: bool = False, schema: str | None
         ```
     """
     target = _table(table, schema)
-    forms: tuple[Form, ...] = ("refuse", "strict") if strict else ("refuse", "fence", "renew", "ids")
+    forms: tuple[Form, ...] = (
+        ("refuse", "renew", "inner", "strict") if strict else ("refuse", "fence", "renew", "ids")
+    )
     templates = sql.CREATE[_family(dialect)]
     made = [FenceDDL(templates[form], target) for form in forms if form in templates]
     return [*drop(target, dialect), *made]
@@ -208,7 +210,9 @@ def installed(connection: Connection, table: Any, *, schema: str | None = None) 
         if (details := found.get(_name(target.name, form))) is not None
         and (form == "fence" or isinstance(table, str) or _fits(target, details, connection.dialect))
     }
-    return "strict" if "strict" in forms else forms >= {"fence", "ids"}
+    needs_inner = connection.dialect.name == "postgresql"
+    is_strict = "strict" in forms and ("inner" in forms or not needs_inner)
+    return "strict" if is_strict else forms >= {"fence", "ids"}
 
 
 def _fits(table: Table, details: Any, dialect: Any) -> bool:

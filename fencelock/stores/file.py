@@ -48,10 +48,17 @@ class FencedFile:
         self._resource = check_resource(self._folder.name if resource is None else resource)
 
     def read(self) -> bytes | None:
-        """Return the newest version; None if nothing was written yet."""
+        """Return the newest version; None if nothing was written yet.
+
+        Raises:
+            NotADirectoryError: the folder is a symbolic link.
+            OSError: the version cannot be read.
+        """
+        self._refuse_link()
         while (newest := self._newest()) is not None:
             with suppress(FileNotFoundError):  # a writer has removed this version after writing a newer one
-                content = (self._folder / newest).read_bytes()
+                with open(self._folder / newest, "rb", opener=_open_file) as file:
+                    content = file.read()
                 if newest == self._newest():
                     return content
         return None
@@ -79,7 +86,7 @@ class FencedFile:
                 os.unlink("new", dir_fd=folder)
             with open("new", "xb", opener=partial(_open_in, folder)) as file:
                 if newest is not None:
-                    os.fchmod(file.fileno(), os.stat(newest, dir_fd=folder).st_mode & 0o777)
+                    os.fchmod(file.fileno(), os.lstat(newest, dir_fd=folder).st_mode & 0o777)
                 file.write(content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -89,20 +96,23 @@ class FencedFile:
                 os.unlink(name, dir_fd=folder)
 
     def _versions(self) -> list[str]:
-        paths = self._folder.iterdir() if self._folder.exists() else ()
-        names = (path.name for path in paths)
+        entries = os.scandir(self._folder) if self._folder.exists() else ()
+        names = [each.name for each in entries if each.is_file(follow_symlinks=False)]
         return [name for name in names if _VERSION.fullmatch(name) and int(name) <= MAX_TOKEN]
 
     def _newest(self) -> str | None:
         return max(self._versions(), default=None)
+
+    def _refuse_link(self) -> None:
+        if self._folder.is_symlink():
+            raise NotADirectoryError(f"{self._folder} is a symbolic link: name the folder itself")
 
     @contextmanager
     def _locked(self) -> Iterator[int]:
         """Create the folder if it is missing, and lock it against other writers; yield its descriptor."""
         import fcntl  # noqa: PLC0415 - Windows has no fcntl, but can read
 
-        if self._folder.is_symlink():
-            raise NotADirectoryError(f"{self._folder} is a symbolic link: name the folder itself")
+        self._refuse_link()
         with suppress(FileExistsError):
             self._folder.mkdir(0o700)
             _sync(self._folder.parent)
@@ -129,6 +139,11 @@ class FencedFile:
                     _close(lock)
         finally:
             _close(folder)
+
+
+def _open_file(path: str, flags: int) -> int:
+    """Open a file that has replaced no link, and wait for no writer of a pipe."""
+    return os.open(path, flags | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0))
 
 
 def _open_in(folder: int, name: str, flags: int, mode: int = 0o666) -> int:

@@ -434,6 +434,21 @@ def test_a_base_that_no_use_explains_is_ignored(authority: Database, engine: Eng
             authority.init(above=above)
 
 
+@on_mariadb
+@pytest.mark.parametrize("driver", ["pymysql", "aiomysql", "asyncmy"])
+def test_a_character_set_without_all_names_is_refused(engine: Engine, driver: str) -> None:
+    """Where the server is not strict, it would store "?" for other characters, which names another lock."""
+    pytest.importorskip(driver)
+    url = engine.url.set(drivername=f"mysql+{driver}").update_query_dict({"charset": "utf8"})
+
+    async def lock(authority: Database) -> None:
+        async with authority.lock("user:😀", ttl=5):
+            raise AssertionError
+
+    with pytest.raises(AuthorityError, match="charset=utf8mb4"):
+        asyncio.run(lock(Database(url)))
+
+
 @contextmanager
 def the_leases(engine: Engine) -> Iterator[Connection]:
     """Change the table of leases, which is a file of its own on SQLite."""

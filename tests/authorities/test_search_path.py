@@ -15,11 +15,12 @@ from typing import Any, Final
 
 import psycopg
 import pytest
-from sqlalchemy import Engine, create_engine
+from sqlalchemy import Engine, MetaData, create_engine
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import DeclarativeBase, Mapped, mapped_column
+from sqlalchemy.schema import CreateTable
 
-from fencelock import Database, FencedModel, lease_table
+from fencelock import AuthorityError, Database, FencedModel, lease_table
 from fencelock.authority.database.statements import Statements
 from fencelock.guard import triggers
 
@@ -147,6 +148,7 @@ def test_the_authority_runs_no_decoy(engine: Engine, driver: str) -> None:
 
 def _live(authority: Database) -> None:
     with authority:
+        assert authority.init() is False
         held = authority.lock("order:1", "order:2", ttl=5, renew=False)
         held.acquire()
         held.extend(6)
@@ -163,6 +165,7 @@ def _live(authority: Database) -> None:
 
 def _live_in_a_loop(authority: Database) -> None:
     async def live() -> None:
+        assert await authority.aio.init() is False
         async with authority.lock("order:1", ttl=5) as token:
             assert token
             assert await authority.aio.inspect("order:1")
@@ -182,3 +185,84 @@ def test_triggers_run_no_decoy(engine: Engine) -> None:
     with engine.connect() as connection:
         assert triggers.installed(connection, "decoy_orders") is True
         assert triggers.installed(connection, "decoy_parcels") == "strict"
+
+
+@pytest.fixture
+def owned(postgres: Any) -> Iterator[Engine]:
+    """Return an engine on a database of its own, where `mallory` is a role that may create there."""
+    engine = create_engine(postgres.create_database())
+    with as_administrator(engine) as connection:
+        connection.execute("DROP ROLE IF EXISTS mallory")
+        connection.execute("CREATE ROLE mallory")
+        connection.execute("CREATE SCHEMA AUTHORIZATION mallory; GRANT CREATE ON SCHEMA public TO mallory")
+    yield engine
+    with as_administrator(engine) as connection:
+        connection.execute("DROP OWNED BY mallory CASCADE; DROP ROLE mallory")
+    engine.dispose()
+
+
+_DOMAIN: Final = """
+SET ROLE mallory;
+CREATE TABLE mallory.seen (who TEXT);
+CREATE FUNCTION mallory.look(given pg_catalog.text) RETURNS bool LANGUAGE plpgsql AS
+    $$ BEGIN INSERT INTO mallory.seen VALUES (current_user); RETURN true; END $$;
+CREATE DOMAIN pg_temp.text AS pg_catalog.text CHECK (mallory.look(VALUE));
+CREATE TEMP TABLE pg_attribute AS
+    SELECT 'status' AS attname, 's' AS attgenerated, oid AS attrelid FROM pg_catalog.pg_class;
+RESET ROLE
+"""
+
+
+def test_triggers_use_nothing_temporary_of_a_writer(owned: Engine) -> None:
+    """PostgreSQL looks for types and tables there first. The trigger may run as another role."""
+    Base.metadata.create_all(owned)
+    with as_administrator(owned) as connection:
+        for table in ("decoy_orders", "decoy_parcels"):
+            connection.execute(f"INSERT INTO {table} VALUES (1, 'new', 1000, 7)")  # noqa: S608
+        connection.execute(_DOMAIN)
+        connection.execute("CREATE FUNCTION pg_temp.control(text) RETURNS text LANGUAGE sql AS 'SELECT $1'")
+        connection.execute("SELECT pg_temp.control('a')")
+        assert connection.execute("DELETE FROM mallory.seen").rowcount, "the control runs the domain's code"
+        connection.execute("UPDATE decoy_orders SET status = 'x'")
+        with pytest.raises(psycopg.Error, match="UPDATE without a token in decoy_parcels"):
+            connection.execute("UPDATE decoy_parcels SET status = 'x'")
+        assert connection.execute("SELECT who FROM mallory.seen").fetchall() == []
+
+
+def test_a_table_of_another_role_is_refused(owned: Engine) -> None:
+    """Its triggers would run as each role that locks, and mint tokens twice."""
+    with as_administrator(owned) as connection:
+        connection.execute("SET ROLE mallory")
+        connection.execute(
+            str(CreateTable(lease_table(MetaData(), schema="public")).compile(dialect=owned.dialect))
+        )
+        connection.execute(
+            "CREATE FUNCTION mallory.mint() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN NEW.token := 5; RETURN NEW; END $$"
+        )
+        connection.execute(
+            "CREATE TRIGGER mint BEFORE INSERT ON public.fencelock_leases FOR EACH ROW "
+            "EXECUTE FUNCTION mallory.mint()"
+        )
+    with Database(owned) as authority, pytest.raises(AuthorityError, match="see which role has made it"):
+        authority.init()
+
+
+def test_a_strict_trigger_gives_a_new_id_to_what_another_trigger_writes(owned: Engine) -> None:
+    """So that a holder, who has read the row before, notices it; foreign keys pass in the same way."""
+    Base.metadata.create_all(owned)
+    with as_administrator(owned) as connection:
+        connection.execute("INSERT INTO decoy_parcels VALUES (1, 'new', 1000, 7)")
+        connection.execute(
+            "CREATE TABLE others (x INT); CREATE FUNCTION write() RETURNS trigger LANGUAGE plpgsql AS "
+            "$$ BEGIN UPDATE decoy_parcels SET status = 'x'; RETURN NEW; END $$;"
+            "CREATE TRIGGER t BEFORE INSERT ON others FOR EACH ROW EXECUTE FUNCTION write()"
+        )
+        connection.execute("INSERT INTO others VALUES (1)")
+        found = connection.execute("SELECT status, last_write_id FROM decoy_parcels").fetchone()
+        assert found is not None
+        assert (found[0], found[1] == 7) == ("x", False)
+        with connection.transaction():  # the transaction's own row keeps its id
+            connection.execute("UPDATE decoy_parcels SET last_write_id = 8")
+            connection.execute("INSERT INTO others VALUES (1)")
+        assert connection.execute("SELECT last_write_id FROM decoy_parcels").fetchone() == (8,)

@@ -269,7 +269,8 @@ def test_mock_engine_prints_the_triggers() -> None:
     )
     strict.create(mock, checkfirst=False)
     assert [sql.split("\n", 1)[0] for sql in printed if sql.startswith("CREATE TRIGGER")] == [
-        "CREATE TRIGGER fencelock_tr_strict_strict BEFORE UPDATE ON tr_strict FOR EACH ROW"
+        f"CREATE TRIGGER fencelock_tr_strict_{form} BEFORE UPDATE ON tr_strict FOR EACH ROW"
+        for form in ("inner", "strict")
     ]
 
 

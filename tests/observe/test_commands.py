@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socketserver
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
+from threading import Thread
 from typing import Any
 
 import psutil
@@ -85,6 +87,37 @@ def test_leaks_on_nodes(authority: Redlock, node_urls: list[str]) -> None:
     as_json = json.loads(fencelock("leaks", *url, "--pattern", "lock:*", "--json").stdout)
     assert as_json["locks"][0]["remaining"] is None
     assert "lock:cron" in as_json["keys"][authority.nodes[2]]
+
+
+def test_no_command_passes_on_what_terminals_obey(authority: Redlock, node_urls: list[str]) -> None:
+    """Another program's key, or a server's error, may be made for the terminal of an operator."""
+    escape = "\x1b]0;title\x07"
+    with redis.Redis.from_url(node_urls[0]) as client:
+        client.set(f"lock:{escape}", "1")
+    found = fencelock("leaks", "--url", ",".join(node_urls), "--pattern", "lock:*")
+    assert rf"lock:\x1b]0;title\x07 has no end on {authority.nodes[0]}" in found.stdout
+    with answering(f"-ERR {escape}\r\n".encode()) as url:
+        for command in ("nodes", "inspect r", f"init {url}", "run r --timeout 0.1 -- true"):
+            found = fencelock(*command.split(), FENCELOCK_URL=url)
+            assert "\x1b" not in found.stdout + found.stderr
+            assert found.returncode != 0
+        assert r"\x1b]0;title" in fencelock("init", url).stderr
+
+
+@contextmanager
+def answering(answer: bytes) -> Iterator[str]:
+    """Serve a node that answers each message with the same bytes."""
+
+    class Handler(socketserver.BaseRequestHandler):
+        def handle(self) -> None:
+            while self.request.recv(65536):
+                self.request.sendall(answer * 8)
+
+    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), Handler) as server:
+        server.daemon_threads = True
+        Thread(target=server.serve_forever, daemon=True).start()
+        yield f"redis://127.0.0.1:{server.server_address[1]}"
+        server.shutdown()
 
 
 def test_leaks_in_a_database_are_leases_of_a_day(tmp_path: Path) -> None:

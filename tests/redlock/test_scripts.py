@@ -255,6 +255,12 @@ def test_what_no_node_says_is_heard_as_that(put: Put) -> None:
             connection.received(reply, 0.0)
 
 
+def test_a_message_that_is_no_text_is_heard_as_that() -> None:
+    connection = Connection(0, Identity("run", "", "", None), None, pushes=True)
+    with pytest.raises(MalformedReplyError):
+        connection.received(b">3\r\n$7\r\nmessage\r\n$1\r\nx\r\n:5\r\n", 0.0)
+
+
 @pytest.mark.parametrize("token", [MAX_COUNTER, 1 << 33])
 def test_a_number_that_no_grants_explain_moves_no_counter(scripts: Scripts, token: int) -> None:
     """From its holder, from another, decided, given back or hinted at: other names of the stripe go on."""

@@ -265,6 +265,14 @@ def test_a_fenced_file_follows_no_link(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(folder)
     with pytest.raises(NotADirectoryError, match="symbolic link"):
         FencedFile(tmp_path / "link").write(b"3", token=3)
+    with pytest.raises(NotADirectoryError, match="symbolic link"):
+        FencedFile(tmp_path / "link").read()
+    (folder / f"{8:019}").symlink_to(victim)
+    (folder / f"{9:019}").symlink_to(tmp_path / "nothing")
+    os.mkfifo(folder / f"{7:019}")
+    assert FencedFile(folder).read() == b"2"
+    FencedFile(folder).write(b"3", token=3)
+    assert (FencedFile(folder).read(), victim.read_bytes()) == (b"3", b"another file")
 
 
 def test_a_fenced_file_is_not_closed_or_stopped_by_others(tmp_path: Path) -> None:

@@ -263,6 +263,12 @@ class Connecting(WithLoops):
         if lacks_tls(record.driver_connection):
             connection.close()  # the pool would leave it to the garbage collector
             raise AuthorityError(f"{self._shown} was to be asked with TLS, which the server does not offer")
+        charset = getattr(record.driver_connection, "character_set_name", lambda: "utf8mb4")
+        if charset() != "utf8mb4":  # "😀" could become "?"
+            connection.close()
+            raise AuthorityError(
+                f"{self._shown} is asked in a character set without all names: charset=utf8mb4"
+            )
         self._engine.dialect.set_isolation_level(connection, "AUTOCOMMIT")
         with contextlib.closing(connection.cursor()) as cursor:
             for statement in SET_UP.get(self._dialect, ()):

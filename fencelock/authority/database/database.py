@@ -85,7 +85,7 @@ class Database(Acquiring):
                 or if this one has lost its grants: all new tokens are larger.
 
         Raises:
-            AuthorityError: the database cannot be used.
+            AuthorityError: the database cannot be used, or another role has made the table (PostgreSQL).
             ValueError, TypeError: `above` is neither 0 nor a token.
         """
         return self.run(self.initialising(above))
@@ -228,7 +228,15 @@ class Database(Acquiring):
 
     def _create(self, lent: Lent) -> bool:
         def is_there() -> bool:
-            return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
+            if self._dialect != "postgresql":
+                return inspect(connection).has_table(LEASE_TABLE, schema=self._schema)
+            is_trusted = lent.scalar(self._says.is_trusted, {"table": self._table})
+            if is_trusted is False:
+                raise AuthorityError(
+                    f"{self._shown}: {self._table} has triggers, or belongs to a role that this one is no"
+                    " member of, whose triggers would run as each role that locks: see which role has made it"
+                )
+            return is_trusted is not None
 
         connection = Connection(lent.engine, lent.lent)
         if self._dialect == "sqlite" or is_there():

@@ -75,6 +75,14 @@ WHERE resource = :resource AND expires_at > {now} AND nonce <> :world"""
 _MS: Final = (
     "(CAST(EXTRACT(EPOCH FROM pg_catalog.{}()) AS DOUBLE PRECISION) * CAST(1000 AS DOUBLE PRECISION))"
 )
+#: Whether the table is of a role that can be trusted, because its triggers run as the role that locks. No row
+#: if there is no table. SQLAlchemy's look at tables would run operators of the search path.
+_TRUSTED: Final = """
+SELECT NOT (relhastriggers OR relhasrules) AND (pg_catalog.pg_has_role(relowner, CAST('MEMBER' AS TEXT))
+    OR rolsuper OR relowner = (SELECT datdba FROM pg_catalog.pg_database
+                               WHERE datname = pg_catalog.current_database()))
+FROM pg_catalog.pg_class JOIN pg_catalog.pg_roles ON pg_roles.oid = relowner
+WHERE pg_class.oid = CAST(pg_catalog.to_regclass(CAST(:table AS TEXT)) AS OID)"""
 _WORDS: Final[dict[str, dict[str, str]]] = {
     "postgresql": {
         "acquire": _UPSERT + "RETURNING token",
@@ -263,6 +271,7 @@ class Statements:
         self.force: Statement = said(
             "UPDATE {table} SET nonce = NULL WHERE resource = :resource AND token = :token"
         )
+        self.is_trusted: Statement = said(_TRUSTED)  # for PostgreSQL
         #: The token that stores the base, the largest token, and the time of a token that is minted now.
         self.floor: Statement = said(
             "SELECT {noted}, COALESCE((SELECT {pg}max(token) FROM {table}), 0), {time}"

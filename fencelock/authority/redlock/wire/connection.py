@@ -189,7 +189,8 @@ class Connection:
             reader.feed(data)
             while (reply := reader.gets()) is not False:
                 if type(reply) is hiredis.PushNotification and reply[0] != b"subscribe":
-                    self.published += reply[2:] if reply[0] == b"message" else ()
+                    if reply[0] == b"message":
+                        self.published.append(b"".join(reply[2:]))
                 else:
                     self._take(reply, now, news)
         except (hiredis.HiredisError, LookupError, TypeError, ValueError, AttributeError) as error:
