@@ -267,6 +267,7 @@ def _exclude(mapper: Mapper[Any], model: type[Any], fenced: tables.FencedTable) 
     for name in tables.check_names(getattr(model, "__fence_excluded__", ())):
         column = fenced.check_excluded(name, named.get(name))
         tables.exclude(column.table, [column.key])
+        fenced.excludes = True
 
 
 def _base_table(mapper: Mapper[Any], model: type[Any]) -> Table:

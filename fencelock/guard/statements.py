@@ -48,8 +48,8 @@ def guarding(execute: _Execute) -> _Execute:
     def guarded(statement: Any, connection: Connection, rows: Rows, options: Options) -> CursorResult[Any]:
         table = statement.table
         fenced = fenced_table(table)
-        base = base_of(table) if fenced is None else None
-        if fenced is None and base is None:  # the most frequent case, so it comes first
+        its = base_of(table) if fenced is None else fenced
+        if its is None:  # the most frequent case, so it comes first
             if TOKEN_OPTION in options or TOKEN_OPTION in statement.get_execution_options():
                 known(table)  # raises, because the table has no fence
             return execute(statement, connection, rows, options)
@@ -57,16 +57,15 @@ def guarding(execute: _Execute) -> _Execute:
             private.options_to_execute(connection), options
         )
         verdict = None
-        _check_option(connection, merged)
         try:
             if is_bypassed(merged, connection):
                 statement = _bypassing(connection, statement, fenced, rows, merged)
-            elif _is_free(connection, statement, fenced or base, rows, merged):
+            elif its.excludes and _is_free(connection, statement, its, rows, merged):
                 pass
-            elif fenced is not None:
+            elif fenced is None:
+                _check_sub_table(connection, statement, its, rows, merged)
+            else:
                 statement, rows, verdict = _guarded(connection, statement, fenced, rows or [{}], merged)
-            elif base is not None:
-                _check_sub_table(connection, statement, base, rows, merged)
         except (FenceError, LockLostError) as error:
             refuse(connection, error, getattr(underlying(table), "name", None))
             raise
@@ -81,7 +80,9 @@ def guarding(execute: _Execute) -> _Execute:
     return guarded
 
 
-def _is_free(connection: Connection, statement: Any, fenced: Any, rows: Rows, options: Options) -> bool:
+def _is_free(
+    connection: Connection, statement: Any, fenced: FencedTable, rows: Rows, options: Options
+) -> bool:
     """Tell whether a statement needs no guard, because it changes only excluded columns."""
     if conditions.CLAIM_OPTION in options or options.get(TOKEN_OPTION) is not None:
         return False
@@ -101,14 +102,13 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
             computed.remove(column)
 
 
-def _check_option(connection: Connection, options: Options) -> None:
-    if (token := options.get(TOKEN_OPTION)) is not None:
-        check_token(token)
-        if TOKEN_OPTION in connection.get_execution_options():
-            raise ValueError(
-                "execution_options(fencing_token=…) is for one statement, and not for a connection or an "
-                "engine; for all writes of a transaction, bind(connection, Lease(resource, token))"
-            )
+def _check_token(connection: Connection, token: object) -> None:
+    check_token(token)
+    if TOKEN_OPTION in connection.get_execution_options():
+        raise ValueError(
+            "execution_options(fencing_token=…) is for one statement, and not for a connection or an "
+            "engine; for all writes of a transaction, bind(connection, Lease(resource, token))"
+        )
 
 
 def _bypassing(
@@ -133,6 +133,8 @@ def _guarded(
     connection: Connection, statement: Any, fenced: FencedTable, rows: Rows, options: Options
 ) -> tuple[Any, Rows, Verdict | None]:
     given: int | None = options.get(TOKEN_OPTION)
+    if given is not None:
+        _check_token(connection, given)
     flush = flush_of(connection, fenced, options) if given is None else None
     lookup = flush or TokenLookup(connection, fenced, given=given)
     refuse_autocommit(lookup.leases, connection, options, fenced.name)

@@ -222,6 +222,7 @@ class FencedTable:
     fence: Column[int] = field(init=False)
     write: Column[int] = field(init=False)
     is_optional: bool = field(init=False)
+    excludes: bool = field(init=False)  # whether the table, or a sub-table, has columns that need no lease
     statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -229,6 +230,7 @@ class FencedTable:
         self.fence = self.table.c[FENCE_COLUMN]
         self.write = self.table.c[WRITE_COLUMN]
         self.is_optional = self.fence.info.get(LEASE_MARK) == "optional"
+        self.excludes = bool(excluded_of(self.table))
         for key in excluded_of(self.table):
             self.check_excluded(key, self.table.c.get(key))
 
