@@ -5,31 +5,16 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from typing import Annotated, Final
 
-from fastapi import FastAPI, Header, HTTPException, Request, Response
+from fastapi import Header, HTTPException, Request
 
 from fencelock.errors import LockTimeoutError, ReceiptMismatchError
-from fencelock.integrations._answers import ANSWERED, answer_to, note
+from fencelock.integrations.answers import note
+from fencelock.integrations.starlette import answer_errors
+
+__all__ = ["answer_errors", "idempotency_key"]
 
 #: The most characters of a key; a prefix such as "deposit:" must still fit into the key of a receipt.
 MAX_KEY: Final = 200
-
-
-def answer_errors(app: FastAPI) -> None:
-    """Answer errors by `http_status`, and with `Retry-After` if a client should try again.
-
-    ```python
-    fencelock.integrations.fastapi.answer_errors(app)
-    ```
-
-    The logger `fencelock.integrations` has the answered errors. One with the status 500 is raised again.
-    """
-
-    async def answer(request: Request, error: Exception) -> Response:
-        text, status, headers = answer_to(error, request.url.path)
-        return Response(text, status, headers, "text/plain")
-
-    for kind in ANSWERED:
-        app.add_exception_handler(kind, answer)
 
 
 async def idempotency_key(
