@@ -172,10 +172,8 @@ def test_litestar() -> None:
     def breaking() -> None:
         break_down()
 
-    routes = [
-        litestar.get(path, sync_to_thread=False)(view)
-        for path, view in (("/fail", failing), ("/break", breaking))
-    ]
+    views = {"/fail": failing, "/break": breaking}
+    routes = [litestar.get(path, sync_to_thread=False)(view) for path, view in views.items()]
     app = litestar.Litestar(routes, exception_handlers=dict.fromkeys(ANSWERED, answer))
     check(of_asgi(app))
     with pytest.raises(TypeError, match="not Litestar; for other frameworks, give answer_to"):
@@ -215,7 +213,7 @@ print(answered.status_code, answered.headers["Retry-After"], answered.data)
 
 def test_django_rest_framework() -> None:
     pytest.importorskip("rest_framework")
-    assert printed(DJANGO) == "409 1 Conflict\n"
+    assert printed("-c", DJANGO) == "409 1 Conflict\n"
 
 
 def test_what_is_no_application() -> None:
