@@ -71,6 +71,11 @@ def values_of(binds: Iterable[sa.BindParameter[Any]], row: Row) -> tuple[Any, ..
     return tuple([row[bind.key] if bind.key in row else bind.effective_value for bind in binds])  # noqa: SIM401
 
 
+def names_of_binds(clauses: Iterable[Any]) -> set[str]:
+    parts = (part for clause in clauses for part in visitors.iterate(clause))
+    return {part.key for part in parts if isinstance(part, sa.BindParameter)}
+
+
 def criteria_of(clauses: Iterable[Any]) -> Iterator[Any]:
     """Yield the parts of a WHERE clause that are joined by AND."""
     for clause in clauses:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-from sqlalchemy import BigInteger, Insert, Update, literal
+from sqlalchemy import BigInteger, Insert, Update, literal, select, update
 from sqlalchemy.engine import Connection, CursorResult
 from sqlalchemy.sql import ClauseElement
 from sqlalchemy.sql.elements import BindParameter
@@ -234,14 +234,17 @@ def _check_sub_table(
 ) -> None:
     """Refuse a write to a joined sub-table, unless its flush writes the fenced rows as well.
 
-    For a relationship of another model with `post_update`, a flush would write only the sub-table.
+    For a relationship of another model with `post_update`, a flush would write only the sub-table. If no
+    lease is needed, the fenced rows get new write ids.
     """
     table = underlying(statement.table)
     flush = flush_of(connection, base, options)
     if flush is None:
+        if _shifts_base(connection, statement, base, rows, options):
+            return
         raise UnfencedWriteError(
             f"{table.name!r} holds part of the rows of {base.name!r}, where their fence is; change such "
-            f"rows through their objects, so that the unit of work writes both tables"
+            f"rows through their objects, so that the unit of work writes both tables, or bypass the guard"
         )
     if not isinstance(statement, Update):
         return
@@ -263,6 +266,25 @@ def _check_sub_table(
                 f"where the fence of its rows is; set the foreign key on the objects that have it, or do "
                 f"without post_update"
             )
+
+
+def _shifts_base(connection: Connection, statement: Any, base: FencedTable, rows: Rows, options: Any) -> bool:
+    """Give the fenced rows of a sub-table's statement new write ids if that needs no lease; tell whether."""
+    key, own = list(statement.table.primary_key), list(base.table.primary_key)
+    is_plain = len(key) == len(own) == 1 and options.get(TOKEN_OPTION) is None
+    if not (is_plain and TokenLookup(connection, base).does_without(None)):
+        return False
+    if isinstance(statement, Insert):
+        return private.inserts_plainly(statement)
+    conditions.refuse_unguardable(statement, base, statement.table)
+    where = private.where_of(statement)
+    by = note_shift(connection, next(reversed(where), None))
+    shifting = update(base.table).where(own[0].in_(select(key[0]).where(*where)))
+    shifting = conditions.shift_ids(shifting, base, literal(by, BigInteger))
+    named = conditions.names_of_binds(where)
+    given = [{name: row[name] for name in named & row.keys()} for row in rows]
+    private.execute_unguarded(connection, shifting, given, options.union({GUARDED: True}))
+    return True
 
 
 def _stamp_insert(

@@ -13,7 +13,7 @@ from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, relationship
 
 import fencelock
-from fencelock import FencedModel, Lease, UnfencedWriteError, bind, claim, gate
+from fencelock import FencedModel, Lease, StaleReadError, UnfencedWriteError, bind, claim, gate
 from fencelock.guard import events
 from fencelock.observe import WrittenWithoutLease
 from fencelock.observe.prometheus import instrument
@@ -126,6 +126,54 @@ def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engin
     total, fence, write_id = stored(engine, EXPRESS if way == "a sub-table" else ORDER)
     assert (total, fence) == (0 if way == "a sub-table" else 1, FENCE)
     assert write_id != 11
+
+
+express: Any = Express.__table__
+OF_SUB_TABLE: dict[str, Act] = acts(
+    {
+        "update()": update(Express).where(Express.id == EXPRESS).values(hours=2),
+        "update() of all": update(Express).values(hours=Express.hours + 1),
+        "keys in a list": lambda session: session.execute(update(Express), [{"id": EXPRESS, "hours": 2}]),
+        "bulk": lambda s: s.bulk_update_mappings(Express.__mapper__, [{"id": EXPRESS, "hours": 2}]),
+        "Core": update(express).values(hours=2),
+        "delete()": delete(Express).where(Express.id == EXPRESS),
+        "delete() in Core": delete(express),
+        "Query.delete": lambda session: session.query(Express).filter_by(id=EXPRESS).delete(),
+    }
+)
+
+
+@pytest.mark.parametrize("way", OF_SUB_TABLE)
+def test_a_statement_of_a_sub_table_is_noticed_by_a_holder(engine: Engine, way: str) -> None:
+    """CTFd deletes so. Only the rows that it has changed get another write id."""
+    with holding(engine, Lease(f"order:{EXPRESS}", TOKEN), expire_on_commit=False) as holder:
+        one = holder.get_one(Express, EXPRESS)
+        holder.commit()
+        with Session(engine) as session:
+            loaded = session.get_one(Order, ORDER)
+            OF_SUB_TABLE[way](session)
+            loaded.total = 3  # another row, so that the session goes on
+            session.commit()
+        assert stored(engine, EXPRESS)[1] == FENCE
+        assert stored(engine, EXPRESS)[2] != 11
+        one.total = 7
+        with turned_away(holder, StaleReadError):
+            holder.commit()
+
+
+@on_sqlite_alone
+def test_a_statement_of_a_sub_table_that_is_no_plain_one(engine: Engine) -> None:
+    with Session(engine) as session:
+        session.execute(insert(express), {"id": ORDER, "hours": 1})
+        with turned_away(session, UnfencedWriteError):
+            session.connection().execute(insert(express).prefix_with("OR REPLACE"), {"id": ORDER, "hours": 1})
+        option = {"fencing_token": TOKEN}
+        with turned_away(session, UnfencedWriteError):
+            session.execute(update(Express).values(hours=2), execution_options=option)
+        with turned_away(session, UnfencedWriteError, match=r"takes no prefix_with"):
+            session.execute(update(Express).values(hours=2).prefix_with("OR REPLACE"))
+    with holding(engine, *HELD_ONE) as holder, turned_away(holder, UnfencedWriteError):
+        holder.execute(update(Express).values(hours=2))
 
 
 @on_sqlite_alone
