@@ -20,6 +20,8 @@ RESOURCE: Final = String(MAX_RESOURCE_LENGTH).with_variant(
 )
 """The type of resource names, compared exactly: MariaDB's default collations would merge "A" and "a"."""
 
+EVENT_TABLE: Final = "fencelock_events"  # the table of `fencelock.observe.history`
+
 TIME: Final = DateTime(timezone=True).with_variant(mysql.DATETIME(fsp=6), "mysql", "mariadb")
 """A time to the microsecond; on MariaDB and SQLite it is in UTC."""
 

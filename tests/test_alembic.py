@@ -50,6 +50,7 @@ from fencelock import (
 from fencelock.alembic.operations import CreateFenceTableOp, FenceOperation
 from fencelock.alembic.plugin import PLUGIN_NAME
 from fencelock.guard import FencedModel, bind, fence_column, fence_table, gate, triggers, write_id_column
+from fencelock.observe import history
 from tests.programs import printed
 
 pytestmark = pytest.mark.usefixtures("alembic_plugin")
@@ -727,6 +728,16 @@ def test_table_of_leases_that_init_has_made_stays(project: Project, engine: Engi
         project.write("op.create_lease_table()", "pass")
         project.upgrade()
         assert authority.release(authority.acquire(("order:1",), ttl=30, timeout=0))
+
+
+def test_a_history_is_not_dropped(project: Project, engine: Engine) -> None:
+    """`history.record` makes its table and indexes; they are in no model, unless the program says so."""
+    history.record(engine).close()
+    project.check()
+    assert "fencelock_events" not in project.revision()
+    project.upgrade()
+    project.means(orders(), history.history_table)
+    project.check()
 
 
 @pytest.mark.parametrize("database_url", ["postgresql"], indirect=True)

@@ -18,6 +18,7 @@ from alembic.operations.ops import (
 )
 from sqlalchemy import BigInteger, Table
 
+from fencelock._databases import EVENT_TABLE
 from fencelock.alembic.operations import (
     OWN_TABLES,
     AddFenceOp,
@@ -86,8 +87,21 @@ def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Itera
     Operations that drop something come before the other changes of their table, and operations that add
     something come after these. So the reversed order of the downgrade is right, too.
     """
-    upgrade.ops[:] = [said for op in upgrade.ops for said in _translated(context, op)]
+    upgrade.ops[:] = [
+        said for op in upgrade.ops if not _is_kept(context, op) for said in _translated(context, op)
+    ]
     return _CONTINUE
+
+
+def _is_kept(context: AutogenContext, op: MigrateOperation) -> bool:
+    """Tell whether an operation drops a table that `fencelock init` or `history.record` has made."""
+    name = op.table_name if isinstance(op, DropTableOp | ModifyTableOps) else None
+    return name in {LEASE_TABLE, EVENT_TABLE} and _in_model(context, op) is None
+
+
+def _in_model(context: AutogenContext, op: Any) -> Table | None:
+    key = op.table_name if op.schema is None else f"{op.schema}.{op.table_name}"
+    return context.table_key_to_table.get(key)
 
 
 _COLUMNS: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
@@ -102,7 +116,6 @@ _OWN: Final = {
 
 def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
     if isinstance(op, CreateTableOp | DropTableOp) and op.table_name in OWN_TABLES:
-        # The table of leases is never dropped. It may be in no model, because `fencelock init` has made it.
         if (own := _OWN.get((op.table_name, type(op)))) is not None:
             yield own(op.table_name, schema=op.schema)
     elif isinstance(op, CreateTableOp):
@@ -132,8 +145,7 @@ def _to_renew(context: AutogenContext, op: ModifyTableOps) -> DropFenceTriggerOp
     names all others.
     """
     changes = [each for each in op.ops if not isinstance(each, CreateIndexOp | DropIndexOp)]
-    key = op.table_name if op.schema is None else f"{op.schema}.{op.table_name}"
-    in_model = context.table_key_to_table.get(key)
+    in_model = _in_model(context, op)
     excluded = [] if in_model is None else triggers.excluded_names(in_model)
     if not changes or context.dialect.name == "postgresql":
         return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from contextlib import suppress
 from typing import Annotated
 
@@ -88,6 +89,7 @@ def init(
         else:
             with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
                 if after_loss:
+                    max_ttl = max_ttl or _longest_lease(quorum)
                     _clear(quorum, yes=yes)
                 done = quorum.init(base=base, max_ttl=max_ttl, above=above, allow_eviction=allow_eviction)
                 count = len(quorum.nodes)
@@ -120,6 +122,19 @@ def _init_database(url: str, above: int | None) -> None:
     with authority:
         made = authority.init(above=above)
     shared.say(f"the table of leases {'was made' if made else 'is there'}")
+
+
+def _longest_lease(quorum: Redlock) -> float | None:
+    """Return the longest lease that a node still knows, else that which an operator names."""
+    known = [status.max_ttl for status in quorum.status() if status.max_ttl is not None]
+    if known:
+        shared.say(f"The longest lease stays {max(known):g} s")
+        return max(known)
+    said = "no node knows the longest lease; 60 s is the default, and --max-ttl names another"
+    if not sys.stdin.isatty():
+        shared.say(said, "yellow")
+        return None
+    return float(typer.prompt(f"{said}. How many seconds", default=60.0, type=float, err=True))
 
 
 def _clear(quorum: Redlock, *, yes: bool) -> None:

@@ -24,7 +24,7 @@ from sqlalchemy import Engine, column, select, table
 from sqlalchemy.exc import SQLAlchemyError
 from sqlalchemy.orm import Session
 
-from fencelock._databases import has_table
+from fencelock._databases import EVENT_TABLE, has_table
 from fencelock.authority.database.database import Database
 from fencelock.authority.line.line import LineAuthority
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
@@ -38,7 +38,7 @@ from fencelock.guard.tables import FENCE_COLUMN, FENCE_TABLE, RECEIPT_TABLE
 from fencelock.holder import LockInfo, printable
 from fencelock.lease import Lease, check_resource
 from fencelock.lock.slots import slot_names
-from fencelock.observe.history import EVENT_TABLE, note, read
+from fencelock.observe.history import note, read
 
 if TYPE_CHECKING:
     from fencelock._locking import Shipped

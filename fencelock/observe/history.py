@@ -41,7 +41,7 @@ from sqlalchemy import (
 from sqlalchemy.dialects.mysql import DATETIME
 
 from fencelock import _events
-from fencelock._databases import RESOURCE
+from fencelock._databases import EVENT_TABLE, RESOURCE
 from fencelock._events import Event, LeaseLost, LockAcquired, StaleWriteRefused
 from fencelock._owners import name_of_process
 from fencelock._process import start_over_in_children
@@ -49,7 +49,6 @@ from fencelock._workers import Worker
 
 logger: logging.Logger = logging.getLogger("fencelock.observe")
 
-EVENT_TABLE: Final = "fencelock_events"
 _TIME: Final = DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb")
 _DAY: Final = 86_400.0
 #: Seconds between two writes, and between two deletions of old entries.
