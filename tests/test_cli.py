@@ -289,20 +289,19 @@ def test_init_after_loss_clears_what_is_left(
 
 
 @pytest.mark.parametrize("kept", [1, 0])
-def test_init_after_loss_keeps_the_longest_lease(
-    nodes: Nodes, lost: tuple[list[str], str], kept: int
-) -> None:
+def test_init_after_loss_keeps_the_longest_lease(lost: tuple[list[str], str], kept: int) -> None:
     """Of the node that still knows it; else the command says that it has taken the default."""
-    urls, database = nodes.urls[:3], lost[1]
-    with Redlock(urls) as quorum:
+    urls, database = lost
+    with Redlock(urls, namespace="long") as quorum:
         quorum.init(max_ttl=3600)
     for url in urls[kept:]:
         with redis.Redis.from_url(url) as client:
             client.flushall()
-    result = fencelock("init", *urls, "--after-loss", "--database", database, "--yes")
+    options = ("--after-loss", "--database", database, "--namespace", "long", "--yes")
+    result = fencelock("init", *urls, *options)
     assert result.returncode == 0, result.stderr
     assert ("The longest lease stays 3600 s" if kept else "60 s is the default") in result.stderr
-    with Redlock(urls) as quorum:
+    with Redlock(urls, namespace="long") as quorum:
         assert {each.max_ttl for each in quorum.status()} == {3600 if kept else 60}
 
 
