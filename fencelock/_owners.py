@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import BuiltinFunctionType, FrameType
-from typing import Any
+from typing import Any, Final
 from weakref import ref
 
 from fencelock.holder import printable
@@ -30,8 +30,8 @@ class _Thread(threading.local):
         self.serves = _executors_call() is not None
 
 
-def running_loop() -> asyncio.AbstractEventLoop | None:
-    return asyncio._get_running_loop()  # noqa: SLF001 - documented; the public one raises, which is slow
+#: Documented; the public one raises, which is slow.
+running_loop: Final[Callable[[], asyncio.AbstractEventLoop | None]] = asyncio._get_running_loop  # noqa: SLF001
 
 
 def current_owner() -> object:

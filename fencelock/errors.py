@@ -24,7 +24,7 @@ FencelockError
 reacts differently: wait, call an operator, fix the configuration.
 
 Every error has `written`. False: after a rollback, nothing of the transaction is written. None: this is
-unknown. docs/errors.md says what to do after each error.
+unknown. What to do after each error: https://github.com/fencelock/fencelock/blob/main/docs/errors.md
 
 Bad arguments (a negative ttl, a malformed URL, an empty resource name) raise plain `ValueError` or
 `TypeError`. Every error can be pickled with its attributes, so that it can be sent to another process.
@@ -33,7 +33,7 @@ Bad arguments (a negative ttl, a malformed URL, an empty resource name) raise pl
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 from sqlalchemy.exc import DontWrapMixin
 
@@ -68,12 +68,15 @@ _OF_ANOTHER_LIFE = (
 _FAR = 1 << (COUNTER_BITS - 4)  # a distance between two tokens that one authority never reaches in practice
 
 
+PAGES: Final = "https://github.com/fencelock/fencelock/blob/main/docs"  # the address of the pages
+
+
 class FencelockError(Exception):
     """Base class of all errors of fencelock, except those for bad arguments.
 
     Attributes:
         written: False: after a rollback, nothing of the transaction is written, so begin again if
-            docs/errors.md says so. None: unknown, so read the rows first.
+            the module's page says so. None: unknown, so read the rows first.
     """
 
     written: bool | None = False

@@ -81,7 +81,7 @@ ARROWS = {
     f"{REDLOCK}.protocol": "values authority.base",
     f"{REDLOCK}.membership": f"values {REDLOCK}.protocol",
     f"{REDLOCK}.wire": f"values {REDLOCK}.protocol {REDLOCK}.membership",
-    f"{REDLOCK}.transport": f"values authority.base {REDLOCK}.protocol {REDLOCK}.membership {REDLOCK}.wire",
+    f"{REDLOCK}.transport": f"values {REDLOCK}.protocol {REDLOCK}.membership {REDLOCK}.wire",
     REDLOCK: f"values authority.base authority.generators {REDLOCK}.protocol {REDLOCK}.membership "
     f"{REDLOCK}.wire {REDLOCK}.transport",
     "_locking": "values authority.base authority.database lock",

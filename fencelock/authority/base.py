@@ -11,7 +11,6 @@ from typing import Any, Final, NotRequired, Protocol, TypedDict, TypeVar, Unpack
 from weakref import WeakSet
 
 from fencelock._generators import Steps
-from fencelock._owners import running_loop
 from fencelock.errors import FencelockError, LockTimeoutError, QuorumError
 from fencelock.holder import LockInfo
 
@@ -78,14 +77,14 @@ class GivenUp(BaseException):
 _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
-def warn_of_blocked_loop(key: str) -> None:
+def warn_of_blocked_loop(loop: asyncio.AbstractEventLoop, lock: str) -> None:
     """Log, once for each event loop, that a blocking acquisition keeps the loop from running."""
-    if (loop := running_loop()) is not None and loop not in _warned_of:
+    if loop not in _warned_of:
         _warned_of.add(loop)
         logger.warning(
-            "%s: a blocking lock is waiting inside an event loop, so none of its tasks can run, not even "
-            "the holder's. In coroutines write `async with`, or `await lock.aio.acquire()`",
-            key,
+            "%s: a blocking lock inside an event loop waits while none of its tasks can run, not even the "
+            "holder's. In coroutines write `async with`, or `await lock.aio.acquire()`",
+            lock,
         )
 
 

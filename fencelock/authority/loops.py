@@ -15,7 +15,7 @@ from weakref import WeakSet, ref
 from fencelock import _threads
 from fencelock._generators import Steps, run, run_async
 from fencelock._process import start_over_in_children
-from fencelock.authority.base import before_closing, in_use, logger, warn_of_blocked_loop
+from fencelock.authority.base import before_closing, in_use, logger
 from fencelock.authority.generators import AsyncView, GeneratorAuthority
 from fencelock.errors import FencelockError
 
@@ -61,13 +61,12 @@ HERE: Final = object()
 
 
 class Wait(NamedTuple):
-    """A step: wait until the time `until` on the clock of `time.monotonic`; a warning may name `key`.
+    """A step: wait until the time `until` on the clock of `time.monotonic`.
 
     `wakeup` ends the wait. The wait may also end earlier without a reason.
     """
 
     until: float
-    key: str
     wakeup: Any = None
 
 
@@ -204,7 +203,6 @@ class WithLoops(GeneratorAuthority):
 
     def do(self, step: Any) -> Any:
         if isinstance(step, Wait):
-            warn_of_blocked_loop(step.key)
             return (time.sleep if step.wakeup is None else step.wakeup.sleep)(_seconds_of(step))
         if step is HERE:
             return self.here

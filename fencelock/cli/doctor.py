@@ -27,7 +27,7 @@ from fencelock.authority.redlock.transport.endpoints import as_redis, split_urls
 from fencelock.cli import shared
 from fencelock.cli.database_settings import of_galera, of_granting, of_settings
 from fencelock.cli.findings import Finding, note
-from fencelock.errors import FencelockError, LockTimeoutError
+from fencelock.errors import PAGES, FencelockError, LockTimeoutError
 from fencelock.guard import triggers
 from fencelock.guard.tables import FENCE_TABLE, fenced_table, trigger_of
 from fencelock.max_fence import fenced_tables, highest_fence
@@ -101,8 +101,8 @@ def _new_token(authority: Shipped, where: str, found: list[Finding]) -> int | No
     except LockTimeoutError as error:
         found.append(note(where, str(error), "another doctor is at work: try again"))
     except FencelockError as error:
-        page = "docs/recover.md" if isinstance(authority, Redlock) else "docs/authorities.md"
-        found.append(Finding(where, f"grants nothing: {error}", f"{page}, docs/errors.md"))
+        page = "recover" if isinstance(authority, Redlock) else "authorities"
+        found.append(Finding(where, f"grants nothing: {error}", f"{PAGES}/{page}.md, {PAGES}/errors.md"))
     return None
 
 
@@ -116,7 +116,7 @@ def _of_nodes(authority: Redlock, urls: list[str]) -> Iterator[Finding]:
             reached.append((url, node.address))
         if node.state is not NodeState.ADMITTED:
             detail = f", {node.detail}" if node.detail else ""
-            advice = "it votes again by itself" if node.recovering_for else "docs/recover.md"
+            advice = "it votes again by itself" if node.recovering_for else f"{PAGES}/recover.md"
             yield Finding(node.address, f"does not vote: {node.state.value}{detail}", advice)
     if (count := len(authority.nodes)) % 2 == 0:
         yield note("nodes", f"{count} nodes survive no more losses than {count - 1}", "use 1, 3 or 5")
@@ -259,7 +259,7 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
             "has no trigger of this version: other programs can lower the fence by SQL, and the guard does "
             "not notice their changes"
         )
-        yield note(name, what, "op.create_fence_trigger, where others write: docs/existing-code.md")
+        yield note(name, what, f"op.create_fence_trigger, where others write: {PAGES}/existing-code.md")
 
 
 def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:

@@ -101,14 +101,14 @@ class FencedModel:
     that has read the row before is refused after it. With `"required"`, the default, only a holder can write.
 
     `__fence_excluded__ = {"views", "last_seen"}` names columns that need no lease. An UPDATE that changes
-    only these has no condition, and changes neither fence nor write id, so it refuses nobody and is never
-    refused. Write `Topic.views + 1`, because `topic.views += 1` may lose a count. Columns with an `onupdate`
-    go along. Together with another column they are guarded.
+    only these has no condition, and changes neither fence nor write id. So it stops no other writer, and is
+    never refused. Write `Topic.views + 1`, because `topic.views += 1` may lose a count. Columns with an
+    `onupdate` go along. Together with another column they are guarded.
 
-    docs/correctness.md lists the gaps of the guard: rows that you read and do not write (see `claim`), an
-    INSERT by a stale holder (see `gate`), changes that the database itself makes (ON DELETE CASCADE and SET
-    NULL, triggers, stored functions), and links and `ordering_list` positions that only the other model's
-    relationship writes.
+    The guard has gaps: rows that you read and do not write (see `claim`), an INSERT by a stale holder (see
+    `gate`), changes that the database itself makes (ON DELETE CASCADE and SET NULL, triggers, stored
+    functions), and links and `ordering_list` positions that only the other model's relationship writes. All:
+    https://github.com/fencelock/fencelock/blob/main/docs/correctness.md
 
     Example:
         ```python
@@ -129,7 +129,7 @@ class FencedModel:
             `__fence_excluded__` names an unknown column, one of the guard, of the key or of the resource.
         TypeError: if `__fence_resource__` is no text; if `__fence_excluded__` is no set; if the class is
             a `MappedAsDataclass`, which needs `FencedDataclassModel`; or a SQLModel without the columns as
-            class variables (docs/sqlmodel.md).
+            class variables.
     """
 
     __fence_resource__: ClassVar[str]

@@ -9,6 +9,8 @@ from types import EllipsisType
 from typing import Any, Generic
 
 from fencelock._checks import check_callback
+from fencelock._owners import running_loop
+from fencelock.authority.base import warn_of_blocked_loop
 from fencelock.errors import LockTimeoutError
 from fencelock.lease import Lease
 from fencelock.lock.base import BaseLock, Token
@@ -86,6 +88,8 @@ class FencedLock(BaseLock[Token]):
             return None
 
     def _enter(self, block: Block) -> Any:
+        if (loop := running_loop()) is not None:
+            warn_of_blocked_loop(loop, repr(self))
         try:
             return block.authority.run(self._acquire_gen(block))
         except BaseException:

@@ -203,7 +203,7 @@ def owned(postgres: Any) -> Iterator[Engine]:
 
 _DOMAIN: Final = """
 SET ROLE mallory;
-CREATE TABLE mallory.seen (who TEXT);
+CREATE TABLE mallory.seen (role TEXT);
 CREATE FUNCTION mallory.look(given pg_catalog.text) RETURNS bool LANGUAGE plpgsql AS
     $$ BEGIN INSERT INTO mallory.seen VALUES (current_user); RETURN true; END $$;
 CREATE DOMAIN pg_temp.text AS pg_catalog.text CHECK (mallory.look(VALUE));
@@ -226,7 +226,7 @@ def test_triggers_use_nothing_temporary_of_a_writer(owned: Engine) -> None:
         connection.execute("UPDATE decoy_orders SET status = 'x'")
         with pytest.raises(psycopg.Error, match="UPDATE without a token in decoy_parcels"):
             connection.execute("UPDATE decoy_parcels SET status = 'x'")
-        assert connection.execute("SELECT who FROM mallory.seen").fetchall() == []
+        assert connection.execute("SELECT role FROM mallory.seen").fetchall() == []
 
 
 def test_a_table_of_another_role_is_refused(owned: Engine) -> None:
@@ -249,7 +249,7 @@ def test_a_table_of_another_role_is_refused(owned: Engine) -> None:
 
 
 def test_a_strict_trigger_gives_a_new_id_to_what_another_trigger_writes(owned: Engine) -> None:
-    """So that a holder, who has read the row before, notices it; foreign keys pass in the same way."""
+    """So a holder that has read the row before notices it; foreign keys pass in the same way."""
     Base.metadata.create_all(owned)
     with as_administrator(owned) as connection:
         connection.execute("INSERT INTO decoy_parcels VALUES (1, 'new', 1000, 7)")

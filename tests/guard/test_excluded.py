@@ -264,7 +264,7 @@ COLUMNS: Final = {"title": "x", "views": 1, "last_seen": 1, "changed": 1, "last_
 
 
 def complaint(engine: Engine, way: str, trigger: FenceTrigger, names: set[str], free: set[str]) -> str:
-    """Write these columns of a row without a lease; return what is wrong, if only `free` ones need none."""
+    """Write these columns of a row without a lease; complain if not exactly the `free` ones need none."""
     topic, _ = MODELS[trigger]
     before, values = one_row(engine, topic), {name: COLUMNS[name] for name in sorted(names)}
     changed = {name for name in names if before[name] != COLUMNS[name]}

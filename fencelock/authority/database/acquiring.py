@@ -12,7 +12,7 @@ from typing import Any, Final, NamedTuple
 
 from fencelock._backoff import randomly
 from fencelock._generators import Steps
-from fencelock.authority.base import AFTER, Grant, held_by_another, named, too_slow
+from fencelock.authority.base import AFTER, Grant, held_by_another, too_slow
 from fencelock.authority.database.connecting import RefusedError, Work, is_in_doubt
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
@@ -163,7 +163,7 @@ class Acquiring(Releasing):
         while not place.is_first and place.error is None:
             if time.monotonic() >= waiting.end:
                 raise held_by_another(waiting.resources, place.queue.held_for)
-            yield Wait(waiting.end, named(waiting.resources), place.wakeup)
+            yield Wait(waiting.end, place.wakeup)
             waiting.go_on()
         if place.error is not None:
             raise QuorumError(str(place.error), nodes=place.error.nodes)
@@ -193,7 +193,7 @@ class Acquiring(Releasing):
         """Wait for `seconds`; end earlier at the timeout, or if an attempt or a check is due."""
         place, until = waiting.place, min(waiting.end, time.monotonic() + seconds)
         while time.monotonic() < until and not place.is_due and not place.looks:
-            yield Wait(until, named(waiting.resources), place.wakeup)
+            yield Wait(until, place.wakeup)
             waiting.go_on()
         place.looks = False
 

@@ -157,7 +157,7 @@ class Releasing(Connecting):
         looks = pauses(0.1, 1.0)
         try:
             while self._owed and self._settler is settler:
-                yield Wait(time.monotonic() + next(looks), "")
+                yield Wait(time.monotonic() + next(looks))
                 yield from self._settling_once(settler)
         finally:  # also if its event loop ends
             if self._settler is settler:

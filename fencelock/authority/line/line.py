@@ -17,7 +17,7 @@ from typing import Any, Final, TypeVar
 from fencelock._backoff import pauses
 from fencelock._checks import check_older_than
 from fencelock._generators import Steps
-from fencelock.authority.base import AFTER, Grant, Wish, held_by_another, named, too_slow
+from fencelock.authority.base import AFTER, Grant, Wish, held_by_another, too_slow
 from fencelock.authority.line.due import Due, DueReleases
 from fencelock.authority.line.entries import SHIFT, Exchange, Head, Mark, Place, View, lost
 from fencelock.authority.loops import Abandon, AsyncWithLoops, Wait, WithLoops
@@ -146,7 +146,7 @@ class LineAuthority(WithLoops):
                 again.append(reason)
             if time.monotonic() >= until:
                 raise self._silent(failures)
-            yield Wait(time.monotonic() + next(waits), "")
+            yield Wait(time.monotonic() + next(waits))
 
     def _answer_within(self, until: float) -> float:
         """Return for how many seconds to wait for an answer, so that another server can be asked after it."""
@@ -315,7 +315,7 @@ class LineAuthority(WithLoops):
             until = min(until, time.monotonic() + _GLANCE)
         try:
             while time.monotonic() < until and not (wakeup is not None and wakeup.over):
-                yield Wait(until, named(place.resources), wakeup)
+                yield Wait(until, wakeup)
                 go_on()
         finally:
             if wakeup is not None:

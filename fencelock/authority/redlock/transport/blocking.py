@@ -26,7 +26,6 @@ from typing import Any, Final, NamedTuple
 from fencelock._owners import current_stack
 from fencelock._process import start_over_in_children
 from fencelock._threads import Sleepers, sleep_until_woken
-from fencelock.authority.base import named, warn_of_blocked_loop
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connector import Connections, Node, Opened, UnusableError
@@ -172,7 +171,6 @@ class SharedConnections(Connections):
         if not request.waits_for:
             time.sleep(request.seconds)
             return time.monotonic()
-        warn_of_blocked_loop(named(request.waits_for))
         place, stack = request.place, self._check_not_inside()
         waiting = WaitForCall(time.monotonic() + request.seconds, self.queue, place)
         try:
