@@ -194,6 +194,14 @@ def test_list_of_nodes_is_set(nodes: Nodes, three: list[str]) -> None:
     assert (closed.returncode, closed.stdout.count("closed")) == (1, 2)
 
 
+def test_longest_lease_is_set_for_the_present_nodes(three: list[str]) -> None:
+    assert fencelock("nodes", "set", "--max-ttl", "3600").returncode == 0
+    with Redlock(three) as quorum:
+        assert {each.max_ttl for each in quorum.status()} == {3600}
+    nothing = fencelock("nodes", "set")
+    assert (nothing.returncode, "or --max-ttl" in nothing.stderr) == (1, True)
+
+
 def test_change_of_nodes_refuses_before_it_closes_anything(nodes: Nodes, three: list[str]) -> None:
     with Redlock(nodes.urls[4]) as other:
         other.init()

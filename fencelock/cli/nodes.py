@@ -111,7 +111,10 @@ def replace_node(
 @app.command("set")
 def set_nodes(
     context: typer.Context,
-    urls: Annotated[list[str], typer.Argument(help="All nodes of the new list.")],
+    urls: Annotated[
+        list[str] | None, typer.Argument(help="All nodes of the new list; the present ones by default.")
+    ] = None,
+    *,
     current: Current = "",
     namespace: shared.Namespace = "",
     max_ttl: Annotated[
@@ -121,7 +124,9 @@ def set_nodes(
     """Replace the present nodes by others, or change --max-ttl. Safe to run again."""
     present = _present(current or context.obj[0])
     with shared.errors_as_sentences():
-        _change(present, urls, namespace or context.obj[1], max_ttl)
+        if not urls and max_ttl is None:
+            shared.fail("what is to change? Name all nodes of the new list, or --max-ttl")
+        _change(present, urls or present, namespace or context.obj[1], max_ttl)
 
 
 def _name_of(url: str) -> str:
