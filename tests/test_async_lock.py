@@ -271,7 +271,6 @@ class Account(FencedModel, Base):
     balance: Mapped[int]
 
 
-@pytest.mark.complaint("sqlalchemy#9339, #12921, #5900", "bulk statements know nothing of version_id_col")
 def test_sessions_of_coroutines_write_under_the_lease_of_the_task(authority: Redlock, tmp_path: Any) -> None:
     async def main() -> None:
         engine = create_async_engine(f"sqlite+aiosqlite:///{tmp_path / 'test.sqlite'}")

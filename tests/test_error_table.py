@@ -127,13 +127,8 @@ def stage(
 # The tables
 
 
-_FACTS: Final = "how to know it", "what happened", "written?"
+_FACTS: Final = ("how to know it", "what happened", "written?")
 ORDER: Final = ("class", "error", *_FACTS, "retry?", "HTTP", "Celery")
-    *("class", "error", "how to know it", "what happened", "written?"),
-    "retry?",
-    "HTTP",
-    "Celery",
-)
 
 
 def table(page: str, first: str) -> list[list[str]]:

@@ -109,6 +109,19 @@ def test_raw_sql_brings_its_own_servers() -> None:
     assert_stale_holder_got_nowhere(story("raw_sql.py"))
 
 
+def test_why_not_shows_what_each_way_accepts(postgres: Postgres) -> None:
+    """docs/compared.md says the same."""
+    told = story("why_not.py", postgres.create_database())
+    shown = [re.sub(r" \(.*|, so .*", "", line).split(": ") for line in told.splitlines()]
+    assert shown == [
+        ["SERIALIZABLE, the transaction stays open", "refused"],
+        ["SERIALIZABLE, a transaction for the read", "accepted"],
+        ["pg_advisory_lock, its session ends", "accepted"],
+        ["FOR UPDATE SKIP LOCKED, and a mark", "accepted"],
+        ["fencelock", "refused"],
+    ]
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("database_url", ["sqlite"], indirect=True)
 def test_story_that_does_not_come_true_ends_with_status_1(

@@ -220,7 +220,7 @@ def test_a_lock_may_be_used_again(authority: Redlock) -> None:
         lock.release()
 
 
-@pytest.mark.complaint("redis-py#4279", "to acquire again with timeout=0 deletes the lock")
+@pytest.mark.complaint("redis-py#4279", "reacquire() and extend() of a Lock(timeout=0) delete it")
 @pytest.mark.complaint("Redisson's RFencedLock", "each re-entry has a new token")
 def test_holder_enters_again_with_the_same_token(authority: Redlock, rival: Redlock) -> None:
     lock = authority.lock("r")

@@ -241,6 +241,7 @@ SHORT = {
 
 @pytest.mark.timeout(300)
 @pytest.mark.usefixtures("_trigger")
+@pytest.mark.complaint("sqlalchemy#9339, #12921, #5900", "bulk statements know nothing of version_id_col")
 @pytest.mark.parametrize(
     ("shared_url", "driver", "trigger"),
     [
