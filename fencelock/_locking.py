@@ -203,7 +203,7 @@ def fenced_lock(
 
     Every lease of a resource has a larger token than all leases that were acquired before its own acquisition
     began. The storage compares tokens, because an older holder may still be at work. Under which faults:
-    https://github.com/fencelock/fencelock/blob/main/docs/correctness.md
+    https://fencelock.github.io/fencelock/correctness/
 
     Args:
         *resources: names of 1 to 255 characters, without control characters. Several, at most 5000, are

@@ -1,6 +1,6 @@
 """How a program reacts to an error of fencelock or of the database: try again, or answer its client.
 
-docs/errors.md has the tables. Tests compare them with the errors that databases raise.
+The tables are on the page of errors. Tests compare them with the errors that databases raise.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ FencelockError
 reacts differently: wait, call an operator, fix the configuration.
 
 Every error has `written`. False: after a rollback, nothing of the transaction is written. None: this is
-unknown. What to do after each error: https://github.com/fencelock/fencelock/blob/main/docs/errors.md
+unknown. What to do after each error: https://fencelock.github.io/fencelock/errors/
 
 Bad arguments (a negative ttl, a malformed URL, an empty resource name) raise plain `ValueError` or
 `TypeError`. Every error can be pickled with its attributes, so that it can be sent to another process.
@@ -68,7 +68,7 @@ _OF_ANOTHER_LIFE = (
 _FAR = 1 << (COUNTER_BITS - 4)  # a distance between two tokens that one authority never reaches in practice
 
 
-PAGES: Final = "https://github.com/fencelock/fencelock/blob/main/docs"  # the address of the pages
+PAGES: Final = "https://fencelock.github.io/fencelock"  # the address of the pages
 
 
 class FencelockError(Exception):

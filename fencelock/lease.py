@@ -133,7 +133,7 @@ class Lease:
     def to_header(self) -> str:
         """Return name and token as ASCII text for the header `Fencing-Token`, such as `order:1=123`.
 
-        The text is no secret, and no proof: see https://github.com/fencelock/fencelock/blob/main/docs/services.md
+        The text is no secret, and no proof: see https://fencelock.github.io/fencelock/services/
         """
         return f"{quote(self._resource, safe=_SAFE)}={self._token}"
 

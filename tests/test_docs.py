@@ -54,6 +54,7 @@ SHOP: Final = "docs/writing.md"
 #: Pages for readers that have configured nothing yet.
 BEGINNING: Final = {"docs/first-hour.md"}
 LONGEST_SENTENCE: Final = 25
+SITE: Final = fencelock.errors.PAGES
 LONGEST_README: Final = 500
 MOST_PAGES: Final = 46
 MOST_WORDS: Final = 42_800
@@ -324,6 +325,15 @@ def test_pages_are_few() -> None:
     pages = [page for page in PAGES if page.startswith("docs/")]
     assert len(pages) <= MOST_PAGES
     assert sum(len(read(page).split()) for page in pages) <= MOST_WORDS
+
+
+def test_sentences_name_pages_that_the_site_has() -> None:
+    """A user of the wheel has no docs/."""
+    texts = [path.read_text() for path in sorted((ROOT / "fencelock").rglob("*.py"))]
+    assert not [name for text in texts for name in re.findall(r"\bdocs/[\w-]+\.md", text)]
+    named = {page for text in texts for page in re.findall(rf"(?:{SITE}|{{PAGES}})/([\w-]+)/", text)}
+    assert len(named) > 5
+    assert not {page for page in named if not (ROOT / "docs" / f"{page}.md").exists()}
 
 
 def test_authority_has_one_name() -> None:

@@ -102,7 +102,7 @@ def _new_token(authority: Shipped, where: str, found: list[Finding]) -> int | No
         found.append(note(where, str(error), "another doctor is at work: try again"))
     except FencelockError as error:
         page = "recover" if isinstance(authority, Redlock) else "authorities"
-        found.append(Finding(where, f"grants nothing: {error}", f"{PAGES}/{page}.md, {PAGES}/errors.md"))
+        found.append(Finding(where, f"grants nothing: {error}", f"{PAGES}/{page}/, {PAGES}/errors/"))
     return None
 
 
@@ -116,7 +116,7 @@ def _of_nodes(authority: Redlock, urls: list[str]) -> Iterator[Finding]:
             reached.append((url, node.address))
         if node.state is not NodeState.ADMITTED:
             detail = f", {node.detail}" if node.detail else ""
-            advice = "it votes again by itself" if node.recovering_for else f"{PAGES}/recover.md"
+            advice = "it votes again by itself" if node.recovering_for else f"{PAGES}/recover/"
             yield Finding(node.address, f"does not vote: {node.state.value}{detail}", advice)
     if (count := len(authority.nodes)) % 2 == 0:
         yield note("nodes", f"{count} nodes survive no more losses than {count - 1}", "use 1, 3 or 5")
@@ -259,7 +259,7 @@ def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator
             "has no trigger of this version: other programs can lower the fence by SQL, and the guard does "
             "not notice their changes"
         )
-        yield note(name, what, f"op.create_fence_trigger, where others write: {PAGES}/existing-code.md")
+        yield note(name, what, f"op.create_fence_trigger, where others write: {PAGES}/existing-code/")
 
 
 def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:

@@ -82,7 +82,7 @@ def claim(
     gets a new write id, so objects that others have loaded from it are stale.
     Claim before the transaction reads anything. Under REPEATABLE READ (MariaDB's default), *other* rows are
     read as they were at its first read. On SQLite, a transaction that has read before cannot wait until it
-    may write (the remedy is `BEGIN IMMEDIATE`: https://github.com/fencelock/fencelock/blob/main/docs/sqlite.md).
+    may write (the remedy is `BEGIN IMMEDIATE`: https://fencelock.github.io/fencelock/sqlite/).
     A claim that returns None (`skip_locked`) has read, so begin another transaction before the next claim.
 
     The session is flushed first, unless autoflush is off. Columns with `onupdate` keep their values.

@@ -108,7 +108,7 @@ class FencedModel:
     The guard has gaps: rows that you read and do not write (see `claim`), an INSERT by a stale holder (see
     `gate`), changes that the database itself makes (ON DELETE CASCADE and SET NULL, triggers, stored
     functions), and links and `ordering_list` positions that only the other model's relationship writes. All:
-    https://github.com/fencelock/fencelock/blob/main/docs/correctness.md
+    https://fencelock.github.io/fencelock/correctness/
 
     Example:
         ```python

@@ -3,7 +3,7 @@
 - Plain: an UPDATE that lowers a fence is refused. An UPDATE without a write id gives its row a new write id.
 - Strict: an UPDATE that lowers a fence is refused, and also one that changes neither fence nor write id.
 
-What triggers cannot see: https://github.com/fencelock/fencelock/blob/main/docs/existing-code.md#triggers
+What triggers cannot see: https://fencelock.github.io/fencelock/existing-code/#triggers
 """
 
 from __future__ import annotations

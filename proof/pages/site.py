@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Final
 from urllib.parse import unquote
 
-from proof.pages import llms, names
+from proof.pages import diagrams, llms, names
 from proof.pages.blocks import ROOT, read
 
 HERE: Final = ROOT / "docs" / "site"
@@ -135,8 +135,12 @@ def for_site(page: str, text: str, linked: set[str]) -> str:
     for number, part in enumerate(parts):
         if number % 2:
             parts[number] = re.sub("(?m)^", " ", part) if part.startswith("   `") else part
-            if part.startswith("```mermaid"):
-                parts[number] = f'<div class="diagram" markdown>\n\n{part}\n\n</div>'
+            if (found := diagrams.SOURCE.match(part + "\n")) is not None:
+                file = diagrams.file_of(found[1])
+                linked.add(str(file.relative_to(ROOT)))
+                to = os.path.relpath(place(str(file.relative_to(ROOT))), Path(place(page)).parent)
+                title = re.findall(r"(?m)^#+ (.+)$", parts[number - 1])[-1:] or ["a schedule"]
+                parts[number] = f'<div class="diagram" markdown>\n\n![Diagram: {title[0]}]({to})\n\n</div>'
         else:
             parts[number] = "\n".join(_spaced(_LINK.sub(link, part).split("\n")))
     return "".join(parts)
@@ -175,6 +179,7 @@ def prepare() -> None:
     titles = {page: title for below in navigation().values() for title, page in below}
     linked: set[str] = set()
     made = {to: for_site(page, read(page), linked) for page, to in pages().items()}
+    made["index.md"] = f"---\ntitle: Distributed locks for SQLAlchemy\n---\n\n{made['index.md']}"
     made |= {to: api_page(titles[to], groups) for to, groups in api().items()}
     shown = "\n".join(f"- [{titles[to]}]({Path(to).name})" for to in api())
     made["api/index.md"] = f"# API\n\nMade of the docstrings, as `help()` shows them.\n\n{shown}\n"
@@ -186,13 +191,7 @@ def prepare() -> None:
         shutil.copy(ROOT / file, SCRATCH / "docs" / place(file))
     shutil.copy(HERE / "extra.css", SCRATCH / "docs")
     (SCRATCH / "docs" / "llms.txt").write_text(llms.render(of_site=True))
-    configuration = settings()
-    if script := os.environ.get("MERMAID"):  # a copy of mermaid.min.js, for readers without a network
-        shutil.copy(script, SCRATCH / "docs" / "mermaid.min.js")
-        configuration = configuration.replace(
-            "extra_css", 'extra_javascript = ["mermaid.min.js"]\nextra_css', 1
-        )
-    (SCRATCH / "zensical.toml").write_text(configuration)
+    (SCRATCH / "zensical.toml").write_text(settings())
 
 
 class Made(HTMLParser):

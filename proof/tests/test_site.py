@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from proof.pages import llms, site
+from proof.pages import diagrams, llms, site
 from proof.pages.blocks import ROOT, read
 
 
@@ -67,6 +67,11 @@ def test_target_is_where_targets_are_listed(file: str) -> None:
 def test_page_becomes_one_for_the_site(markdown: str, for_the_site: str) -> None:
     """Links lead to where the site has a page, and lists are lists of Python-Markdown, too."""
     assert site.for_site("docs/errors.md", markdown, set()) == for_the_site
+
+
+def test_diagrams_are_drawn() -> None:
+    """After a change: `python -m proof.pages.diagrams`."""
+    assert {*diagrams.FOLDER.glob("*.svg")} == diagrams.sources().keys() != set()
 
 
 def test_fault_of_a_page_is_found() -> None:

@@ -57,7 +57,7 @@ class ReplyKind(enum.Enum):
 #: Failures that pass with time or with a new connection.
 PASSING = frozenset({ReplyKind.UNREACHABLE, ReplyKind.SILENT})
 #: The part of the documentation that lists the rights which a user needs.
-MISSING_RIGHT = f"{PAGES}/redis.md#the-smallest-acl-rule"
+MISSING_RIGHT = f"{PAGES}/redis/#the-smallest-acl-rule"
 #: Stands in place of the counter in the value of a lock that EXTEND has made again.
 RESTORED_VALUE = "restored"
 #: The answers of EXTEND about a grant: its lock was there, or was made again.

@@ -57,12 +57,12 @@ def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
     if said[ReplyKind.FULL] > spare:
         raise CountersExhaustedError(
             f"no tokens are left in this epoch: {report}; begin the next epoch, for which no restart is "
-            f"needed: `{node_set.init_command} --after-loss --database URL` ({PAGES}/recover.md)"
+            f"needed: `{node_set.init_command} --after-loss --database URL` ({PAGES}/recover/)"
         )
     voters = sum(answer.kind in VOTING for answer in answers.values())
     advice = "bring the others back, or correct their URLs"
     if said[ReplyKind.AMNESIA] or said[ReplyKind.RESTARTED]:
-        advice = f"{_when_back(node_set, answers)}; `fencelock nodes` shows more ({PAGES}/redis.md)"
+        advice = f"{_when_back(node_set, answers)}; `fencelock nodes` shows more ({PAGES}/redis/)"
     elif any(MISSING_RIGHT in answer.detail for answer in answers.values()):
         advice = "give the user that right"
     raise QuorumError(

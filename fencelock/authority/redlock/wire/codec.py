@@ -216,7 +216,7 @@ def _what_is_missing(text: str) -> str:
         return ""
     words = [word for word in call.groups() if word]
     if is_unknown:
-        return f"the server lacks the command {' '.join(words)}, which fencelock needs ({PAGES}/redis.md)"
+        return f"the server lacks the command {' '.join(words)}, which fencelock needs ({PAGES}/redis/)"
     return f"its user lacks the right +{'|'.join(words).lower()} ({MISSING_RIGHT})"
 
 
