@@ -34,7 +34,7 @@ def sources() -> dict[Path, str]:
 
 
 def main() -> None:
-    """Draw what is missing, and delete what no page has."""
+    """Draw the missing diagrams, and delete those that no page has."""
     wanted = sources()
     FOLDER.mkdir(exist_ok=True)
     for file in {*FOLDER.glob("*.svg")} - wanted.keys():

@@ -16,13 +16,12 @@ from fencelock.authority.base import AFTER, Grant, held_by_another, too_slow
 from fencelock.authority.database.connecting import RefusedError, Work, is_in_doubt
 from fencelock.authority.database.connections import Lent
 from fencelock.authority.database.listening import Ear
-from fencelock.authority.database.queues import NAME_LENGTH, Place, Queues, new_name
+from fencelock.authority.database.queues import NAME_LENGTH, Place, Queues
 from fencelock.authority.database.releasing import Owed, Releasing, holder, parts
 from fencelock.authority.loops import HERE, Abandon, Later, Wait
 from fencelock.errors import FencelockError, QuorumError
 from fencelock.lease import validity
 
-_FEW: Final = 10  # the most queues that a caller joins at one check, if several resources are wanted at once
 #: The most seconds between two checks of a held resource, if the database calls this world.
 _HEARING: Final = 0.25
 _BEHIND: Final = 0.01  # seconds between two checks without calls, for each world that is ahead in the queue
@@ -44,7 +43,7 @@ class _Waiting(NamedTuple):
     @property
     def is_called(self) -> bool:
         """Whether the database calls this world when its turn begins."""
-        return self.queues.hears and len(self.resources) == 1
+        return self.queues.hears
 
 
 class Acquiring(Releasing):
@@ -69,7 +68,7 @@ class Acquiring(Releasing):
         end = math.inf if timeout is None else time.monotonic() + timeout
         waiting = _Waiting(resources, end, queues, queues.new_place(ttl), queues.name, go_on)
         if len(resources) > 1:
-            waiting = waiting._replace(world=new_name())
+            waiting = waiting._replace(world=queues.join_several(waiting.place))
         try:
             return (yield from self._in_queue(waiting, self._attempts(waiting, nonce, ttl)))
         except GeneratorExit:
@@ -82,6 +81,8 @@ class Acquiring(Releasing):
                 yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
             if (unused := waiting.place.grant) is not None:
                 nonces.append(unused.proof)
+            if waiting.place.waits_for:
+                nonces.append(waiting.world)
             if nonces:
                 yield Abandon(functools.partial(self._abandoning, resources, nonces, until))
             raise
@@ -99,6 +100,7 @@ class Acquiring(Releasing):
             raise
         finally:
             queues.leave(resources[0], place)
+            queues.leave_several(waiting.world)
 
     def _attempts(self, waiting: _Waiting, nonce: str, ttl: float) -> Steps[Grant]:
         resources, end, queues, place, *_ = waiting
@@ -110,8 +112,6 @@ class Acquiring(Releasing):
 
         looked_free = False
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
-        if len(resources) > 1:
-            place.queue.put_off()  # so that no resource is kept at first for a caller that needs several
         waited = yield from self._standing(waiting)
         # If one of several resources is held, an attempt would lock the rows of the others in vain.
         if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
@@ -137,6 +137,9 @@ class Acquiring(Releasing):
                 continue
             if time.monotonic() < grant.expires_at:
                 queues.waited = waited
+                if waited and not place.grant:
+                    name = place.waits_for or resources[0]
+                    queues.note_wait(name, time.monotonic() - place.next_since)
                 place.queue.note_grant()
                 return grant
             yield from self._giving_back(resources, grant.proof)
@@ -209,7 +212,8 @@ class Acquiring(Releasing):
         if len(waiting.resources) > 1:  # all must be free at one check, and each is kept for 0.1 s only
             longest = min(longest, _SEVERAL)
         place = waiting.place
-        pause = _BEHIND * place.worlds_ahead or (time.monotonic() - place.next_since) / 2
+        waited, name = time.monotonic() - place.next_since, place.waits_for or waiting.resources[0]
+        pause = _BEHIND * place.worlds_ahead or waiting.queues.pause_after(name, waited)
         return randomly(min(longest, max(shortest, pause)))
 
     def _refusing(self, waiting: _Waiting) -> Steps[None]:
@@ -222,8 +226,8 @@ class Acquiring(Releasing):
                 Work(lambda connection: connection.execute(self._says.call, {"channel": channel}))
             )
 
-        def passing_on(resource: str) -> Steps[Any]:
-            asked = {"resources": (resource,), "nonce": queues.name}
+        def passing_on(name: str, resource: str) -> Steps[Any]:
+            asked = {"resources": (resource,), "nonce": name}
             return self.asking(Work(lambda connection: connection.execute(self._says.release, asked)))
 
         def listen(ear: Ear) -> Steps[None]:
@@ -240,24 +244,12 @@ class Acquiring(Releasing):
 
         From time to time, the caller also joins queues in the database, unless it `gives_up`.
         """
-        resources, queue, world = waiting.resources, waiting.place.queue, waiting.world
-        queues_up = not gives_up and queue.has_to_queue
+        queue = waiting.place.queue
+        may_wait = not gives_up and waiting.end > time.monotonic()
+        queues_up = may_wait and (len(waiting.resources) > 1 or queue.has_to_queue)
 
         def look(connection: Lent) -> list[Any]:
-            if queues_up and len(resources) == 1:
-                asked = {"resource": resources[0], "world": world}
-                queued = connection.execute(self._says.queue_up, asked)
-                if self._says.can_call:
-                    return [(resources[0], *row) for row in queued.rows]
-            rows = [
-                row
-                for part in parts(resources)
-                for row in connection.execute(self._says.occupied, {"resources": part, "world": world}).rows
-            ]
-            if queues_up and len(resources) > 1:
-                for row in rows[:_FEW]:
-                    connection.execute(self._says.queue_up, {"resource": row[0], "world": world})
-            return rows
+            return self._look(connection, waiting, queues_up=queues_up)
 
         until = max(waiting.end, time.monotonic()) + AFTER
         rows = yield from self.asking(Work(look, durable=False), until=until, deadline=until)
@@ -268,3 +260,31 @@ class Acquiring(Releasing):
         if held:
             queue.held_until = time.monotonic() + max(held.values())
         return held
+
+    def _look(self, connection: Lent, waiting: _Waiting, *, queues_up: bool) -> list[Any]:
+        resources, place, world = waiting.resources, waiting.place, waiting.world
+        if queues_up and len(resources) == 1:
+            queued = connection.execute(self._says.queue_up, {"resource": resources[0], "world": world})
+            if not queued.changed:
+                place.queue.end_wait()
+            if self._says.can_call:
+                return [(resources[0], *row) for row in queued.rows]
+        rows = [
+            row
+            for part in parts(resources)
+            for row in connection.execute(self._says.occupied, {"resources": part, "world": world}).rows
+        ]
+        if queues_up and len(resources) > 1 and rows:
+            self._queue_up(connection, waiting, min(row[0] for row in rows))
+        return rows
+
+    def _queue_up(self, connection: Lent, waiting: _Waiting, first: str) -> None:
+        """Wait for the first resource that is occupied, and keep the free ones before it for a moment."""
+        resources, place, world = waiting.resources, waiting.place, waiting.world
+        if place.waits_for == first and not place.queue.has_to_queue:
+            return
+        for part in parts(tuple(sorted(name for name in resources if name < first))):
+            connection.execute(self._says.keep_free, {"resources": part, "world": world})
+        place.waits_for = first
+        if not connection.execute(self._says.queue_up, {"resource": first, "world": world}).changed:
+            place.is_due = True  # it was released meanwhile

@@ -16,7 +16,7 @@ from sqlalchemy import util as sa_util
 
 from fencelock._generators import Steps
 from fencelock.authority.base import logger
-from fencelock.authority.database.queues import Queues
+from fencelock.authority.database.queues import NAME_LENGTH, WORLD_LENGTH, Queues
 
 if TYPE_CHECKING:
     from sqlalchemy.pool import PoolProxiedConnection
@@ -33,7 +33,10 @@ class Ear:
     """A step (see `_generators`): hear a world's calls until it is idle, closed, or hears none."""
 
     def __init__(
-        self, queues: Queues, calling: Callable[[str], Steps[Any]], passing_on: Callable[[str], Steps[Any]]
+        self,
+        queues: Queues,
+        calling: Callable[[str], Steps[Any]],
+        passing_on: Callable[[str, str], Steps[Any]],
     ) -> None:
         self._queues = queues
         self._calling = calling  # makes the steps that call this world, over another connection
@@ -43,7 +46,7 @@ class Ear:
         self._called_at = time.monotonic()
         self._heard = False
         self._wakeup: Any = queues.new_wakeup()
-        self._channel = f"fencelock_{queues.name.rstrip(',')}"
+        self._channel = f"fencelock_{queues.name[:WORLD_LENGTH]}"
         self._hang_up: Callable[[], object] = lambda: None
         self._is_over = False
         self._thread: threading.Thread | None = None
@@ -149,8 +152,9 @@ class Ear:
             while driver.notifies:
                 self._hear(driver.notifies.pop(0).payload, run)
 
-    def _hear(self, resource: str, run: Callable[[Steps[Any]], object]) -> None:
-        if not resource:
+    def _hear(self, call: str, run: Callable[[Steps[Any]], object]) -> None:
+        name, resource = call[:NAME_LENGTH], call[NAME_LENGTH:]
+        if not call:
             self._heard = self._queues.hears = True
-        elif not self._queues.call(resource):
-            run(self._passing_on(resource))
+        elif not self._queues.call(name, resource):
+            run(self._passing_on(name, resource))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import secrets
+import string
 import threading
 import time
 from collections import deque
@@ -25,16 +26,26 @@ from fencelock.errors import QuorumError
 # The column `queue` has the names of the worlds that wait. After a turn, the resource is kept for the first
 # of them for a moment, and PostgreSQL calls that world by NOTIFY. These are only hints: a lost, late or false
 # hint costs time, but cannot make two holders.
+#
+# A caller that needs several resources has a name of its own there. It waits for the first one that is
+# occupied, in the order of the resources, and keeps the free ones before it. So no two callers keep from each
+# other what they need (`proof/several.py` is the model).
 
 _TURN: Final = 0.01  # seconds for which the callers of a world transfer a lock to each other
 _LONG_TURN: Final = 0.05  # the same in a world that hears no calls
 _KEPT: Final = 0.25  # seconds after which a world joins the queue of worlds again
+_USUALLY: Final = 0.7  # the part of the usual wait for which the first caller pauses
+_MOST_USUAL: Final = 1000  # the most resources whose usual waits are kept
 _DEAF: Final = 30.0  # seconds until a world that hears no calls tries to listen again
 NAME_LENGTH: Final = 8  # characters of a name in the column `queue`, with its comma
+WORLD_LENGTH: Final = 5  # the first characters, which a world and its callers of several resources share
+_LETTERS: Final = string.ascii_lowercase + string.digits
 
 
-def new_name() -> str:
-    return f"{secrets.token_hex(4)[: NAME_LENGTH - 1]},"
+def new_name(world: str = "") -> str:
+    """Return a name for a world, or for a caller of this world that needs several resources."""
+    common = world[:WORLD_LENGTH]
+    return common + "".join(secrets.choice(_LETTERS) for _ in range(NAME_LENGTH - 1 - len(common))) + ","
 
 
 class Place:
@@ -48,6 +59,7 @@ class Place:
         self.worlds_ahead = 0  # how many worlds are known to come before this one
         #: Since when no world comes before this one, on the clock of `time.monotonic`.
         self.next_since: float = time.monotonic()
+        self.waits_for = ""  # the resource in whose queue a caller that needs several ones is
         self.is_due = False  # whether the caller has to make an attempt now
         #: Whether the caller has to check now, because the database may keep the resource for another world.
         self.looks = False
@@ -100,9 +112,9 @@ class Queue:
         self.turn_began = None
         self._queued_at = -math.inf
 
-    def put_off(self) -> None:
-        """Join the queue of worlds only after a while."""
-        self._queued_at = time.monotonic()
+    def end_wait(self) -> None:
+        """Note that this world is not in the queue of worlds, because the resource was free."""
+        self._queued_at = -math.inf
 
     @property
     def has_to_queue(self) -> bool:
@@ -111,6 +123,11 @@ class Queue:
             return False
         self._queued_at = now
         return True
+
+    def be_called(self) -> None:
+        """Note that the database keeps the resource for the first caller, which is in no queue any more."""
+        self.end_wait()
+        self.wake()
 
     def wake(self) -> None:
         """Let the first caller make an attempt now."""
@@ -132,6 +149,9 @@ class Queues:
         self._in_threads = in_threads
         self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._queues: dict[str, Queue] = {}
+        self._several: dict[str, Place] = {}  # the callers that need several resources, by their names
+        #: How long the last caller of this world was the first for a resource, in seconds.
+        self._usual: dict[str, float] = {}
         self._listens_again = 0.0
         self._last_wait = 0.0
 
@@ -147,6 +167,31 @@ class Queues:
             if not (self._in_threads and any(each.stack == place.stack for each in queue.alive())):
                 place.queue = queue
                 queue.places.append(ref(place))
+
+    def note_wait(self, resource: str, seconds: float) -> None:
+        """Note for how long a caller was the first for a resource."""
+        with self._mutex:
+            before = self._usual.pop(resource, seconds)
+            self._usual[resource] = (before + seconds) / 2
+            if len(self._usual) > _MOST_USUAL:
+                del self._usual[next(iter(self._usual))]
+
+    def pause_after(self, resource: str, waited: float) -> float:
+        """Return the pause of a caller that hears no calls, and has been the first for so many seconds.
+
+        It looks often when the resource usually becomes free, and less often before and after that.
+        """
+        usual = self._usual.get(resource, 0.0)
+        return max(_USUALLY * usual - waited, usual / 20, (waited - usual) / 2)
+
+    def join_several(self, place: Place) -> str:
+        """Return a new name for a caller that needs several resources."""
+        name = new_name(self.name)
+        self._several[name] = place
+        return name
+
+    def leave_several(self, name: str) -> None:
+        self._several.pop(name, None)
 
     def leave(self, resource: str, place: Place) -> None:
         """Remove a place; if it was the first, wake the next one."""
@@ -192,6 +237,8 @@ class Queues:
     def released(self, resource: str, kept_for: str | None) -> None:
         """Wake the first caller after a release; `kept_for` names the world that comes next, or is None."""
         with self._mutex:
+            if kept_for in self._several:
+                self._several[kept_for].queue.be_called()
             if (queue := self._queues.get(resource)) is None:
                 return
             queue.end_turn()
@@ -201,12 +248,16 @@ class Queues:
                 place.looks = True
                 place.wakeup.wake()
 
-    def call(self, resource: str) -> bool:
-        """Wake the first caller for a resource that is kept for this world; return False if there is none."""
+    def call(self, name: str, resource: str) -> bool:
+        """Wake the caller for which a resource is kept; return False if there is none."""
         with self._mutex:
+            if name != self.name:
+                if (place := self._several.get(name)) is not None:
+                    place.queue.be_called()
+                return place is not None
             if (queue := self._queues.get(resource)) is None or queue.first is None:
                 return False
-            queue.wake()
+            queue.be_called()
             return True
 
     @property
@@ -219,7 +270,7 @@ class Queues:
         return True
 
     def is_idle(self, seconds: float) -> bool:
-        return not self._queues and time.monotonic() > self._last_wait + seconds
+        return not (self._queues or self._several) and time.monotonic() > self._last_wait + seconds
 
     def go_deaf(self) -> None:
         self.hears = False

@@ -90,9 +90,12 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "transfer": _TRANSFER + " RETURNING token",
         "durably": " AND {durable} IS NOT NULL",
         "release": _RELEASE + " AND {lazy} IS NOT NULL AND (COALESCE(queue, '') = '' "
-        "OR pg_catalog.pg_notify('fencelock_' || pg_catalog.left(queue, 7), resource) IS NOT NULL) "
+        "OR pg_catalog.pg_notify('fencelock_' || pg_catalog.left(queue, 5), "
+        "pg_catalog.left(queue, 8) || resource) IS NOT NULL) "
         "RETURNING resource, nonce",
         "moment": "{now} + INTERVAL '0.1 second'",
+        "kept": "{now} + INTERVAL '0.5 second'",
+        "lazily": " AND {lazy} IS NOT NULL",
         "queue_up": _QUEUE_UP + " AND {lazy} IS NOT NULL RETURNING {left}, {joined}",
         "joined": "pg_catalog.strpos(COALESCE(queue, ''), CAST(:world AS TEXT))",
         "begin": "BEGIN ISOLATION LEVEL READ COMMITTED",
@@ -122,6 +125,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "now": "UTC_TIMESTAMP(6)",
         "until": "UTC_TIMESTAMP(6) + INTERVAL :ttl SECOND",
         "moment": "UTC_TIMESTAMP(6) + INTERVAL 100000 MICROSECOND",
+        "kept": "UTC_TIMESTAMP(6) + INTERVAL 500000 MICROSECOND",
         "joined": "LOCATE(:world, COALESCE(queue, ''))",
         "longer": "CONCAT(COALESCE(queue, ''), :world)",
         "left": "TIMESTAMPDIFF(MICROSECOND, UTC_TIMESTAMP(6), expires_at) / 1e6",
@@ -139,6 +143,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "now": "strftime('%Y-%m-%d %H:%M:%f', 'now')",
         "until": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+' || :ttl || ' seconds')",
         "moment": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+0.1 seconds')",
+        "kept": "strftime('%Y-%m-%d %H:%M:%f', 'now', '+0.5 seconds')",
         "joined": "instr(COALESCE(queue, ''), :world)",
         "left": "(julianday(expires_at) - julianday('now')) * 86400.0",
         "since": "(julianday(since) - 2440587.5) * 86400.0",
@@ -205,6 +210,7 @@ class Statements:
             "remint": _REMINT,
             "transfer": _TRANSFER,
             "durably": "",
+            "lazily": "",
             "release": _RELEASE,
             "queue_up": _QUEUE_UP,
             "longer": "COALESCE(queue, '') || CAST(:world AS TEXT)",
@@ -262,6 +268,11 @@ class Statements:
         #: Joins the queue of a held resource; PostgreSQL also returns the seconds and position of `occupied`.
         self.queue_up: Statement = said(words["queue_up"])
         self.call: Statement = said("SELECT pg_catalog.pg_notify(:channel, '')")
+        #: Keeps resources that are free, or kept for this caller, while the caller waits for another one.
+        self.keep_free: Statement = said(
+            "UPDATE {table} SET nonce = :world, expires_at = {kept} WHERE resource IN (:resources…) "
+            "AND (nonce IS NULL OR nonce = :world OR expires_at <= {now}){lazily}"
+        )
         self.is_standby: Statement = said("SELECT {standby}")
         #: Releases, and acquires for the next nonce; returns the token as `acquire` does.
         self.transfer: Statement = said(words["transfer"])
