@@ -100,7 +100,8 @@ class Acquiring(Releasing):
             raise
         finally:
             queues.leave(resources[0], place)
-            queues.leave_several(waiting.world)
+            if len(resources) > 1:
+                queues.leave_several(waiting.world)
 
     def _attempts(self, waiting: _Waiting, nonce: str, ttl: float) -> Steps[Grant]:
         resources, end, queues, place, *_ = waiting
