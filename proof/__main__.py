@@ -127,6 +127,7 @@ def short(folder: Path, stack: ExitStack) -> Iterator[Proof]:
     yield Proof("mutants: each recorded seed notices again", _python("proof.simulation.mutants", "--replay"))
     yield Proof("tokens of databases, and three controls", _python("proof.minting", "--seeds", "600"))
     yield Proof("the line of etcd and ZooKeeper, and controls", _python("proof.line", "--seeds", "1000"))
+    yield Proof("the line of callers that want several names, and a control", _python("proof.several"))
     yield Proof("bytes and texts at random", _python("proof.fuzz", "--seconds", "20"))
     yield Proof("fenced models beside their twins", _python("proof.twins", "--programs", "1000"))
     faults = _faults(NODES, "postgresql")

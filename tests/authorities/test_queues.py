@@ -72,7 +72,9 @@ def test_who_cannot_listen_looks() -> None:
     assert not queues.hears
 
 
-def wait_in_order(stage: Stage, server: Engine, count: int) -> tuple[Grant, Callable[[], list[int]]]:
+def wait_in_order(
+    stage: Stage, server: Engine, count: int, *, several: bool = False
+) -> tuple[Grant, Callable[[], list[int]]]:
     """Have so many clients wait, one after the other, for what another holds.
 
     Returns the grant of the holder, and what tells in which order they got it when it is released.
@@ -82,7 +84,8 @@ def wait_in_order(stage: Stage, server: Engine, count: int) -> tuple[Grant, Call
     order: list[int] = []
 
     def wait(number: int) -> None:
-        its = waiting[number].acquire("r", timeout=50.0)
+        names = (f"a{number}", "r", "s") if several else ("r",)
+        its = waiting[number].acquire(*names, timeout=50.0)
         order.append(number)
         assert waiting[number].release(its) is True
 
@@ -106,6 +109,44 @@ def test_who_waits_longest_is_called_first(stage: Stage, server: Engine) -> None
     _, release = wait_in_order(stage, server, 5)
     assert release() == [0, 1, 2, 3, 4]
     assert queue_of(server) == ""
+
+
+@pytest.mark.parametrize("stage", CALLED, indirect=True)
+def test_who_waits_for_several_is_called_in_turn(stage: Stage, server: Engine) -> None:
+    """A name before the first one that is held is kept for its caller, and free when that gives up."""
+    before = stage.new()
+    before.release(before.acquire("a0", "a1", "a2", timeout=0))  # a name without a row cannot be kept
+    _, release = wait_in_order(stage, server, 3, several=True)
+    with pytest.raises(LockTimeoutError):
+        stage.new().acquire("a1", timeout=0)
+    assert release() == [0, 1, 2]
+    assert queue_of(server) == ""
+
+
+@pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
+def test_who_gives_up_several_keeps_nothing(stage: Stage) -> None:
+    """Neither at its timeout, nor with one try, which waits in no queue."""
+    holder, impatient, other = stage.new(), stage.new(), stage.new()
+    grant = holder.acquire("r", ttl=60.0)
+    for timeout in (0.0, 0.5):
+        with pytest.raises(LockTimeoutError):
+            impatient.acquire("a", "r", timeout=timeout)
+        assert other.release(other.acquire("a", timeout=0.2)) is True
+    assert holder.release(grant) is True
+
+
+@pytest.mark.parametrize("stage", EACH_DATABASE, indirect=True)
+def test_overlapping_sets_get_their_turns(stage: Stage) -> None:
+    """`proof/several.py` is the model: no two callers keep from each other what they need."""
+
+    def work(client: Any, names: tuple[str, ...]) -> None:
+        for _ in range(15):
+            its = client.acquire(*names, timeout=30.0)
+            time.sleep(0.002)
+            assert client.release(its) is True
+
+    sets = [("a", "b"), ("b", "c"), ("c", "a"), ("c", "b", "a"), ("b",)]
+    together(*[functools.partial(work, stage.new(), names) for names in sets])
 
 
 @pytest.mark.parametrize("stage", CALLED, indirect=True)
