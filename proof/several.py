@@ -2,9 +2,10 @@
 
 python -m proof.several
 
-A caller that finds one of its names occupied waits in the queue of the *first* one, in the order of names. It
-keeps the free names before that one for itself, as a released name is kept for the first in its queue. A
-kept name holds nobody's lease: it only makes others wait, and it ends by itself after a moment.
+A caller that finds one of its names occupied waits in the queue of the *first* one, in the order of names. A
+released name is kept for the first in its queue. If that caller then finds another of its names occupied, it
+waits for that one, and keeps the free names before it. A kept name holds nobody's lease: it only makes others
+wait, and it ends by itself after a moment.
 
 The model tells whether the line is alive. From each state some caller can still acquire all of its names,
 although no kept name has ended by itself (unless its caller died). In the control each caller has an order of
@@ -97,7 +98,8 @@ class Model:
             yield "acquires", state.change(caller, "holds", **held)
             return
         first = occupied[0]
-        before = order[: order.index(first)]
+        was_called = any(its.owner == caller for its in wanted.values())
+        before = order[: order.index(first)] if was_called else []
         kept = {
             name: Name(caller, _left(wanted[name], caller)) for name in before if wanted[name].owner == FREE
         }

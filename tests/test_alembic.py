@@ -477,7 +477,9 @@ def test_a_batch_keeps_the_trigger(project: Project, engine: Engine, trigger: Tr
 
 
 @pytest.mark.parametrize("trigger", [True, "strict"])
-def test_excluded_columns_are_known_to_migrations(project: Project, engine: Engine, trigger: Trigger) -> None:
+def test_excluded_columns_are_known_to_migrations(  # noqa: PLR0915 - one story
+    project: Project, engine: Engine, trigger: Trigger
+) -> None:
     """Where the trigger has to name all columns, it is created again when there are others."""
 
     def table(*names: str, excluded: Collection[str] = ("views",)) -> Callable[[MetaData], Table]:
@@ -533,6 +535,36 @@ def test_excluded_columns_are_known_to_migrations(project: Project, engine: Engi
     project.upgrade()
     project.check()
     assert changes(views=10)
+
+    project.means(table("views", "more", "seen", excluded=("views", "seen")))
+    project.revision()
+    project.upgrade()
+    project.check()
+    assert changes(seen=1)
+    project.downgrade()
+    assert changes(views=11)
+    assert not changes(more=4)
+
+
+@pytest.mark.parametrize("trigger", [True, "strict"])
+def test_a_new_fence_has_its_excluded_columns(project: Project, engine: Engine, trigger: Trigger) -> None:
+    """And an old one has them again after a downgrade."""
+    project.means(orders(Column("views", Integer)))
+    project.revision()
+    project.upgrade()
+    fence = fence_column(trigger=trigger, resource="order:{id}", excluded=["views"])
+    project.means(orders(Column("views", Integer), fence, write_id_column()))
+    assert "excluded=['views']" in project.revision()
+    project.upgrade()
+    project.check()
+    with engine.connect() as connection:
+        assert triggers.excluded_in(connection, "orders") == ["views"]
+    project.means(orders(Column("views", Integer)))
+    project.revision()
+    project.upgrade()
+    project.downgrade()
+    with engine.connect() as connection:
+        assert triggers.excluded_in(connection, "orders") == ["views"]
 
 
 def row(engine: Engine) -> dict[str, Any]:

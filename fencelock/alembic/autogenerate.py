@@ -66,11 +66,13 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
     found = _found(context, table_name, schema) if in_database is not None else False
     if in_model is not None and wanted and not (wanted == found == _found(context, in_model)):
         excluded = triggers.excluded_names(in_model)
-        changes.ops.append(
-            CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, replaces=found, excluded=excluded)
-        )
+        creating = CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, excluded=excluded)
+        if found:
+            creating.replaces, creating.excluded_before = found, _excluded(context, table_name, schema)
+        changes.ops.append(creating)
     elif found and not wanted:
-        changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found))
+        excluded = _excluded(context, table_name, schema)
+        changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found, excluded=excluded))
     return _CONTINUE
 
 
@@ -79,6 +81,14 @@ def _found(context: AutogenContext, table: Any, schema: str | None = None) -> Fe
     if connection is None or not triggers.knows(connection.dialect.name):
         return False
     return triggers.installed(connection, table, schema=schema)
+
+
+def _excluded(context: AutogenContext, table_name: str, schema: str | None) -> list[str]:
+    """Return the columns that the trigger in the database lets change."""
+    connection = context.connection
+    if connection is None or not triggers.knows(connection.dialect.name):
+        return []
+    return triggers.excluded_in(connection, table_name, schema=schema)
 
 
 def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]) -> object:
@@ -126,10 +136,14 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
         before = [each for each in ours if each.name.startswith("drop")]
         after = [each for each in ours if each not in before]
         if not before and (found := _to_renew(context, op)) is not None:
+            in_model = _in_model(context, op)
+            excluded = [] if in_model is None else triggers.excluded_names(in_model)
             again = CreateFenceTriggerOp(
-                op.table_name, schema=op.schema, trigger=found.trigger, excluded=found.excluded
+                op.table_name, schema=op.schema, trigger=found.trigger, excluded=excluded
             )
             before, after = [found], after or [again]
+            for each in after:  # then its reverse drops the trigger, and that of `found` creates it again
+                each.replaces = False
         yield from before
         if op.ops:
             yield op
@@ -145,8 +159,7 @@ def _to_renew(context: AutogenContext, op: ModifyTableOps) -> DropFenceTriggerOp
     names all others.
     """
     changes = [each for each in op.ops if not isinstance(each, CreateIndexOp | DropIndexOp)]
-    in_model = _in_model(context, op)
-    excluded = [] if in_model is None else triggers.excluded_names(in_model)
+    excluded = _excluded(context, op.table_name, op.schema)
     if not changes or context.dialect.name == "postgresql":
         return None
     is_copied = context.opts.get("render_as_batch") and context.dialect.name == "sqlite"
@@ -164,9 +177,10 @@ def _taken_out(op: ModifyTableOps) -> list[FenceOperation]:
     added = [each for each in op.ops if isinstance(each, AddColumnOp) and _is_added(each)]
     dropped = [each for each in op.ops if isinstance(each, DropColumnOp) and _is_dropped(each)]
     trigger = ours[0].trigger if ours else False
+    excluded = ours[0].excluded if ours else ()
     for columns, kind in ((added, AddFenceOp), (dropped, DropFenceOp)):
         if len(columns) == len(_COLUMNS):
-            ours = [kind(op.table_name, schema=op.schema, trigger=trigger)]
+            ours = [kind(op.table_name, schema=op.schema, trigger=trigger, excluded=excluded)]
             op.ops[:] = [each for each in op.ops if each not in columns]
     op.ops[:] = [each for each in op.ops if not isinstance(each, FenceOperation)]
     return ours

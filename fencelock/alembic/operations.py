@@ -75,12 +75,14 @@ class FenceOperation(MigrateOperation):
         trigger: FenceTrigger = False,  # the trigger that is created or dropped
         replaces: FenceTrigger = False,  # the trigger that the table had before
         excluded: Iterable[str] = (),  # the columns of `__fence_excluded__`
+        excluded_before: Iterable[str] = (),  # those of the trigger before
     ) -> None:
         self.table_name: str = table_name
         self.schema: str | None = schema
         self.trigger: FenceTrigger = trigger
         self.replaces: FenceTrigger = replaces
         self.excluded: list[str] = sorted(check_names(excluded))
+        self.excluded_before: list[str] = sorted(excluded_before)
 
     @property
     def arguments(self) -> dict[str, Any]:
@@ -91,7 +93,8 @@ class FenceOperation(MigrateOperation):
         verb, _, what = self.name.partition("_")
         kind = BY_NAME.get(f"create_{what}", AddFenceOp) if verb == "drop" else BY_NAME[f"drop_{what}"]
         if self.replaces:
-            return type(self)(self.table_name, schema=self.schema, trigger=self.replaces)
+            before = self.excluded_before
+            return type(self)(self.table_name, schema=self.schema, trigger=self.replaces, excluded=before)
         return kind(self.table_name, schema=self.schema, trigger=self.trigger, excluded=self.excluded)
 
     def to_diff_tuple(self) -> tuple[Any, ...]:

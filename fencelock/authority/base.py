@@ -77,12 +77,12 @@ class GivenUp(BaseException):
 _warned_of: WeakSet[asyncio.AbstractEventLoop] = WeakSet()
 
 
-def warn_of_blocked_loop(loop: asyncio.AbstractEventLoop, lock: str) -> None:
+def warn_of_blocked_loop(loop: asyncio.AbstractEventLoop, lock: object) -> None:
     """Log, once for each event loop, that a blocking acquisition keeps the loop from running."""
     if loop not in _warned_of:
         _warned_of.add(loop)
         logger.warning(
-            "%s: a blocking lock inside an event loop waits while none of its tasks can run, not even the "
+            "%r: a blocking lock inside an event loop, none of whose tasks can run meanwhile, not even the "
             "holder's. In coroutines write `async with`, or `await lock.aio.acquire()`",
             lock,
         )

@@ -89,7 +89,7 @@ def init(
         else:
             with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
                 if after_loss:
-                    max_ttl = max_ttl or _longest_lease(quorum)
+                    max_ttl = max_ttl or _longest_lease(quorum, yes=yes)
                     _clear(quorum, yes=yes)
                 done = quorum.init(base=base, max_ttl=max_ttl, above=above, allow_eviction=allow_eviction)
                 count = len(quorum.nodes)
@@ -124,17 +124,18 @@ def _init_database(url: str, above: int | None) -> None:
     shared.say(f"the table of leases {'was made' if made else 'is there'}")
 
 
-def _longest_lease(quorum: Redlock) -> float | None:
+def _longest_lease(quorum: Redlock, *, yes: bool) -> float | None:
     """Return the longest lease that a node still knows, else that which an operator names."""
     known = [status.max_ttl for status in quorum.status() if status.max_ttl is not None]
     if known:
         shared.say(f"The longest lease stays {max(known):g} s")
         return max(known)
     said = "no node knows the longest lease; 60 s is the default, and --max-ttl names another"
-    if not sys.stdin.isatty():
+    if yes or not sys.stdin.isatty():
         shared.say(said, "yellow")
         return None
-    return float(typer.prompt(f"{said}. How many seconds", default=60.0, type=float, err=True))
+    seconds = float(typer.prompt(f"{said}. How many seconds", default=60.0, type=float, err=True))
+    return seconds if seconds > 0 else shared.fail("a lease lasts longer than 0 seconds")
 
 
 def _clear(quorum: Redlock, *, yes: bool) -> None:

@@ -180,13 +180,9 @@ def refuse_moving(fenced: FencedTable, keys: Container[str], names: Container[st
 
 def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClause) -> None:
     """Refuse an UPDATE or DELETE that could write rows to which the condition does not apply."""
-    if prefixes_of(statement) or any(
-        isinstance(each, sa.UpdateBase) and each is not statement for each in visitors.iterate(statement)
-    ):
-        raise UnfencedWriteError(
-            f"a write to {fenced.name!r} takes no prefix_with(), and no other write inside it, for example "
-            "in a WITH clause: write that as a statement of its own"
-        )
+    if prefixes_of(statement):
+        raise UnfencedWriteError(f"a write to {fenced.name!r} takes no prefix_with()")
+    refuse_inner_writes(statement, fenced)
     if isinstance(statement, sa.Update) and has_rows(statement):
         raise InvalidRequestError(
             "an UPDATE takes no list in values(): write values({…}) or ordered_values(…)"
@@ -205,6 +201,16 @@ def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClaus
                 "after the condition; put it into where()"
             )
     refuse_cutting_off((statement, *(value for _, value in values_in(statement))))
+
+
+def refuse_inner_writes(statement: Any, fenced: FencedTable) -> None:
+    values = [value for _, value in values_in(statement) if isinstance(value, sa.ClauseElement)]
+    parts = (each for part in (statement, *values) for each in visitors.iterate(part))
+    if any(isinstance(each, sa.UpdateBase) and each is not statement for each in parts):
+        raise UnfencedWriteError(
+            f"a write to {fenced.name!r} takes no other write inside it, for example in a WITH clause: write "
+            "that as a statement of its own"
+        )
 
 
 def refuse_cutting_off(clauses: Iterable[Any]) -> None:

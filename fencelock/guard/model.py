@@ -101,8 +101,8 @@ class FencedModel:
     that has read the row before is refused after it. With `"required"`, the default, only a holder can write.
 
     `__fence_excluded__ = {"views", "last_seen"}` names columns that need no lease. An UPDATE that changes
-    only these has no condition, and changes neither fence nor write id. So it stops no other writer, and is
-    never refused. Write `Topic.views + 1`, because `topic.views += 1` may lose a count. Columns with an
+    only these has no condition, and changes neither fence nor write id. So it stops no other writer, and
+    none stops it. Write `Topic.views + 1`, because `topic.views += 1` may lose a count. Columns with an
     `onupdate` go along. Together with another column they are guarded.
 
     The guard has gaps: rows that you read and do not write (see `claim`), an INSERT by a stale holder (see

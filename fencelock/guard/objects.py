@@ -235,6 +235,8 @@ class _Watch:
         state.dict[FENCE_COLUMN] = token = self._token_for(tokens, state)
         state.dict[WRITE_COLUMN] = tokens.write_id
         tokens.inserted.add(token)
+        if self._excluded:  # if it replaces a deleted object, its UPDATE needs the guard
+            state.committed_state[WRITE_COLUMN] = NO_VALUE
 
     def after_insert(self, _mapper: object, connection: Connection, state: _State) -> None:
         if state.dict.get(FENCE_COLUMN) == 0 and (tokens := self._tokens(connection, state)) is not None:

@@ -275,11 +275,14 @@ def _shifts_base(connection: Connection, statement: Any, base: FencedTable, rows
     if not (is_plain and TokenLookup(connection, base).does_without(None)):
         return False
     if isinstance(statement, Insert):
-        return private.inserts_plainly(statement)
+        if not private.inserts_plainly(statement) or statement.select is not None:
+            return False
+        conditions.refuse_inner_writes(statement, base)
+        return True
     conditions.refuse_unguardable(statement, base, statement.table)
     where = private.where_of(statement)
     by = note_shift(connection, next(reversed(where), None))
-    shifting = update(base.table).where(own[0].in_(select(key[0]).where(*where)))
+    shifting = update(base.table).where(own[0].in_(select(key[0]).where(*where).correlate(None)))
     shifting = conditions.shift_ids(shifting, base, literal(by, BigInteger))
     named = conditions.names_of_binds(where)
     given = [{name: row[name] for name in named & row.keys()} for row in rows]
@@ -297,6 +300,7 @@ def _stamp_insert(
             f"values([…]) may touch rows that a newer holder has fenced, or bring rows that the guard does "
             f"not see: use upsert(), or claim the row and update it; instead of SELECT, read the rows first"
         )
+    conditions.refuse_inner_writes(statement, fenced)
     own = {conditions.key_of(column): value for column, value in private.values_in(statement)}
     conditions.refuse_fence_assignment(own, fenced)
     stamped = []

@@ -304,7 +304,11 @@ def fenced_names() -> list[str]:
 
 def excluded_by_name(name: str) -> frozenset[str]:
     """Return the names, in lower case, of the excluded columns of all tables with this name in lower case."""
-    found = [{each.c[key].name.lower() for key in excluded_of(each)} for each in _names.get(name, ())]
+    found = []
+    for each in _names.get(name, ()):
+        if len({column.name.lower() for column in each.c}) < len(each.c):  # "Views" and "views"
+            return frozenset()
+        found.append({each.c[key].name.lower() for key in excluded_of(each)})
     return frozenset(set.intersection(*found)) if found else frozenset()
 
 

@@ -44,7 +44,9 @@ _WRITES: Final = re.compile(
     r"|(?<!for )(?<!key )(?<!do )(?<!on )update\b)"
     r"|(?:^|;|\*/|\n)\s*(?:call|copy|do|load|exec\w*|prepare)\b|\bset\s+statement\b"
 )
-_UPDATE: Final = re.compile(rf"(?i)update (?:only )?{_FULL}(?: (?:as )?(?!set\b){_NAME})? set ")  # noqa: S608
+_UPDATE: Final = re.compile(
+    rf"(?i)update (?:only )?(?:{_NAME} ?\. ?)*({_NAME})(?: (?:as )?(?!set\b){_NAME})? set "  # noqa: S608
+)
 _PIECE: Final = re.compile(r'"(?:[^"]|"")*"|`(?:[^`]|``)*`|[\w$]+|\s+|.')
 _ASSIGNED: Final = re.compile(rf" ?({_NAME}) ?= ?[^=]")
 _COMMITS: Final = re.compile(
@@ -93,7 +95,7 @@ def _refusal(connection: Connection, statement: str, context: Any) -> FenceError
     if context.isddl and _DEFINES.match(statement) and not isinstance(context.compiled.statement, DDL):
         return None
     name = written(statement, tuple(fenced_names()))
-    if name is None or _sets_only(statement, excluded_by_name(name.lower())):
+    if name is None or _sets_only_excluded(statement):
         return None
     return _unguarded_error(name)
 
@@ -110,13 +112,19 @@ def _unguarded_error(name: str) -> UnfencedWriteError:
     )
 
 
+def _sets_only_excluded(statement: str) -> bool:
+    """Tell whether a text is one UPDATE that sets only excluded columns; False if that is not plain."""
+    table, columns = _set_columns(statement) if len(statement) <= _LONG else ("", frozenset())
+    return bool(columns) and columns <= excluded_by_name(table)
+
+
 @lru_cache(maxsize=1000)
-def _sets_only(statement: str, columns: frozenset[str]) -> bool:
-    """Tell whether a text is one UPDATE that sets only these columns; False if that is not plain."""
-    bare = _bare(statement) if columns and len(statement) <= _LONG else None
+def _set_columns(statement: str) -> tuple[str, frozenset[str]]:
+    """Return the table of an UPDATE, and the columns that it sets, in lower case; none of other texts."""
+    bare = _bare(statement)
     update = None if bare is None else _UPDATE.match(bare)
     if bare is None or update is None or ";" in bare.rstrip("; ") or _WRITES.search(bare[update.end() :]):
-        return False
+        return "", frozenset()
     depth, parts = 0, [""]
     for each in _PIECE.findall(bare[update.end() :]):
         depth += (each == "(") - (each == ")")
@@ -126,8 +134,8 @@ def _sets_only(statement: str, columns: frozenset[str]) -> bool:
             parts.append("")
         else:
             parts[-1] += each
-    assigned = [_ASSIGNED.match(part) for part in parts]
-    return all(found is not None and found[1].strip('"`').lower() in columns for found in assigned)
+    names = [found[1].strip('"`').lower() for part in parts if (found := _ASSIGNED.match(part)) is not None]
+    return update[1].strip('"`').lower(), frozenset(names if len(names) == len(parts) else ())
 
 
 def written(statement: str, names: tuple[str, ...]) -> str | None:

@@ -24,8 +24,8 @@ _EXCLUDED: Final = """TG_NARGS > 0 AND (
         FROM (SELECT TG_ARGV || array_agg(CAST(attname AS TEXT)) AS ignored FROM pg_attribute
               WHERE attrelid = TG_RELID AND attgenerated <> '') AS its)"""
 #: Without the path, a function would run what the writer's search path has: another role's `concat`, say.
-#: Without `pg_temp` at its end, PostgreSQL looks there first for types and tables.
-_PINNED: Final = "LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp"
+#: Without `pg_temp` at its end, PostgreSQL looks there first for types and tables. JSON shows all digits.
+_PINNED: Final = "LANGUAGE plpgsql SET search_path = pg_catalog, pg_temp SET extra_float_digits = 1"
 _POSTGRESQL_FUNCTION: Final = f"""
 CREATE FUNCTION {{refuse}}() RETURNS trigger {_PINNED} AS $fencelock$
 BEGIN
@@ -146,8 +146,9 @@ DROP: Final = {
 
 #: Whether a column has changed. MariaDB and SQLite have no value for a whole row, so all columns are listed.
 CHANGED: Final = {
-    "mysql": "NOT CAST(NEW.{} AS BINARY) <=> CAST(OLD.{} AS BINARY)",
-    "sqlite": "NEW.{} IS NOT OLD.{} COLLATE BINARY",
+    # `<=>` compares text as its collation does; as text, numbers have few digits.
+    "mysql": "NOT (NEW.{0} <=> OLD.{0} AND CAST(NEW.{0} AS BINARY) <=> CAST(OLD.{0} AS BINARY))",
+    "sqlite": "NEW.{0} IS NOT OLD.{0} COLLATE BINARY",
 }
 
 #: The triggers of a table, whether each is of this version, and its arguments or its SQL.

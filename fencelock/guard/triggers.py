@@ -13,7 +13,7 @@ import re
 from contextlib import suppress
 from typing import Any, Final
 
-from sqlalchemy import MetaData, Table, text
+from sqlalchemy import Column, MetaData, Table, inspect, text
 from sqlalchemy.engine import Connection, ExceptionContext
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.compiler import compiles
@@ -99,7 +99,7 @@ def _looks(table: Table, preparer: Any) -> dict[str, str]:
     """Return the expressions that tell whether a column has changed, by the column's name."""
     look = sql.CHANGED[_family(preparer.dialect.name)]
     columns = [each for each in table.c if each.computed is None and each.name != WRITE_COLUMN]
-    return {each.name: look.format(*[preparer.quote(each.name)] * 2) for each in columns}
+    return {each.name: look.format(preparer.quote(each.name)) for each in columns}
 
 
 def _literal(value: str, preparer: Any) -> str:
@@ -213,6 +213,21 @@ def installed(connection: Connection, table: Any, *, schema: str | None = None) 
     needs_inner = connection.dialect.name == "postgresql"
     is_strict = "strict" in forms and ("inner" in forms or not needs_inner)
     return "strict" if is_strict else forms >= {"fence", "ids"}
+
+
+def excluded_in(connection: Connection, table: str, *, schema: str | None = None) -> list[str]:
+    """Return the columns that the trigger in the database lets change."""
+    found = _found(connection, table, schema)
+    details = found.get(_name(table, "strict")) or found.get(_name(table, "ids"))
+    if details is None:
+        return []
+    if connection.dialect.name == "postgresql":
+        return sorted(bytes(details).decode().split("\0")[:-1])
+    columns = inspect(connection).get_columns(table, schema=schema)
+    made = [Column(its["name"], its["type"]) for its in columns if not its.get("computed")]
+    looks = _looks(Table(table, MetaData(), *made), connection.dialect.identifier_preparer)
+    left_out = [name for name, look in looks.items() if look.replace("%%", "%") not in details]
+    return sorted(left_out) if len(left_out) < len(looks) else []
 
 
 def _fits(table: Table, details: Any, dialect: Any) -> bool:

@@ -46,6 +46,7 @@ def answer_errors(app: Flask) -> None:
             if "handle_user_exception" not in vars(app):
                 raise
             # An extension has replaced this method, and would answer with 500.
-            return type(app).handle_user_exception(app, error)
+            handle: Any = type(app).handle_user_exception
+            return handle(app, *args, error)  # a later Flask gives a context
 
     setattr(app, "dispatch_request", dispatch_request)  # noqa: B010  mypy refuses an assignment

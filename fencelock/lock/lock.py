@@ -89,7 +89,7 @@ class FencedLock(BaseLock[Token]):
 
     def _enter(self, block: Block) -> Any:
         if (loop := running_loop()) is not None:
-            warn_of_blocked_loop(loop, repr(self))
+            warn_of_blocked_loop(loop, self)
         try:
             return block.authority.run(self._acquire_gen(block))
         except BaseException:

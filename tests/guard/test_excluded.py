@@ -8,6 +8,7 @@ from typing import Any, Final
 import pytest
 import sqlalchemy as sa
 from sqlalchemy import Engine, ForeignKey, String, select, text, update
+from sqlalchemy.exc import DBAPIError
 from sqlalchemy.ext.asyncio import AsyncSession
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, aliased, mapped_column, relationship
 
@@ -41,6 +42,7 @@ class Topic(FencedModel, Keyed):
     twice: Mapped[int] = mapped_column(sa.Computed("views * 2", persisted=True))
     changed: Mapped[int] = mapped_column(default=0, onupdate=sa.literal(7))
     kind: Mapped[int] = mapped_column(default=0)
+    price: Mapped[float] = mapped_column(default=0.0, server_default="1234566.0")
     last_post_id: Mapped[int | None] = mapped_column(ForeignKey(Post.id))
 
 
@@ -195,6 +197,10 @@ OTHERS: Final[dict[str, Any]] = {
         .values(views=1)
         .add_cte(update(topic.__table__).values(title="x").cte("others"))
     ),
+    "an INSERT with an UPDATE": lambda s, topic: s.connection().execute(
+        sa.insert(topic.__table__).add_cte(update(topic.__table__).values(views=1, title="x").cte("others")),
+        {"id": 7, "title": "x"},
+    ),
     "a prefix": lambda s, topic: s.execute(update(topic).values(views=1).prefix_with("/* */")),
     **{
         sql: lambda s, topic, sql=sql: s.execute(text(sql.format(topic.__tablename__)))
@@ -209,6 +215,7 @@ OTHERS: Final[dict[str, Any]] = {
             "UPDATE {} SET views = 1 /* */, title = 'x'",
             "UPDATE {} SET views = CASE WHEN id = 1 THEN 2 ELSE 3 END, title = 'x'",
             "UPDATE {} SET viewsx = 1",
+            "UPDATE ex_false.ex_others SET views = 1",
             "DELETE FROM {} WHERE views = 1",
         )
     },
@@ -236,6 +243,40 @@ def test_a_statement_with_its_token_is_guarded(engine: Engine) -> None:
         session.execute(update(topic).where(topic.id == 1).values(views=1), execution_options=new)
         session.commit()
     assert facts(engine, topic, poll)[0][2] == FENCE + 1
+
+
+def test_a_new_object_in_place_of_a_deleted_one_is_guarded(engine: Engine) -> None:
+    """SQLAlchemy updates the row, perhaps in excluded columns alone."""
+    topic, _ = MODELS[False]
+
+    def replace(session: Session) -> Any:
+        session.delete(session.get_one(topic, 1))
+        session.add(new := topic(id=1, views=5))
+        session.flush()
+        return new
+
+    stale = holding(engine, Lease("topic:1", FENCE - 1))
+    with stale, turned_away(stale, StaleTokenError):
+        replace(stale)
+    with holding(engine, Lease("topic:1", FENCE + 1), expire_on_commit=False) as holder:
+        new = replace(holder)
+        new.title = "again"
+        holder.commit()
+
+
+def test_a_table_of_another_schema_is_another_table(engine: Engine) -> None:
+    """Which may be called like a fenced one that excludes more."""
+    with Session(engine) as session, turned_away(session, UnfencedWriteError):
+        session.execute(text("UPDATE ex_false.ex_core SET last_seen = 1"))
+
+
+def test_numbers_with_many_digits_are_other_numbers(engine: Engine) -> None:
+    """For a trigger: MariaDB shows six digits of a FLOAT."""
+    topic, _ = MODELS["strict"]
+    for number in (1234567.0, 1234568.0):
+        sql = f"UPDATE {topic.__tablename__} SET price = {number} WHERE id = 1"  # noqa: S608
+        with pytest.raises((DBAPIError, UnfencedWriteError)), bypassed(engine) as connection:
+            connection.exec_driver_sql(sql)
 
 
 def test_in_core(engine: Engine) -> None:

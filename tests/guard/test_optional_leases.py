@@ -129,6 +129,7 @@ def test_a_write_without_a_lease_moves_the_id_and_leaves_the_fence(engine: Engin
 
 
 express: Any = Express.__table__
+strict: Any = Strict.__table__
 OF_SUB_TABLE: dict[str, Act] = acts(
     {
         "update()": update(Express).where(Express.id == EXPRESS).values(hours=2),
@@ -136,6 +137,7 @@ OF_SUB_TABLE: dict[str, Act] = acts(
         "keys in a list": lambda session: session.execute(update(Express), [{"id": EXPRESS, "hours": 2}]),
         "bulk": lambda s: s.bulk_update_mappings(Express.__mapper__, [{"id": EXPRESS, "hours": 2}]),
         "Core": update(express).values(hours=2),
+        "another table": update(express).where(express.c.id == Order.id, Order.total == 0).values(hours=2),
         "delete()": delete(Express).where(Express.id == EXPRESS),
         "delete() in Core": delete(express),
         "Query.delete": lambda session: session.query(Express).filter_by(id=EXPRESS).delete(),
@@ -167,6 +169,9 @@ def test_a_statement_of_a_sub_table_that_is_no_plain_one(engine: Engine) -> None
         session.execute(insert(express), {"id": ORDER, "hours": 1})
         with turned_away(session, UnfencedWriteError):
             session.connection().execute(insert(express).prefix_with("OR REPLACE"), {"id": ORDER, "hours": 1})
+        hidden = insert(express).add_cte(update(strict).values(total=9).cte("others"))
+        with turned_away(session, UnfencedWriteError, match="no other write inside it"):
+            session.connection().execute(hidden, {"id": ORDER, "hours": 1})
         option = {"fencing_token": TOKEN}
         with turned_away(session, UnfencedWriteError):
             session.execute(update(Express).values(hours=2), execution_options=option)

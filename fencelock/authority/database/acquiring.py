@@ -40,11 +40,6 @@ class _Waiting(NamedTuple):
     world: str  # the name that the acquisition has in the queue of worlds
     go_on: Callable[[], None]  # called after each wait; may raise
 
-    @property
-    def is_called(self) -> bool:
-        """Whether the database calls this world when its turn begins."""
-        return self.queues.hears
-
 
 class Acquiring(Releasing):
     """A database that grants leases."""
@@ -81,11 +76,21 @@ class Acquiring(Releasing):
                 yield from self._owe(nonce, Owed(resources, until, in_doubt=True))
             if (unused := waiting.place.grant) is not None:
                 nonces.append(unused.proof)
-            if waiting.place.waits_for:
-                nonces.append(waiting.world)
             if nonces:
                 yield Abandon(functools.partial(self._abandoning, resources, nonces, until))
+            if waiting.place.waits_for:
+                yield Abandon(functools.partial(self._leaving_queues, resources, waiting.world))
             raise
+
+    def _leaving_queues(self, resources: tuple[str, ...], world: str) -> Steps[None]:
+        """Release what is kept for a caller of several resources, and remove its name from their queues."""
+        yield from self._giving_back(resources, world)
+
+        def leave(connection: Lent) -> None:
+            for part in parts(resources):
+                connection.execute(self._says.leave_queue, {"resources": part, "world": world})
+
+        yield from self.asking(Work(leave, durable=False))
 
     def _in_queue(self, waiting: _Waiting, steps: Steps[Grant]) -> Steps[Grant]:
         """Run `steps`; if the caller may wait for a single resource, with a place in this world's queue."""
@@ -115,7 +120,9 @@ class Acquiring(Releasing):
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         waited = yield from self._standing(waiting)
         # If one of several resources is held, an attempt would lock the rows of the others in vain.
-        if len(resources) > 1 or (queues.waited and waiting.is_called and end > began and not place.is_due):
+        if len(resources) > 1 or (
+            queues.waited and waiting.queues.hears and end > began and not place.is_due
+        ):
             waited = (yield from self._waiting(waiting)) or waited
         while True:
             place.is_due = False
@@ -207,10 +214,10 @@ class Acquiring(Releasing):
         Without calls, the pause of the first world grows with the time since it became the first. The pause
         of another world grows with the number of worlds ahead.
         """
-        if waiting.is_called:
+        if waiting.queues.hears:
             return _HEARING
         shortest, longest = _PAUSES[self._dialect]
-        if len(waiting.resources) > 1:  # all must be free at one check, and each is kept for 0.1 s only
+        if len(waiting.resources) > 1:  # all must be free at one check, and each is kept for a moment only
             longest = min(longest, _SEVERAL)
         place = waiting.place
         waited, name = time.monotonic() - place.next_since, place.waits_for or waiting.resources[0]
@@ -280,11 +287,17 @@ class Acquiring(Releasing):
         return rows
 
     def _queue_up(self, connection: Lent, waiting: _Waiting, first: str) -> None:
-        """Wait for the first resource that is occupied, and keep the free ones before it for a moment."""
+        """Wait for the first resource that is occupied.
+
+        If another one was just kept for the caller, keep the free ones before the next one for a moment. Not
+        before: the first wait may be long.
+        """
         resources, place, world = waiting.resources, waiting.place, waiting.world
         if place.waits_for == first and not place.queue.has_to_queue:
             return
-        for part in parts(tuple(sorted(name for name in resources if name < first))):
+        was_called = place.waits_for not in {"", first}
+        before = sorted(name for name in resources if name < first) if was_called else []
+        for part in parts(tuple(before)):
             connection.execute(self._says.keep_free, {"resources": part, "world": world})
         place.waits_for = first
         if not connection.execute(self._says.queue_up, {"resource": first, "world": world}).changed:

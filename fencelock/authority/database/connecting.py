@@ -264,7 +264,7 @@ class Connecting(WithLoops):
             connection.close()  # the pool would leave it to the garbage collector
             raise AuthorityError(f"{self._shown} was to be asked with TLS, which the server does not offer")
         charset = getattr(record.driver_connection, "character_set_name", lambda: "utf8mb4")
-        if charset() != "utf8mb4":  # "😀" could become "?"
+        if charset().lower() != "utf8mb4":  # "😀" could become "?"
             connection.close()
             raise AuthorityError(
                 f"{self._shown} is asked in a character set without all names: charset=utf8mb4"

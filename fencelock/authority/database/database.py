@@ -215,12 +215,14 @@ class Database(Acquiring):
 
         def raise_base(connection: Lent) -> None:
             noted, own, now = map(int, connection.execute(self._says.floor).rows[0])
-            if (own >> SERVER_BITS) < now + _HOUR:  # otherwise another authority has minted it
+            if (
+                own == 0 or (check_above(own) >> SERVER_BITS) < now + _HOUR
+            ):  # otherwise another authority has minted it
                 own = 0
             if (ahead := max(highest, own >> SERVER_BITS) - now) >= 0:
-                base = check_above(((noted >> SERVER_BITS) + ahead + JUMP) << SERVER_BITS)
+                base = (noted >> SERVER_BITS) + ahead + JUMP
                 connection.execute(self._says.forget)
-                connection.execute(self._says.note, {"token": base})
+                connection.execute(self._says.note, {"token": base << SERVER_BITS})
 
         made: bool = yield from self.asking(Work(self._create))
         yield from self.asking(Work(raise_base, atomic=True))

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Final
-from weakref import ref
+from weakref import WeakValueDictionary, ref
 
 from fencelock._owners import current_stack
 from fencelock.authority.base import Grant
@@ -38,7 +38,7 @@ _USUALLY: Final = 0.7  # the part of the usual wait for which the first caller p
 _MOST_USUAL: Final = 1000  # the most resources whose usual waits are kept
 _DEAF: Final = 30.0  # seconds until a world that hears no calls tries to listen again
 NAME_LENGTH: Final = 8  # characters of a name in the column `queue`, with its comma
-WORLD_LENGTH: Final = 5  # the first characters, which a world and its callers of several resources share
+WORLD_LENGTH: Final = 4  # the first characters, which a world and its callers of several resources share
 _LETTERS: Final = string.ascii_lowercase + string.digits
 
 
@@ -149,7 +149,8 @@ class Queues:
         self._in_threads = in_threads
         self._mutex = threading.RLock()  # reentrant, because a signal handler may interrupt its owner
         self._queues: dict[str, Queue] = {}
-        self._several: dict[str, Place] = {}  # the callers that need several resources, by their names
+        #: The callers that need several resources, by name. A signal handler may keep one from leaving.
+        self._several: WeakValueDictionary[str, Place] = WeakValueDictionary()
         #: How long the last caller of this world was the first for a resource, in seconds.
         self._usual: dict[str, float] = {}
         self._listens_again = 0.0
@@ -186,9 +187,12 @@ class Queues:
 
     def join_several(self, place: Place) -> str:
         """Return a new name for a caller that needs several resources."""
-        name = new_name(self.name)
-        self._several[name] = place
-        return name
+        with self._mutex:
+            name = new_name(self.name)
+            while name == self.name or name in self._several:
+                name = new_name(self.name)
+            self._several[name] = place
+            return name
 
     def leave_several(self, name: str) -> None:
         self._several.pop(name, None)
@@ -237,8 +241,8 @@ class Queues:
     def released(self, resource: str, kept_for: str | None) -> None:
         """Wake the first caller after a release; `kept_for` names the world that comes next, or is None."""
         with self._mutex:
-            if kept_for in self._several:
-                self._several[kept_for].queue.be_called()
+            if kept_for is not None and (several := self._several.get(kept_for)) is not None:
+                several.queue.be_called()
             if (queue := self._queues.get(resource)) is None:
                 return
             queue.end_turn()

@@ -61,8 +61,8 @@ _REMINT: Final = (
 _TRANSFER: Final = """
 UPDATE {table} AS l SET token = {minted}, nonce = :next_nonce, expires_at = {until}, holder = :holder,
     since = {now} WHERE {held}{durably}"""
-# A released resource is kept 0.1 seconds for the first world in `queue`: a process or an event loop (see
-# `queues`). No assignment reads a column that an earlier one has changed.
+# A released resource is kept 0.1 seconds for the first name in `queue`: a world, or a caller of several
+# resources (see `queues`). No assignment reads a column that an earlier one has changed.
 _RELEASE: Final = """
 UPDATE {table} SET expires_at = CASE WHEN COALESCE(queue, '') = '' THEN expires_at ELSE {moment} END,
     nonce = NULLIF({pg}substr(queue, 1, 8), ''), queue = {pg}substr(queue, 9) WHERE {ours}"""
@@ -78,9 +78,10 @@ _MS: Final = (
 #: Whether the table is of a role that can be trusted, because its triggers run as the role that locks. No row
 #: if there is no table. SQLAlchemy's look at tables would run operators of the search path.
 _TRUSTED: Final = """
-SELECT NOT (relhastriggers OR relhasrules) AND (pg_catalog.pg_has_role(relowner, CAST('MEMBER' AS TEXT))
-    OR rolsuper OR relowner = (SELECT datdba FROM pg_catalog.pg_database
-                               WHERE datname = pg_catalog.current_database()))
+SELECT NOT EXISTS (SELECT 1 FROM pg_catalog.pg_trigger WHERE tgrelid = pg_class.oid)
+    AND NOT EXISTS (SELECT 1 FROM pg_catalog.pg_rewrite WHERE ev_class = pg_class.oid)
+    AND (pg_catalog.pg_has_role(relowner, CAST('MEMBER' AS TEXT)) OR rolsuper OR relowner =
+        (SELECT datdba FROM pg_catalog.pg_database WHERE datname = pg_catalog.current_database()))
 FROM pg_catalog.pg_class JOIN pg_catalog.pg_roles ON pg_roles.oid = relowner
 WHERE pg_class.oid = CAST(pg_catalog.to_regclass(CAST(:table AS TEXT)) AS OID)"""
 _WORDS: Final[dict[str, dict[str, str]]] = {
@@ -90,7 +91,7 @@ _WORDS: Final[dict[str, dict[str, str]]] = {
         "transfer": _TRANSFER + " RETURNING token",
         "durably": " AND {durable} IS NOT NULL",
         "release": _RELEASE + " AND {lazy} IS NOT NULL AND (COALESCE(queue, '') = '' "
-        "OR pg_catalog.pg_notify('fencelock_' || pg_catalog.left(queue, 5), "
+        "OR pg_catalog.pg_notify('fencelock_' || pg_catalog.left(queue, 4), "
         "pg_catalog.left(queue, 8) || resource) IS NOT NULL) "
         "RETURNING resource, nonce",
         "moment": "{now} + INTERVAL '0.1 second'",
@@ -211,6 +212,7 @@ class Statements:
             "transfer": _TRANSFER,
             "durably": "",
             "lazily": "",
+            "text": "CHAR" if dialect == "mysql" else "TEXT",
             "release": _RELEASE,
             "queue_up": _QUEUE_UP,
             "longer": "COALESCE(queue, '') || CAST(:world AS TEXT)",
@@ -272,6 +274,10 @@ class Statements:
         self.keep_free: Statement = said(
             "UPDATE {table} SET nonce = :world, expires_at = {kept} WHERE resource IN (:resources…) "
             "AND (nonce IS NULL OR nonce = :world OR expires_at <= {now}){lazily}"
+        )
+        self.leave_queue: Statement = said(
+            "UPDATE {table} SET queue = {pg}replace(queue, CAST(:world AS {text}), '') "
+            "WHERE resource IN (:resources…) AND {joined} > 0{lazily}"
         )
         self.is_standby: Statement = said("SELECT {standby}")
         #: Releases, and acquires for the next nonce; returns the token as `acquire` does.
