@@ -4,7 +4,7 @@ python -m proof.several
 
 A caller that finds one of its names occupied waits in the queue of the *first* one, in the order of names. A
 released name is kept for the first in its queue. If that caller then finds another of its names occupied, it
-waits for that one, and keeps the free names before it. A kept name holds nobody's lease: it only makes others
+waits for that one, and keeps the free names before it. A kept name is no lease: it only makes others
 wait, and it ends by itself after a moment.
 
 The model tells whether the line is alive. From each state some caller can still acquire all of its names,

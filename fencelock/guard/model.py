@@ -265,7 +265,7 @@ def _mark_lease(model: type[Any], base: Table) -> None:
 def _exclude(mapper: Mapper[Any], model: type[Any], fenced: tables.FencedTable) -> None:
     named = attributes_of(mapper, [column for table in mapper.tables for column in table.c])
     for name in tables.check_names(getattr(model, "__fence_excluded__", ())):
-        column = fenced.check_excluded(name, named.get(name))
+        column = fenced.check_excluded(name, named)
         tables.exclude(column.table, [column.key])
         fenced.excludes = True
 

@@ -232,18 +232,19 @@ class FencedTable:
         self.is_optional = self.fence.info.get(LEASE_MARK) == "optional"
         self.excludes = bool(excluded_of(self.table))
         for key in excluded_of(self.table):
-            self.check_excluded(key, self.table.c.get(key))
+            self.check_excluded(key, dict(self.table.c.items()))
 
     def source_of(self, statement: Any) -> FromClause:
         """Return the alias of the table that the statement uses, or the table itself."""
         target: FromClause = statement.table
         return target if isinstance(target, AliasedReturnsRows) else self.table
 
-    def check_excluded(self, name: str, column: Column[Any] | None) -> Column[Any]:
-        if column is None:
+    def check_excluded(self, name: str, columns: Mapping[str, Column[Any]]) -> Column[Any]:
+        """Return an excluded column by its name, which is an attribute's if a model names it."""
+        if (column := columns.get(name)) is None:
             raise ValueError(
-                f"__fence_excluded__ names {name!r}, but the columns of {self.name!r} are "
-                f"{', '.join(self.table.c.keys())}"
+                f"__fence_excluded__ names {name!r}, but the columns of {self.name!r} are called "
+                f"{', '.join(columns)}"
             )
         own = column.name in {FENCE_COLUMN, WRITE_COLUMN}
         if own or column.primary_key or column in self.template.columns.values():

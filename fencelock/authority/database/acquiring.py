@@ -83,7 +83,7 @@ class Acquiring(Releasing):
             raise
 
     def _leaving_queues(self, resources: tuple[str, ...], world: str) -> Steps[None]:
-        """Release what is kept for a caller of several resources, and remove its name from their queues."""
+        """Release the names that are kept for a caller of several, and remove it from their queues."""
         yield from self._giving_back(resources, world)
 
         def leave(connection: Lent) -> None:
