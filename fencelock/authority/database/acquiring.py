@@ -282,8 +282,11 @@ class Acquiring(Releasing):
             for part in parts(resources)
             for row in connection.execute(self._says.occupied, {"resources": part, "world": world}).rows
         ]
-        if queues_up and len(resources) > 1 and rows:
-            self._queue_up(connection, waiting, min(row[0] for row in rows))
+        first = min(rows, default=None)
+        if first is not None and not first[2]:  # not in the queue: its turn has passed unseen
+            place.queue.end_wait()
+        if queues_up and len(resources) > 1 and first is not None:
+            self._queue_up(connection, waiting, first[0])
         return rows
 
     def _queue_up(self, connection: Lent, waiting: _Waiting, first: str) -> None:
