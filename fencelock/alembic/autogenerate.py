@@ -159,9 +159,9 @@ def _to_renew(context: AutogenContext, op: ModifyTableOps) -> DropFenceTriggerOp
     names all others.
     """
     changes = [each for each in op.ops if not isinstance(each, CreateIndexOp | DropIndexOp)]
-    excluded = _excluded(context, op.table_name, op.schema)
     if not changes or context.dialect.name == "postgresql":
         return None
+    excluded = _excluded(context, op.table_name, op.schema)
     is_copied = context.opts.get("render_as_batch") and context.dialect.name == "sqlite"
     if not (is_copied or excluded) or not (found := _found(context, op.table_name, op.schema)):
         return None

@@ -89,10 +89,14 @@ def _compile(ddl: FenceDDL, compiler: DDLCompiler, **_: Any) -> str:
 
 
 def excluded_names(table: Table) -> list[str]:
-    """Return the names of the columns that a trigger lets change: the excluded ones, and what follows."""
+    """Return the names of the columns that a trigger lets change: the excluded ones, and what follows.
+
+    Generated columns are not among them, because no trigger looks at those.
+    """
     excluded = excluded_of(table)
-    follows = [each for each in table.c if each.onupdate is not None or each.server_onupdate is not None]
-    return sorted({table.c[key].name for key in excluded} | {each.name for each in follows if excluded})
+    follows = {each.key for each in table.c if each.onupdate is not None or each.server_onupdate is not None}
+    keys = excluded | follows if excluded else ()
+    return sorted(table.c[key].name for key in keys if table.c[key].computed is None)
 
 
 def _looks(table: Table, preparer: Any) -> dict[str, str]:
@@ -204,11 +208,12 @@ def installed(connection: Connection, table: Any, *, schema: str | None = None) 
     """
     target = _table(table, schema)
     found = _found(connection, target.name, target.schema)
+    wanted = None if isinstance(table, str) else excluded_names(target)
     forms = {
         form
         for form in sql.TRIGGERS
         if (details := found.get(_name(target.name, form))) is not None
-        and (form == "fence" or isinstance(table, str) or _fits(target, details, connection.dialect))
+        and (form == "fence" or wanted is None or _left_out(target, details, connection.dialect) == wanted)
     }
     needs_inner = connection.dialect.name == "postgresql"
     is_strict = "strict" in forms and ("inner" in forms or not needs_inner)
@@ -221,25 +226,18 @@ def excluded_in(connection: Connection, table: str, *, schema: str | None = None
     details = found.get(_name(table, "strict")) or found.get(_name(table, "ids"))
     if details is None:
         return []
-    if connection.dialect.name == "postgresql":
-        return sorted(bytes(details).decode().split("\0")[:-1])
     columns = inspect(connection).get_columns(table, schema=schema)
     made = [Column(its["name"], its["type"]) for its in columns if not its.get("computed")]
-    looks = _looks(Table(table, MetaData(), *made), connection.dialect.identifier_preparer)
+    return _left_out(Table(table, MetaData(), *made), details, connection.dialect)
+
+
+def _left_out(table: Table, details: Any, dialect: Any) -> list[str]:
+    """Return which columns of a table a trigger with these arguments, or this SQL, lets change."""
+    if dialect.name == "postgresql":
+        return sorted(bytes(details).decode().split("\0")[:-1])
+    looks = _looks(table, dialect.identifier_preparer)
     left_out = [name for name, look in looks.items() if look.replace("%%", "%") not in details]
     return sorted(left_out) if len(left_out) < len(looks) else []
-
-
-def _fits(table: Table, details: Any, dialect: Any) -> bool:
-    """Tell whether a trigger, with these arguments or this SQL, leaves out the columns that it should."""
-    excluded = excluded_names(table)
-    if dialect.name == "postgresql":
-        return sorted(bytes(details).decode().split("\0")[:-1]) == excluded
-    looks = _looks(table, dialect.identifier_preparer)
-    return all(
-        (look.replace("%%", "%") in details) is (bool(excluded) and name not in excluded)
-        for name, look in looks.items()
-    )
 
 
 def _found(connection: Connection, table: str, schema: str | None) -> dict[str, Any]:

@@ -120,9 +120,7 @@ class Acquiring(Releasing):
         work = Work(attempt, atomic=len(resources) > 1, statements=len(resources))
         waited = yield from self._standing(waiting)
         # If one of several resources is held, an attempt would lock the rows of the others in vain.
-        if len(resources) > 1 or (
-            queues.waited and waiting.queues.hears and end > began and not place.is_due
-        ):
+        if len(resources) > 1 or (queues.waited and queues.hears and end > began and not place.is_due):
             waited = (yield from self._waiting(waiting)) or waited
         while True:
             place.is_due = False
