@@ -31,8 +31,8 @@ SILENT: Final = (
         "write_id_column",
     ),
     *(".close", ".status", ".cancel", "Lease.to_header", "Term.wait", "Term.wait_async", ".forget"),
-    *("triggers.installed", "FencedValue.get", "FencedFile.read"),
-    *(".is_retryable", ".http_status", ".answer_errors"),
+    *("triggers.installed", "FencedValue.get"),
+    *(".is_retryable", ".http_status"),
     *("testing.temporary_authority", "testing.unfenced", "testing.lost_lease"),
 )
 
