@@ -64,6 +64,8 @@ class Hold:
     renew_at: float = math.inf  # when the renewer looks at the hold next
     #: Whether an extension ended after the release was sent, and so may have made locks again.
     extended_after_release: bool = False
+    #: Whether a release was sent. Another thread's, such as that at the end of the process, may find nothing.
+    release_began: bool = False
     #: Whether the release was answered, or given up. Before that, a late extension must not release once
     #: more, because the first release would then report a loss.
     release_finished: bool = False

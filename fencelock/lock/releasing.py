@@ -188,7 +188,7 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
         giving_back.discard(hold)
         error = f"the lease of {hold.name} belongs to the parent of this forked process"
         return LostLease(LockLostError(error))
-    again = hold.release_finished  # the first release was interrupted, so that this one may find nothing
+    again = False
     released: bool | None = None
     failure: AuthorityError | None = None
     try:
@@ -196,6 +196,7 @@ def release_hold_gen(hold: Hold) -> Steps[LostLease | None]:
             yield from stop_renewal_gen(hold)
         finally:
             hold.extended_after_release = False  # this release covers the extensions until now
+            again, hold.release_began = hold.release_began, True  # a second release may find nothing
             try:
                 released = yield from hold.give_back(hold.grant)
             finally:

@@ -73,7 +73,7 @@ def test_missing_table_is_named_with_what_makes_it(on_server: Engine) -> None:
     with Database(on_server) as authority:
         assert authority.init() is True
         assert authority.init() is False
-        assert authority.release(authority.acquire(("r",), ttl=30, timeout=0)) is True
+        assert authority.release(authority.acquire(("r",), ttl=30, timeout=2)) is True
 
 
 @on_servers
@@ -85,7 +85,7 @@ def test_metadata_makes_the_table(on_server: Engine) -> None:
     Base.metadata.create_all(on_server)
     with Database(on_server) as authority:
         assert authority.init() is False
-        assert authority.release(authority.acquire(("r",), ttl=30, timeout=0)) is True
+        assert authority.release(authority.acquire(("r",), ttl=30, timeout=2)) is True
 
 
 @on_postgresql
@@ -132,13 +132,13 @@ def test_ended_connections_are_replaced(on_server: Engine, end_all: Callable[[],
     with Database(on_server) as authority:
         authority.init()
         end_all()
-        grant = authority.acquire(("r",), ttl=30, timeout=0)
+        grant = authority.acquire(("r",), ttl=30, timeout=2)
         end_all()
         (extended,) = authority.extend_many([(grant, 10)])
         assert not isinstance(extended, Exception)
         end_all()
         assert authority.release(extended) is True
-        several = authority.acquire(("a", "b"), ttl=30, timeout=0)
+        several = authority.acquire(("a", "b"), ttl=30, timeout=2)
         end_all()
         assert authority.release(authority.remint(several, 5)) is True  # it is one transaction
 
@@ -152,7 +152,7 @@ def test_all_idle_connections_are_given_up_together(on_server: Engine, end_all: 
         with authority.lock("held"), ThreadPoolExecutor(8) as threads:
             list(threads.map(lambda number: _lock_together(authority, meet, number), range(8)))
         end_all()
-        assert authority.release(authority.acquire(("r",), ttl=30, timeout=0)) is True
+        assert authority.release(authority.acquire(("r",), ttl=30, timeout=2)) is True
         end_all()
         authority.close()  # says nothing of connections that are gone
 
@@ -182,10 +182,10 @@ def test_what_a_closed_authority_owes_opens_no_connection(
     engine, opened = listened
     authority = Database(engine)
     authority.init()
-    authority.release(authority.acquire(("r",), ttl=60, timeout=0))
+    authority.release(authority.acquire(("r",), ttl=60, timeout=2))
     before = set(threading.enumerate())
     end_all()
-    grant = authority.acquire(("s",), ttl=60, timeout=0)  # it finds its connection lost
+    grant = authority.acquire(("s",), ttl=60, timeout=2)  # it finds its connection lost
     senders = [each for each in set(threading.enumerate()) - before if not each.name.startswith("fencelock")]
     assert senders
     authority.close()
@@ -208,7 +208,7 @@ def test_a_call_that_a_close_has_overtaken_leaves_no_connection(listened: Listen
         return int(connection.execute("SELECT 1").rows[0][0])
 
     assert authority.run(authority.asking(Work(work))) == 1
-    assert authority.release(authority.acquire(("r",), ttl=60, timeout=0)) is True
+    assert authority.release(authority.acquire(("r",), ttl=60, timeout=2)) is True
     connections = authority._connections
     assert connections is not None
     authority.close()
@@ -319,7 +319,7 @@ def test_an_engine_knows_its_server_whoever_connects_first(
     with Database(on_server) as first:
         first.init()
     with Database(engine) as authority, ThreadPoolExecutor(1) as threads:
-        granted = threads.submit(authority.acquire, ("r",), ttl=30, timeout=0)
+        granted = threads.submit(authority.acquire, ("r",), ttl=30, timeout=2)
         assert begun.wait(30)
         with engine.connect():
             assert engine.dialect.default_schema_name is not None
@@ -345,7 +345,7 @@ def test_an_engine_for_coroutines_knows_its_server_whoever_connects_first(
 
     async def main() -> None:
         with closing(Database(engine)) as authority:
-            granting = asyncio.create_task(authority.aio.acquire(("r",), ttl=30, timeout=0))
+            granting = asyncio.create_task(authority.aio.acquire(("r",), ttl=30, timeout=2))
             await begun.wait()
             async with engine.connect():
                 assert engine.dialect.default_schema_name is not None
@@ -367,7 +367,7 @@ def test_an_engine_is_taken_whole(on_server: Engine) -> None:
     before = len(prepared)
     with Database(translated) as authority:
         authority.init()
-        authority.release(authority.acquire(("r",), ttl=30, timeout=0))
+        authority.release(authority.acquire(("r",), ttl=30, timeout=2))
     assert len(prepared) > before
     assert inspect(plain).has_table("fencelock_leases", schema="locks")
     assert not inspect(plain).has_table("fencelock_leases")
@@ -385,7 +385,7 @@ def test_tables_made_by_several_at_once(on_server: Engine) -> None:
 def test_many_names_are_one_release(authority: Database) -> None:
     names = tuple(f"r{number}" for number in range(1200))
     for _ in range(2):
-        grant = authority.acquire(names, ttl=60, timeout=5)
+        grant = authority.acquire(names, ttl=60, timeout=2)
         (extended,) = authority.extend_many([(grant, 60)])
         assert not isinstance(extended, Exception)
         assert authority.release(extended) is True
@@ -397,7 +397,7 @@ def test_holder_is_told_in_letters_that_every_database_has(
     """A table may have another character set, and a text that only informs fails no acquisition."""
     named = "fencelock.authority.database.releasing.name_of_process"
     monkeypatch.setattr(named, lambda _pid: "host 1 订单.py")
-    authority.acquire(("r",), ttl=30, timeout=0)
+    authority.acquire(("r",), ttl=30, timeout=2)
     found = authority.inspect("r")
     assert found is not None
     assert found.holder is not None
@@ -405,30 +405,30 @@ def test_holder_is_told_in_letters_that_every_database_has(
 
 
 def test_tokens_begin_above_what_a_storage_has_seen(authority: Database) -> None:
-    authority.release(authority.acquire(("old",), ttl=30, timeout=0))
+    authority.release(authority.acquire(("old",), ttl=30, timeout=2))
     highest = (300 << 44) + 12345
     authority.init(above=highest)
-    first = authority.acquire(("other",), ttl=30, timeout=0).tokens[0]
+    first = authority.acquire(("other",), ttl=30, timeout=2).tokens[0]
     for name in ("old", "new"):
-        grant = authority.acquire((name,), ttl=30, timeout=0)
+        grant = authority.acquire((name,), ttl=30, timeout=2)
         assert grant.tokens[0] > highest
         authority.release(grant)
     authority.init(above=highest)
     # The time goes on: a day is added once.
-    assert 0 <= authority.acquire(("old",), ttl=30, timeout=0).tokens[0] - first < 60_000 << 10
+    assert 0 <= authority.acquire(("old",), ttl=30, timeout=2).tokens[0] - first < 60_000 << 10
 
 
 def test_a_base_that_no_use_explains_is_ignored(authority: Database, engine: Engine) -> None:
     """Another program has written it; rows would be closed for good."""
     authority.init(above=(300 << 44))
-    first = authority.acquire(("r",), ttl=30, timeout=0).tokens[0]
+    first = authority.acquire(("r",), ttl=30, timeout=2).tokens[0]
     with the_leases(engine) as connection:
         forge = text("UPDATE fencelock_leases SET token = :token WHERE resource = ''")
         connection.execute(forge, {"token": FORGED - 1})
-    assert authority.acquire(("half",), ttl=30, timeout=0).tokens[0] > FORGED
+    assert authority.acquire(("half",), ttl=30, timeout=2).tokens[0] > FORGED
     with the_leases(engine) as connection:
         connection.execute(forge, {"token": 2**63 - 2**51})
-    assert authority.acquire(("s",), ttl=30, timeout=0).tokens[0] < first
+    assert authority.acquire(("s",), ttl=30, timeout=2).tokens[0] < first
     for above in (None, FORGED):
         with pytest.raises(ValueError, match="no use explains"):
             authority.init(above=above)
@@ -462,7 +462,7 @@ def the_leases(engine: Engine) -> Iterator[Connection]:
 
 def test_tokens_follow_the_clock(authority: Database) -> None:
     before = time.time() * 1000
-    tokens = [authority.acquire((name,), ttl=30, timeout=0).tokens[0] for name in ("a", "b")]
+    tokens = [authority.acquire((name,), ttl=30, timeout=2).tokens[0] for name in ("a", "b")]
     assert before - 1000 < tokens[0] >> 10 <= tokens[1] >> 10 < before + 60_000
     assert tokens[0] & 1023 == tokens[1] & 1023
     assert tokens[1] < 2**53
@@ -474,7 +474,7 @@ def test_many_rows_go_in_batches(authority: Database, engine: Engine) -> None:
     rows = [{"resource": f"order:{number:05}"} for number in range(4500)]
     with the_leases(engine) as connection:
         connection.execute(text("INSERT INTO fencelock_leases (resource, token) VALUES (:resource, 1)"), rows)
-    authority.acquire(("order:02000",), ttl=60, timeout=0)
+    authority.acquire(("order:02000",), ttl=60, timeout=2)
     assert authority.prune(3600) == 4499
     with the_leases(engine) as connection:
         assert connection.scalars(text("SELECT resource FROM fencelock_leases")).all() == ["order:02000"]
@@ -482,10 +482,10 @@ def test_many_rows_go_in_batches(authority: Database, engine: Engine) -> None:
 
 def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> None:
     authority.init(above=(300 << 44))
-    long_ago = authority.acquire(("free",), ttl=60, timeout=0)
+    long_ago = authority.acquire(("free",), ttl=60, timeout=2)
     authority.release(long_ago)
-    authority.acquire(("held",), ttl=60, timeout=0)
-    recent = authority.acquire(("recent",), ttl=60, timeout=0)
+    authority.acquire(("held",), ttl=60, timeout=2)
+    recent = authority.acquire(("recent",), ttl=60, timeout=2)
     authority.release(recent)
     with the_leases(engine) as connection:
         older = text("UPDATE fencelock_leases SET token = token - :age WHERE resource IN ('free', 'held')")
@@ -497,7 +497,7 @@ def test_rows_that_nothing_needs_can_go(authority: Database, engine: Engine) -> 
             "held",
             "recent",
         }
-    again = authority.acquire(("free",), ttl=60, timeout=0)
+    again = authority.acquire(("free",), ttl=60, timeout=2)
     assert again.tokens > long_ago.tokens
     authority.release(again)
     authority.init(above=again.tokens[0] + (1 << 45))  # which makes all earlier tokens look old
@@ -532,7 +532,7 @@ def test_two_names_of_one_file_are_one_authority(tmp_path: Path, one: str, other
     (tmp_path / "app.db").symlink_to(tmp_path / "shared" / "app.db")
     urls = [f"sqlite:///{each.format(tmp_path)}" for each in (one, other)]
     with Database(urls[0]) as mine, Database(urls[1]) as another:
-        mine.acquire(("r",), ttl=60, timeout=0)
+        mine.acquire(("r",), ttl=60, timeout=2)
         with pytest.raises(LockTimeoutError):
             another.acquire(("r",), ttl=60, timeout=0)
 
@@ -540,12 +540,12 @@ def test_two_names_of_one_file_are_one_authority(tmp_path: Path, one: str, other
 def test_a_file_of_leases_that_was_deleted_is_made_again(tmp_path: Path) -> None:
     path = tmp_path / "app.db-leases"
     with Database(f"sqlite:///{tmp_path}/app.db") as old, Database(f"sqlite:///{tmp_path}/app.db") as new:
-        lost = old.acquire(("lost",), ttl=60, timeout=0)
+        lost = old.acquire(("lost",), ttl=60, timeout=2)
         assert path.exists()
         assert not (tmp_path / "app.db").exists()
         for each in tmp_path.glob("app.db-leases*"):
             each.unlink()
-        new.acquire(("r",), ttl=60, timeout=0)
+        new.acquire(("r",), ttl=60, timeout=2)
         assert path.exists()
         with pytest.raises(LockTimeoutError):
             old.acquire(("r",), ttl=60, timeout=0)
@@ -556,7 +556,7 @@ def test_a_file_of_leases_that_was_deleted_is_made_again(tmp_path: Path) -> None
 def test_database_in_memory_grants_within_its_process() -> None:
     engine = create_engine("sqlite://", poolclass=StaticPool)
     with Database(engine) as one, Database(engine) as same, Database(create_engine("sqlite://")) as other:
-        one.acquire(("r",), ttl=60, timeout=0)
+        one.acquire(("r",), ttl=60, timeout=2)
         with pytest.raises(LockTimeoutError):
             same.acquire(("r",), ttl=60, timeout=0)
         other.acquire(("r",), ttl=60, timeout=0)
@@ -568,7 +568,7 @@ def test_leases_depend_on_no_mode_of_sql(on_server: Engine, mode: str) -> None:
     told = create_engine(on_server.url, connect_args={"init_command": f"SET SESSION sql_mode = '{mode}'"})
     with Database(told) as one, Database(told) as other:
         one.init()
-        one.acquire(("r",), ttl=1.0, timeout=0)
+        one.acquire(("r",), ttl=1.0, timeout=2)
         other.acquire(("r",), ttl=60, timeout=20)
         with pytest.raises(LockTimeoutError):
             one.acquire(("r",), ttl=60, timeout=0.3)

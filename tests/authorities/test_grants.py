@@ -168,7 +168,7 @@ def make_table(shop: Shop, *, schema: str | None = None) -> None:
 
 def do_all(authority: Database) -> None:
     """Do whatever a program does with an authority."""
-    first = authority.acquire(("r",), ttl=30, timeout=0)
+    first = authority.acquire(("r",), ttl=30, timeout=2)
     with pytest.raises(LockTimeoutError):
         authority.acquire(("r",), ttl=30, timeout=0)
     (extended,) = authority.extend_many([(first, 40.0)])
@@ -198,11 +198,11 @@ def test_a_role_with_one_grant_more_prunes(shop: Shop) -> None:
     make_table(shop)
     shop.grant("to lock", "to prune")
     with Database(shop.url) as authority:
-        grant = authority.acquire(("r",), ttl=30, timeout=0)
+        grant = authority.acquire(("r",), ttl=30, timeout=2)
         assert authority.release(grant) is True
         ahead = grant.tokens[0] + (1 << 40)
         assert authority.init(above=ahead) is False
-        assert authority.acquire(("r",), ttl=30, timeout=0).tokens[0] > ahead
+        assert authority.acquire(("r",), ttl=30, timeout=2).tokens[0] > ahead
         assert authority.prune(3600) == 0
 
 
@@ -250,7 +250,7 @@ def test_a_role_that_only_looks(shop: Shop) -> None:
     make_table(shop)
     shop.grant("to lock", only="SELECT")
     with Database(shop.owner) as holder, Database(shop.url) as looking:
-        holder.acquire(("r",), ttl=30, timeout=0)
+        holder.acquire(("r",), ttl=30, timeout=2)
         assert [each.resource for each in looking.inspect()] == ["r"]
         with pytest.raises(AuthorityError, match="denied"):
             looking.acquire(("s",), ttl=30, timeout=0)

@@ -48,7 +48,7 @@ def test_every_driver_does_everything_in_both_worlds(stage: Stage) -> None:
     assert is_held(other, "b")
     assert mine.release(minted) is True
     assert mine.release(minted) is False
-    later = other.acquire("a", timeout=0)
+    later = other.acquire("a", timeout=2)
     assert later.tokens[0] > minted.tokens[1]
     assert other.release(later) is True
 
@@ -57,7 +57,7 @@ def test_every_driver_does_everything_in_both_worlds(stage: Stage) -> None:
 def test_every_name_is_a_resource_of_its_own(stage: Stage) -> None:
     mine, other = stage.new(), stage.new()
     assert len(set(NAMES)) == len(NAMES)
-    grants = {name: mine.acquire(name, timeout=0) for name in NAMES}
+    grants = {name: mine.acquire(name, timeout=2) for name in NAMES}
     assert [name for name in NAMES if not is_held(other, name)] == []
     kept = mine.extend_many([(grant, 30.0) for grant in grants.values()])
     assert [grant.resources for grant in kept if isinstance(grant, Grant)] == [(name,) for name in NAMES]

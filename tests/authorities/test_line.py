@@ -84,7 +84,7 @@ def test_prune_spares_what_is_held_and_what_is_young(store: Store) -> None:
     old = int((time.time() - 7200) * 1000) << 10
     for name in ("free", "held", "young"):
         take(store.mine, name, ttl=TTL)
-    held = store.other.acquire("held", ttl=TTL, timeout=0)
+    held = store.other.acquire("held", ttl=TTL, timeout=2)
     for name in ("free", "held"):
         store.write(name, f"{old:020d}")
     assert store.mine.client.prune(3600) == 1

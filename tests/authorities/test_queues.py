@@ -116,7 +116,7 @@ def test_who_waits_for_several_is_called_in_turn(stage: Stage, server: Engine) -
     """In the order in which they came. As long as they wait, others may take the free names."""
     _, release = wait_in_order(stage, server, 3, several=True)
     other = stage.new()
-    assert other.release(other.acquire("a1", timeout=0)) is True
+    assert other.release(other.acquire("a1", timeout=2)) is True
     assert release() == [0, 1, 2]
     assert queue_of(server) == ""
 

@@ -129,7 +129,7 @@ def test_one_of_several_threads_runs_and_the_others_skip(stage: Stage) -> None:
 def test_a_timeout_of_the_function_itself_is_not_a_skip(authority: Redlock, rival: Redlock) -> None:
     @fenced("outer", authority=authority, if_held="skip")
     def work() -> None:
-        authority.lock("inner", timeout=0).acquire()
+        authority.lock("inner", timeout=2).acquire()
 
     with rival.lock("inner"), pytest.raises(LockTimeoutError, match="inner"):
         work()

@@ -54,7 +54,7 @@ def primary() -> Iterator[Postgres]:
 
 def test_promoted_standby_mints_larger_tokens(primary: Postgres) -> None:
     with Standby(primary) as standby, Database(primary.url) as before, Database(standby.url) as after:
-        known = before.acquire(("known",), ttl=3, timeout=0)
+        known = before.acquire(("known",), ttl=3, timeout=2)
         ask = "SELECT count(*) FROM fencelock_leases WHERE resource = 'known'"
         assert eventually(lambda: bool(standby.ask(ask) == 1))
         with pytest.raises(QuorumError, match=r"read-only.* name all hosts"):
@@ -63,14 +63,14 @@ def test_promoted_standby_mints_larger_tokens(primary: Postgres) -> None:
             after.inspect("known")
         standby.follow_no_more()
         assert before.release(known) is True
-        granted = [before.acquire((name,), ttl=30, timeout=0).tokens[0] for name in ("known", "missed")]
+        granted = [before.acquire((name,), ttl=30, timeout=2).tokens[0] for name in ("known", "missed")]
         primary.stop()
         standby.ask("SELECT pg_promote()")
 
         with pytest.raises(LockTimeoutError):
             after.acquire(("known",), ttl=30, timeout=0)
         for name in ("missed", "new", "known"):
-            (token,) = after.acquire((name,), ttl=30, timeout=5).tokens
+            (token,) = after.acquire((name,), ttl=30, timeout=2).tokens
             assert token > max(granted)
             assert token & 1023 != granted[0] & 1023, "a server that lives on could mint the same token"
 
@@ -83,7 +83,7 @@ def test_release_that_a_failover_has_lost_is_sent_again(primary: Postgres) -> No
         query["host"] = [":".join(pair) for pair in zip(query["host"], query.pop("port"), strict=True)]
         url = make_url(primary.url).set(query={**query, "target_session_attrs": "read-write"})
         with Database(url) as authority:
-            grant = authority.acquire(("r",), ttl=60, timeout=0)
+            grant = authority.acquire(("r",), ttl=60, timeout=2)
             ask = "SELECT count(*) FROM fencelock_leases WHERE resource = 'r'"
             assert eventually(lambda: bool(standby.ask(ask) == 1))
             standby.follow_no_more()
