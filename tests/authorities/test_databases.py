@@ -385,7 +385,7 @@ def test_tables_made_by_several_at_once(on_server: Engine) -> None:
 def test_many_names_are_one_release(authority: Database) -> None:
     names = tuple(f"r{number}" for number in range(1200))
     for _ in range(2):
-        grant = authority.acquire(names, ttl=60, timeout=2)
+        grant = authority.acquire(names, ttl=60, timeout=5)
         (extended,) = authority.extend_many([(grant, 60)])
         assert not isinstance(extended, Exception)
         assert authority.release(extended) is True

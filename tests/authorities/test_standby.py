@@ -70,7 +70,7 @@ def test_promoted_standby_mints_larger_tokens(primary: Postgres) -> None:
         with pytest.raises(LockTimeoutError):
             after.acquire(("known",), ttl=30, timeout=0)
         for name in ("missed", "new", "known"):
-            (token,) = after.acquire((name,), ttl=30, timeout=2).tokens
+            (token,) = after.acquire((name,), ttl=30, timeout=5).tokens
             assert token > max(granted)
             assert token & 1023 != granted[0] & 1023, "a server that lives on could mint the same token"
 
