@@ -95,7 +95,7 @@ class Manner(StrEnum):
     OVERSTAYING = "overstaying"  #: works on after its lease has ended
     BRIEF = "brief"  #: with a lease about as long as a round of votes, which may end before the last vote
     RENEWED = "renewed"  #: works for longer than its first lease, and is extended
-    SEVERAL = "several"  #: locks two resources together
+    SEVERAL = "several"  #: locks two to four resources together
     FAIR = "fair"  #: waits in turn
     LARGE = "large"  #: locks so many more that its commands are too much for one write
 

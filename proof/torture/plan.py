@@ -86,7 +86,7 @@ def choose_plan(rng: random.Random, settings: Settings) -> Plan:
 def _hold(
     manner: Manner, rng: random.Random, settings: Settings
 ) -> tuple[tuple[str, ...], LockSettings, float]:
-    first, second = (f"r{int(settings.resources * rng.random() ** 2)}" for _ in range(2))
+    first, *more = (f"r{int(settings.resources * rng.random() ** 2)}" for _ in range(rng.randint(2, 4)))
     lock: LockSettings = {"ttl": settings.ttl, "timeout": _TIMEOUT, "renew": False}
     part = settings.ttl * rng.uniform(0.1, 0.4)
     match manner:
@@ -96,8 +96,8 @@ def _hold(
             return (first,), {**lock, "ttl": rng.uniform(0.01, 0.04), "timeout": 0.5}, 0.0
         case Manner.RENEWED:
             return (first,), {**lock, "ttl": part, "renew": True}, part * rng.uniform(1.1, 3.0)
-        case Manner.SEVERAL if first != second:
-            return (first, second), lock, 0.0
+        case Manner.SEVERAL if {*more} - {first}:
+            return tuple(dict.fromkeys([first, *more])), lock, 0.0
         case _:
             return (first,), {**lock, "fair": manner is Manner.FAIR}, 0.0
 
