@@ -16,7 +16,7 @@ from sqlalchemy import URL, create_engine, make_url
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
 from fencelock import Database, FencedModel, fenced_lock
-from tests.authorities import test_cancellation, test_leases, test_tokens, test_waiting
+from tests.authorities import test_cancellation, test_leases, test_queues, test_tokens, test_waiting
 from tests.authorities.kinds import Kind
 from tests.authorities.stage import Stage
 from tests.conftest import ReusedDatabase
@@ -89,6 +89,9 @@ def stage(request: pytest.FixtureRequest, bouncer: URL, postgres_database: Reuse
         test_tokens.test_remint_is_for_all_resources_or_none,
         test_waiting.test_opposite_orders_end_in_no_deadlock,
         test_waiting.test_who_waits_is_granted_what_expires,
+        test_queues.test_overlapping_sets_get_their_turns,
+        test_queues.test_who_gives_up_several_keeps_nothing,
+        test_queues.test_who_waits_for_several_is_not_passed_over_for_ever,
         test_leases.test_many_are_extended_at_once_and_each_is_told_its_own,
         test_leases.test_a_lease_that_is_extended_again_and_again_is_kept_and_then_ends,
         test_leases.test_closing_twice_and_going_on,
