@@ -387,7 +387,7 @@ def assert_held(resource: str) -> Lease:
         if lease.lost:
             raise LockLostError(f"the lease of {resource!r} has ended: lock again", written=False)
         return lease
-    left = "; its block was left" if was_left(resource) else ""
+    left = "; a block of it was left" if was_left(resource) else ""
     raise NotHeldError(
         f"{resource!r} is not locked here{left}: write `with fenced_lock({resource!r}):` around"
     )

@@ -5,11 +5,13 @@ The pytest plugin, `fencelock.testing.plugin`, has a fixture for each of these f
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import math
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
@@ -142,13 +144,35 @@ def held_elsewhere(resource: str, *, slots: int = 0) -> Iterator[Lease]:
         LockTimeoutError: another holder has kept the lock for 5 s.
     """
     names = (resource, *slot_names(resource, 0, slots))
+    authority: Any = default_authority()
     lock: FencedLock[Any] = FencedLock(names, default_authority, timeout=_PATIENCE)
-    with ThreadPoolExecutor(1, thread_name_prefix="held-elsewhere") as elsewhere:
-        lease = elsewhere.submit(lock.acquire).result()
+    granted: Future[Lease] = Future()
+    over = threading.Event()
+
+    def hold() -> None:
+        granted.set_result(lock.acquire())
+        over.wait()
+        lock.release()
+
+    async def hold_in_loop() -> None:
         try:
-            yield lease
+            granted.set_result(await lock.aio.acquire())
+            await asyncio.to_thread(over.wait)
+            await lock.aio.release()
         finally:
-            elsewhere.submit(lock.release).result()
+            await authority.aio.close()
+
+    in_loop = getattr(authority, "is_async", False)
+    with ThreadPoolExecutor(1, thread_name_prefix="held-elsewhere") as elsewhere:
+        holder = elsewhere.submit(asyncio.run, hold_in_loop()) if in_loop else elsewhere.submit(hold)
+        either: list[Future[Any]] = [granted, holder]
+        try:
+            wait(either, return_when=FIRST_COMPLETED)
+            if granted.done():
+                yield granted.result()
+        finally:
+            over.set()
+            holder.result()
 
 
 @contextlib.contextmanager
@@ -234,8 +258,8 @@ class StaleWriter:
         self._before = self._raised = 0
 
     def __enter__(self) -> None:
-        with fenced_lock("fencelock.testing") as token:
-            self._raised = token + _AHEAD
+        with held_elsewhere("fencelock.testing") as lease:  # also where only coroutines can lock
+            self._raised = lease.token + _AHEAD
         self._on_connection(self._target, self._raise)
 
     def __exit__(self, *_error: object) -> None:

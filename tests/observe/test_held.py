@@ -72,7 +72,7 @@ def test_assert_held_raises_beside_and_behind_the_block_and_where_the_lease_has_
 def test_assert_held_says_that_the_block_was_left(authority: Redlock) -> None:
     with authority.lock("asserted:1"):
         pass
-    with pytest.raises(NotHeldError, match="its block was left"):
+    with pytest.raises(NotHeldError, match="a block of it was left"):
         assert_held("asserted:1")
 
 

@@ -34,6 +34,7 @@ from fencelock import (
     leader,
 )
 from fencelock._databases import MYSQL
+from fencelock._locking import as_default
 from fencelock.guard import triggers
 from fencelock.testing import held_elsewhere, lost_lease, stale_writer, temporary_authority, unfenced
 
@@ -316,6 +317,29 @@ async def pay_soon(bind: AsyncEngine | AsyncConnection, timeout: float = 0) -> N
     async with fenced_lock("order:1", timeout=timeout), AsyncSession(bind, **joining) as session:
         (await session.get_one(Order, 1)).status = f"paid {next(_numbers)}"
         await session.commit()
+
+
+def test_a_blocking_test_meets_a_program_of_coroutines(
+    orders: Engine, for_asyncio: Callable[[Engine], AsyncEngine], tmp_path: Path
+) -> None:
+    """As with Starlette's TestClient: the authority has a driver for coroutines alone."""
+
+    async def pay_once() -> None:
+        engine = for_tasks(for_asyncio, orders)
+        try:
+            await pay_soon(engine)
+        finally:
+            await engine.dispose()
+            await authority.aio.close()
+
+    with Database(f"sqlite+aiosqlite:///{tmp_path}/of-tasks.db") as authority, as_default(authority):
+        with held_elsewhere("order:1") as lease, pytest.raises(LockTimeoutError):
+            asyncio.run(pay_once())
+        with stale_writer(orders, Order, 1), pytest.raises(StaleTokenError):
+            asyncio.run(pay_once())
+        asyncio.run(pay_once())
+        with held_elsewhere("order:1") as later:
+            assert later.token > lease.token
 
 
 def test_tasks_meet_the_same(orders: Engine, for_asyncio: Callable[[Engine], AsyncEngine]) -> None:
