@@ -7,7 +7,7 @@ from sqlalchemy import NullPool, create_engine
 
 from models import Base
 
-URL = context.get_x_argument(as_dictionary=True)["url"]
+URL = context.get_x_argument(as_dictionary=True).get("url", "sqlite:///shop.db")
 
 if context.is_offline_mode():
     context.configure(url=URL, target_metadata=Base.metadata, literal_binds=True, render_as_batch=True)
