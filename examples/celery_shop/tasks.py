@@ -27,7 +27,7 @@ DATABASE = os.environ.get("DATABASE_URL", "postgresql+psycopg://user@host/shop")
 
 app = Celery("tasks", broker=BROKER, backend=RESULTS)
 app.conf.update(task_acks_late=True, task_reject_on_worker_lost=True, broker_connection_retry_on_startup=True)
-engine = create_engine(  # no paused worker keeps a row for longer than a ttl, 30 s by default
+engine = create_engine(  # PostgreSQL: no paused worker keeps a row for longer than a ttl, 30 s by default
     DATABASE, connect_args={"options": "-c idle_in_transaction_session_timeout=30s -c lock_timeout=5s"}
 )
 

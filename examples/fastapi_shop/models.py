@@ -31,8 +31,8 @@ class Payment(FencedModel, Base):
     cents: Mapped[int]
 
 
-fence_table(Base.metadata)  # all before create_all, or before alembic revision
-lease_table(Base.metadata)
+fence_table(Base.metadata)  # gates; all before create_all, or before alembic revision
+lease_table(Base.metadata)  # locks
 receipt_table(Base.metadata)  # what has been done, by the client's idempotency key
 Session = async_sessionmaker(expire_on_commit=False)  # attributes stay readable after a commit
 
