@@ -18,8 +18,8 @@ RATES = {
     "PostgreSQL": (_DATABASES, "PostgreSQL, one caller", "fencelock"),
     "five nodes": (_LOCKS, _ONE, "fencelock | 5"),
     "MariaDB": (_DATABASES, "MariaDB, one caller", "fencelock"),
-    "ZooKeeper, one server": ("docs/zookeeper.md", "What it costs", "fencelock, one caller"),
-    "etcd, three members": ("docs/etcd.md", "What it costs", "fencelock, one caller"),
+    "ZooKeeper, one server": (_DATABASES, "ZooKeeper, one caller", "fencelock"),
+    "etcd, three members": (_DATABASES, "etcd, one caller", "fencelock"),
     "for comparison: `Lock` of redis-py, one node, without a token": (_LOCKS, _ONE, "redis-py Lock | 1"),
     "for comparison: `SELECT … FOR UPDATE` on PostgreSQL": (
         _DATABASES,
@@ -34,8 +34,8 @@ HAND_OVERS = {
     "PostgreSQL": (_DATABASES, "PostgreSQL, 8 processes, one resource", "fencelock"),
     "five nodes": (_LOCKS, _EIGHT, "fencelock | 5"),
     "MariaDB": (_DATABASES, "MariaDB, 8 processes, one resource", "fencelock"),
-    "ZooKeeper, one server": ("docs/zookeeper.md", "What it costs", "fencelock, hand-overs of 8 processes"),
-    "etcd, three members": ("docs/etcd.md", "What it costs", "fencelock, hand-overs of 8 processes"),
+    "ZooKeeper, one server": (_DATABASES, "ZooKeeper, 8 processes, one resource", "fencelock"),
+    "etcd, three members": (_DATABASES, "etcd, 8 processes, one resource", "fencelock"),
     "for comparison: `Lock` of redis-py, one node, without a token": (_LOCKS, _EIGHT, "redis-py Lock | 1"),
     "for comparison: `SELECT … FOR UPDATE` on PostgreSQL": (
         _DATABASES,
@@ -88,6 +88,31 @@ def test_longest_waits_are_those_that_were_measured(database: str, rival: str) -
     ours, others = (figure(*of, name, place=5) for name in ("fencelock", of_rival))
     place = "on\nSQLite" if database == "SQLite" else f"on {database}"
     assert re.search(rf"{ours} ms {place} \((?:`{rival}`: )?{others} ms\)", PAGE)
+
+
+STORES = {
+    "etcd": [
+        ("one caller", "grpcio, three calls", "the same three calls by grpcio"),
+        ("one caller", "etcd3gw Lock", "the lock of etcd3gw"),
+        ("asyncio, 100 tasks, a resource each", "grpc.aio, three calls", "the same three calls by grpc.aio"),
+        ("8 processes, one resource", "etcd3gw Lock", "the lock of etcd3gw"),
+    ],
+    "ZooKeeper": [
+        ("one caller", "kazoo Lock", "kazoo's `Lock`"),
+        ("asyncio, 100 tasks, a resource each", "kazoo Lock in threads", "kazoo's `Lock` in 100 threads"),
+        ("8 processes, one resource", "kazoo Lock", "kazoo's `Lock`"),
+    ],
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_pages_of_stores_show_what_was_measured(store: str) -> None:
+    page = read(f"docs/{store.lower()}.md")
+    for case, rival, shown in STORES[store]:
+        of = _DATABASES, f"{store}, {case}"
+        line = f"| {shown} | {figure(*of, rival)} | {figure(*of, rival, place=3)} |"
+        assert f"| {figure(*of, 'fencelock')} | |\n" in page, case
+        assert line in page, line
 
 
 def test_comparisons_are_those_that_were_measured() -> None:
