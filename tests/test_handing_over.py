@@ -18,7 +18,7 @@ import redis
 from sqlalchemy import create_engine
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column
 
-from fencelock import Database, FencedModel, Redlock, fenced_lock, take_over
+from fencelock import Database, FencedModel, Redlock, fenced_lock, fenced_semaphore, take_over
 from fencelock._locking import factory_of
 from fencelock.errors import LockError, LockLostError, LockTimeoutError, NotHeldError, QuorumError
 from fencelock.lease import held_leases
@@ -341,10 +341,16 @@ def test_what_is_to_be_kept_for_a_time_is_kept_where_it_is_taken_over(pair: Pair
     assert mine.lock("order:1").locked()
 
 
-def test_a_lock_beside_readers_is_not_handed_over(authority: Redlock) -> None:
-    lock = fenced_lock("order:1", readers=4, authority=authority)
-    with lock, pytest.raises(LockError, match="holds the slots of its readers"):
-        lock.hand_over()
+def test_a_lock_on_slots_is_not_handed_over(authority: Redlock) -> None:
+    for lock in (
+        fenced_lock("order:1", readers=4, authority=authority),
+        fenced_lock("order:1", readers=4, shared=True, authority=authority),
+        fenced_semaphore("gpu", 2, authority=authority),
+    ):
+        with lock:
+            with pytest.raises(LockError, match="holds slots"):
+                lock.hand_over()
+            assert lock.lease.token > 0
 
 
 def test_an_open_transaction_keeps_it(authority: Redlock, tmp_path: Path) -> None:

@@ -231,9 +231,10 @@ def _screen(authority: Shipped, height: int) -> Group:
     held = authority.inspect()
     now = time.time()
     held.sort(key=lambda info: (-(info.waiters or 0), info.holder.since if info.holder else now))
-    waiting = sum(info.waiters or 0 for info in held)
+    known = [info.waiters for info in held if info.waiters is not None]  # a database does not tell
+    waiting = f"   {sum(known)} waiting" if known else ""
     where = f"{len(authority.nodes)} nodes" if isinstance(authority, Redlock) else repr(authority)
-    line = Text(f"{time.strftime('%H:%M:%S')}   {len(held)} held   {waiting} waiting   {where}")
+    line = Text(f"{time.strftime('%H:%M:%S')}   {len(held)} held{waiting}   {where}")
     return Group(line, _table(held[: max(1, (height - 6) // 2)]))
 
 

@@ -71,6 +71,11 @@ def where_of(statement: Any) -> tuple[Any, ...]:
     return found
 
 
+def emits(statement: Any, table: Any) -> bool:
+    """Tell whether a statement of the ORM for a list of keys is sent to this table of its model."""
+    return statement._annotations.get("_emit_update_table") is table
+
+
 def with_where(statement: Update | Delete, parts: Iterable[Any]) -> Update | Delete:
     statement = statement._generate()
     statement._where_criteria = tuple(parts)

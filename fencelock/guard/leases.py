@@ -349,9 +349,7 @@ class TokenLookup:
         if resource is not None:
             lock = f"fenced_lock({resource!r})"
             if was_left(resource):
-                hint = (
-                    "A block of this lock was left: if it made this change, flush or commit inside it"
-                )
+                hint = "A block of this lock was left: if it made this change, flush or commit inside it"
         raise UnfencedWriteError(
             f"no lease is held for this write to {self.fenced.name!r}; acquire {lock} around it. {hint}"
         )

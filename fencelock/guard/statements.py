@@ -272,7 +272,10 @@ def _shifts_base(connection: Connection, statement: Any, base: FencedTable, rows
     """Give the fenced rows of a sub-table's statement new write ids if that needs no lease; tell whether."""
     key, own = list(statement.table.primary_key), list(base.table.primary_key)
     is_plain = len(key) == len(own) == 1 and options.get(TOKEN_OPTION) is None
-    if not (is_plain and TokenLookup(connection, base).does_without(None)):
+    # A list of keys with columns of both tables would move the write ids of its rows twice.
+    if private.emits(statement, base.table) or not (
+        is_plain and TokenLookup(connection, base).does_without(None)
+    ):
         return False
     if isinstance(statement, Insert):
         if not private.inserts_plainly(statement) or statement.select is not None:

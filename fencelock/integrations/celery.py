@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from fencelock.errors import StaleTokenError
+from fencelock.errors import StaleReadError, StaleTokenError
 from fencelock.integrations.header import HEADER, bound, from_header, held
 
 if TYPE_CHECKING:
@@ -65,7 +65,8 @@ class FencedTask(_Task):
             StaleTokenError: `exc`, if the token of the task's message is stale, as it would be in each retry.
         """
         received = from_header((self.request.headers or {}).get(HEADER, ""))
-        if isinstance(exc, StaleTokenError) and exc.token in {lease.token for lease in received}:
+        is_stale = isinstance(exc, StaleTokenError) and not isinstance(exc, StaleReadError)
+        if is_stale and exc.token in {lease.token for lease in received}:
             raise exc
         return super().retry(args, kwargs, exc, **options)
 

@@ -112,7 +112,14 @@ def _make_room(names: Any) -> None:
         names.clear()
 
 
-class OneOf(FencedLock[Token]):
+class _OnSlots(FencedLock[Token]):
+    """A lock that holds slots."""
+
+    def _hand_over_gen(self, block: Block) -> Steps[str]:  # noqa: ARG002  it hands over no block
+        raise LockError(f"{self!r} is not handed over, because it holds slots: let the other process lock it")
+
+
+class OneOf(_OnSlots[Token]):
     """A lock on one of several slots, whichever is free."""
 
     def __init__(
@@ -215,7 +222,7 @@ def _slot_of(block: Block) -> int:
     return int(block.names[0].rpartition("#")[2])
 
 
-class WriterLock(FencedLock[int]):
+class WriterLock(_OnSlots[int]):
     """A lock on a resource and on all slots of its readers."""
 
     def __init__(
@@ -226,12 +233,6 @@ class WriterLock(FencedLock[int]):
 
     def __repr__(self) -> str:
         return f"<fenced_lock {self._names[0]!r} beside readers, {'held' if self._entered else 'not held'}>"
-
-    def _hand_over_gen(self, block: Block) -> Steps[str]:  # noqa: ARG002  it hands over no block
-        raise LockError(
-            f"{self!r} is not handed over, because it holds the slots of its readers, too: let the other "
-            "process lock it"
-        )
 
     def _enter_again_gen(
         self, block: Block, held: Sequence[Hold], names: tuple[str, ...]

@@ -177,6 +177,8 @@ def test_a_statement_of_a_sub_table_that_is_no_plain_one(engine: Engine) -> None
             session.execute(update(Express).values(hours=2), execution_options=option)
         with turned_away(session, UnfencedWriteError, match=r"takes no prefix_with"):
             session.execute(update(Express).values(hours=2).prefix_with("OR REPLACE"))
+        with turned_away(session, UnfencedWriteError, match="through their objects"):
+            session.execute(update(Express), [{"id": EXPRESS, "hours": 2, "total": 3}])
     with holding(engine, *HELD_ONE) as holder, turned_away(holder, UnfencedWriteError):
         holder.execute(update(Express).values(hours=2))
 
@@ -297,7 +299,7 @@ def test_what_was_begun_under_a_lease_is_not_ended_without(engine: Engine, tmp_p
     with fencelock.Database(f"sqlite:///{tmp_path}/leases.sqlite") as authority, Session(engine) as session:
         with fencelock.fenced_lock(f"order:{ORDER}", authority=authority):
             add_by_object(session)
-        with turned_away(session, UnfencedWriteError, match="commit inside the block"):
+        with turned_away(session, UnfencedWriteError, match="flush or commit inside it"):
             session.commit()
         add_by_object(session)
         session.commit()

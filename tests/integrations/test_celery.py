@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from celery import Celery  # type: ignore[import-untyped]
 
-from fencelock import CommitInDoubtError, Lease, LockLostError, StaleTokenError
+from fencelock import CommitInDoubtError, Lease, LockLostError, StaleReadError, StaleTokenError
 from fencelock.integrations import header
 from fencelock.lease import held_leases, holding
 from proof.servers import Nodes
@@ -156,6 +156,23 @@ def test_a_task_whose_token_is_stale_is_not_retried() -> None:
         received, own = write.delay(7), write.delay(8)
     assert [type(each.result) for each in (received, own, write.delay(7))] == [StaleTokenError] * 3
     assert tried == [7, 8, 8, 8, 7, 7, 7]
+
+
+def test_a_task_that_has_read_old_rows_is_retried() -> None:
+    """Its token is not stale, so the next try may read again under it."""
+    app = Celery("tasks", task_cls="fencelock.integrations.celery:FencedTask", set_as_current=False)
+    app.conf.update(task_always_eager=True)
+    tried = []
+
+    @app.task(autoretry_for=(StaleTokenError,), max_retries=2, retry_backoff=1)  # type: ignore[untyped-decorator]
+    def write() -> int:
+        tried.append(1)
+        if len(tried) == 1:
+            raise StaleReadError("orders", (1,), 7, None, None)
+        return len(tried)
+
+    with holding([Lease("order:1", 7)]):
+        assert write.delay().result == 2
 
 
 def test_no_task_is_called_under_a_lease_that_ended() -> None:
