@@ -17,8 +17,8 @@ from fencelock.authority.redlock.membership import initialise as initialising
 from fencelock.authority.redlock.membership.change import Change, change
 from fencelock.authority.redlock.membership.members import Membership, MembershipView
 from fencelock.authority.redlock.membership.recover import rise
-from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports, Steps
-from fencelock.authority.redlock.protocol.messages import NodeReplies
+from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports
+from fencelock.authority.redlock.protocol.messages import NodeReplies, Steps
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.errors import AuthorityError, MembershipError, QuorumError

@@ -27,8 +27,8 @@ from typing import Final
 
 from fencelock.authority.redlock.membership.establish import establish, let_vote
 from fencelock.authority.redlock.membership.members import Membership
-from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, Steps, saying
-from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
+from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, saying
+from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep, Steps
 from fencelock.errors import MembershipError, QuorumError
 
 _MOST_PASSES: Final = 3
