@@ -6,7 +6,6 @@ import asyncio
 import functools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from fencelock import _threads
@@ -29,13 +28,12 @@ _LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old", "user 
 
 
 class Watching(NamedTuple):
-    """A step (see `_generators.py`): watch until `ended(answer)`.
+    """A step (see `_generators.py`): watch a key until it is gone.
 
     Its result is a wakeup, or None if there are too many watches.
     """
 
     call: Call
-    ended: Callable[[Answer], bool]
 
 
 class LoopState:
@@ -142,7 +140,7 @@ class Asking(LineAuthority):
         until = time.monotonic() + (step.seconds if isinstance(step, Exchange) else ANSWER[1])
         link = self._opened(until)
         if isinstance(step, Watching):
-            return None if link.is_crowded else Watch(link, step.call, step.ended)
+            return None if link.is_crowded else Watch(link, step.call)
         try:
             answers = link.exchange(step.requests, until)
         except RuntimeError:  # raised for a signal handler's own call; the connection can still be used
@@ -199,7 +197,7 @@ class Asking(LineAuthority):
         until = time.monotonic() + (step.seconds if isinstance(step, Exchange) else ANSWER[1])
         link = await self._opened_soon(state, until)
         if isinstance(step, Watching):
-            return None if link.is_crowded else LoopWatch(link, step.call, step.ended)
+            return None if link.is_crowded else LoopWatch(link, step.call)
         try:
             answers = await link.exchange(step.requests, max(0.0, until - time.monotonic()))
         except OSError as error:
