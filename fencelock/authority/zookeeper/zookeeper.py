@@ -119,13 +119,13 @@ class ZooKeeper(Nodes):
         session = self._opened()
         if isinstance(step, Watching):
             return session.watch(step.path, ThreadWakeup())
-        return session.exchange(step)
+        return self.run(session.exchanging(step, ThreadWakeup()))
 
     async def work_soon(self, step: Any) -> Any:
         session = self._opened()
         if isinstance(step, Watching):
             return session.watch(step.path, LoopWakeup())
-        return await session.exchange_soon(step)
+        return await self.aio.run(session.exchanging(step, LoopWakeup()))
 
     def _opened(self) -> Session:
         self._closes = self._closes and self._due.is_at_work
