@@ -5,9 +5,9 @@ A deleted row loses its fence. The resource's row in the fence table stays, so i
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Column, Engine, Insert, MetaData, Table, case, select
@@ -41,7 +41,7 @@ from fencelock.guard.tables import (
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
-    from fencelock.guard.sessions import Async, Blocking
+    from fencelock.guard.sessions import Blocking
 
 
 def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
@@ -98,14 +98,6 @@ _schemas: set[str | None] = set()
 """The schemas with which `fence_table` was called; None stands for the default schema."""
 
 
-@overload
-def gate(
-    session: Blocking, resource: str | None = ..., *, bind_arguments: Mapping[str, Any] | None = ...
-) -> None: ...
-@overload
-def gate(
-    session: Async, resource: str | None = ..., *, bind_arguments: Mapping[str, Any] | None = ...
-) -> Coroutine[Any, Any, None]: ...
 @in_both_worlds
 @refusing
 def gate(

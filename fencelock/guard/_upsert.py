@@ -8,9 +8,9 @@ the fence comes last. A query afterwards finds the rows that were refused.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import ClauseElement, Column, Insert, UniqueConstraint, and_, func, select
 from sqlalchemy.engine import Connection
@@ -38,33 +38,13 @@ from fencelock.guard.tables import (
 from fencelock.guard.verdict import KEYS_PER_QUERY, without_fence
 
 if TYPE_CHECKING:
-    from fencelock.guard.sessions import Async, Blocking
+    from fencelock.guard.sessions import Blocking
 
 _OWN: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
 _Key = tuple[Any, ...]
 _Columns = tuple[Column[Any], ...]
 
 
-@overload
-def upsert(
-    session: Blocking,
-    model: type[Any],
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    index_elements: Sequence[str] | None = ...,
-    set_: Mapping[str, Any] | None = ...,
-    bind_arguments: Mapping[str, Any] | None = ...,
-) -> None: ...
-@overload
-def upsert(
-    session: Async,
-    model: type[Any],
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    index_elements: Sequence[str] | None = ...,
-    set_: Mapping[str, Any] | None = ...,
-    bind_arguments: Mapping[str, Any] | None = ...,
-) -> Coroutine[Any, Any, None]: ...
 @in_both_worlds
 @refusing
 def upsert(

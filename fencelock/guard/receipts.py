@@ -9,12 +9,12 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
 from sqlalchemy import (
@@ -51,7 +51,7 @@ from fencelock.guard.tables import RECEIPT_TABLE, schema_of
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
-    from fencelock.guard.sessions import Async, Blocking
+    from fencelock.guard.sessions import Blocking
 
 _EXACT: Final = Context(MAX_PREC, Emin=MIN_EMIN, Emax=MAX_EMAX)  # the program's own context may round
 MAX_RESULT: Final = 65_536  # the most bytes of a result's JSON, which is ASCII
@@ -179,14 +179,6 @@ def _store_results(connection: Connection, *_: Any) -> None:
             )
 
 
-@overload
-def once(
-    session: Blocking, key: str, *, fingerprint: Any = ..., bind_arguments: Mapping[str, Any] | None = ...
-) -> Receipt: ...
-@overload
-def once(
-    session: Async, key: str, *, fingerprint: Any = ..., bind_arguments: Mapping[str, Any] | None = ...
-) -> Coroutine[Any, Any, Receipt]: ...
 @in_both_worlds
 @refusing
 def once(
@@ -324,10 +316,6 @@ def _storing(table: Table) -> Update:
     return update(table).where(table.c.key == bindparam("its")).values(result=bindparam("found"))
 
 
-@overload
-def prune_receipts(session: Blocking | Connection, older_than: float) -> int: ...
-@overload
-def prune_receipts(session: Async, older_than: float) -> Coroutine[Any, Any, int]: ...
 @in_both_worlds
 def prune_receipts(session: Blocking | Connection, older_than: float) -> int:
     """Delete the receipts that were made longer than `older_than` seconds ago; return how many.
