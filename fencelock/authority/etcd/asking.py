@@ -55,6 +55,7 @@ class _Opening:
     def __init__(self, members: int) -> None:
         self.left: int = members  # how many may still be opened
         self.link: Link | None = None
+        #: The last error; the callers get it if the login is refused, or no member is left.
         self.error: Exception | None = None
         self.mutex: threading.Lock = threading.Lock()
         self._waiting: list[ThreadWakeup] = []
@@ -62,11 +63,6 @@ class _Opening:
     @property
     def over(self) -> bool:
         return self.link is not None or self.left <= 0
-
-    def fail(self, error: Exception) -> None:
-        """Note an error; if the login is refused, or no member is left, the callers get it."""
-        self.error = error
-        self.left -= 1 if isinstance(error, OSError) else self.left
 
     def wake_all(self) -> None:
         for each in self._waiting if self.over else ():
@@ -124,10 +120,8 @@ class Asking(LineAuthority):
 
     def _why_to_leave(self, answer: Answer) -> str:
         """Return why to drop the connection, for another member or a new login; an empty text to keep it."""
-        if answer.status == messages.OK:
-            return ""
-        if answer.status == messages.UNAVAILABLE:
-            return answer.detail or "unavailable"
+        if answer.status in {messages.OK, messages.UNAVAILABLE}:
+            return self._why_again(answer)
         return self._why_to_log_in(answer)
 
     def checked(self, answer: Answer) -> bytes:
@@ -183,7 +177,8 @@ class Asking(LineAuthority):
             if isinstance(error, OSError):
                 self._members.leave(address, str(error))
             with opening.mutex:
-                opening.fail(error)
+                opening.error = error
+                opening.left = opening.left - 1 if isinstance(error, OSError) else 0
         with opening.mutex:
             if link is not None and opening.link is None:
                 self._members.prefer(address)
