@@ -2,6 +2,7 @@
 
 import typing as _typing
 
+from fencelock import errors, guard
 from fencelock._events import forget, on_event
 from fencelock._fenced import fenced
 from fencelock._fenced_once import fenced_once
@@ -11,43 +12,8 @@ from fencelock._locking import load as _load
 from fencelock._outcomes import http_status, is_retryable
 from fencelock.authority.database.database import Database
 from fencelock.authority.database.table import lease_table
-from fencelock.errors import (
-    AuthorityError,
-    CommitInDoubtError,
-    CountersExhaustedError,
-    FenceError,
-    FencelockError,
-    LeaseTableMissingError,
-    LockError,
-    LockLostError,
-    LockTimeoutError,
-    MembershipError,
-    NodesNotInitialisedError,
-    NotHeldError,
-    QuorumError,
-    ReceiptMismatchError,
-    StaleReadError,
-    StaleTokenError,
-    UnfencedWriteError,
-)
-from fencelock.guard import (
-    FencedDataclassModel,
-    FencedModel,
-    Receipt,
-    bind,
-    bypass,
-    claim,
-    claim_all,
-    conditional_delete,
-    conditional_update,
-    fence_table,
-    fenced_text,
-    gate,
-    once,
-    prune_receipts,
-    receipt_table,
-    upsert,
-)
+from fencelock.errors import *  # noqa: F403 - the errors
+from fencelock.guard import *  # noqa: F403 - the functions and models of the guard
 from fencelock.lease import Lease, assert_held
 from fencelock.lock.at_exit import exit_on_signals
 from fencelock.lock.lock import AsyncLock, FencedLock
@@ -62,63 +28,32 @@ if _typing.TYPE_CHECKING:
 __all__ = [
     "AsyncFencedTransaction",
     "AsyncLock",
-    "AuthorityError",
-    "CommitInDoubtError",
-    "CountersExhaustedError",
     "Database",
-    "FenceError",
-    "FencedDataclassModel",
     "FencedLock",
-    "FencedModel",
     "FencedSemaphore",
     "FencedTransaction",
-    "FencelockError",
     "Leader",
     "Lease",
-    "LeaseTableMissingError",
-    "LockError",
-    "LockLostError",
-    "LockTimeoutError",
-    "MembershipError",
-    "NodesNotInitialisedError",
-    "NotHeldError",
-    "QuorumError",
-    "Receipt",
-    "ReceiptMismatchError",
     "Redlock",
-    "StaleReadError",
-    "StaleTokenError",
     "Term",
-    "UnfencedWriteError",
     "assert_held",
-    "bind",
-    "bypass",
-    "claim",
-    "claim_all",
-    "conditional_delete",
-    "conditional_update",
     "configure",
     "exit_on_signals",
-    "fence_table",
     "fenced",
     "fenced_lock",
     "fenced_once",
     "fenced_semaphore",
-    "fenced_text",
     "fenced_transaction",
     "forget",
-    "gate",
     "http_status",
     "is_retryable",
     "leader",
     "lease_table",
     "on_event",
-    "once",
-    "prune_receipts",
-    "receipt_table",
     "take_over",
-    "upsert",
 ]
+__all__ += errors.__all__
+__all__ += guard.__all__
 
 
 def __getattr__(name: str) -> _typing.Any:

@@ -240,7 +240,7 @@ def before(owner, name, applies=lambda *_: True):
 
 signal.signal(signal.SIGUSR1, handle)
 if where == "configure":
-    before(Redlock, "_start_over")
+    before(Redlock, "begin_in_child")
 elif where == "look":
     before(MembershipView, "_check_distinct")
 elif where == "meet":

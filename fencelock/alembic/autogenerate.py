@@ -6,45 +6,13 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any, Final
 
 from alembic import util
-from alembic.operations.ops import (
-    AddColumnOp,
-    CreateIndexOp,
-    CreateTableOp,
-    DropColumnOp,
-    DropIndexOp,
-    DropTableOp,
-    MigrateOperation,
-    ModifyTableOps,
-)
+from alembic.operations import ops
 from sqlalchemy import BigInteger, Table
 
 from fencelock._databases import EVENT_TABLE
-from fencelock.alembic.operations import (
-    OWN_TABLES,
-    AddFenceOp,
-    CreateFenceTableOp,
-    CreateFenceTriggerOp,
-    CreateLeaseTableOp,
-    CreateReceiptTableOp,
-    DropFenceOp,
-    DropFenceTableOp,
-    DropFenceTriggerOp,
-    DropReceiptTableOp,
-    FenceOperation,
-)
+from fencelock.alembic import operations
 from fencelock.authority.database.table import LEASE_TABLE
-from fencelock.guard import triggers
-from fencelock.guard.tables import (
-    FENCE_COLUMN,
-    FENCE_MARK,
-    FENCE_TABLE,
-    GUARDS_OWN,
-    RECEIPT_TABLE,
-    WRITE_COLUMN,
-    WRITE_MARK,
-    FenceTrigger,
-    trigger_of,
-)
+from fencelock.guard import tables, triggers
 
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
@@ -56,27 +24,31 @@ _CONTINUE: Final = getattr(getattr(util, "PriorityDispatchResult", None), "CONTI
 
 def compare_trigger(  # noqa: PLR0917  Alembic's signature
     context: AutogenContext,
-    changes: ModifyTableOps,
+    changes: ops.ModifyTableOps,
     schema: str | None,
     table_name: str,
     in_database: Table | None,
     in_model: Table | None,
 ) -> object:
-    wanted = False if in_model is None else trigger_of(in_model)
+    wanted = False if in_model is None else tables.trigger_of(in_model)
     found = _found(context, table_name, schema) if in_database is not None else False
     if in_model is not None and wanted and not (wanted == found == _found(context, in_model)):
         excluded = triggers.excluded_names(in_model)
-        creating = CreateFenceTriggerOp(table_name, schema=schema, trigger=wanted, excluded=excluded)
+        creating = operations.CreateFenceTriggerOp(
+            table_name, schema=schema, trigger=wanted, excluded=excluded
+        )
         if found:
             creating.replaces, creating.excluded_before = found, _excluded(context, table_name, schema)
         changes.ops.append(creating)
     elif found and not wanted:
         excluded = _excluded(context, table_name, schema)
-        changes.ops.append(DropFenceTriggerOp(table_name, schema=schema, trigger=found, excluded=excluded))
+        changes.ops.append(
+            operations.DropFenceTriggerOp(table_name, schema=schema, trigger=found, excluded=excluded)
+        )
     return _CONTINUE
 
 
-def _found(context: AutogenContext, table: Any, schema: str | None = None) -> FenceTrigger:
+def _found(context: AutogenContext, table: Any, schema: str | None = None) -> tables.FenceTrigger:
     connection = context.connection
     if connection is None or not triggers.knows(connection.dialect.name):
         return False
@@ -84,7 +56,6 @@ def _found(context: AutogenContext, table: Any, schema: str | None = None) -> Fe
 
 
 def _excluded(context: AutogenContext, table_name: str, schema: str | None) -> list[str]:
-    """Return the columns that the trigger in the database lets change."""
     connection = context.connection
     if connection is None or not triggers.knows(connection.dialect.name):
         return []
@@ -103,9 +74,9 @@ def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Itera
     return _CONTINUE
 
 
-def _is_kept(context: AutogenContext, op: MigrateOperation) -> bool:
+def _is_kept(context: AutogenContext, op: ops.MigrateOperation) -> bool:
     """Tell whether an operation drops a table that `fencelock init` or `history.record` has made."""
-    name = op.table_name if isinstance(op, DropTableOp | ModifyTableOps) else None
+    name = op.table_name if isinstance(op, ops.DropTableOp | ops.ModifyTableOps) else None
     return name in {LEASE_TABLE, EVENT_TABLE} and _in_model(context, op) is None
 
 
@@ -114,31 +85,31 @@ def _in_model(context: AutogenContext, op: Any) -> Table | None:
     return context.table_key_to_table.get(key)
 
 
-_COLUMNS: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
+_COLUMNS: Final = frozenset({tables.FENCE_COLUMN, tables.WRITE_COLUMN})
 _OWN: Final = {
-    (FENCE_TABLE, CreateTableOp): CreateFenceTableOp,
-    (FENCE_TABLE, DropTableOp): DropFenceTableOp,
-    (LEASE_TABLE, CreateTableOp): CreateLeaseTableOp,
-    (RECEIPT_TABLE, CreateTableOp): CreateReceiptTableOp,
-    (RECEIPT_TABLE, DropTableOp): DropReceiptTableOp,
+    (tables.FENCE_TABLE, ops.CreateTableOp): operations.CreateFenceTableOp,
+    (tables.FENCE_TABLE, ops.DropTableOp): operations.DropFenceTableOp,
+    (LEASE_TABLE, ops.CreateTableOp): operations.CreateLeaseTableOp,
+    (tables.RECEIPT_TABLE, ops.CreateTableOp): operations.CreateReceiptTableOp,
+    (tables.RECEIPT_TABLE, ops.DropTableOp): operations.DropReceiptTableOp,
 }
 
 
-def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[MigrateOperation]:
-    if isinstance(op, CreateTableOp | DropTableOp) and op.table_name in OWN_TABLES:
+def _translated(context: AutogenContext, op: ops.MigrateOperation) -> Iterator[ops.MigrateOperation]:
+    if isinstance(op, ops.CreateTableOp | ops.DropTableOp) and op.table_name in operations.OWN_TABLES:
         if (own := _OWN.get((op.table_name, type(op)))) is not None:
             yield own(op.table_name, schema=op.schema)
-    elif isinstance(op, CreateTableOp):
-        op.info = {key: value for key, value in op.info.items() if key not in GUARDS_OWN}
+    elif isinstance(op, ops.CreateTableOp):
+        op.info = {key: value for key, value in op.info.items() if key not in tables.GUARDS_OWN}
         yield op
-    elif isinstance(op, ModifyTableOps):
+    elif isinstance(op, ops.ModifyTableOps):
         ours = _taken_out(op)
         before = [each for each in ours if each.name.startswith("drop")]
         after = [each for each in ours if each not in before]
         if not before and (found := _to_renew(context, op)) is not None:
             in_model = _in_model(context, op)
             excluded = [] if in_model is None else triggers.excluded_names(in_model)
-            again = CreateFenceTriggerOp(
+            again = operations.CreateFenceTriggerOp(
                 op.table_name, schema=op.schema, trigger=found.trigger, excluded=excluded
             )
             before, after = [found], after or [again]
@@ -152,44 +123,44 @@ def _translated(context: AutogenContext, op: MigrateOperation) -> Iterator[Migra
         yield op
 
 
-def _to_renew(context: AutogenContext, op: ModifyTableOps) -> DropFenceTriggerOp | None:
+def _to_renew(context: AutogenContext, op: ops.ModifyTableOps) -> operations.DropFenceTriggerOp | None:
     """Return the trigger that has to go before changes of its table, and come again after them.
 
     On SQLite, a batch copies the table without it. Outside of PostgreSQL, a trigger that leaves out columns
     names all others.
     """
-    changes = [each for each in op.ops if not isinstance(each, CreateIndexOp | DropIndexOp)]
+    changes = [each for each in op.ops if not isinstance(each, ops.CreateIndexOp | ops.DropIndexOp)]
     if not changes or context.dialect.name == "postgresql":
         return None
     excluded = _excluded(context, op.table_name, op.schema)
     is_copied = context.opts.get("render_as_batch") and context.dialect.name == "sqlite"
     if not (is_copied or excluded) or not (found := _found(context, op.table_name, op.schema)):
         return None
-    return DropFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, excluded=excluded)
+    return operations.DropFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, excluded=excluded)
 
 
-def _taken_out(op: ModifyTableOps) -> list[FenceOperation]:
+def _taken_out(op: ops.ModifyTableOps) -> list[operations.FenceOperation]:
     """Take the changes of a table's fence out of its changes, and return operations for them.
 
     If only one of the two columns comes or goes, its change stays what it is.
     """
-    ours = [each for each in op.ops if isinstance(each, FenceOperation)]
-    added = [each for each in op.ops if isinstance(each, AddColumnOp) and _is_added(each)]
-    dropped = [each for each in op.ops if isinstance(each, DropColumnOp) and _is_dropped(each)]
+    ours = [each for each in op.ops if isinstance(each, operations.FenceOperation)]
+    added = [each for each in op.ops if isinstance(each, ops.AddColumnOp) and _is_added(each)]
+    dropped = [each for each in op.ops if isinstance(each, ops.DropColumnOp) and _is_dropped(each)]
     trigger = ours[0].trigger if ours else False
     excluded = ours[0].excluded if ours else ()
-    for columns, kind in ((added, AddFenceOp), (dropped, DropFenceOp)):
+    for columns, kind in ((added, operations.AddFenceOp), (dropped, operations.DropFenceOp)):
         if len(columns) == len(_COLUMNS):
             ours = [kind(op.table_name, schema=op.schema, trigger=trigger, excluded=excluded)]
             op.ops[:] = [each for each in op.ops if each not in columns]
-    op.ops[:] = [each for each in op.ops if not isinstance(each, FenceOperation)]
+    op.ops[:] = [each for each in op.ops if not isinstance(each, operations.FenceOperation)]
     return ours
 
 
-def _is_added(op: AddColumnOp) -> bool:
-    return any(mark.items() <= op.column.info.items() for mark in (FENCE_MARK, WRITE_MARK))
+def _is_added(op: ops.AddColumnOp) -> bool:
+    return any(mark.items() <= op.column.info.items() for mark in (tables.FENCE_MARK, tables.WRITE_MARK))
 
 
-def _is_dropped(op: DropColumnOp) -> bool:
+def _is_dropped(op: ops.DropColumnOp) -> bool:
     column = op.to_column()
     return op.column_name in _COLUMNS and isinstance(column.type, BigInteger) and not column.nullable

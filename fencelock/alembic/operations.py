@@ -20,34 +20,23 @@ from sqlalchemy import Column, Computed, MetaData, Table, inspect
 from fencelock._databases import MYSQL
 from fencelock.authority.database.table import LEASE_TABLE, lease_table
 from fencelock.errors import FenceError
-from fencelock.guard import fence_table, triggers
+from fencelock.guard import fence_table, tables, triggers
 from fencelock.guard.receipts import receipt_table
 from fencelock.guard.sessions import unguarded
-from fencelock.guard.tables import (
-    FENCE_COLUMN,
-    FENCE_TABLE,
-    RECEIPT_TABLE,
-    WRITE_COLUMN,
-    FenceTrigger,
-    check_names,
-    check_trigger,
-    exclude,
-    new_column,
-)
 
 if TYPE_CHECKING:
     from alembic.autogenerate.api import AutogenContext
 
 _Operations: TypeAlias = Operations | BatchOperations
 
-_COLUMNS: Final = (FENCE_COLUMN, WRITE_COLUMN)
+_COLUMNS: Final = (tables.FENCE_COLUMN, tables.WRITE_COLUMN)
 
 BY_NAME: Final[dict[str, type[FenceOperation]]] = {}
 
 OWN_TABLES: Final[dict[str, Callable[..., Table]]] = {
-    FENCE_TABLE: fence_table,
+    tables.FENCE_TABLE: fence_table,
     LEASE_TABLE: lease_table,
-    RECEIPT_TABLE: receipt_table,
+    tables.RECEIPT_TABLE: receipt_table,
 }
 """The functions that define fencelock's own tables, by the names of the tables."""
 
@@ -72,16 +61,16 @@ class FenceOperation(MigrateOperation):
         table_name: str,
         *,
         schema: str | None = None,
-        trigger: FenceTrigger = False,  # the trigger that is created or dropped
-        replaces: FenceTrigger = False,  # the trigger that the table had before
+        trigger: tables.FenceTrigger = False,  # the trigger that is created or dropped
+        replaces: tables.FenceTrigger = False,  # the trigger that the table had before
         excluded: Iterable[str] = (),  # the columns of `__fence_excluded__`
         excluded_before: Iterable[str] = (),  # those of the trigger before
     ) -> None:
         self.table_name: str = table_name
         self.schema: str | None = schema
-        self.trigger: FenceTrigger = trigger
-        self.replaces: FenceTrigger = replaces
-        self.excluded: list[str] = sorted(check_names(excluded))
+        self.trigger: tables.FenceTrigger = trigger
+        self.replaces: tables.FenceTrigger = replaces
+        self.excluded: list[str] = sorted(tables.check_names(excluded))
         self.excluded_before: list[str] = sorted(excluded_before)
 
     @property
@@ -125,7 +114,7 @@ class AddFenceOp(FenceOperation, name="add_fence"):
         operations: Operations,
         table_name: str,
         *,
-        trigger: FenceTrigger = False,
+        trigger: tables.FenceTrigger = False,
         excluded: Iterable[str] = (),
         schema: str | None = None,
     ) -> None:
@@ -141,7 +130,7 @@ class AddFenceOp(FenceOperation, name="add_fence"):
         Raises:
             ValueError: `trigger` is another value.
         """
-        trigger = check_trigger(trigger)
+        trigger = tables.check_trigger(trigger)
         operations.invoke(cls(table_name, schema=schema, trigger=trigger, excluded=excluded))
 
     @property
@@ -176,7 +165,7 @@ class CreateFenceTriggerOp(FenceOperation, name="create_fence_trigger"):
                 when columns are added, and drop it before columns are dropped.
             schema: the schema of the table.
         """
-        trigger: FenceTrigger = "strict" if strict else True
+        trigger: tables.FenceTrigger = "strict" if strict else True
         operations.invoke(cls(table_name, schema=schema, trigger=trigger, excluded=excluded))
 
     @property
@@ -188,11 +177,11 @@ class DropFenceTriggerOp(FenceOperation, name="drop_fence_trigger"):
     """Drop the table's trigger, of any form. The columns stay, and the guard in Python goes on working."""
 
 
-class CreateFenceTableOp(FenceOperation, name="create_fence_table", own=FENCE_TABLE):
+class CreateFenceTableOp(FenceOperation, name="create_fence_table", own=tables.FENCE_TABLE):
     """Create the table `fencelock_fences`, as `fencelock.fence_table` describes it."""
 
 
-class DropFenceTableOp(FenceOperation, name="drop_fence_table", own=FENCE_TABLE):
+class DropFenceTableOp(FenceOperation, name="drop_fence_table", own=tables.FENCE_TABLE):
     """Drop the table `fencelock_fences`, and with it every fence of `gate`."""
 
 
@@ -204,11 +193,11 @@ class DropLeaseTableOp(FenceOperation, name="drop_lease_table", own=LEASE_TABLE)
     """Drop the table `fencelock_leases`, and with it every token that the database has minted."""
 
 
-class CreateReceiptTableOp(FenceOperation, name="create_receipt_table", own=RECEIPT_TABLE):
+class CreateReceiptTableOp(FenceOperation, name="create_receipt_table", own=tables.RECEIPT_TABLE):
     """Create the table `fencelock_receipts`, as `fencelock.receipt_table` describes it."""
 
 
-class DropReceiptTableOp(FenceOperation, name="drop_receipt_table", own=RECEIPT_TABLE):
+class DropReceiptTableOp(FenceOperation, name="drop_receipt_table", own=tables.RECEIPT_TABLE):
     """Drop the table `fencelock_receipts`, and every record of done work."""
 
 
@@ -237,7 +226,7 @@ def _of_batch(operations: BatchOperations) -> dict[str, Any]:
 @Operations.implementation_for(AddFenceOp)
 def _add_fence(operations: _Operations, op: FenceOperation) -> None:
     for name in _COLUMNS:
-        operations.invoke(AddColumnOp(op.table_name, new_column(name, {}), schema=op.schema))
+        operations.invoke(AddColumnOp(op.table_name, tables.new_column(name, {}), schema=op.schema))
     if op.trigger:
         _create_trigger(operations, op)
 
@@ -270,7 +259,7 @@ def _with_columns(operations: _Operations, op: FenceOperation) -> Table:
     table = Table(op.table_name, MetaData(), *made, schema=op.schema)
     if unknown := {*op.excluded} - {*table.c.keys()}:
         raise ValueError(f"{op.table_name!r} has no column {', '.join(map(repr, sorted(unknown)))}")
-    exclude(table, op.excluded)
+    tables.exclude(table, op.excluded)
     return table
 
 

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Final, NamedTuple
 
 from sqlalchemy import URL, Connection, NullPool, create_engine, text
@@ -14,7 +16,6 @@ from sqlalchemy.exc import DBAPIError
 
 from fencelock._databases import MYSQL
 from fencelock._engines import shown
-from fencelock.cli.findings import Finding, note
 
 _HANGS: Final = "a transaction that hangs keeps its rows locked for ever, unless its program sets a timeout"
 _FORGETS: Final = "a crash may lose what was committed, leases and their tokens too"
@@ -23,6 +24,19 @@ _IDLE: Final = "idle_in_transaction_session_timeout"
 _CLUSTER: Final = 3  # the smallest number of nodes that survive the loss of one node
 _FLUSH: Final = "innodb_flush_log_at_trx_commit"
 _MIXES: Final = "a transaction sees new versions of the rows that it locks, beside old versions of others"
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """A place, a fact, and advice: a problem if locks or data are in danger, else a note."""
+
+    where: str
+    what: str
+    advice: str
+    is_problem: bool = True
+
+
+note: Final = partial(Finding, is_problem=False)
 
 
 class _Setting(NamedTuple):

@@ -25,8 +25,7 @@ from fencelock.authority.redlock.admin import NodeState
 from fencelock.authority.redlock.redlock import DEFAULT_NAMESPACE, Redlock
 from fencelock.authority.redlock.transport.endpoints import as_redis, split_urls
 from fencelock.cli import shared
-from fencelock.cli.database_settings import of_galera, of_granting, of_settings
-from fencelock.cli.findings import Finding, note
+from fencelock.cli.database_settings import Finding, note, of_galera, of_granting, of_settings
 from fencelock.errors import PAGES, FencelockError, LockTimeoutError
 from fencelock.guard import triggers
 from fencelock.guard.tables import FENCE_TABLE, fenced_table, trigger_of
@@ -244,22 +243,17 @@ def _of_database(
         yield Finding(shown, what, "start the authority above this token: fencelock init --after-loss")
     of_models = list(_of_models(connection, metadata))
     named = {found.where for found in of_models}
-    for each in fenced_tables(connection):
-        its = _of_table(connection, each.name, each.schema)
-        yield from (found for found in its if found.is_problem or found.where not in named)
+    has_triggers = triggers.knows(connection.dialect.name)
+    for each in fenced_tables(connection) if has_triggers else ():
+        name = each.name
+        if name not in {FENCE_TABLE, *named} and not triggers.installed(connection, name, schema=each.schema):
+            what = (
+                "has no trigger of this version: other programs can lower the fence by SQL, and the guard "
+                "does not notice their changes"
+            )
+            yield note(name, what, f"op.create_fence_trigger, where others write: {PAGES}/existing-code/")
     yield from of_models
     yield from of_settings(connection, shown)
-
-
-def _of_table(connection: Connection, name: str, schema: str | None) -> Iterator[Finding]:
-    if name == FENCE_TABLE:
-        return
-    if triggers.knows(connection.dialect.name) and not triggers.installed(connection, name, schema=schema):
-        what = (
-            "has no trigger of this version: other programs can lower the fence by SQL, and the guard does "
-            "not notice their changes"
-        )
-        yield note(name, what, f"op.create_fence_trigger, where others write: {PAGES}/existing-code/")
 
 
 def _of_models(connection: Connection, metadata: MetaData | None) -> Iterator[Finding]:

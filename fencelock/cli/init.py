@@ -76,15 +76,21 @@ def init(
         )
     with shared.errors_as_sentences():
         above = _highest_fence(database or []) if after_loss else None
-        if factory_of(urls[0]) is Database:
-            if len(urls) > 1 or base is not None or max_ttl is not None or allow_eviction:
-                shared.fail("a database is named by one URL, and takes no option of nodes but --after-loss")
-            _init_database(urls[0], above)
-        elif (factory := factory_of(urls[0])) is not Redlock:
-            if len(urls) > 1 or base is not None or max_ttl is not None or allow_eviction:
-                shared.fail("etcd and ZooKeeper are named by one URL, and take no option of nodes")
-            with factory(urls[0]) as authority:
-                authority.init(above=above)
+        factory = factory_of(urls[0])
+        if factory is not Redlock and (len(urls) > 1 or allow_eviction or (base, max_ttl) != (None, None)):
+            shared.fail(
+                "a database, etcd or ZooKeeper is named by one URL, and takes no option of nodes but "
+                "--after-loss"
+            )
+        if factory is Database:
+            with shared.refusing_databases(shared.without_password(urls[0]), "used"):
+                authority = Database(with_blocking_driver(url_of(urls[0])))
+            with authority:
+                made = authority.init(above=above)
+            shared.say(f"the table of leases {'was made' if made else 'is there'}")
+        elif factory is not Redlock:
+            with factory(urls[0]) as store:
+                store.init(above=above)
             shared.say("it answers; locks need nothing more")
         else:
             with Redlock(",".join(urls), namespace=namespace, recover=False) as quorum:
@@ -114,14 +120,6 @@ def _warn_of_restarts(url: str) -> None:
                 "It writes no append-only file, so after a restart it is blank, and grants nothing until "
                 "you run `fencelock init --after-loss`: set appendonly yes"
             )
-
-
-def _init_database(url: str, above: int | None) -> None:
-    with shared.refusing_databases(shared.without_password(url), "used"):
-        authority = Database(with_blocking_driver(url_of(url)))
-    with authority:
-        made = authority.init(above=above)
-    shared.say(f"the table of leases {'was made' if made else 'is there'}")
 
 
 def _longest_lease(quorum: Redlock, *, yes: bool) -> float | None:

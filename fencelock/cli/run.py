@@ -54,24 +54,18 @@ def run(
     command is killed, on Linux with all that it has started.
     """
     if not context.args:
-        shared.say("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", "red")
-        raise typer.Exit(2)
+        shared.fail("which command? Write fencelock run RESOURCE -- COMMAND ARGUMENTS", 2)
     if unknown := [word for word in (resource, context.args[0]) if word.startswith("-")]:
-        shared.say(f"there is no option {unknown[0]}: see fencelock run --help", "red")
-        raise typer.Exit(2)
+        shared.fail(f"there is no option {unknown[0]}: see fencelock run --help", 2)
     if not hasattr(os, "killpg"):
-        shared.say("fencelock run needs process groups, which this system has not", "red")
-        raise typer.Exit(FAILED)
+        shared.fail("fencelock run needs process groups, which this system has not", FAILED)
     try:
-        kept = shared.seconds_of(at_least) if at_least else None
+        kept = shared.seconds_of(at_least, 2) if at_least else None
         fenced_lock(resource, ttl=ttl, timeout=timeout, max_hold=None, at_least=kept)  # checks the settings
-    except (ValueError, typer.Exit) as error:
-        if isinstance(error, ValueError):
-            shared.say(str(error), "red")
-        raise typer.Exit(2) from None
+    except ValueError as error:
+        shared.fail(str(error), 2)
     if not (url or os.environ.get("FENCELOCK_URL", "")).strip():
-        shared.say("no authority is named: set FENCELOCK_URL, or add --url", "red")
-        raise typer.Exit(2)
+        shared.fail("no authority is named: set FENCELOCK_URL, or add --url", 2)
     sys.argv[0] = context.args[0]  # the name of the holder for other processes
     command = _Command(context.args, keep_url=keep_url)
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):

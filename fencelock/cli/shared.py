@@ -50,16 +50,16 @@ def errors_as_sentences() -> Iterator[None]:
         fail(f"{type(error).__name__}: {error}")
 
 
-def fail(sentence: str) -> NoReturn:
+def fail(sentence: str, status: int = 1) -> NoReturn:
     say(sentence, "red")
-    raise typer.Exit(1) from None
+    raise typer.Exit(status) from None
 
 
-def seconds_of(text: str) -> float:
+def seconds_of(text: str, status: int = 1) -> float:
     """Return the seconds in a text such as 90, 90s, 15m, 1h or 2d; for another text, fail."""
     found = re.fullmatch(r"([0-9]+(?:\.[0-9]+)?)([smhd]?)", text.strip())
     if found is None:
-        fail(f"{text!r} is no time such as 30d, 12h, 15m or 90s")
+        fail(f"{text!r} is no time such as 30d, 12h, 15m or 90s", status)
     return float(found[1]) * {"": 1, "s": 1, "m": 60, "h": 3600, "d": 86400}[found[2]]
 
 

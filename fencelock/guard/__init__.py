@@ -10,11 +10,14 @@ from fencelock.guard._fenced_text import fenced_text
 from fencelock.guard._gate import fence_table, gate
 from fencelock.guard._upsert import upsert
 from fencelock.guard.leases import bind
-from fencelock.guard.model import FencedDataclassModel, FencedModel, fence_column, write_id_column
+from fencelock.guard.model import FencedDataclassModel, FencedModel
+from fencelock.guard.model import fence_column as fence_column
+from fencelock.guard.model import write_id_column as write_id_column
 from fencelock.guard.receipts import Receipt, once, prune_receipts, receipt_table
 from fencelock.guard.sessions import bypass
 from fencelock.guard.sql import conditional_delete, conditional_update
 
+#: The names that `fencelock` itself has, too.
 __all__ = [
     "FencedDataclassModel",
     "FencedModel",
@@ -25,7 +28,6 @@ __all__ = [
     "claim_all",
     "conditional_delete",
     "conditional_update",
-    "fence_column",
     "fence_table",
     "fenced_text",
     "gate",
@@ -33,5 +35,4 @@ __all__ = [
     "prune_receipts",
     "receipt_table",
     "upsert",
-    "write_id_column",
 ]

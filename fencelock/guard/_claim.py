@@ -25,7 +25,7 @@ from fencelock.guard.events import report_claim
 from fencelock.guard.exact import TOKEN_BIND, SameText, is_text, leaves_rows, newest
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import Target, begin_claim, tokens_to_claim
-from fencelock.guard.sessions import BYPASS, in_both_worlds, session_of
+from fencelock.guard.sessions import BYPASS, either, in_both_worlds, session_of
 from fencelock.guard.tables import FENCE_COLUMN, FencedTable, fenced_table, is_one_of, new_write_id
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ def claim(
 def claim(
     session: Async, model: type[T], identity: object, *, skip_locked: bool, bind_arguments: _Bind = ...
 ) -> Coroutine[Any, Any, T | None]: ...
-@in_both_worlds
+@either
 @refusing
 def claim(
     session: Blocking,
@@ -140,12 +140,6 @@ def claim(
     raise NoResultFound(f"there is no {mapper.class_.__name__} with the primary key {key!r} to claim")
 
 
-@overload
-def claim_all(session: Blocking, statement: Select[Any], *, bind_arguments: _Bind = ...) -> list[Any]: ...
-@overload
-def claim_all(
-    session: Async, statement: Select[Any], *, bind_arguments: _Bind = ...
-) -> Coroutine[Any, Any, list[Any]]: ...
 @in_both_worlds
 @refusing
 def claim_all(session: Blocking, statement: Select[Any], *, bind_arguments: _Bind = None) -> list[Any]:

@@ -5,9 +5,9 @@ A deleted row loses its fence. The resource's row in the fence table stays, so i
 
 from __future__ import annotations
 
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final
 from weakref import WeakKeyDictionary
 
 from sqlalchemy import Column, Engine, Insert, MetaData, Table, case, select
@@ -17,6 +17,7 @@ from fencelock._databases import MYSQL, RESOURCE
 from fencelock._engines import check_metadata
 from fencelock._owners import current_owner
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard import tables
 from fencelock.guard._install import install
 from fencelock.guard.events import report_claim
 from fencelock.guard.exact import insert_into, leaves_rows, newest
@@ -24,24 +25,10 @@ from fencelock.guard.leases import NOT_INHERITED, TransactionLeases, leases_on
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import begin_claim, tokens_to_claim
 from fencelock.guard.sessions import BYPASS, in_both_worlds, session_of
-from fencelock.guard.tables import (
-    FENCE_COLUMN,
-    FENCE_TABLE,
-    TRIGGER_MARK,
-    WRITE_COLUMN,
-    WRITE_MARK,
-    FencedTable,
-    ResourceTemplate,
-    fenced_table,
-    new_column,
-    new_write_id,
-    register,
-    schema_of,
-)
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
-    from fencelock.guard.sessions import Async, Blocking
+    from fencelock.guard.sessions import Blocking
 
 
 def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool = False) -> Table:
@@ -73,22 +60,24 @@ def fence_table(metadata: MetaData, *, schema: str | None = None, trigger: bool 
     _schemas.add(table.schema)
     if trigger:
         install()
-        table.c[FENCE_COLUMN].info[TRIGGER_MARK] = True
+        table.c[tables.FENCE_COLUMN].info[tables.TRIGGER_MARK] = True
     return table
 
 
 def _define(metadata: MetaData, schema: str | None) -> Table:
     table = Table(
-        FENCE_TABLE,
+        tables.FENCE_TABLE,
         metadata,
         Column("resource", RESOURCE, primary_key=True),
-        new_column(FENCE_COLUMN, {}),
-        new_column(WRITE_COLUMN, WRITE_MARK),
+        tables.new_column(tables.FENCE_COLUMN, {}),
+        tables.new_column(tables.WRITE_COLUMN, tables.WRITE_MARK),
         schema=schema,
         keep_existing=True,
     )
-    if fenced_table(table) is None:
-        register(FencedTable(table, ResourceTemplate("{resource}", {"resource": table.c.resource})))
+    if tables.fenced_table(table) is None:
+        tables.register(
+            tables.FencedTable(table, tables.ResourceTemplate("{resource}", {"resource": table.c.resource}))
+        )
     return table
 
 
@@ -98,14 +87,6 @@ _schemas: set[str | None] = set()
 """The schemas with which `fence_table` was called; None stands for the default schema."""
 
 
-@overload
-def gate(
-    session: Blocking, resource: str | None = ..., *, bind_arguments: Mapping[str, Any] | None = ...
-) -> None: ...
-@overload
-def gate(
-    session: Async, resource: str | None = ..., *, bind_arguments: Mapping[str, Any] | None = ...
-) -> Coroutine[Any, Any, None]: ...
 @in_both_worlds
 @refusing
 def gate(
@@ -144,9 +125,9 @@ def gate(
     """
     install()
     connection = begin_claim(session_of(session, "gate"), FENCES, None, bind_arguments).connection
-    schema = schema_of(connection, _schemas)
+    schema = tables.schema_of(connection, _schemas)
     fences = FENCES if schema is None else _define(FENCES.metadata, schema)
-    fenced = fenced_table(fences)
+    fenced = tables.fenced_table(fences)
     assert fenced is not None  # noqa: S101  it is registered where it is defined
     name = _only_resource(connection) if resource is None else check_resource(resource)
     refuse_to_wait_for_oneself(connection, name)
@@ -154,7 +135,7 @@ def gate(
     returns = connection.dialect.insert_returning and not leaves_rows(connection)
     result = connection.execute(
         _passing(fences, connection.dialect.name, returns=returns),
-        {"resource": name, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()},
+        {"resource": name, tables.FENCE_COLUMN: token, tables.WRITE_COLUMN: tables.new_write_id()},
         execution_options={"fencelock": BYPASS},
     )
     if not returns:
@@ -184,11 +165,14 @@ def _passing(fences: Table, dialect: str, *, returns: bool) -> Insert:
     replicates a second passage with the same token. With two statements, callers would deadlock in InnoDB,
     because the first statement would leave a shared lock.
     """
-    fence, is_mysql = fences.c[FENCE_COLUMN], dialect in MYSQL
+    fence, is_mysql = fences.c[tables.FENCE_COLUMN], dialect in MYSQL
     made = insert_into(fences, dialect)
     given = made.inserted if is_mysql else made.excluded
-    new = given[FENCE_COLUMN]
-    higher = {FENCE_COLUMN: case((fence > new, fence), else_=new), WRITE_COLUMN: given[WRITE_COLUMN]}
+    new = given[tables.FENCE_COLUMN]
+    higher = {
+        tables.FENCE_COLUMN: case((fence > new, fence), else_=new),
+        tables.WRITE_COLUMN: given[tables.WRITE_COLUMN],
+    }
     if is_mysql:
         made = made.on_duplicate_key_update(higher)
     else:

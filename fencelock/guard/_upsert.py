@@ -8,9 +8,9 @@ the fence comes last. A query afterwards finds the rows that were refused.
 from __future__ import annotations
 
 import reprlib
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import groupby, islice
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final
 
 from sqlalchemy import ClauseElement, Column, Insert, UniqueConstraint, and_, func, select
 from sqlalchemy.engine import Connection
@@ -18,6 +18,7 @@ from sqlalchemy.orm import Mapper
 
 from fencelock._databases import MYSQL, SUPPORTED
 from fencelock.errors import FenceError, StaleTokenError, UnfencedWriteError
+from fencelock.guard import tables
 from fencelock.guard._claim import fenced_model
 from fencelock.guard._install import install
 from fencelock.guard.conditions import passes, raised, refuse_cutting_off
@@ -26,45 +27,16 @@ from fencelock.guard.leases import TokenLookup, refuse_autocommit
 from fencelock.guard.refused import refusing
 from fencelock.guard.routing import target_of
 from fencelock.guard.sessions import BYPASS, in_both_worlds, session_of
-from fencelock.guard.tables import (
-    FENCE_COLUMN,
-    NO_LEASE,
-    WRITE_COLUMN,
-    FencedTable,
-    is_one_of,
-    new_write_id,
-    spelling,
-)
 from fencelock.guard.verdict import KEYS_PER_QUERY, without_fence
 
 if TYPE_CHECKING:
-    from fencelock.guard.sessions import Async, Blocking
+    from fencelock.guard.sessions import Blocking
 
-_OWN: Final = frozenset({FENCE_COLUMN, WRITE_COLUMN})
+_OWN: Final = frozenset({tables.FENCE_COLUMN, tables.WRITE_COLUMN})
 _Key = tuple[Any, ...]
 _Columns = tuple[Column[Any], ...]
 
 
-@overload
-def upsert(
-    session: Blocking,
-    model: type[Any],
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    index_elements: Sequence[str] | None = ...,
-    set_: Mapping[str, Any] | None = ...,
-    bind_arguments: Mapping[str, Any] | None = ...,
-) -> None: ...
-@overload
-def upsert(
-    session: Async,
-    model: type[Any],
-    rows: Sequence[Mapping[str, Any]],
-    *,
-    index_elements: Sequence[str] | None = ...,
-    set_: Mapping[str, Any] | None = ...,
-    bind_arguments: Mapping[str, Any] | None = ...,
-) -> Coroutine[Any, Any, None]: ...
 @in_both_worlds
 @refusing
 def upsert(
@@ -143,7 +115,7 @@ def upsert(
     for _, keys in groupby(sorted(by_key, key=columns), columns):
         some = sorted(keys)
         statement = _statement(connection.dialect.name, fenced, key, by_key[some[0]], changes)
-        own = {fenced.write.key: new_write_id()}
+        own = {fenced.write.key: tables.new_write_id()}
         stamped = [{**by_key[each], fenced.fence.key: token_of[each], **own} for each in some]
         connection.execute(statement, stamped, execution_options={"fencelock": BYPASS})
     written = list(_check(connection, fenced, key, by_key, token_of))
@@ -155,7 +127,7 @@ def upsert(
             session.expire(known)
 
 
-def _key(mapper: Mapper[Any], fenced: FencedTable, names: Sequence[str] | None) -> _Columns:
+def _key(mapper: Mapper[Any], fenced: tables.FencedTable, names: Sequence[str] | None) -> _Columns:
     """Return the columns that decide whether a row exists; ValueError if they are not unique."""
     primary = tuple(fenced.table.primary_key)
     if names is None:
@@ -182,7 +154,7 @@ def _by_column(mapper: Mapper[Any], values: Mapping[str, Any]) -> dict[Column[An
 
 
 def _changes(
-    mapper: Mapper[Any], fenced: FencedTable, key: _Columns, values: Mapping[str, Any]
+    mapper: Mapper[Any], fenced: tables.FencedTable, key: _Columns, values: Mapping[str, Any]
 ) -> dict[str, Any]:
     by_column = _by_column(mapper, values)
     if kept := [column.key for column in by_column if column in _kept(fenced, key)]:
@@ -200,7 +172,7 @@ def _sql_of(value: Any) -> Any:
 
 
 def _by_key(
-    mapper: Mapper[Any], fenced: FencedTable, rows: Sequence[Mapping[str, Any]], key: _Columns
+    mapper: Mapper[Any], fenced: tables.FencedTable, rows: Sequence[Mapping[str, Any]], key: _Columns
 ) -> dict[_Key, dict[str, Any]]:
     known: dict[_Key, dict[str, Any]] = {}
     for row in rows:
@@ -216,7 +188,7 @@ def _by_key(
         if None in found:
             names = ", ".join(mapper.get_property_by_column(column).key for column in key)
             raise ValueError(f"a row to upsert needs its whole key ({names}), and this row lacks it: {row!r}")
-        named = tuple([spelling(column, value) for column, value in zip(key, found, strict=True)])
+        named = tuple([tables.spelling(column, value) for column, value in zip(key, found, strict=True)])
         if named in known:
             raise ValueError(f"{mapper.class_.__name__} {named!r} is given twice: give each row once")
         known[named] = values
@@ -235,7 +207,7 @@ def _token(tokens: TokenLookup, row: Mapping[str, Any]) -> int:
 
 def _statement(
     dialect: str,
-    fenced: FencedTable,
+    fenced: tables.FencedTable,
     key: _Columns,
     row: Mapping[str, Any],
     changes: Mapping[str, Any] | None,
@@ -263,14 +235,14 @@ def _statement(
     return made.on_duplicate_key_update(assigned)  # type: ignore[no-any-return]
 
 
-def _kept(fenced: FencedTable, key: _Columns) -> set[Column[Any]]:
+def _kept(fenced: tables.FencedTable, key: _Columns) -> set[Column[Any]]:
     """Return the columns that never change: the keys, and those that name the resource."""
     return {*key, *fenced.template.columns.values(), *fenced.table.primary_key}
 
 
 def _check(
     connection: Connection,
-    fenced: FencedTable,
+    fenced: tables.FencedTable,
     key: _Columns,
     rows: Mapping[_Key, Mapping[str, Any]],
     token_of: Mapping[_Key, int],
@@ -282,7 +254,7 @@ def _check(
     keys = iter(rows)
     while some := tuple(islice(keys, KEYS_PER_QUERY)):
         columns = (*key, *of_resource, *primary, fenced.fence)
-        query = newest(select(*columns).where(is_one_of(key, some)), connection)
+        query = newest(select(*columns).where(tables.is_one_of(key, some)), connection)
         found = connection.execute(query).all()
         resources = {
             each: template.render([rows[each][column.key] for column in of_resource]) for each in some
@@ -305,6 +277,6 @@ def _check(
                 )
             if current is None:
                 raise without_fence(fenced, identity)
-            if current != tokens[actual] and not (fenced.is_optional and tokens[actual] == NO_LEASE):
+            if current != tokens[actual] and not (fenced.is_optional and tokens[actual] == tables.NO_LEASE):
                 raise StaleTokenError(fenced.name, identity, tokens[actual], current)
             yield identity

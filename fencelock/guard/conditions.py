@@ -21,15 +21,7 @@ from sqlalchemy.sql.elements import False_, True_
 from sqlalchemy.sql.operators import custom_op
 
 from fencelock.errors import UnfencedWriteError
-from fencelock.guard._sqlalchemy import (
-    has_rows,
-    options_of,
-    prefixes_of,
-    values_in,
-    where_of,
-    with_values,
-    with_where,
-)
+from fencelock.guard import _sqlalchemy as private
 from fencelock.guard.exact import TOKEN_BIND, holds, is_text
 from fencelock.guard.tables import (
     FENCE_COLUMN,
@@ -180,31 +172,31 @@ def refuse_moving(fenced: FencedTable, keys: Container[str], names: Container[st
 
 def refuse_unguardable(statement: Any, fenced: FencedTable, source: sa.FromClause) -> None:
     """Refuse an UPDATE or DELETE that could write rows to which the condition does not apply."""
-    if prefixes_of(statement):
+    if private.prefixes_of(statement):
         raise UnfencedWriteError(f"a write to {fenced.name!r} takes no prefix_with()")
     refuse_inner_writes(statement, fenced)
-    if isinstance(statement, sa.Update) and has_rows(statement):
+    if isinstance(statement, sa.Update) and private.has_rows(statement):
         raise InvalidRequestError(
             "an UPDATE takes no list in values(): write values({…}) or ordered_values(…)"
         )
     own = hash(source), hash(fenced.table)
-    for column, _ in values_in(statement) if isinstance(statement, sa.Update) else ():
+    for column, _ in private.values_in(statement) if isinstance(statement, sa.Update) else ():
         if hash(getattr(column, "table", source)) not in own:
             raise UnfencedWriteError(
                 f"an UPDATE of several tables, or of one under two names, cannot be guarded; update "
                 f"{fenced.name!r} in a statement of its own"
             )
-    for option in options_of(statement):
+    for option in private.options_of(statement):
         if isinstance(option, LoaderCriteriaOption) and any(_texts_in(option.where_criteria)):
             raise UnfencedWriteError(
                 "an UPDATE or DELETE of a fenced table takes no text in with_loader_criteria(), which comes "
                 "after the condition; put it into where()"
             )
-    refuse_cutting_off((statement, *(value for _, value in values_in(statement))))
+    refuse_cutting_off((statement, *(value for _, value in private.values_in(statement))))
 
 
 def refuse_inner_writes(statement: Any, fenced: FencedTable) -> None:
-    values = [value for _, value in values_in(statement) if isinstance(value, sa.ClauseElement)]
+    values = [value for _, value in private.values_in(statement) if isinstance(value, sa.ClauseElement)]
     parts = (each for part in (statement, *values) for each in visitors.iterate(part))
     if any(isinstance(each, sa.UpdateBase) and each is not statement for each in parts):
         raise UnfencedWriteError(
@@ -246,9 +238,9 @@ def changes_only_excluded(statement: Any, table: Any, rows: Rows) -> bool:
     `onupdate` is not looked at. Text could assign another column, so it counts as one.
     """
     excluded = excluded_of(table)
-    if not (excluded and isinstance(statement, sa.Update)) or has_rows(statement):
+    if not (excluded and isinstance(statement, sa.Update)) or private.has_rows(statement):
         return False
-    values = [*values_in(statement)]
+    values = [*private.values_in(statement)]
     assigned = {key_of(column) for column, _ in values}
     assigned |= rows[0].keys() & table.c.keys() if rows else set()
     return (
@@ -329,7 +321,7 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
     added: `SameText` for text, and a comparison with `looked_up` for rows named only by their key.
     """
     source = fenced.source_of(statement)
-    assigned = [column for column, _ in values_in(statement)]
+    assigned = [column for column, _ in private.values_in(statement)]
     if origin != "claim":
         refuse_fence_assignment(map(key_of, assigned), fenced)
     refuse_unguardable(statement, fenced, source)
@@ -338,11 +330,11 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
     where: list[Any] = []
     own: list[Any] = []
     given = None
-    for part in criteria_of(where_of(statement)):
+    for part in criteria_of(private.where_of(statement)):
         loaded = compared(part, write, operators.eq)
         given = loaded if given is None else given
         (where if loaded is None else own).append(parenthesised(part) if loaded is None else part)
-    statement = with_where(statement, (*where, *own))
+    statement = private.with_where(statement, (*where, *own))
     columns = fenced.template.columns
     pinned = equality_binds(where, source, (*fenced.table.primary_key, *columns.values()))
     key = tuple([pinned[column.key] for column in fenced.table.primary_key if column.key in pinned])
@@ -369,7 +361,7 @@ def _with_condition(statement: Any, fenced: FencedTable, origin: Origin) -> Guar
     is_optional = fenced.is_optional and origin in {"flush", "core"}
     statement = statement.where(passes(fence, token_bind, optional=is_optional))
     if is_optional and assigns:
-        statement = with_values(statement, {fence.key: raised(fence, token_bind, optional=True)})
+        statement = private.with_values(statement, {fence.key: raised(fence, token_bind, optional=True)})
     if len(resource_binds) == len(columns) and origin in {"core", "claim"}:
         named = zip(columns.values(), resource_binds, strict=True)
         statement = statement.where(
@@ -422,4 +414,4 @@ def shift_ids(statement: sa.Update, fenced: FencedTable, by: Any) -> sa.Update:
     """Return an UPDATE that adds a number to the write ids; loaded objects add it, too (see `tables`)."""
     write = fenced.source_of(statement).c[fenced.write.key]
     by = (write + by) % sa.literal_column(str(LIMIT), sa.BigInteger)
-    return with_values(statement, {write.key: by})
+    return private.with_values(statement, {write.key: by})

@@ -100,7 +100,10 @@ class TransactionLeases:
 
     def candidates(self, connection: Connection) -> dict[str, Lease]:
         """Return the leases that may guard a write now, by resource."""
-        bound = _bound_to(connection) if _bound else None
+        bound = None
+        if _bound:
+            session = owner_of(connection)
+            bound = (None if session is None else _bound.get(session)) or _bound.get(connection)
         if bound != self._bound:
             self.used.clear()
             self._bound = bound
@@ -168,12 +171,6 @@ class TransactionLeases:
         return calls
 
 
-def _bound_to(connection: Connection) -> tuple[Lease, ...] | None:
-    session = owner_of(connection)
-    leases = None if session is None else _bound.get(session)
-    return leases or _bound.get(connection)
-
-
 def _call_each(calls: Iterable[Callable[[], object]]) -> None:
     for call in calls:
         call()
@@ -207,9 +204,8 @@ def on_savepoint(connection: Connection, verb: str, name: str) -> None:
     if transaction is None or not transaction.is_active:
         return
     if verb.upper() == "SAVEPOINT" and connection.dialect.name == "sqlite":
-        driver: Any = connection.connection.dbapi_connection
-        is_open = getattr(driver, "driver_connection", driver).in_transaction
-        if not (is_open or _commits_by_itself(connection, connection.get_execution_options())):
+        driver: Any = connection.connection.driver_connection
+        if not (driver.in_transaction or _commits_by_itself(connection, connection.get_execution_options())):
             connection.exec_driver_sql("BEGIN")
     leases_on(connection).at_savepoint(verb.upper(), name)
 

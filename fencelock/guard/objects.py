@@ -246,8 +246,12 @@ class _Watch:
 
     def before_update(self, _mapper: object, connection: Connection, state: _State) -> None:
         current = state.dict
-        if FENCE_COLUMN in state.committed_state:
-            _drop_assigned_fence(state, current)
+        if FENCE_COLUMN in state.committed_state:  # a form or a merge may have assigned another one
+            loaded = state.committed_state.pop(FENCE_COLUMN)
+            if loaded is NO_VALUE:
+                del current[FENCE_COLUMN]
+            else:
+                current[FENCE_COLUMN] = loaded
         changed = _changed(state, current, self._excluded)
         tokens = self._tokens(connection, state) if changed else None
         if not changed:
@@ -350,15 +354,6 @@ def loaded_values(names: tuple[str, ...], state: _State) -> tuple[Any, ...] | No
             return None
         values.append(value)
     return tuple(values)
-
-
-def _drop_assigned_fence(state: _State, current: dict[str, Any]) -> None:
-    """Restore the fence of the row, because a form, a dump or a merge may have assigned another fence."""
-    loaded = state.committed_state.pop(FENCE_COLUMN)
-    if loaded is NO_VALUE:
-        del current[FENCE_COLUMN]
-    else:
-        current[FENCE_COLUMN] = loaded
 
 
 def _was_loaded(state: _State, key: str) -> bool:

@@ -9,33 +9,18 @@ from __future__ import annotations
 import enum
 import hashlib
 import json
-from collections.abc import Coroutine, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, date, datetime, time, timedelta
 from decimal import MAX_EMAX, MAX_PREC, MIN_EMIN, Context, Decimal
 from functools import cache
-from typing import TYPE_CHECKING, Any, Final, overload
+from typing import TYPE_CHECKING, Any, Final
 from uuid import UUID
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    Insert,
-    MetaData,
-    String,
-    Table,
-    Update,
-    bindparam,
-    delete,
-    event,
-    func,
-    select,
-    update,
-)
+import sqlalchemy as sa
 from sqlalchemy.engine import Connection
 from sqlalchemy.exc import DBAPIError
 from sqlalchemy.orm import Session
-from sqlalchemy.types import JSON
 
 from fencelock._checks import EVER, check_seconds
 from fencelock._databases import MYSQL, RESOURCE, TIME, waited_in_vain
@@ -51,7 +36,7 @@ from fencelock.guard.tables import RECEIPT_TABLE, schema_of
 from fencelock.lease import check_resource
 
 if TYPE_CHECKING:
-    from fencelock.guard.sessions import Async, Blocking
+    from fencelock.guard.sessions import Blocking
 
 _EXACT: Final = Context(MAX_PREC, Emin=MIN_EMIN, Emax=MAX_EMAX)  # the program's own context may round
 MAX_RESULT: Final = 65_536  # the most bytes of a result's JSON, which is ASCII
@@ -60,7 +45,7 @@ _schemas: set[str | None] = set()
 """The schemas with which `receipt_table` was called; None stands for the default schema."""
 
 
-def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
+def receipt_table(metadata: sa.MetaData, *, schema: str | None = None) -> sa.Table:
     """Return the table of receipts as part of `metadata`, defining it there at the first call.
 
     ```python
@@ -82,24 +67,24 @@ def receipt_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     return table
 
 
-def _define(metadata: MetaData, schema: str | None) -> Table:
-    return Table(
+def _define(metadata: sa.MetaData, schema: str | None) -> sa.Table:
+    return sa.Table(
         RECEIPT_TABLE,
         metadata,
-        Column("key", RESOURCE, primary_key=True),
-        Column("fingerprint", String(64)),
-        Column("token", BigInteger, autoincrement=False),
-        Column("result", JSON(none_as_null=True)),
-        Column("at", TIME, nullable=False),
+        sa.Column("key", RESOURCE, primary_key=True),
+        sa.Column("fingerprint", sa.String(64)),
+        sa.Column("token", sa.BigInteger, autoincrement=False),
+        sa.Column("result", sa.JSON(none_as_null=True)),
+        sa.Column("at", TIME, nullable=False),
         schema=schema,
         keep_existing=True,
     )
 
 
-_DEFAULT: Final = _define(MetaData(), None)
+_DEFAULT: Final = _define(sa.MetaData(), None)
 
 
-def _table_of(connection: Connection) -> Table:
+def _table_of(connection: Connection) -> sa.Table:
     schema = schema_of(connection, _schemas)
     return _DEFAULT if schema is None else _define(_DEFAULT.metadata, schema)
 
@@ -179,14 +164,6 @@ def _store_results(connection: Connection, *_: Any) -> None:
             )
 
 
-@overload
-def once(
-    session: Blocking, key: str, *, fingerprint: Any = ..., bind_arguments: Mapping[str, Any] | None = ...
-) -> Receipt: ...
-@overload
-def once(
-    session: Async, key: str, *, fingerprint: Any = ..., bind_arguments: Mapping[str, Any] | None = ...
-) -> Coroutine[Any, Any, Receipt]: ...
 @in_both_worlds
 @refusing
 def once(
@@ -237,7 +214,7 @@ def once(
     values = {"key": name, "fingerprint": digest, "token": _token(connection), "at": datetime.now(UTC)}
     made: dict[str, Receipt] = leases_on(connection).receipts
     while not _insert(connection, table, values):
-        query = select(table.c.fingerprint, table.c.result).where(table.c.key == name)
+        query = sa.select(table.c.fingerprint, table.c.result).where(table.c.key == name)
         row = connection.execute(newest(query, connection)).one_or_none()
         if row is not None:  # else the row was pruned meanwhile
             if None not in {digest, row.fingerprint} and digest != row.fingerprint:
@@ -246,8 +223,8 @@ def once(
             return Receipt(name, done=True, result=row.result if ours is None else ours.result)
     receipt = made[name] = Receipt(name, done=False)
     for moment in ("commit", "prepare_twophase"):
-        if not event.contains(connection, moment, _store_results):
-            event.listen(connection, moment, _store_results)
+        if not sa.event.contains(connection, moment, _store_results):
+            sa.event.listen(connection, moment, _store_results)
     return receipt
 
 
@@ -262,7 +239,7 @@ def _token(connection: Connection) -> int | None:
     return None
 
 
-def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> bool:
+def _insert(connection: Connection, table: sa.Table, values: dict[str, Any]) -> bool:
     dialect = connection.dialect.name
     try:
         result: Any = connection.execute(_insertion(table, dialect), values)
@@ -279,7 +256,7 @@ def _insert(connection: Connection, table: Table, values: dict[str, Any]) -> boo
 
 
 @cache
-def _insertion(table: Table, dialect: str) -> Insert:
+def _insertion(table: sa.Table, dialect: str) -> sa.Insert:
     """Return an INSERT that does nothing if the key exists.
 
     On MariaDB and MySQL `lastrowid` is 1 if the key exists, and 0 if the row is new. On SQLite the count of
@@ -289,7 +266,7 @@ def _insertion(table: Table, dialect: str) -> Insert:
     insert = insert_into(table, dialect)
     if dialect in MYSQL:
         # This UPDATE changes nothing. After INSERT IGNORE, callers would deadlock on InnoDB's shared locks.
-        nothing = func.if_(func.last_insert_id(1), key, key)
+        nothing = sa.func.if_(sa.func.last_insert_id(1), key, key)
         return insert.on_duplicate_key_update(key=nothing)  # type: ignore[no-any-return]
     insert = insert.on_conflict_do_nothing(index_elements=["key"])
     return insert.inline() if dialect == "sqlite" else insert.returning(key)  # type: ignore[no-any-return]
@@ -311,23 +288,19 @@ def working(session: Session, receipt: Receipt) -> Iterator[None]:
             raise error
 
     receipt.is_working = True
-    event.listen(session, "after_begin", check)
+    sa.event.listen(session, "after_begin", check)
     try:
         yield
     finally:
-        event.remove(session, "after_begin", check)
+        sa.event.remove(session, "after_begin", check)
     check()
 
 
 @cache
-def _storing(table: Table) -> Update:
-    return update(table).where(table.c.key == bindparam("its")).values(result=bindparam("found"))
+def _storing(table: sa.Table) -> sa.Update:
+    return sa.update(table).where(table.c.key == sa.bindparam("its")).values(result=sa.bindparam("found"))
 
 
-@overload
-def prune_receipts(session: Blocking | Connection, older_than: float) -> int: ...
-@overload
-def prune_receipts(session: Async, older_than: float) -> Coroutine[Any, Any, int]: ...
 @in_both_worlds
 def prune_receipts(session: Blocking | Connection, older_than: float) -> int:
     """Delete the receipts that were made longer than `older_than` seconds ago; return how many.
@@ -354,7 +327,7 @@ def prune_receipts(session: Blocking | Connection, older_than: float) -> int:
         its = session_of(session, "prune_receipts")
         connection = target_of(its, _DEFAULT, None, None, ()).connection
     table = _table_of(connection)
-    return connection.execute(delete(table).where(table.c.at < datetime.now(UTC) - age)).rowcount
+    return connection.execute(sa.delete(table).where(table.c.at < datetime.now(UTC) - age)).rowcount
 
 
 def _digest(fingerprint: Any) -> str | None:

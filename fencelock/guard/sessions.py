@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Concatenate, Final, NamedTuple, ParamSpec, Protocol, TypeVar, overload
 from weakref import ReferenceType, WeakSet, ref
 
 from sqlalchemy.engine import Connection
@@ -29,6 +29,10 @@ if TYPE_CHECKING:
     Blocking: TypeAlias = Session | scoped_session[Any]
     Async: TypeAlias = AsyncSession | async_scoped_session[Any]
     AnySession: TypeAlias = Blocking | Connection | Async | AsyncConnection
+
+_S_contra = TypeVar("_S_contra", contravariant=True)
+_P = ParamSpec("_P")
+_R_co = TypeVar("_R_co", covariant=True)
 
 _SESSIONS: Final = "_fencelock_sessions"
 """The attribute of a connection with the sessions that have used it; the latest is last."""
@@ -79,18 +83,35 @@ def session_of(target: Any, function: str) -> Session:
     raise TypeError(f"{function} takes a Session or an AsyncSession, not {type(target).__name__}")
 
 
-def in_both_worlds(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Let a function of a `Session` take an `AsyncSession`, too, and return a coroutine then."""
+class InBothWorlds(Protocol[_S_contra, _P, _R_co]):
+    """A function of a `Session` that also takes an `AsyncSession`, and returns a coroutine then."""
+
+    @overload
+    def __call__(self, session: _S_contra, *args: _P.args, **options: _P.kwargs) -> _R_co: ...
+    @overload
+    def __call__(
+        self, session: Async, *args: _P.args, **options: _P.kwargs
+    ) -> Coroutine[Any, Any, _R_co]: ...
+
+
+def in_both_worlds(
+    function: Callable[Concatenate[_S_contra, _P], _R_co],
+) -> InBothWorlds[_S_contra, _P, _R_co]:
+    return either(function)
+
+
+def either(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Make a function an `InBothWorlds`; for one whose result depends on its other arguments."""
 
     @wraps(function)
-    def either(session: Any, *args: Any, **options: Any) -> Any:
+    def called(session: Any, *args: Any, **options: Any) -> Any:
         if is_async_scoped(session):
             session = session.registry()
         if is_async_session(session):
             return session.run_sync(function, *args, **options)
         return function(session, *args, **options)
 
-    return either
+    return called
 
 
 def on_begin(session: Session, transaction: SessionTransaction, connection: object) -> None:

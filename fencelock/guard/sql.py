@@ -9,20 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Final
 
-from sqlalchemy import (
-    ColumnClause,
-    ColumnElement,
-    Delete,
-    Table,
-    TableClause,
-    Update,
-    bindparam,
-    column,
-    delete,
-    inspect,
-    update,
-)
-from sqlalchemy import table as sql_table
+import sqlalchemy as sa
 from sqlalchemy.dialects import mysql, postgresql, sqlite
 from sqlalchemy.engine.default import DefaultDialect
 from sqlalchemy.sql import quoted_name
@@ -87,7 +74,7 @@ def conditional_update(
     raw = _Raw(table, paramstyle, dialect)
     _check_raw(values, key, token)
     assigned = {**values, FENCE_COLUMN: token, WRITE_COLUMN: new_write_id()}
-    statement = update(raw.table).values(
+    statement = sa.update(raw.table).values(
         {raw.column(name): raw.bind(value) for name, value in assigned.items()}
     )
     return raw.compiled(statement.where(*raw.criteria(key, token)))
@@ -112,7 +99,7 @@ def conditional_delete(
     """
     raw = _Raw(table, paramstyle, dialect)
     _check_raw({}, key, token)
-    return raw.compiled(delete(raw.table).where(*raw.criteria(key, token)))
+    return raw.compiled(sa.delete(raw.table).where(*raw.criteria(key, token)))
 
 
 def _check_raw(values: Mapping[str, Any], key: Mapping[str, Any], token: int) -> None:
@@ -139,17 +126,17 @@ class _Raw:
         self._dialect = made(paramstyle=paramstyle)  # type: ignore[arg-type]
         self._is_known = dialect is not None
         self._bound = 0
-        self.table: TableClause = self._table(table)
+        self.table: sa.TableClause = self._table(table)
 
-    def _table(self, table: Any) -> TableClause:
-        found = getattr(inspect(table, raiseerr=False), "local_table", table)
+    def _table(self, table: Any) -> sa.TableClause:
+        found = getattr(sa.inspect(table, raiseerr=False), "local_table", table)
         if isinstance(found, str):
             schema, _, name = found.rpartition(".")
-        elif isinstance(found, Table):
+        elif isinstance(found, sa.Table):
             schema, name = found.schema or "", found.name
         else:
             raise TypeError(f"a table is named by its name, a Table or a model, not {table!r}")
-        return sql_table(self._name(name), schema=self._name(schema) if schema else None)
+        return sa.table(self._name(name), schema=self._name(schema) if schema else None)
 
     def _name(self, name: str) -> quoted_name:
         """Return a name that is quoted where it must be; ValueError if its quotes are unknown."""
@@ -164,18 +151,18 @@ class _Raw:
 
     def bind(self, value: Any) -> BindParameter[Any]:
         self._bound += 1
-        return bindparam(f"p{self._bound}", value, NullType())  # a type would make some dialects add casts
+        return sa.bindparam(f"p{self._bound}", value, NullType())  # a type would make some dialects add casts
 
-    def criteria(self, key: Mapping[str, Any], token: int) -> list[ColumnElement[bool]]:
+    def criteria(self, key: Mapping[str, Any], token: int) -> list[sa.ColumnElement[bool]]:
         same = [self.column(name) == self.bind(value) for name, value in key.items()]
         return [*same, self.column(FENCE_COLUMN) <= self.bind(token)]
 
-    def column(self, name: str) -> ColumnClause[Any]:
+    def column(self, name: str) -> sa.ColumnClause[Any]:
         if (named := self._name(name)) not in self.table.c:
-            self.table.append_column(column(named))
+            self.table.append_column(sa.column(named))
         return self.table.c[named]
 
-    def compiled(self, statement: Update | Delete) -> tuple[str, Any]:
+    def compiled(self, statement: sa.Update | sa.Delete) -> tuple[str, Any]:
         made = statement.compile(dialect=self._dialect)
         values = made.construct_params()
         if not self._dialect.positional:

@@ -102,15 +102,6 @@ def _keep_loaded_ids(result: CursorResult[Any], statement: object, fenced: Fence
             computed.remove(column)
 
 
-def _check_token(connection: Connection, token: object) -> None:
-    check_token(token)
-    if TOKEN_OPTION in connection.get_execution_options():
-        raise ValueError(
-            "execution_options(fencing_token=…) is for one statement, and not for a connection or an "
-            "engine; for all writes of a transaction, bind(connection, Lease(resource, token))"
-        )
-
-
 def _bypassing(
     connection: Connection, statement: Any, fenced: FencedTable | None, rows: Rows, options: Options
 ) -> Any:
@@ -134,7 +125,12 @@ def _guarded(
 ) -> tuple[Any, Rows, Verdict | None]:
     given: int | None = options.get(TOKEN_OPTION)
     if given is not None:
-        _check_token(connection, given)
+        check_token(given)
+        if TOKEN_OPTION in connection.get_execution_options():
+            raise ValueError(
+                "execution_options(fencing_token=…) is for one statement, and not for a connection or an "
+                "engine; for all writes of a transaction, bind(connection, Lease(resource, token))"
+            )
     flush = flush_of(connection, fenced, options) if given is None else None
     lookup = flush or TokenLookup(connection, fenced, given=given)
     refuse_autocommit(lookup.leases, connection, options, fenced.name)

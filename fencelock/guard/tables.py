@@ -17,21 +17,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, NoReturn, TypeAlias
 from uuid import UUID
 from weakref import ReferenceType, WeakSet
 
-from sqlalchemy import (
-    CHAR,
-    BigInteger,
-    Column,
-    DateTime,
-    Enum,
-    Float,
-    Integer,
-    Numeric,
-    String,
-    Table,
-    Uuid,
-    text,
-    tuple_,
-)
+import sqlalchemy as sa
 from sqlalchemy.sql import ColumnElement, FromClause
 from sqlalchemy.sql.selectable import AliasedReturnsRows
 from sqlalchemy.types import TypeDecorator, TypeEngine
@@ -119,7 +105,7 @@ class ResourceTemplate:
     """`__fence_resource__`, such as `"order:{id}"`, and the column behind each name in braces."""
 
     text: str
-    columns: Mapping[str, Column[Any]]
+    columns: Mapping[str, sa.Column[Any]]
 
     def render(self, values: Sequence[Any]) -> str:
         named = zip(self.columns.items(), values, strict=True)
@@ -174,12 +160,12 @@ class ResourceTemplate:
 
 
 def _has_many_spellings(kind: TypeEngine[Any]) -> bool:
-    if isinstance(kind, Enum):  # MariaDB compares members regardless of case, and of spaces at the end
+    if isinstance(kind, sa.Enum):  # MariaDB compares members regardless of case, and of spaces at the end
         return len({each.casefold().rstrip() for each in kind.enums}) < len(kind.enums)
-    return isinstance(kind, Numeric | Float) or (isinstance(kind, DateTime) and kind.timezone)
+    return isinstance(kind, sa.Numeric | sa.Float) or (isinstance(kind, sa.DateTime) and kind.timezone)
 
 
-def spelling(column: Column[Any], value: Any) -> Any:
+def spelling(column: sa.Column[Any], value: Any) -> Any:
     """Return a value as the database returns it; UnfencedWriteError if that form is not known.
 
     A database may take "01", 1.0 and True for the key 1, but "order:01" is not the lease of "order:1".
@@ -187,15 +173,15 @@ def spelling(column: Column[Any], value: Any) -> Any:
     kind = column.type
     is_as_loaded = True
     try:
-        if isinstance(kind, Integer):
+        if isinstance(kind, sa.Integer):
             as_text = isinstance(value, str) and value == str(int(value))
             return int(value) if as_text else operator.index(value)
-        if isinstance(kind, String) and not isinstance(kind, Enum):
+        if isinstance(kind, sa.String) and not isinstance(kind, sa.Enum):
             # PostgreSQL pads CHAR with spaces, and ignores them when it compares.
-            return str.__str__(value).rstrip(" ") if isinstance(kind, CHAR) else str.__str__(value)
-        if isinstance(kind, Uuid):
+            return str.__str__(value).rstrip(" ") if isinstance(kind, sa.CHAR) else str.__str__(value)
+        if isinstance(kind, sa.Uuid):
             return value if isinstance(value, UUID) else str(UUID(value))
-        if isinstance(kind, Enum):  # SQLAlchemy also takes a member's name, MariaDB in upper or lower case
+        if isinstance(kind, sa.Enum):  # SQLAlchemy also takes a member's name, MariaDB in upper or lower case
             is_as_loaded = isinstance(value, kind.enum_class) if kind.enum_class else value in kind.enums
         elif not isinstance(kind, TypeDecorator):
             is_as_loaded = type(value) is kind.python_type
@@ -215,12 +201,12 @@ def spelling(column: Column[Any], value: Any) -> Any:
 class FencedTable:
     """The guard's facts about one fenced table. If `is_optional`, rows may be written under no lease."""
 
-    table: Table
+    table: sa.Table
     template: ResourceTemplate
     of_models: list[ReferenceType[Mapper[Any]]] = field(default_factory=list)
     name: str = field(init=False)
-    fence: Column[int] = field(init=False)
-    write: Column[int] = field(init=False)
+    fence: sa.Column[int] = field(init=False)
+    write: sa.Column[int] = field(init=False)
     is_optional: bool = field(init=False)
     excludes: bool = field(init=False)  # whether the table, or a sub-table, has columns that need no lease
     statements: dict[Any, Any] = field(default_factory=dict, init=False, repr=False)
@@ -239,7 +225,7 @@ class FencedTable:
         target: FromClause = statement.table
         return target if isinstance(target, AliasedReturnsRows) else self.table
 
-    def check_excluded(self, name: str, columns: Mapping[str, Column[Any]]) -> Column[Any]:
+    def check_excluded(self, name: str, columns: Mapping[str, sa.Column[Any]]) -> sa.Column[Any]:
         """Return an excluded column by its name, which is an attribute's if a model names it."""
         if (column := columns.get(name)) is None:
             raise ValueError(
@@ -263,7 +249,7 @@ class FencedTable:
         return [mapper for reference in self.of_models if (mapper := reference()) is not None]
 
 
-_names: dict[str, WeakSet[Table]] = {}  # the fenced tables and their sub-tables, by name in lower case
+_names: dict[str, WeakSet[sa.Table]] = {}  # the fenced tables and their sub-tables, by name in lower case
 
 
 def register(fenced: FencedTable) -> FencedTable:
@@ -272,22 +258,22 @@ def register(fenced: FencedTable) -> FencedTable:
     return fenced
 
 
-def register_sub_table(table: Table, base: FencedTable) -> None:
+def register_sub_table(table: sa.Table, base: FencedTable) -> None:
     """Note that a table completes the rows of a fenced one (joined inheritance)."""
     table.info[_SUB_TABLE_OF] = table.name, base
     _note_name(table)
 
 
-def _note_name(table: Table) -> None:
+def _note_name(table: sa.Table) -> None:
     _names.setdefault(table.name.lower(), WeakSet()).add(table)
 
 
-def note_column(column: Column[Any], parent: object) -> None:
+def note_column(column: sa.Column[Any], parent: object) -> None:
     """Note the name of a table as soon as it has a fence column: its first write may be textual SQL.
 
     A copy of the table under another name, such as a history of its rows, is not fenced.
     """
-    if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, Table):
+    if column.name == FENCE_COLUMN and "fencelock" in column.info and isinstance(parent, sa.Table):
         if column.info.setdefault(_OF_TABLE, parent.name) == parent.name:
             _note_name(parent)
         else:
@@ -313,11 +299,11 @@ def excluded_by_name(name: str) -> frozenset[str]:
     return frozenset(set.intersection(*found)) if found else frozenset()
 
 
-def new_column(name: str, info: Mapping[Any, Any]) -> Column[int]:
-    return Column(name, BigInteger, nullable=False, server_default=text("0"), info=dict(info))
+def new_column(name: str, info: Mapping[Any, Any]) -> sa.Column[int]:
+    return sa.Column(name, sa.BigInteger, nullable=False, server_default=sa.text("0"), info=dict(info))
 
 
-def trigger_of(table: Table) -> FenceTrigger:
+def trigger_of(table: sa.Table) -> FenceTrigger:
     fence = table.c.get(FENCE_COLUMN)
     wanted: FenceTrigger = False if fence is None else fence.info.get(TRIGGER_MARK, False)
     return wanted
@@ -331,7 +317,7 @@ def excluded_of(table: Any) -> frozenset[str]:
     return excluded
 
 
-def exclude(table: Table, keys: Iterable[str]) -> None:
+def exclude(table: sa.Table, keys: Iterable[str]) -> None:
     fence = table.c.get(FENCE_COLUMN)
     marks = table.info if fence is None else fence.info
     marks[EXCLUDED_MARK] = excluded_of(table).union(keys)
@@ -355,7 +341,7 @@ def check_lease(wanted: object) -> FenceLease:
     raise ValueError(f"__fence_lease__ is 'required' or 'optional', not {wanted!r}")
 
 
-def registered(table: Table | None) -> FencedTable | None:
+def registered(table: sa.Table | None) -> FencedTable | None:
     """Return the record of exactly this table; None for a copy, and for a table that has no record yet."""
     found: FencedTable | None = getattr(table, "info", {}).get(_FENCED)
     # Annotated tables hash like the original.
@@ -364,9 +350,9 @@ def registered(table: Table | None) -> FencedTable | None:
 
 def fenced_table(target: object) -> FencedTable | None:
     """Return the record of a table or alias, and make it if necessary; None if the table is not fenced."""
-    table = target if type(target) is Table else underlying(target)
+    table = target if type(target) is sa.Table else underlying(target)
     fenced = registered(table)
-    if fenced is not None or not isinstance(table, Table):
+    if fenced is not None or not isinstance(table, sa.Table):
         return fenced
     fence = table.c.get(FENCE_COLUMN)
     if fence is None or "fencelock" not in fence.info:
@@ -386,7 +372,7 @@ def known(target: FromClause) -> FencedTable:
     if fenced is not None:
         return fenced
     table = underlying(target)
-    if not isinstance(table, Table) or FENCE_COLUMN not in table.c:
+    if not isinstance(table, sa.Table) or FENCE_COLUMN not in table.c:
         raise ValueError(
             f"{getattr(table, 'name', target)!r} is not fenced: it has no column {FENCE_COLUMN!r}; give the "
             f"model the mixin FencedModel, or the Table a fence_column()"
@@ -409,7 +395,7 @@ def underlying(target: object) -> Any:
     return target if isinstance(target, FromClause) else None
 
 
-def check_write_column(table: Table, owner: str) -> None:
+def check_write_column(table: sa.Table, owner: str) -> None:
     if WRITE_COLUMN not in table.c:
         raise FenceError(
             f"{owner} is fenced, and its table {table.name!r} has no column {WRITE_COLUMN!r}: add it to the "
@@ -418,7 +404,10 @@ def check_write_column(table: Table, owner: str) -> None:
 
 
 def template_of(
-    table: Table, owner: str, attributes: Mapping[str, Column[Any]] | None = None, said: str | None = None
+    table: sa.Table,
+    owner: str,
+    attributes: Mapping[str, sa.Column[Any]] | None = None,
+    said: str | None = None,
 ) -> ResourceTemplate:
     """Return the template of a table's resources: `said` (by a model), else that of the fence column."""
     attributes = dict(table.c.items()) if attributes is None else attributes
@@ -462,4 +451,4 @@ def template_of(
 def is_one_of(
     key: Sequence[ColumnElement[Any]], identities: Iterable[tuple[Any, ...]]
 ) -> ColumnElement[bool]:
-    return tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])
+    return sa.tuple_(*key).in_(identities) if len(key) > 1 else key[0].in_([value for (value,) in identities])

@@ -85,12 +85,8 @@ def _is_of_a_server(handler: object) -> bool:
 
 def _exit(number: int, _frame: FrameType | None) -> None:
     for each in _handled:
-        signal.signal(each, _ignore)
+        signal.signal(each, lambda *_: None)  # for a signal that comes again while the process ends
     sys.exit(128 + number)
-
-
-def _ignore(_number: int, _frame: FrameType | None) -> None:
-    """Handle a signal that comes again while the process ends."""
 
 
 handler_seen: list[object] = [None]  # the handler of SIGTERM that was looked at last

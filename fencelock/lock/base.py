@@ -242,7 +242,9 @@ class BaseLock(Generic[Token]):
             if self._skips and block.is_with:
                 error.args = (f"{error}. {_NOT_SKIPPED}",)
         if _events.listeners:
-            outcome = "cancelled" if block.given_up else _outcome_of(error)
+            outcome: Outcome = "cancelled"
+            if not block.given_up and isinstance(error, Exception):
+                outcome = "timeout" if isinstance(error, LockTimeoutError) else "error"
             facts = time.monotonic() - began, block.had_to_wait, outcome, error
             _events.tell(LockNotAcquired(block.authority, missing, self.template, *facts))
         if error is not caught:
@@ -410,12 +412,6 @@ def _take_over_gen(authority: Any, grant: Grant, ttl: float) -> Steps[Grant]:
     if not isinstance(outcome, Grant):
         raise outcome
     return outcome
-
-
-def _outcome_of(error: BaseException) -> Outcome:
-    if isinstance(error, LockTimeoutError):
-        return "timeout"
-    return "error" if isinstance(error, Exception) else "cancelled"
 
 
 def _check_still_held(hold: Hold) -> None:

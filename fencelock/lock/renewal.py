@@ -179,12 +179,11 @@ def _give_up(hold: Hold, now: float) -> tuple[Callable[[], object], ...]:
 
 def _tell(hold: Hold, outcome: Grant | FencelockError, late: float) -> None:
     if _events.listeners:
-        names = hold.authority, hold.grant.resources, hold.template
         if isinstance(outcome, Grant):
-            _events.tell(LeaseExtended(*names, "extended", late, hold.ttl, None))
+            _events.tell(LeaseExtended(*hold.names, "extended", late, hold.ttl, None))
         else:
             word: Literal["lost", "error"] = "lost" if isinstance(outcome, LockLostError) else "error"
-            _events.tell(LeaseExtended(*names, word, late, hold.ttl, outcome))
+            _events.tell(LeaseExtended(*hold.names, word, late, hold.ttl, outcome))
 
 
 def release_again(hold: Hold) -> Iterator[Steps[Any]]:
@@ -241,7 +240,6 @@ class ThreadRenewer(BatchRenewer):
             sleep_until_woken(wakeup, threading.TIMEOUT_MAX)
 
     async def stop_soon(self, hold: Hold) -> None:
-        """Stop extending a hold of blocking code that a task releases; other tasks run meanwhile."""
         while not self.cancel(hold):  # noqa: ASYNC110 - a thread sets no event of a loop
             await asyncio.sleep(_LOOK)
 

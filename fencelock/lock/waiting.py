@@ -8,7 +8,6 @@ import shlex
 import threading
 import time
 from collections.abc import Callable, Sequence
-from types import CodeType
 from typing import Any, Final
 
 from fencelock import _events
@@ -118,25 +117,17 @@ in_forked_child(_looks.clear)
 
 def with_reason(error: LockTimeoutError, authority: Authority, resources: Sequence[str]) -> LockTimeoutError:
     """Return the error, with the reason added if the caller waits in vain for a lock of this process."""
-    if not (why := _why_in_vain(authority, resources)):
-        return error
-    return LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl)
-
-
-def _why_in_vain(authority: Authority, resources: Sequence[str]) -> str:
     holds = [hold for hold in holds_of(authority, resources) if not hold.lost]
     inherited = held_leases()
     here = None if running_loop() else threading.get_ident()
+    why = _PARENT if any(lease in inherited for hold in holds for lease in hold.leases) else ""
     for hold in holds:
-        if hold.leases[0]._left:
-            return _KEPT.format(_shown(hold.place))
-        if hold.thread == here and hold.loop() is None:
-            return _OTHER_CALLER.format(_shown(hold.place))
-    return _PARENT if any(lease in inherited for hold in holds for lease in hold.leases) else ""
-
-
-def _shown(place: tuple[CodeType, int] | None) -> str:
-    return "somewhere" if place is None else f"in {place[0].co_filename}:{place[1]}"
+        is_kept = hold.leases[0]._left
+        if is_kept or (hold.thread == here and hold.loop() is None):
+            place = "somewhere" if hold.place is None else f"in {hold.place[0].co_filename}:{hold.place[1]}"
+            why = (_KEPT if is_kept else _OTHER_CALLER).format(place)
+            break
+    return LockTimeoutError(f"{error}; {why}", holder_ttl=error.holder_ttl) if why else error
 
 
 def name_holder_gen(authority: Authority, resources: tuple[str, ...], error: LockTimeoutError) -> Steps[None]:

@@ -24,20 +24,7 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from typing import Any, Final
 
-from sqlalchemy import (
-    BigInteger,
-    Column,
-    DateTime,
-    Engine,
-    Index,
-    Integer,
-    MetaData,
-    String,
-    Table,
-    delete,
-    insert,
-    select,
-)
+import sqlalchemy as sa
 from sqlalchemy.dialects.mysql import DATETIME
 
 from fencelock import _events
@@ -49,7 +36,7 @@ from fencelock._workers import Worker
 
 logger: logging.Logger = logging.getLogger("fencelock.observe")
 
-_TIME: Final = DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb")
+_TIME: Final = sa.DateTime().with_variant(DATETIME(fsp=6), "mysql", "mariadb")
 _DAY: Final = 86_400.0
 #: Seconds between two writes, and between two deletions of old entries.
 _PAUSE, _PRUNING_PAUSE = 0.5, 3600.0
@@ -57,7 +44,7 @@ _PAUSE, _PRUNING_PAUSE = 0.5, 3600.0
 _MOST_WAITING: Final = 10_000
 
 
-def history_table(metadata: MetaData, *, schema: str | None = None) -> Table:
+def history_table(metadata: sa.MetaData, *, schema: str | None = None) -> sa.Table:
     """Return the table `fencelock_events` as part of `metadata`: for migrations.
 
     ```python
@@ -68,17 +55,17 @@ def history_table(metadata: MetaData, *, schema: str | None = None) -> Table:
     A row has its time in UTC (`at`), `what` happened (granted, lost, refused, forced), the `resource`, the
     `token`, the process (`holder`: host, process id, program), and a `detail` in words.
     """
-    return Table(
+    return sa.Table(
         EVENT_TABLE,
         metadata,
-        Column("id", BigInteger().with_variant(Integer, "sqlite"), primary_key=True),
-        Column("at", _TIME, nullable=False, index=True),
-        Column("what", String(16), nullable=False),
-        Column("resource", RESOURCE, nullable=False),
-        Column("token", BigInteger),
-        Column("holder", String(255), nullable=False),
-        Column("detail", String(255), nullable=False),
-        Index(f"ix_{EVENT_TABLE}_of_resource", "resource", "at"),
+        sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
+        sa.Column("at", _TIME, nullable=False, index=True),
+        sa.Column("what", sa.String(16), nullable=False),
+        sa.Column("resource", RESOURCE, nullable=False),
+        sa.Column("token", sa.BigInteger),
+        sa.Column("holder", sa.String(255), nullable=False),
+        sa.Column("detail", sa.String(255), nullable=False),
+        sa.Index(f"ix_{EVENT_TABLE}_of_resource", "resource", "at"),
         schema=schema,
         keep_existing=True,
     )
@@ -99,12 +86,12 @@ class Entry:
 class Recorder:
     """The listener that `record` returns: it writes the history until it is closed."""
 
-    def __init__(self, engine: Engine, keep: float, schema: str | None) -> None:
-        if not isinstance(engine, Engine):
+    def __init__(self, engine: sa.Engine, keep: float, schema: str | None) -> None:
+        if not isinstance(engine, sa.Engine):
             raise TypeError(f"the history is written through an Engine that blocks, not through {engine!r}")
         self._engine = engine
         self._keep = keep
-        self._table = history_table(MetaData(), schema=schema)
+        self._table = history_table(sa.MetaData(), schema=schema)
         self._table.create(engine, checkfirst=True)
         self._writes_at = self._pruned_at = -math.inf
         self._inherits = False
@@ -149,17 +136,17 @@ class Recorder:
         try:
             if entries:
                 with self._engine.begin() as connection:
-                    connection.execute(insert(self._table), entries)
+                    connection.execute(sa.insert(self._table), entries)
             if time.monotonic() >= self._pruned_at + _PRUNING_PAUSE:
                 self._pruned_at = time.monotonic()
                 with self._engine.begin() as connection:
                     oldest = datetime.fromtimestamp(time.time() - self._keep, UTC).replace(tzinfo=None)
-                    connection.execute(delete(self._table).where(self._table.c.at < oldest))
+                    connection.execute(sa.delete(self._table).where(self._table.c.at < oldest))
         except Exception as error:  # noqa: BLE001 - the user's own function may open the connections
             logger.warning("%d entries of the history could not be written: %s", len(entries), error)
 
 
-def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None) -> Recorder:
+def record(engine: sa.Engine, *, keep: float = 7 * _DAY, schema: str | None = None) -> Recorder:
     """Write the history of this process from now on.
 
     ```python
@@ -184,7 +171,7 @@ def record(engine: Engine, *, keep: float = 7 * _DAY, schema: str | None = None)
     return Recorder(engine, keep, schema)
 
 
-def read(engine: Engine, resource: str, last: int = 50, *, schema: str | None = None) -> Sequence[Entry]:
+def read(engine: sa.Engine, resource: str, last: int = 50, *, schema: str | None = None) -> Sequence[Entry]:
     """Return the last entries of a resource, the oldest first.
 
     ```python
@@ -195,19 +182,19 @@ def read(engine: Engine, resource: str, last: int = 50, *, schema: str | None = 
     Raises:
         sqlalchemy.exc.SQLAlchemyError: the table cannot be read.
     """
-    table = history_table(MetaData(), schema=schema)
+    table = history_table(sa.MetaData(), schema=schema)
     columns = [table.c[name] for name in Entry.__slots__]
     by_age = table.c.at.desc(), table.c.id.desc()  # processes write later, so the ids are not in this order
-    newest = select(*columns).where(table.c.resource == resource).order_by(*by_age).limit(last)
+    newest = sa.select(*columns).where(table.c.resource == resource).order_by(*by_age).limit(last)
     with engine.connect() as connection:
         return [Entry(*row) for row in reversed(connection.execute(newest).all())]
 
 
-def note(engine: Engine, what: str, resource: str, token: int | None, detail: str) -> None:
+def note(engine: sa.Engine, what: str, resource: str, token: int | None, detail: str) -> None:
     """Write one entry now; the table must exist."""
     entry = asdict(_entry(what, resource, token, detail))
     with engine.begin() as connection:
-        connection.execute(insert(history_table(MetaData())), [entry])
+        connection.execute(sa.insert(history_table(sa.MetaData())), [entry])
 
 
 def _entry(what: str, resource: str, token: int | None, detail: str = "") -> Entry:

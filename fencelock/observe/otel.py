@@ -89,8 +89,8 @@ class _Listener:
         self._guard = {kind: count(name) for kind, name in _GUARD.items()}
         self._notes: dict[type[_events.Event], Callable[[Any], object]] = {
             _events.LockWaiting: lambda event: self._waiters.add(1, self._its(event)),
-            _events.LockAcquired: self._on_acquired,
-            _events.LockNotAcquired: self._on_not_acquired,
+            _events.LockAcquired: self._on_end,
+            _events.LockNotAcquired: self._on_end,
             _events.LockReleased: self._on_released,
             _events.LeaseExtended: self._on_extended,
             _events.LeaseLost: self._on_lost,
@@ -109,33 +109,21 @@ class _Listener:
     def _its(self, event: _events.LockEvent) -> dict[str, str]:
         return {"fencelock.authority": authority_of(event), "fencelock.lock": self._label(event)}
 
-    def _on_acquired(self, event: _events.LockAcquired) -> None:
-        its = self._its(event)
+    def _on_end(self, event: _events.LockAcquired | _events.LockNotAcquired) -> None:
+        """Count an acquisition that has ended, and make its span, as a child of the current span."""
+        its, now, error = self._its(event), time.time_ns(), getattr(event, "error", None)
+        outcome = {"fencelock.outcome": getattr(event, "outcome", "acquired")}
         if event.had_to_wait:
             self._waiters.add(-1, its)
-        self._held.add(1, its)
-        self._wait.record(event.waited, its | {"fencelock.outcome": "acquired"})
-        self._end_span(event, event.waited, {**its, **_facts(event), "fencelock.outcome": "acquired"}, None)
-
-    def _on_not_acquired(self, event: _events.LockNotAcquired) -> None:
-        its = self._its(event)
-        if event.had_to_wait:
-            self._waiters.add(-1, its)
-        its |= {"fencelock.outcome": event.outcome}
-        self._wait.record(event.waited, its)
-        self._count_error(event, event.error)
-        self._end_span(event, event.waited, {**its, **_facts(event)}, event.error)
-
-    def _end_span(
-        self, event: _events.LockEvent, seconds: float, its: dict[str, Any], error: BaseException | None
-    ) -> None:
-        """Make the span of an acquisition that has ended, as a child of the current span."""
-        now = time.time_ns()
+        if isinstance(event, _events.LockAcquired):
+            self._held.add(1, its)
+        self._wait.record(event.waited, its | outcome)
+        self._count_error(event, error)
         span = self._tracer.start_span(
             f"fencelock acquire {self._label(event)}",
             kind=SpanKind.CLIENT,
-            attributes=its,
-            start_time=now - int(seconds * 1e9),
+            attributes={**its, **_facts(event), **outcome},
+            start_time=now - int(event.waited * 1e9),
         )
         if error is not None:
             span.record_exception(error)

@@ -44,6 +44,13 @@ _BATCH: Final = 1 if _IS_MULTIPROCESS else 500
 #: Seconds: a lock on nodes nearby takes one or two milliseconds, and a timeout is mostly 10 s.
 BUCKETS: Final = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0)
 
+_GUARD: Final[dict[type[_events.GuardEvent], tuple[str, str]]] = {
+    _events.StaleWriteRefused: ("stale_writes_refused", "Writes with an old token"),
+    _events.UnfencedWriteRefused: ("unfenced_writes_refused", "Writes without a lease"),
+    _events.WrittenWithoutLease: ("writes_without_lease", "Writes without a lease, to models that allow it"),
+    _events.RowClaimed: ("claims", "Rows claimed and gates passed"),
+}
+
 
 class _OfLock:
     """The series of one class of authority and one kind of lock.
@@ -112,12 +119,7 @@ class Metrics:
         self._lost = made(Counter, "leases_lost", "Leases that ended before their lock", "lock", "reason")
         self._renewals = made(Counter, "renewals", "Extensions in the background", "outcome")
         self._late = seconds("renewal_lateness_seconds", "From planned to begun")
-        self._stale = made(Counter, "stale_writes_refused", "Writes with an old token", "table")
-        self._unfenced = made(Counter, "unfenced_writes_refused", "Writes without a lease", "table")
-        self._without = made(
-            Counter, "writes_without_lease", "Writes without a lease, to models that allow it", "table"
-        )
-        self._claims = made(Counter, "claims", "Rows claimed and gates passed", "table")
+        of_guard = {kind: made(Counter, *its, "table") for kind, its in _GUARD.items()}
         self._doubts = made(Counter, "commits_in_doubt", "COMMITs whose outcome is not known")
         self._remints = made(Counter, "remints", "Tokens exchanged for larger ones", "authority")
         self._errors = made(Counter, "authority_errors", "Undecided operations", "authority", "error")
@@ -129,10 +131,7 @@ class Metrics:
             _events.LockReleased: self._on_released,
             _events.LeaseLost: lambda event: self._lost.labels(self._label(event), event.reason).inc(),
             _events.LeaseExtended: self._on_extended,
-            _events.StaleWriteRefused: lambda event: self._stale.labels(event.table or "").inc(),
-            _events.UnfencedWriteRefused: lambda event: self._unfenced.labels(event.table or "").inc(),
-            _events.WrittenWithoutLease: lambda event: self._without.labels(event.table or "").inc(),
-            _events.RowClaimed: lambda event: self._claims.labels(event.table or "").inc(),
+            **dict.fromkeys(_GUARD, lambda event: of_guard[type(event)].labels(event.table or "").inc()),
             _events.CommitInDoubt: lambda _: self._doubts.inc(),
             _events.TokenReminted: lambda event: self._remints.labels(authority_of(event)).inc(),
             _events.ConnectionOpened: lambda event: self._opened.labels(event.authority).inc(),

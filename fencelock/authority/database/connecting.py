@@ -101,7 +101,8 @@ class Connecting(WithLoops):
         dialect = self._engine.dialect
         self.is_async: bool = dialect.is_async  # whether only coroutines can use it
         self._dialect = "mysql" if dialect.name == "mariadb" else dialect.name
-        self._schema = _schema_of(engine, schema)
+        translated = isinstance(engine, Engine) and engine.get_execution_options().get("schema_translate_map")
+        self._schema: str | None = (translated or {}).get(schema, schema)
         self._table = dialect.identifier_preparer.format_table(lease_table(MetaData(), schema=self._schema))
         self._says = Statements(self._dialect, self._table, dialect)
         self._begin()
@@ -301,10 +302,3 @@ def _package(frame: FrameType) -> str:
 def is_in_doubt(error: BaseException | None) -> bool:
     """Return whether a statement with this error may have been executed, or may still be on its way."""
     return is_lost(error) or isinstance(error, TimeoutError)
-
-
-def _schema_of(engine: object, schema: str | None) -> str | None:
-    """Return the schema of the table, mapped by the engine's `schema_translate_map`."""
-    names = engine.get_execution_options().get("schema_translate_map") if isinstance(engine, Engine) else None
-    found: str | None = (names or {}).get(schema, schema)
-    return found

@@ -215,10 +215,8 @@ class Database(Acquiring):
 
         def raise_base(connection: Lent) -> None:
             noted, own, now = map(int, connection.execute(self._says.floor).rows[0])
-            if (
-                own == 0 or (check_above(own) >> SERVER_BITS) < now + _HOUR
-            ):  # otherwise another authority has minted it
-                own = 0
+            if own == 0 or (check_above(own) >> SERVER_BITS) < now + _HOUR:
+                own = 0  # otherwise another authority has minted it
             if (ahead := max(highest, own >> SERVER_BITS) - now) >= 0:
                 base = (noted >> SERVER_BITS) + ahead + JUMP
                 connection.execute(self._says.forget)

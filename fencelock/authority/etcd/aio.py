@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 from fencelock.authority.etcd.channel import ChannelError
 from fencelock.authority.etcd.members import Members
-from fencelock.authority.etcd.messages import Answer, Call
+from fencelock.authority.etcd.messages import Answer, Call, watch_is_over
 from fencelock.authority.hosts import shown
+from fencelock.authority.loops import LoopWakeup
 
 
 class LoopLink(asyncio.Protocol):
@@ -124,22 +125,19 @@ class LoopLink(asyncio.Protocol):
 class LoopWatch:
     """The wakeup with which a task waits until a key is gone; the step `Wait` sleeps on it."""
 
-    def __init__(self, link: LoopLink, call: Call, ended: Callable[[Answer], bool]) -> None:
-        self._link, self._ended = link, ended
-        self._woken = asyncio.Event()
+    def __init__(self, link: LoopLink, call: Call) -> None:
+        self._link = link
+        self._wakeup = LoopWakeup()
         self._answer = link.start(call)
-        self._answer.notify = self._woken.set
+        self._answer.notify = self._wakeup.wake
 
     @property
     def over(self) -> bool:
-        return bool(self._link.lost) or self._ended(self._answer)
+        return bool(self._link.lost) or watch_is_over(self._answer)
 
     async def sleep(self, seconds: float) -> None:
-        self._woken.clear()
         if not self.over:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(seconds):
-                    await self._woken.wait()
+            await self._wakeup.sleep(seconds)
 
     def close(self) -> None:
         self._link.cancel(self._answer)

@@ -6,7 +6,6 @@ import asyncio
 import functools
 import threading
 import time
-from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
 from fencelock import _threads
@@ -29,13 +28,12 @@ _LOGIN_WORDS: Final = ("invalid auth token", "revision in header is old", "user 
 
 
 class Watching(NamedTuple):
-    """A step (see `_generators.py`): watch until `ended(answer)`.
+    """A step (see `_generators.py`): watch a key until it is gone.
 
     Its result is a wakeup, or None if there are too many watches.
     """
 
     call: Call
-    ended: Callable[[Answer], bool]
 
 
 class LoopState:
@@ -57,6 +55,7 @@ class _Opening:
     def __init__(self, members: int) -> None:
         self.left: int = members  # how many may still be opened
         self.link: Link | None = None
+        #: The last error; the callers get it if the login is refused, or no member is left.
         self.error: Exception | None = None
         self.mutex: threading.Lock = threading.Lock()
         self._waiting: list[ThreadWakeup] = []
@@ -64,11 +63,6 @@ class _Opening:
     @property
     def over(self) -> bool:
         return self.link is not None or self.left <= 0
-
-    def fail(self, error: Exception) -> None:
-        """Note an error; if the login is refused, or no member is left, the callers get it."""
-        self.error = error
-        self.left -= 1 if isinstance(error, OSError) else self.left
 
     def wake_all(self) -> None:
         for each in self._waiting if self.over else ():
@@ -126,10 +120,8 @@ class Asking(LineAuthority):
 
     def _why_to_leave(self, answer: Answer) -> str:
         """Return why to drop the connection, for another member or a new login; an empty text to keep it."""
-        if answer.status == messages.OK:
-            return ""
-        if answer.status == messages.UNAVAILABLE:
-            return answer.detail or "unavailable"
+        if answer.status in {messages.OK, messages.UNAVAILABLE}:
+            return self._why_again(answer)
         return self._why_to_log_in(answer)
 
     def checked(self, answer: Answer) -> bytes:
@@ -142,7 +134,7 @@ class Asking(LineAuthority):
         until = time.monotonic() + (step.seconds if isinstance(step, Exchange) else ANSWER[1])
         link = self._opened(until)
         if isinstance(step, Watching):
-            return None if link.is_crowded else Watch(link, step.call, step.ended)
+            return None if link.is_crowded else Watch(link, step.call)
         try:
             answers = link.exchange(step.requests, until)
         except RuntimeError:  # raised for a signal handler's own call; the connection can still be used
@@ -185,7 +177,8 @@ class Asking(LineAuthority):
             if isinstance(error, OSError):
                 self._members.leave(address, str(error))
             with opening.mutex:
-                opening.fail(error)
+                opening.error = error
+                opening.left = opening.left - 1 if isinstance(error, OSError) else 0
         with opening.mutex:
             if link is not None and opening.link is None:
                 self._members.prefer(address)
@@ -199,7 +192,7 @@ class Asking(LineAuthority):
         until = time.monotonic() + (step.seconds if isinstance(step, Exchange) else ANSWER[1])
         link = await self._opened_soon(state, until)
         if isinstance(step, Watching):
-            return None if link.is_crowded else LoopWatch(link, step.call, step.ended)
+            return None if link.is_crowded else LoopWatch(link, step.call)
         try:
             answers = await link.exchange(step.requests, max(0.0, until - time.monotonic()))
         except OSError as error:

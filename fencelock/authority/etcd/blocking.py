@@ -13,7 +13,7 @@ from typing import Final
 from fencelock._owners import current_stack
 from fencelock.authority.etcd.channel import ChannelError
 from fencelock.authority.etcd.members import Members
-from fencelock.authority.etcd.messages import Answer, Call
+from fencelock.authority.etcd.messages import Answer, Call, watch_is_over
 from fencelock.authority.hosts import shown
 from fencelock.authority.loops import ThreadWakeup
 
@@ -107,8 +107,7 @@ class Link:
 
     def _become_reader(self, wakeup: ThreadWakeup) -> None:
         with self._mutex:
-            if self._reader is None:
-                self._reader = wakeup
+            self._reader = self._reader or wakeup
 
     def cancel(self, answers: Sequence[Answer]) -> None:
         def forget() -> None:
@@ -233,15 +232,14 @@ class _Tls:
 class Watch:
     """The wakeup with which a thread waits until a key is gone; the step `Wait` sleeps on it."""
 
-    def __init__(self, link: Link, call: Call, ended: Callable[[Answer], bool]) -> None:
+    def __init__(self, link: Link, call: Call) -> None:
         self._link = link
         self._answers: list[Answer] = []
-        self._ended = ended
         link.start([call], self._answers)
 
     @property
     def over(self) -> bool:
-        return bool(self._link.lost) or self._ended(self._answers[0])
+        return bool(self._link.lost) or watch_is_over(self._answers[0])
 
     def sleep(self, seconds: float) -> None:
         self._link.wait(lambda: self.over, self._answers, time.monotonic() + seconds)

@@ -15,7 +15,7 @@ from fencelock._generators import Steps
 from fencelock.authority.base import Grant, Wish
 from fencelock.authority.etcd import messages
 from fencelock.authority.etcd.asking import Asking, Watching
-from fencelock.authority.etcd.messages import Answer, KeyValue, Txn
+from fencelock.authority.etcd.messages import KeyValue, Txn
 from fencelock.authority.line.entries import Head, Mark, Place, View, entry_text, quoted, tokens_of_age
 from fencelock.authority.line.line import ANSWER, AsyncLine
 from fencelock.errors import AuthorityError
@@ -147,7 +147,9 @@ class Etcd(Asking):
         done = Txn.read(self.checked(answers[0]), len(marks), len(look))
         place.seen = done.revision
         if extend:
-            place.began, place.granted = began, _seconds_of(answers[1])
+            extended = answers[1].messages
+            place.began = began
+            place.granted = float(messages.lease_and_ttl(extended[0])[1]) if extended else 0.0
             if place.granted <= 0:
                 if (yield from self._finds_lease(place.resources[0], place.nonce)):
                     return (yield from self._take(place, extend=True, until=until))
@@ -227,7 +229,7 @@ class Etcd(Asking):
     def _watch(self, place: Place, ahead: Any) -> Steps[Any]:
         call = messages.watch(ahead, place.seen + 1)  # an earlier revision may be compacted
         try:
-            return (yield Watching(call, _has_ended))
+            return (yield Watching(call))
         except OSError:  # the connection is lost, so the caller checks again on another one
             return None
 
@@ -413,12 +415,3 @@ def _is_empty(line: bytes, *, before: int = 1) -> bytes:
     if before > 1:
         return messages.compare(line, messages.CREATE, messages.GREATER, before - 1, end=messages.after(line))
     return messages.compare(line, messages.CREATE, messages.EQUAL, 0, end=messages.after(line))
-
-
-def _seconds_of(answer: Answer) -> float:
-    """Return for how long an extended lease lasts; 0 if it has ended."""
-    return float(max(0, messages.lease_and_ttl(answer.messages[0])[1])) if answer.messages else 0.0
-
-
-def _has_ended(answer: Answer) -> bool:
-    return answer.is_over or any(map(messages.has_ended, answer.messages))

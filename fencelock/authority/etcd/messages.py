@@ -105,19 +105,14 @@ def fields_of(message: bytes) -> dict[int, list[Any]]:
 
 
 def _number_at(message: bytes, at: int) -> tuple[int, int]:
-    number = message[at]
-    at += 1
-    if number > 0x7F:
-        number &= 0x7F
-        shift = 7
-        while True:
-            byte = message[at]
-            at += 1
-            number |= (byte & 0x7F) << shift
-            if byte <= 0x7F:
-                break
-            shift += 7
-    return number, at
+    number = shift = 0
+    while True:
+        byte = message[at]
+        at += 1
+        number |= (byte & 0x7F) << shift
+        if byte <= 0x7F:
+            return number, at
+        shift += 7
 
 
 def _reading(read: Callable[..., _T]) -> Callable[..., _T]:
@@ -131,10 +126,6 @@ def _reading(read: Callable[..., _T]) -> Callable[..., _T]:
             raise AuthorityError(f"etcd has sent a message that cannot be read ({error})") from error
 
     return checked
-
-
-def _signed(number: int) -> int:
-    return number - (1 << 64) if number >> 63 else number
 
 
 class KeyValue(NamedTuple):
@@ -205,7 +196,8 @@ def time_to_live(lease: int) -> Call:
 def lease_and_ttl(message: bytes) -> tuple[int, int]:
     """Return the lease of an answer, and the seconds that it lasts; 0 or less if there is none."""
     its = fields_of(message)
-    return int(its.get(2, [0])[0]), _signed(its.get(3, [0])[0])
+    seconds = its.get(3, [0])[0]
+    return int(its.get(2, [0])[0]), seconds - (1 << 64) if seconds >> 63 else seconds
 
 
 def watch(key: bytes, revision: int) -> Call:
@@ -219,6 +211,10 @@ def has_ended(message: bytes) -> bool:
     """Return whether a watch reports that its key was deleted, or that the watch was cancelled."""
     its = fields_of(message)
     return 11 in its or 4 in its
+
+
+def watch_is_over(answer: Answer) -> bool:
+    return answer.is_over or any(map(has_ended, answer.messages))
 
 
 def status() -> Call:

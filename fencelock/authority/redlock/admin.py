@@ -14,11 +14,11 @@ from typing import Final
 from fencelock._checks import check_ttl
 from fencelock._generators import run
 from fencelock.authority.redlock.membership import initialise as initialising
-from fencelock.authority.redlock.membership.change import Change, change
+from fencelock.authority.redlock.membership.change import Change, addresses_of, change
 from fencelock.authority.redlock.membership.members import Membership, MembershipView
 from fencelock.authority.redlock.membership.recover import rise
-from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports, Steps
-from fencelock.authority.redlock.protocol.messages import NodeReplies
+from fencelock.authority.redlock.membership.reports import Census, NodeGroup, NodeReport, Reports
+from fencelock.authority.redlock.protocol.messages import NodeReplies, Steps
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.authority.redlock.transport.connector import Node
 from fencelock.errors import AuthorityError, MembershipError, QuorumError
@@ -189,7 +189,7 @@ def _max_ttl(report: NodeReport) -> float | None:
 
 def _state(node: int, name: str, report: NodeReport, census: Census | None) -> tuple[NodeState, str]:
     if report.closed:
-        return NodeState.CLOSED, f"its list gives way to {_addresses(report.next_members)}"
+        return NodeState.CLOSED, f"its list gives way to {addresses_of(report.next_members)}"
     state = NodeState.BLANK if report.blank else NodeState.RESTARTED
     if census is None:
         if report.blank:
@@ -207,7 +207,7 @@ def _state(node: int, name: str, report: NodeReport, census: Census | None) -> t
         state = NodeState.RECOVERING if report.ticket else state
         why = "waits for a client that uses it"
     elif not report.blank and report.fingerprint != listed.fingerprint:
-        why = f"belongs to {_addresses(report.members)}, not to {addresses}"
+        why = f"belongs to {addresses_of(report.members)}, not to {addresses}"
         return NodeState.OTHER_MEMBERSHIP, why
     elif name in listed.addresses:
         why = "another node has its seat"
@@ -216,10 +216,6 @@ def _state(node: int, name: str, report: NodeReport, census: Census | None) -> t
     if not report.blank and report.node_id != seat:
         why = f"has the data of {dict(listed.seats).get(report.node_id, 'another node')}; {why}"
     return state, why
-
-
-def _addresses(members: str) -> str:
-    return ", ".join(Membership.from_json(members).addresses)
 
 
 def change_nodes(

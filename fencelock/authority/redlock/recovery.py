@@ -15,8 +15,7 @@ from typing import Any, cast
 from fencelock._backoff import grown, randomly
 from fencelock._generators import run
 from fencelock._workers import Worker
-from fencelock.authority.redlock.membership.reports import Steps
-from fencelock.authority.redlock.protocol.messages import Broadcast, Request
+from fencelock.authority.redlock.protocol.messages import Broadcast, Request, Steps
 from fencelock.authority.redlock.transport.blocking import SharedConnections
 from fencelock.errors import AuthorityError, FencelockError
 

@@ -111,11 +111,11 @@ class Redlock(GeneratorAuthority):
             if count > 1:
                 raise ValueError(f"{name} is named {count} times: each node has one vote")
         self.aio = AsyncRedlock(self)  # the same authority for coroutines, with the operations that they need
-        self._start_over()
+        self.begin_in_child()
         start_over_in_children(self)
         in_use.add(self)
 
-    def _start_over(self) -> None:
+    def begin_in_child(self) -> None:
         self._client = os.urandom(attempts.CLIENT_DIGITS // 2).hex()
         itself = f"{self._node_key}:w:{self._client}", name_of_process(os.getpid())
         self._introduction = Command(INTRODUCE, "", (), (*itself, "PX", int(INTRODUCED_FOR * 1000)))
@@ -328,9 +328,6 @@ class Redlock(GeneratorAuthority):
         finally:
             connections.close()
 
-    def begin_in_child(self) -> None:
-        self._start_over()
-
     def _connect(self) -> SharedConnections:
         return SharedConnections(self._nodes, self._node_key, **self._wiring())
 
@@ -440,16 +437,12 @@ class AsyncRedlock(AsyncView):
         connections = self._by_loop.get(loop)
         if connections is None or connections.closed:
             with self._lock:
-                self._close_orphans()
+                for each, orphan in list(self._by_loop.items()):
+                    if each.is_closed():
+                        orphan.close()
+                        del self._by_loop[each]
                 self._by_loop[loop] = connections = self._authority.connect_in(loop)
         return connections
-
-    def _close_orphans(self) -> None:
-        """Close the connections of loops that were closed before their connections."""
-        for loop, connections in list(self._by_loop.items()):
-            if loop.is_closed():
-                connections.close()
-                del self._by_loop[loop]
 
     def close_everywhere(self) -> None:
         """Close the connections of every loop; those of a running loop in its own thread."""

@@ -31,7 +31,7 @@ class Nodes(LineAuthority):
 
     def _checked(self, outcome: Any) -> Any:
         if isinstance(outcome, Exception):
-            raise AuthorityError(f"{self._shown} refuses: {verbs.said(outcome)}")
+            raise AuthorityError(f"{self._shown} refuses: {str(outcome) or type(outcome).__name__}")
         return outcome
 
     def _look_at_base(self) -> list[Request]:

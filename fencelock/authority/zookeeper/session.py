@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import functools
 import logging
@@ -22,9 +21,10 @@ from kazoo.security import make_digest_acl
 
 from fencelock import _events, _threads
 from fencelock._events import ConnectionFailed, ConnectionOpened
+from fencelock._generators import Steps
 from fencelock.authority.hosts import Hosts, parse, shown
 from fencelock.authority.line.entries import Exchange
-from fencelock.authority.loops import ThreadWakeup
+from fencelock.authority.loops import ThreadWakeup, Wait, Wakeup
 
 logger: logging.Logger = logging.getLogger("fencelock.authority")
 
@@ -200,11 +200,11 @@ class Session:
             with contextlib.suppress(AttributeError, OSError):  # kazoo has closed it meanwhile
                 self._client._connection._socket.shutdown(socket.SHUT_RDWR)  # noqa: SLF001
 
-    def exchange(self, step: Exchange) -> list[Any]:
+    def exchanging(self, step: Exchange, wakeup: Wakeup) -> Steps[list[Any]]:
         """Send requests; return the result of each, or its error; raise OSError without an answer."""
         if not step.requests:
             return []
-        began, wakeup = time.monotonic(), ThreadWakeup()
+        began = time.monotonic()
         over: list[bool] = []
 
         def finish() -> None:
@@ -213,35 +213,11 @@ class Session:
 
         results = self._begin(step.requests, finish)
         while not over:
-            if (left := began + step.seconds - time.monotonic()) <= 0:
+            now = time.monotonic()
+            if now >= began + step.seconds:
                 raise TimeoutError("no server answered in time")
-            wakeup.sleep(min(left, _LOOK))
+            yield Wait(min(began + step.seconds, now + _LOOK), wakeup)
             if not over:
-                self._leave_silent(began)
-        return _outcomes(results)
-
-    async def exchange_soon(self, step: Exchange) -> list[Any]:
-        """Send requests, as `exchange` does; other tasks run meanwhile."""
-        if not step.requests:
-            return []
-        loop = asyncio.get_running_loop()
-        over = loop.create_future()
-
-        def finish() -> None:  # in the loop
-            if not over.done():
-                over.set_result(None)
-
-        def finish_soon() -> None:  # in kazoo's thread
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                loop.call_soon_threadsafe(finish)
-
-        results = self._begin(step.requests, finish_soon)
-        began = time.monotonic()
-        while not over.done():
-            if (left := began + step.seconds - time.monotonic()) <= 0:
-                raise TimeoutError("no server answered in time")
-            await asyncio.wait([over], timeout=min(left, _LOOK))
-            if not over.done():
                 self._leave_silent(began)
         return _outcomes(results)
 

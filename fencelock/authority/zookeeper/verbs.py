@@ -108,7 +108,3 @@ def distance(name: str, other: str) -> int:
 
 def in_order(names: Sequence[str]) -> list[str]:
     return sorted(names, key=lambda name: distance(name, names[0]))
-
-
-def said(error: Exception) -> str:
-    return str(error) or type(error).__name__

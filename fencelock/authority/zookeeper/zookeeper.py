@@ -24,11 +24,8 @@ from fencelock.authority.zookeeper.session import Request, Session, Watching, ho
 from fencelock.errors import AuthorityError
 
 _MOST: Final = 500  # the most names of one lock: their transaction must fit into a megabyte
-_UNKNOWN: Final = (
-    0,
-    -2,
-    -1,
-)  # a base that is to be read; no node has version -2, and -1 would mean any version
+#: A base that is to be read; no node has version -2, and -1 would mean any version.
+_UNKNOWN: Final = (0, -2, -1)
 _REMEMBERED: Final = 10_000  # the most lines, and the most marks, that a client remembers
 
 
@@ -119,13 +116,13 @@ class ZooKeeper(Nodes):
         session = self._opened()
         if isinstance(step, Watching):
             return session.watch(step.path, ThreadWakeup())
-        return session.exchange(step)
+        return self.run(session.exchanging(step, ThreadWakeup()))
 
     async def work_soon(self, step: Any) -> Any:
         session = self._opened()
         if isinstance(step, Watching):
             return session.watch(step.path, LoopWakeup())
-        return await session.exchange_soon(step)
+        return await self.aio.run(session.exchanging(step, LoopWakeup()))
 
     def _opened(self) -> Session:
         self._closes = self._closes and self._due.is_at_work

@@ -27,8 +27,8 @@ from typing import Final
 
 from fencelock.authority.redlock.membership.establish import establish, let_vote
 from fencelock.authority.redlock.membership.members import Membership
-from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, Steps, saying
-from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
+from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, saying
+from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep, Steps
 from fencelock.errors import MembershipError, QuorumError
 
 _MOST_PASSES: Final = 3
@@ -96,10 +96,10 @@ def _describe(report: NodeReport, node_key: str) -> str:
     if not report.admitted:
         state = "blank" if report.blank else "restarted"
         return f"{state}: clients admit it when the longest lease has passed"
-    return f"votes in epoch {report.epoch} of the list {_addresses(report.members)}"
+    return f"votes in epoch {report.epoch} of the list {addresses_of(report.members)}"
 
 
-def _addresses(members: str) -> str:
+def addresses_of(members: str) -> str:
     return ", ".join(sorted(Membership.from_json(members).addresses))
 
 
@@ -184,7 +184,7 @@ def _make_list(
             )
         elif not report.blank:
             raise MembershipError(
-                f"{name} is in use in another list: {_addresses(report.members)}. If no program needs that "
+                f"{name} is in use in another list: {addresses_of(report.members)}. If no program needs that "
                 f"list any more, delete the key {group.node_key} there; otherwise name another node"
             )
         else:

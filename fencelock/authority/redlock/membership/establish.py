@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping
 
 from fencelock.authority.redlock.membership.members import Membership
-from fencelock.authority.redlock.membership.reports import NodeGroup, Reports, Steps, saying
-from fencelock.authority.redlock.protocol.messages import ReplyKind
+from fencelock.authority.redlock.membership.reports import NodeGroup, Reports, saying
+from fencelock.authority.redlock.protocol.messages import ReplyKind, Steps
 from fencelock.tokens import MAX_EPOCH
 
 

@@ -14,8 +14,8 @@ from typing import Final
 
 from fencelock.authority.redlock.membership.establish import establish
 from fencelock.authority.redlock.membership.members import Membership
-from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports, Steps
-from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind
+from fencelock.authority.redlock.membership.reports import NodeGroup, NodeReport, Reports
+from fencelock.authority.redlock.protocol.messages import Reply, ReplyKind, Steps
 from fencelock.errors import MembershipError, QuorumError
 
 #: Longest ttl in seconds of nodes that are initialised for the first time, if no other is given.

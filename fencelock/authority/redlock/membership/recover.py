@@ -32,8 +32,8 @@ from typing import Final
 
 from fencelock._backoff import spread
 from fencelock.authority.redlock.membership.establish import establish, let_vote, raise_voters
-from fencelock.authority.redlock.membership.reports import Census, NodeGroup, Reports, Steps
-from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep
+from fencelock.authority.redlock.membership.reports import Census, NodeGroup, Reports
+from fencelock.authority.redlock.protocol.messages import ReplyKind, Sleep, Steps
 from fencelock.tokens import MAX_COUNTER, split
 
 #: Programs that waited for one node spread their work over these seconds, or a tenth of max_ttl if less.

@@ -7,9 +7,8 @@ the reports: the list that most nodes belong to, and the state of its members.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
 
 from fencelock.authority.redlock.membership.members import Membership
 from fencelock.authority.redlock.protocol.messages import (
@@ -21,11 +20,9 @@ from fencelock.authority.redlock.protocol.messages import (
     Replies,
     Reply,
     ReplyKind,
-    Request,
     Sleep,
+    Steps,
 )
-
-_T = TypeVar("_T")
 
 SYNC_SECONDS = int(SYNC.arguments[-1]) / 1000
 _PAUSE = 0.02
@@ -75,7 +72,6 @@ class NodeReport:
 
 
 Reports = dict[int, NodeReport]
-Steps = Generator[Request, Any, _T]  # a procedure: it yields requests to nodes, and returns a result
 
 
 @dataclass(frozen=True, slots=True)

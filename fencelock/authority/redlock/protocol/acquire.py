@@ -24,7 +24,7 @@ majority of counters at or above that token. Clocks take no part in this: they o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -47,13 +47,13 @@ from fencelock.authority.redlock.protocol.messages import (
     PASSING,
     VOTING,
     Broadcast,
+    Broadcasts,
     Command,
     NodeReplies,
-    Replies,
     Reply,
     ReplyKind,
-    Request,
     Sleep,
+    Steps,
 )
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.protocol.refusals import raise_timeout, raise_ttl_too_long
@@ -120,7 +120,7 @@ class Acquisition:
         outage: float,  # seconds without a quorum for which it waits for connections
         jitter: Callable[[], float],
         go_on: Callable[[], None] = lambda: None,  # called after each wait; may raise
-    ) -> Generator[Request, Any, Grant]:
+    ) -> Steps[Grant]:
         """Make attempts until a quorum grants, or until the time is over; raise as `Redlock.acquire_gen`."""
         self._began, self._since, self._now, self._waits = began, since, began, timeout != 0
         self._ends = math.inf if timeout is None else began + timeout
@@ -150,18 +150,14 @@ class Acquisition:
             self.leave_queue()
             raise
 
-    def _undo(
-        self, node_set: NodeSet, outcome: Failed, links_until: float
-    ) -> Generator[Broadcast, Replies, None]:
+    def _undo(self, node_set: NodeSet, outcome: Failed, links_until: float) -> Broadcasts[None]:
         """Release the locks that an attempt has left, and ask nodes of another list for that list."""
         if nodes := [node for node, answer in outcome.answers.items() if answer.kind is not ReplyKind.HELD]:
             yield from abandon(node_set, outcome.attempt, nodes, stay=True)
         self._is_alone = outcome.split and not self._is_alone
         yield from _learn(node_set, outcome, links_until)
 
-    def _sleep(
-        self, node_set: NodeSet, outcome: Failed, jitter: Callable[[], float]
-    ) -> Generator[Request, Any, None]:
+    def _sleep(self, node_set: NodeSet, outcome: Failed, jitter: Callable[[], float]) -> Steps[None]:
         """Wait until the next attempt; raise the reason if the time is over."""
         attempt = outcome.attempt
         if outcome.contended:
@@ -199,7 +195,7 @@ class Acquisition:
             self._place = ""
         return QueuePosition(fair=True) if self._fair else None
 
-    def abandon_latest(self) -> Generator[Broadcast, Replies, None]:
+    def abandon_latest(self) -> Broadcasts[None]:
         if self._latest is not None:
             yield from abandon(*self._latest)
 
@@ -220,7 +216,7 @@ class Acquisition:
 
 def make_attempt(
     node_set: NodeSet, attempt: Attempt, *, alone: bool = False, links_until: float = math.inf
-) -> Generator[Broadcast, Replies, Grant | Failed]:
+) -> Broadcasts[Grant | Failed]:
     """Make one attempt: ACQUIRE, and CONFIRM if the counters disagree.
 
     With `alone`, nodes are asked one by one in the fixed order until one grants (then all the others are
@@ -267,7 +263,7 @@ def _decide(  # noqa: PLR0917 - the state of the attempt
     epoch: int,
     granted: dict[int, tuple[int, ...]],
     ended: float,
-) -> Generator[Broadcast, Replies, tuple[tuple[int, ...] | None, float]]:
+) -> Broadcasts[tuple[tuple[int, ...] | None, float]]:
     """Find the value that a majority stands at; raise nodes to it if they disagree.
 
     Returns the value (None if no majority could be brought to one), and when this was known.
@@ -310,7 +306,7 @@ def _decide(  # noqa: PLR0917 - the state of the attempt
             acknowledged.clear()
 
 
-def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Generator[Broadcast, Replies, None]:
+def _learn(node_set: NodeSet, outcome: Failed, links_until: float) -> Broadcasts[None]:
     """If too few nodes vote in this list, ask the nodes of another list which list it is.
 
     The nodes may have been initialised, or their list replaced, since their last answers.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Final
@@ -15,9 +15,9 @@ from fencelock.authority.redlock.protocol.messages import (
     STRIPES,
     VOTING,
     Broadcast,
+    Broadcasts,
     Command,
     NodeReplies,
-    Replies,
     ReplyKind,
 )
 from fencelock.errors import FencelockError
@@ -200,7 +200,7 @@ def without_place(release: Command) -> Command:
 
 def abandon(
     node_set: NodeSet, attempt: Attempt, nodes: Sequence[int] | None = None, *, stay: bool = False
-) -> Generator[Broadcast, Replies, None]:
+) -> Broadcasts[None]:
     """Release an attempt on these nodes, by default on all; do not wait for answers.
 
     With `stay` it keeps the place in line.
@@ -220,7 +220,7 @@ def release_command(
     return Command("release", attempt.nonce, attempt.keys, arguments)
 
 
-def release(current: Callable[[], NodeSet], proof: Proof) -> Generator[Broadcast, Replies, bool | None]:
+def release(current: Callable[[], NodeSet], proof: Proof) -> Broadcasts[bool | None]:
     """Release the lock, and let nodes that lag catch up with the token.
 
     Returns True if a majority still held it for us, False if none can any more, None if too few nodes

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Final
+from typing import Final
 
 from fencelock._checks import MIN_TTL
 from fencelock.authority.base import Grant, Wish, named
@@ -15,13 +15,14 @@ from fencelock.authority.redlock.protocol.messages import (
     RECREATED,
     RESTORED_VALUE,
     Broadcast,
+    Broadcasts,
     Command,
     NodeReplies,
     Replies,
     Reply,
     ReplyKind,
-    Request,
     Sleep,
+    Steps,
 )
 from fencelock.authority.redlock.protocol.refusals import by_name, raise_ttl_too_long, report_of
 from fencelock.errors import AuthorityError, FencelockError, LockLostError, QuorumError
@@ -32,7 +33,7 @@ BATCH: Final = 500  # the most grants in one EXTEND, which occupies a node for a
 
 def extend_many(
     current: Callable[[], NodeSet], wishes: Sequence[Wish]
-) -> Generator[Broadcast, Replies, list[Grant | FencelockError]]:
+) -> Broadcasts[list[Grant | FencelockError]]:
     """Extend grants, up to 500 in one command: see `Authority.extend_gen`."""
     outcomes: list[Grant | FencelockError] = []
     for start in range(0, len(wishes), BATCH):
@@ -52,9 +53,7 @@ def extend_many(
     return outcomes
 
 
-def extend(
-    node_set: NodeSet, wishes: Sequence[Wish]
-) -> Generator[Broadcast, Replies, list[Grant | FencelockError]]:
+def extend(node_set: NodeSet, wishes: Sequence[Wish]) -> Broadcasts[list[Grant | FencelockError]]:
     """Extend grants, each to its seconds from now; the tokens do not change.
 
     Returns an outcome for each: the grant, which ends no earlier than before; a LockLostError if a majority
@@ -82,7 +81,7 @@ def extend(
 
 def remint(
     current: Callable[[], NodeSet], acquisition: Acquisition, old: Grant, *, jitter: Callable[[], float]
-) -> Generator[Request, Any, Grant]:
+) -> Steps[Grant]:
     """Exchange a grant for one with larger tokens; no other holder gets a grant in between.
 
     Each node does RELEASE and ACQUIRE in one step, under a new nonce, and forgets the old one. The attempt is
@@ -136,7 +135,7 @@ def _extended(node_set: NodeSet, wish: Wish, done: Replies, index: int) -> Grant
     return replace(grant, expires_at=max(expires_at, grant.expires_at))
 
 
-def keep(node_set: NodeSet, proof: Proof, seconds: float) -> Generator[Broadcast, Replies, bool | None]:
+def keep(node_set: NodeSet, proof: Proof, seconds: float) -> Broadcasts[bool | None]:
     """Move the end of a grant to `seconds` from now, earlier or later; the tokens do not change.
 
     Returns True if a majority has the new end, False if no majority can any more, None if too few answered.

@@ -11,7 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Generator, Mapping
 from contextlib import suppress
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from fencelock.authority.redlock.protocol.attempts import (
     CLIENT_DIGITS,
@@ -23,9 +23,9 @@ from fencelock.authority.redlock.protocol.attempts import (
 )
 from fencelock.authority.redlock.protocol.messages import (
     Broadcast,
+    Broadcasts,
     Command,
     NodeReplies,
-    Replies,
     Reply,
     ReplyKind,
 )
@@ -55,9 +55,7 @@ class _Seen(NamedTuple):
 _Sightings = dict[int, _Seen]  # the lock of one resource, as each node has it, by node
 
 
-def look(
-    current: Callable[[], NodeSet], resources: tuple[str, ...]
-) -> Generator[Broadcast, Any, list[LockInfo]]:
+def look(current: Callable[[], NodeSet], resources: tuple[str, ...]) -> Broadcasts[list[LockInfo]]:
     """Return the locks of these resources that are held; of all resources, if none is named.
 
     A lock that only a minority of the nodes still has is shown, too, unless a majority says that it is free.
@@ -71,16 +69,14 @@ def look(
     ]
 
 
-def is_held(current: Callable[[], NodeSet], resources: tuple[str, ...]) -> Generator[Broadcast, Any, bool]:
+def is_held(current: Callable[[], NodeSet], resources: tuple[str, ...]) -> Broadcasts[bool]:
     """Return whether one holder has one of these resources on a majority of the nodes."""
     node_set, seen, _ = yield from _seen_by_nodes(current, resources)
     votes = (Counter(each.nonce for each in its.values()) for its in seen.values())
     return any(max(each.values()) >= node_set.quorum for each in votes)
 
 
-def force(
-    current: Callable[[], NodeSet], resource: str, token: int | None
-) -> Generator[Broadcast, Any, LockInfo | None]:
+def force(current: Callable[[], NodeSet], resource: str, token: int | None) -> Broadcasts[LockInfo | None]:
     """Release a lock of any holder, or only of the holder of `token`; return its `LockInfo`, or None.
 
     The holder learns of this when it extends the lease.
@@ -98,9 +94,7 @@ def force(
     return _info(resource, its) if its else None
 
 
-def vouch(
-    current: Callable[[], NodeSet], nonce: str, tokens: Mapping[str, int]
-) -> Generator[Broadcast, Any, bool]:
+def vouch(current: Callable[[], NodeSet], nonce: str, tokens: Mapping[str, int]) -> Broadcasts[bool]:
     """Return whether each resource is locked by this nonce, and a node has granted it this token."""
     # A node may have granted another token than was decided. A text of `hand_over` that has it harms
     # only this lock.
@@ -113,7 +107,7 @@ def vouch(
 
 def _seen_by_nodes(
     current: Callable[[], NodeSet], resources: tuple[str, ...]
-) -> Generator[Broadcast, Any, tuple[NodeSet, dict[str, _Sightings], int]]:
+) -> Broadcasts[tuple[NodeSet, dict[str, _Sightings], int]]:
     """Return the nodes, the locks of each resource by node, and how many of the nodes vote."""
     while True:
         node_set = current()
@@ -138,9 +132,7 @@ def _seen_by_nodes(
     return node_set, seen, len(voters)
 
 
-def look_for_endless(
-    current: Callable[[], NodeSet], pattern: str
-) -> Generator[Broadcast, Any, dict[int, list[str]]]:
+def look_for_endless(current: Callable[[], NodeSet], pattern: str) -> Broadcasts[dict[int, list[str]]]:
     """Return the keys without an expiry that match a pattern of Redis, by each node that votes."""
     yield from _seen_by_nodes(current, ("fencelock",))  # so that the nodes are known
     node_set = current()
@@ -156,7 +148,7 @@ def look_for_endless(
     return found
 
 
-def _pages_of(node_set: NodeSet, node: int, pattern: str) -> Generator[Broadcast, Replies, list[Reply]]:
+def _pages_of(node_set: NodeSet, node: int, pattern: str) -> Broadcasts[list[Reply]]:
     """Return the answers of a node to INSPECT, page by page; the last may be a refusal."""
     pages: list[Reply] = []
     following = "0"

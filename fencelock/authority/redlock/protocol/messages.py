@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import enum
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 from fencelock.errors import PAGES
+
+_T = TypeVar("_T")
 
 STRIPES = 1024
 
@@ -149,3 +151,7 @@ class Sleep(NamedTuple):
 
 
 Request = Broadcast | Sleep
+
+# A procedure yields requests to the nodes, and returns a result.
+Steps = Generator[Request, Any, _T]
+Broadcasts = Generator[Broadcast, Replies, _T]  # a procedure that does not sleep

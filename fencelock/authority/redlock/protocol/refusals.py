@@ -7,17 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import NoReturn
 
+from fencelock import errors
 from fencelock.authority.base import held_by_another, too_slow
 from fencelock.authority.redlock.protocol.attempts import Failed, NodeSet
 from fencelock.authority.redlock.protocol.messages import MISSING_RIGHT, VOTING, NodeReplies, ReplyKind
-from fencelock.errors import (
-    PAGES,
-    CountersExhaustedError,
-    LockTimeoutError,
-    MembershipError,
-    NodesNotInitialisedError,
-    QuorumError,
-)
 
 
 def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
@@ -29,11 +22,11 @@ def raise_timeout(node_set: NodeSet, outcome: Failed) -> NoReturn:
         raise too_slow("the nodes", outcome.attempt.ttl, outcome.attempt.resources, answers)
     holder_ttl = outcome.holder_ttl
     if holder_ttl is None:
-        raise LockTimeoutError(
+        raise errors.LockTimeoutError(
             f"{outcome.attempt.name} could not be acquired in time: contenders split the votes"
         )
     if holder_ttl == math.inf:
-        raise LockTimeoutError(
+        raise errors.LockTimeoutError(
             f"{outcome.attempt.name} is held for ever: another program than fencelock has written its key "
             f"({', '.join(outcome.attempt.keys[1:])}) without an expiry; `fencelock release NAME --force "
             "--reason why` removes it",
@@ -48,24 +41,24 @@ def raise_no_quorum(node_set: NodeSet, answers: NodeReplies) -> NoReturn:
     spare = len(node_set.names) - node_set.quorum
     report = report_of(node_set, answers)
     if said[ReplyKind.AMNESIA] > spare:
-        raise NodesNotInitialisedError(_why_blank(node_set, said[ReplyKind.AMNESIA], report))
+        raise errors.NodesNotInitialisedError(_why_blank(node_set, said[ReplyKind.AMNESIA], report))
     if said[ReplyKind.CONFIG] + said[ReplyKind.CLOSED] > spare:
-        raise MembershipError(
+        raise errors.MembershipError(
             f"the nodes do not agree with this list of {len(node_set.names)} nodes: configure every client "
             f"with exactly the nodes that were initialised together ({report})"
         )
     if said[ReplyKind.FULL] > spare:
-        raise CountersExhaustedError(
+        raise errors.CountersExhaustedError(
             f"no tokens are left in this epoch: {report}; begin the next epoch, for which no restart is "
-            f"needed: `{node_set.init_command} --after-loss --database URL` ({PAGES}/recover/)"
+            f"needed: `{node_set.init_command} --after-loss --database URL` ({errors.PAGES}/recover/)"
         )
     voters = sum(answer.kind in VOTING for answer in answers.values())
     advice = "bring the others back, or correct their URLs"
     if said[ReplyKind.AMNESIA] or said[ReplyKind.RESTARTED]:
-        advice = f"{_when_back(node_set, answers)}; `fencelock nodes` shows more ({PAGES}/redis/)"
+        advice = f"{_when_back(node_set, answers)}; `fencelock nodes` shows more ({errors.PAGES}/redis/)"
     elif any(MISSING_RIGHT in answer.detail for answer in answers.values()):
         advice = "give the user that right"
-    raise QuorumError(
+    raise errors.QuorumError(
         f"{voters} of {len(node_set.names)} nodes can vote, and a majority is {node_set.quorum}: {report}; "
         f"{advice}",
         nodes=by_name(node_set.names, answers),

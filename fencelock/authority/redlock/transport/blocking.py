@@ -25,7 +25,7 @@ from typing import Any, Final, NamedTuple
 
 from fencelock._owners import current_stack
 from fencelock._process import start_over_in_children
-from fencelock._threads import Sleepers, sleep_until_woken
+from fencelock._threads import Sleepers, new_wakeup, sleep_until_woken, wake
 from fencelock.authority.redlock.protocol.messages import Broadcast, Replies, Sleep
 from fencelock.authority.redlock.protocol.queue import WaitQueue
 from fencelock.authority.redlock.transport.connector import Connections, Node, Opened, UnusableError
@@ -77,8 +77,7 @@ class _Sleeper:
 
     def wake(self) -> None:
         if self.wakeup is not None:
-            with suppress(RuntimeError):  # it is awake
-                self.wakeup.release()
+            wake(self.wakeup)
 
 
 class WaitForAnswers(_Sleeper, PendingBroadcast):
@@ -251,8 +250,7 @@ class SharedConnections(Connections):
             self._reader = waiting
             self._sleeping.pop(waiting, None)
         elif self._reader is not waiting and waiting.wakeup is None:
-            waiting.wakeup = threading.Lock()
-            waiting.wakeup.acquire()
+            waiting.wakeup = new_wakeup()
             self._sleeping[waiting] = None
         return None if self._reader is waiting else waiting.wakeup
 

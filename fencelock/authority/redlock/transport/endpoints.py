@@ -214,9 +214,8 @@ def _server_of(pool: Any, timeout: float, **others: Any) -> Server:
     is_tls = issubclass(pool.connection_class, redis.SSLConnection)
     if is_tls and settings.get("ssl_cert_reqs", ssl.CERT_REQUIRED) not in _UNCHECKED:
         settings.setdefault("ssl_check_hostname", True)
-        if (
-            int(redis.__version__.partition(".")[0]) < _CHECKS_NAMES
-        ):  # False is the default of its clients, and cannot be told from a choice
+        # False is the default of older clients, and cannot be told from a choice.
+        if int(redis.__version__.partition(".")[0]) < _CHECKS_NAMES:
             settings["ssl_check_hostname"] = True
     server = Server(_PLAIN.get(pool.connection_class, pool.connection_class), settings)
     try:
