@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -92,6 +93,8 @@ def test_prune_spares_what_is_held_and_what_is_young(store: Store) -> None:
     assert store.other.release(held) is True
     with pytest.raises(ValueError, match="at least an hour"):
         store.mine.client.prune(60)
+    with pytest.raises(ValueError, match="at least an hour"):
+        asyncio.run(store.mine.client.aio.prune(60))
     recent = take(store.mine, "young", ttl=TTL)
     store.mine.client.init(above=recent + (1 << 45))  # which makes all earlier tokens look old
     assert store.mine.client.prune(3600) == 0

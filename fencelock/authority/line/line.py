@@ -494,4 +494,4 @@ class AsyncLine(AsyncWithLoops):
 
     async def prune(self, older_than: float) -> int:
         """Delete old marks: see `LineAuthority.prune`."""
-        return await self.run(self._authority.pruning(older_than))
+        return await self.run(self._authority.pruning(check_older_than(older_than)))
