@@ -63,6 +63,8 @@ def start(urls: list[str], program: str, first: str = ":", **options: float) -> 
         "from fencelock import Redlock\n"
         f"quorum = Redlock({urls!r}, **{options!r})\n"
         'say = lambda: print("held", flush=True)\n'
+        "def stay():\n"  # a signal just before one long sleep would not interrupt it
+        "    for _ in range(600): time.sleep(0.1)\n"
     )
     command = [sys.executable, "-W", "error", "-c", prelude + textwrap.dedent(program)]
     process = subprocess.Popen(
@@ -85,8 +87,8 @@ def end(process: subprocess.Popen[str], seconds: float = 30.0) -> tuple[int, str
 
 
 HANDLED = "fencelock.exit_on_signals()"
-WITH = 'with quorum.lock("r", ttl=60):\n    say()\n    time.sleep(60)'
-ACQUIRE = 'lock = quorum.lock("r", ttl=60)\nlock.acquire()\nsay()\ntime.sleep(60)'
+WITH = 'with quorum.lock("r", ttl=60):\n    say()\n    stay()'
+ACQUIRE = 'lock = quorum.lock("r", ttl=60)\nlock.acquire()\nsay()\nstay()'
 ASYNC_WITH = """
 async def main():
     async with quorum.lock("r", ttl=60):

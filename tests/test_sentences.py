@@ -61,7 +61,7 @@ def test_a_flush_after_the_block(authority: Redlock, sqlite: Engine) -> None:
             else:
                 with authority.lock("order:1"):
                     session.get_one(Order, 1).status = "paid"
-            with pytest.raises(UnfencedWriteError, match=r"was left before.*inside the block"):
+            with pytest.raises(UnfencedWriteError, match=r"was left: if.*commit inside it"):
                 session.commit()
             session.rollback()
         session.rollback()
