@@ -22,7 +22,7 @@ def test_every_way_to_hold_is_tried() -> None:
     assert {one.lock["renew"] for one in chosen if one.work > one.lock["ttl"]} == {True, False}
     assert any(one.lock["ttl"] < 0.05 for one in chosen)
     assert max(one.lock["ttl"] for one in chosen) == SETTINGS.ttl
-    assert {len(one.resources) for one in chosen} == {1, 2}
+    assert {1, 2, 3} <= {len(one.resources) for one in chosen} <= {1, 2, 3, 4}
     assert {one.lock.get("fair", False) for one in chosen} == {True, False}
     assert {one.together for one in chosen} == {True, False}
     assert 400 < sum(one.writes for one in chosen) < 600
@@ -37,4 +37,4 @@ def test_locks_are_asked_for_what_they_can_do() -> None:
     assert not any(one.lock["renew"] or one.lock.get("fair") or one.writes for one in naive)
     database = plans(Settings(Path(), authority="database"))
     assert not any(one.lock.get("fair") for one in database)
-    assert {len(one.resources) for one in database} == {1, 2}
+    assert {1, 2, 3} <= {len(one.resources) for one in database} <= {1, 2, 3, 4}
