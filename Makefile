@@ -22,7 +22,7 @@ unexport PYTHONDONTWRITEBYTECODE
 help:
 	@echo "make demo           watch a stale writer being turned away by a real database (ten seconds)"
 	@echo "make check          lint, and the lock and the guard on SQLite: the inner loop (under two minutes)"
-	@echo "make test           the tests, on real servers (seven minutes on two cores; LONG=1 takes in storms, failovers and whole programs: twice as long)"
+	@echo "make test           the tests, on real servers (ten minutes on two cores; LONG=1 takes in storms, failovers and whole programs: twice as long)"
 	@echo "make lint           ruff and mypy --strict"
 	@echo "make docs           the pages and the API as a site, in runs/site; warnings, dead links and pages outside the map fail it"
 	@echo "make bench          locks beside their peers, into benchmarks/locks.md (11 minutes on a quiet machine; BENCH='guard --docs benchmarks', authorities, jobs, importing …)"
