@@ -19,7 +19,7 @@ from weakref import WeakKeyDictionary
 from fencelock._checks import check_flag
 from fencelock._generators import Call, Steps
 from fencelock.authority.base import Authority, Grant, lock_makers
-from fencelock.errors import LockError, LockTimeoutError
+from fencelock.errors import LockError, LockTimeoutError, QuorumError
 from fencelock.lease import check_resource
 from fencelock.lock.base import Token, enter
 from fencelock.lock.hold import Block, Hold
@@ -27,6 +27,7 @@ from fencelock.lock.lock import FencedLock
 
 MAX_SLOTS: Final = 1000
 _PATIENCE: Final = 0.1  # seconds to wait for one slot before all slots are checked again
+_SLOWLY: Final = 2.0  # the most seconds for a try for one slot that has got no answer before
 _MOMENT: Final = 1.0
 """Seconds for which all slots are taken to be held after an acquisition has waited for one."""
 _MOST_NAMES: Final = 10_000  # the most entries of `_checked`, and of `_full_at`, for each authority
@@ -115,6 +116,17 @@ def _make_room(names: Any) -> None:
 class _OnSlots(FencedLock[Token]):
     """A lock that holds slots."""
 
+    def _try_gen(self, block: Block, names: tuple[str, ...], end: float) -> Steps[Grant]:
+        """Try for `block.timeout`; if no answer comes in that time, for as long as the caller has, or 2 s."""
+        try:
+            return (yield from super()._grant_gen(block, names))
+        except QuorumError:
+            left = end - time.monotonic()
+            if left <= 0:
+                raise
+            block.timeout = min(_SLOWLY, left)
+            return (yield from super()._grant_gen(block, names))
+
     def _hand_over_gen(self, block: Block) -> Steps[str]:  # noqa: ARG002  it hands over no block
         raise LockError(f"{self!r} is not handed over, because it holds slots: let the other process lock it")
 
@@ -153,7 +165,7 @@ class OneOf(_OnSlots[Token]):
             while True:
                 try:
                     # Assigned here, because a signal handler may raise before the caller assigns it.
-                    block.grant = grant = yield from super()._grant_gen(block, (name,))
+                    block.grant = grant = yield from self._try_gen(block, (name,), end)
                 except LockTimeoutError:
                     held = yield from block.authority.inspect_gen(missing)
                 else:
@@ -251,7 +263,7 @@ class WriterLock(_OnSlots[int]):
         end = math.inf if timeout is None else time.monotonic() + timeout
         try:
             try:
-                return (yield from super()._grant_gen(block, missing))
+                return (yield from self._try_gen(block, missing, end))
             except LockTimeoutError:
                 if timeout == 0:
                     raise

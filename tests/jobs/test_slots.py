@@ -222,6 +222,37 @@ def test_many_names_take_no_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 # Readers and writers
 
 
+@pytest.mark.parametrize("world", ["threads", "tasks"])
+@pytest.mark.parametrize("kind", ["postgresql"], indirect=True)
+def test_a_slow_answer_to_a_short_try_does_not_end_a_longer_wait(
+    kind: Kind, client: Any, world: Literal["threads", "tasks"]
+) -> None:
+    """No slot is held, but the table answers only after 0.8 s: a program makes an index, say."""
+    locks = [fenced_semaphore("gpu", 2, timeout=10, authority=client), writer(client, timeout=10)]
+    for lock in locks:
+        with lock:
+            pass
+    engine = create_engine(kind.url)
+    for lock in locks:
+        with engine.begin() as connection, ThreadPoolExecutor(1) as pool:
+            connection.exec_driver_sql("LOCK TABLE fencelock_leases IN ACCESS EXCLUSIVE MODE")
+            if world == "threads":
+                held = pool.submit(lock.acquire)
+            else:
+                held = pool.submit(asyncio.run, in_a_task(lock))
+            time.sleep(0.8)
+            connection.rollback()
+            held.result(SOON)
+            if world == "threads":
+                pool.submit(lock.release).result(SOON)
+    engine.dispose()
+
+
+async def in_a_task(lock: Any) -> None:
+    async with lock:
+        pass
+
+
 def test_readers_are_beside_each_other_and_writers_alone(client: Any, other: Any) -> None:
     with reader(client), reader(other), ThreadPoolExecutor(1) as pool, pytest.raises(LockTimeoutError):
         pool.submit(writer(other, timeout=0.3).acquire).result(SOON)
