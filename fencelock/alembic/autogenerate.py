@@ -31,35 +31,32 @@ def compare_trigger(  # noqa: PLR0917  Alembic's signature
     in_model: Table | None,
 ) -> object:
     wanted = False if in_model is None else tables.trigger_of(in_model)
-    found = _found(context, table_name, schema) if in_database is not None else False
-    if in_model is not None and wanted and not (wanted == found == _found(context, in_model)):
+    found, left_out = _found(context, table_name, schema) if in_database is not None else (False, [])
+    if in_model is not None and wanted and not (wanted == found == _found(context, in_model)[0]):
         excluded = triggers.excluded_names(in_model)
         creating = operations.CreateFenceTriggerOp(
             table_name, schema=schema, trigger=wanted, excluded=excluded
         )
         if found:
-            creating.replaces, creating.excluded_before = found, _excluded(context, table_name, schema)
+            creating.replaces, creating.excluded_before = found, left_out
         changes.ops.append(creating)
     elif found and not wanted:
-        excluded = _excluded(context, table_name, schema)
         changes.ops.append(
-            operations.DropFenceTriggerOp(table_name, schema=schema, trigger=found, excluded=excluded)
+            operations.DropFenceTriggerOp(table_name, schema=schema, trigger=found, excluded=left_out)
         )
     return _CONTINUE
 
 
-def _found(context: AutogenContext, table: Any, schema: str | None = None) -> tables.FenceTrigger:
+def _found(
+    context: AutogenContext, table: Any, schema: str | None = None
+) -> tuple[tables.FenceTrigger, list[str]]:
+    """Return the trigger in the database, and if a name is given, the columns that it lets change."""
     connection = context.connection
     if connection is None or not triggers.knows(connection.dialect.name):
-        return False
-    return triggers.installed(connection, table, schema=schema)
-
-
-def _excluded(context: AutogenContext, table_name: str, schema: str | None) -> list[str]:
-    connection = context.connection
-    if connection is None or not triggers.knows(connection.dialect.name):
-        return []
-    return triggers.excluded_in(connection, table_name, schema=schema)
+        return False, []
+    found = triggers.installed(connection, table, schema=schema)
+    is_wanted = found and isinstance(table, str)
+    return found, triggers.excluded_in(connection, table, schema=schema) if is_wanted else []
 
 
 def use_operations(context: AutogenContext, upgrade: UpgradeOps, _schemas: Iterable[str | None]) -> object:
@@ -132,9 +129,9 @@ def _to_renew(context: AutogenContext, op: ops.ModifyTableOps) -> operations.Dro
     changes = [each for each in op.ops if not isinstance(each, ops.CreateIndexOp | ops.DropIndexOp)]
     if not changes or context.dialect.name == "postgresql":
         return None
-    excluded = _excluded(context, op.table_name, op.schema)
+    found, excluded = _found(context, op.table_name, op.schema)
     is_copied = context.opts.get("render_as_batch") and context.dialect.name == "sqlite"
-    if not (is_copied or excluded) or not (found := _found(context, op.table_name, op.schema)):
+    if not found or not (is_copied or excluded):
         return None
     return operations.DropFenceTriggerOp(op.table_name, schema=op.schema, trigger=found, excluded=excluded)
 

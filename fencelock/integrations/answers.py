@@ -36,10 +36,7 @@ from fencelock._outcomes import http_status, is_retryable
 from fencelock.errors import FencelockError
 
 #: The errors that `fencelock.http_status` knows, and their base classes.
-ANSWERED: Final[tuple[type[Exception], ...]] = (
-    *(FencelockError, DBAPIError, NoResultFound, PoolTimeoutError),
-    OSError,
-)
+ANSWERED: Final = (FencelockError, DBAPIError, NoResultFound, PoolTimeoutError, OSError)
 
 logger: logging.Logger = logging.getLogger("fencelock.integrations")
 
