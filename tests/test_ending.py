@@ -253,11 +253,12 @@ def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored(urls: lis
 
 
 def test_signals_may_be_named_twice() -> None:
+    before = signal.getsignal(signal.SIGTERM)  # another test's server may handle it
     child = os.fork()
     if not child:  # pragma: no cover - measured in the parent
         try:
-            for number in (signal.SIGTERM, signal.SIGHUP):  # another test's server may handle the first;
-                signal.signal(number, signal.SIG_DFL)  # nohup has the tests ignore the second
+            for number in (signal.SIGTERM, signal.SIGHUP):  # nohup has the tests ignore the second
+                signal.signal(number, signal.SIG_DFL)
             exit_on_signals(signal.SIGTERM)
             exit_on_signals(signal.SIGTERM, signal.SIGHUP)
             os.kill(os.getpid(), signal.SIGHUP)
@@ -266,6 +267,7 @@ def test_signals_may_be_named_twice() -> None:
         finally:
             os._exit(2)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 #: What holds the lock, or waits for it, in threads that the interpreter freezes when it ends.
