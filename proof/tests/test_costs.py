@@ -115,6 +115,15 @@ def test_pages_of_stores_show_what_was_measured(store: str) -> None:
         assert line in page, line
 
 
+def test_page_of_etcd_shows_the_cpu_that_was_measured() -> None:
+    of = _DATABASES, "etcd, one caller"
+    ours, theirs = (
+        float(figure(*of, name, place=5).replace(",", "")) / 1000
+        for name in ("fencelock", "grpcio, three calls")
+    )
+    assert f"A lock takes {ours:.2f} ms of CPU; with a client in C, {theirs:.2f} ms." in read("docs/etcd.md")
+
+
 def test_comparisons_are_those_that_were_measured() -> None:
     """docs/compared.md, to two digits."""
 
